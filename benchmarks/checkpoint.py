@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from titan_exp.checkpoint.checkpointer import Checkpointer
-from titan_exp.checkpoint.dcp.checksums import find_damage
+from titan_exp.checkpoint.dcp.storage_writer import find_damage
 from titan_exp.cli.tokenize import TokenizeOptions, make_store
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose

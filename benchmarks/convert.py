@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from titan_exp.checkpoint.formats.mxfp4 import BLOCKS, GROUP, SCALES
+from titan_exp.checkpoint.formats.block_scaled import BLOCKS, GROUP, SCALES
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.convert.hf_config import to_huggingface

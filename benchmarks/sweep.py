@@ -19,7 +19,8 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, default_overrides
+from titan_exp.config.extension import CONF_DIR, CONFIG_NAME
+from titan_exp.config.hydra.compose import HYDRA_VERSION, default_overrides
 from titan_exp.config.hydra.resolvers import register_resolvers
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.study.points import study_points
@@ -28,9 +29,9 @@ from titan_exp.launch.provenance.provenance import read_provenance
 from titan_exp.launch.run_plan import create_run_folder, plan_run
 from titan_exp.launch.state.run_lookup import find_runs
 from titan_exp.launch.state.status_rows import status_rows
-from titan_exp.launch.sweep.fast_compose import FastCompose
 from titan_exp.launch.sweep.sweep_memory import predict_sweep_memory
 from titan_exp.launch.sweep.sweep_plan import SweepPlan, plan_sweep
+from titan_exp.launch.sweep.sweeper import FastCompose
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 STUDY = """\

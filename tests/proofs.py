@@ -21,8 +21,8 @@ from unittest.mock import patch
 import pytest
 import yaml
 
+from titan_exp.config.extension import shipped_options
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.compose import shipped_options
 from titan_exp.config.schema.component import builtin_components
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -16,7 +16,8 @@ from omegaconf.base import Metadata
 from omegaconf.grammar_parser import parse
 
 from tests import fast_hydra
-from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION
+from titan_exp.config.extension import CONF_DIR, CONFIG_NAME
+from titan_exp.config.hydra.compose import HYDRA_VERSION
 from titan_exp.config.hydra.resolvers import register_resolvers
 
 INTERPOLATED = "defaults:\n  - llama_debug\n  - /optimizer@chosen: ${optimizer}\n  - _self_\n"

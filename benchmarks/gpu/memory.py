@@ -97,7 +97,7 @@ def measured(name: str, *, tiny: bool, rank: int = 0) -> Peaks:
 
     from benchmarks.gpu.balanced_experts import balance_experts
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
-    from titan_exp.config.machine.cuda_allocator import allocator_environment
+    from titan_exp.config.machine.devices import allocator_environment
     from titan_exp.plan.trace.fake_world import FakeRank, fake_batches
     from titan_exp.trainer.train_state import assemble
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.versus.cases import MEMORY_GOAL, Case, case_of
 from benchmarks.versus.job import Job
-from titan_exp.config.machine.local_machine import command_lines, gpu_names
+from titan_exp.config.machine.devices import command_lines, gpu_names
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
 from titan_exp.plan.predict import predict
 from titan_exp.plan.time.roofline import ClassTime

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.gpu.report import cause_in
 from benchmarks.versus.job import Job
 from benchmarks.versus.results import Results, sides_of
-from titan_exp.config.machine.cuda_allocator import ALLOC_CONF, EXPANDABLE
+from titan_exp.config.machine.devices import ALLOC_CONF, EXPANDABLE
 
 SCRIPT = Path(__file__).resolve().parents[1] / "versus_torchtitan.py"
 UNKNOWN_SECONDS = 60.0

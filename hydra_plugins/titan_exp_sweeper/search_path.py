@@ -9,7 +9,7 @@ class ExtensionSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append the folders, behind the core's, whose options win."""
-        from titan_exp.config.hydra.compose import CONF_DIR, shipped_folders
+        from titan_exp.config.extension import CONF_DIR, shipped_folders
 
         if any(str(element.path).removeprefix("file://") == str(CONF_DIR) for element in search_path.get_path()):
             for folder in shipped_folders()[1:]:

@@ -42,16 +42,14 @@ class TitanExpSweeper(Sweeper):
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import HydraException
 
-        from titan_exp.config.command_line.hydra_args import read_arguments
+        from titan_exp.config.command_line.options import read_arguments
         from titan_exp.config.errors.user_error import UserError
         from titan_exp.config.groups.experiment import Experiment
         from titan_exp.config.hydra.config_groups import option_values
         from titan_exp.config.study.points import Point
         from titan_exp.config.study.study_file import read_study
-        from titan_exp.launch.sweep.fast_compose import FastCompose
-        from titan_exp.launch.sweep.options import current_sweep_options
-        from titan_exp.launch.sweep.shipped_study import StudySweep
-        from titan_exp.launch.sweep.sweeper import points, sweep
+        from titan_exp.launch.sweep.shipped_study import StudySweep, current_sweep_options
+        from titan_exp.launch.sweep.sweeper import FastCompose, points, sweep
         from titan_exp.rules.composed import read_experiment
 
         assert self.hydra_context is not None

@@ -18,7 +18,7 @@ from benchmarks.gpu.outcomes import VARIABLE, by_room
 from benchmarks.gpu.report import Report, Running, cause_in, wait_for
 from benchmarks.gpu_report import GpuReport, options_of
 from tests.launch.fake_ranks import wait_until
-from titan_exp.config.machine import local_machine
+from titan_exp.config.machine import devices
 from titan_exp.plan.supported import check_supported
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ SCRIPT = ROOT / "benchmarks" / "gpu_report.py"
 
 
 def test_without_a_gpu_it_says_so_at_once(monkeypatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    monkeypatch.setattr(local_machine, "present_gpus", lambda: 0)
+    monkeypatch.setattr(devices, "present_gpus", lambda: 0)
     assert gpu_report.main(["--log", str(tmp_path)]) == 2
     printed = capsys.readouterr().err
     assert "make gpu measures on a GPU, and cannot here:\n  this machine shows no NVIDIA GPU" in printed

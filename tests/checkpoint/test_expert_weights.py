@@ -256,7 +256,7 @@ def test_conversion_holds_some_experts_at_a_time(tmp_path: Path, monkeypatch: py
 
 
 def test_a_model_with_other_experts_is_refused_by_its_key(tmp_path: Path):
-    from titan_exp.checkpoint.formats.hf_sharded_load import load_hf_sharded
+    from titan_exp.checkpoint.formats.open_checkpoint import load_hf_sharded
 
     folder = exported(tmp_path / "export")
     other = replace(CONFIG, moe=replace(CONFIG.moe, experts=8))

@@ -101,7 +101,7 @@ def described(preset: str) -> Reader:
 
 
 def model_json(path: Path) -> None:
-    from titan_exp.config.paths.foreign_json import read_object
+    from titan_exp.config.paths.foreign_file import read_object
 
     model, _ = from_json(read_object(path), path, trust=True)
     list(family_violations(model))

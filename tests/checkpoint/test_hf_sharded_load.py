@@ -10,7 +10,7 @@ from tests.config.composing import experiment
 from tests.models import test_deepseek as deepseek
 from tests.models.deepseek_shapes import V3
 from tests.ranks import run_ranks
-from titan_exp.checkpoint.formats.hf_sharded_load import load_hf_sharded
+from titan_exp.checkpoint.formats.open_checkpoint import load_hf_sharded
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.build import build_model

@@ -15,7 +15,7 @@ import pytest
 from tests.checkpoint.s3_server import S3Server, forget_stores
 from tests.checkpoint.saving import trained
 from titan_exp.checkpoint.checkpointer import Checkpointer
-from titan_exp.checkpoint.remote.remote_run import RemoteRun
+from titan_exp.checkpoint.remote.background_upload import RemoteRun
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment

@@ -9,8 +9,8 @@ import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.test_sharded_hf_export import tensors
 from tests.checkpoint.tools import SHAPE, exported, weights
-from titan_exp.checkpoint.dcp import saved_tensor
-from titan_exp.checkpoint.dcp.saved_tensor import read_saved
+from titan_exp.checkpoint.dcp import storage_writer
+from titan_exp.checkpoint.dcp.storage_writer import read_saved
 from titan_exp.checkpoint.formats import mapping, safetensors
 from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
@@ -50,7 +50,7 @@ def saved(tensor: torch.Tensor) -> CountedFile:
 )
 @pytest.mark.parametrize("piece", [1, 100, 2**24])
 def test_a_window_of_a_saved_tensor(stored: torch.Tensor, piece: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(saved_tensor, "PIECE_BYTES", piece)
+    monkeypatch.setattr(storage_writer, "PIECE_BYTES", piece)
     for rows, columns in ((slice(0, 64), slice(0, 6)), (slice(5, 23), slice(2, 5)), (slice(60, 64), slice(0, 1))):
         expected = stored[rows, columns]
         target = torch.full(expected.shape, 7.0)

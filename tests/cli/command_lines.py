@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from titan_exp.config.hydra.compose import CONF_DIR, shipped_options
+from titan_exp.config.extension import CONF_DIR, shipped_options
 from titan_exp.config.schema.schema import annotation_of, choices_of, keys, value_keys
 from titan_exp.config.study.study_file import SWEEPS_DIR
 

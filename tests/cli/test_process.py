@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.config.command_line.completion import complete_option
+from titan_exp.config.command_line.help import complete_option
 
 HEAVY = ("torch", "wandb", "datasets", "tensorboard", "transformers", "pydantic", "matplotlib", "numpy")
 

@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.machine import cuda_support
-from titan_exp.config.machine import local_machine as machine
+from titan_exp.config.machine import devices
+from titan_exp.config.machine import devices as machine
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.llama import Config
 
@@ -56,4 +56,4 @@ def refused(*overrides: str) -> tuple[Violation, ...]:
 def give_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(machine, "present_gpus", lambda: count)
-    monkeypatch.setattr(cuda_support, "unusable_cuda", lambda: None)
+    monkeypatch.setattr(devices, "unusable_cuda", lambda: None)

@@ -13,9 +13,8 @@ from typing import Any
 
 import yaml
 
-from titan_exp.config.extension import added_keys
+from titan_exp.config.extension import CONF_DIR, added_keys, shipped_options
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.compose import CONF_DIR, shipped_options
 from titan_exp.config.schema.component import config_class
 from titan_exp.config.schema.schema import KeyText, choices_of, hints, texts
 

@@ -14,8 +14,8 @@ from omegaconf.errors import InterpolationToMissingValueError
 
 from tests.config.composing import experiment
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.extension import added_groups, added_keys, extension_folders
-from titan_exp.config.hydra.compose import CONF_DIR, compose
+from titan_exp.config.extension import CONF_DIR, added_groups, added_keys, extension_folders
+from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.schema import keys
 from titan_exp.rules import violations
 

@@ -10,8 +10,8 @@ from tests.config.composing import experiment
 from tests.config.test_remedies import typed
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.paths import corpus_files
-from titan_exp.config.paths.corpus_files import unit_hash
+from titan_exp.config.paths import data_files
+from titan_exp.config.paths.data_files import unit_hash
 from titan_exp.data.sources.build import build_source
 from titan_exp.data.validation_split import training_subset, validation_subset
 from titan_exp.rules import violations
@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.M
     def refuse(path: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(corpus_files, "is_binary", refuse)
+    monkeypatch.setattr(data_files, "is_binary", refuse)
     (violation,) = found(text_words(folder))
     assert "txt cannot be read (permission denied)" in violation.reason
 
@@ -122,7 +122,7 @@ def test_one_file_of_a_folder_is_one_document(tmp_path: Path):
 @pytest.fixture
 def large(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A text that is larger than the lowered limit."""
-    monkeypatch.setattr(corpus_files, "LARGEST_TEXT", 30_000)
+    monkeypatch.setattr(data_files, "LARGEST_TEXT", 30_000)
     return folder
 
 
@@ -194,8 +194,8 @@ def test_a_parents_order_goes_on(recorded: str, words: list[str], field: str | N
 
 
 def test_all_files_are_listed_and_few_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    opened, check = list[Path](), corpus_files.is_binary
-    monkeypatch.setattr(corpus_files, "is_binary", lambda path: opened.append(path) or check(path))
+    opened, check = list[Path](), data_files.is_binary
+    monkeypatch.setattr(data_files, "is_binary", lambda path: opened.append(path) or check(path))
     assert found(text_words(folder, "data.validation_fraction=0.5", "training.evaluate_every=5")) == []
     assert len(opened) <= 3, "the first, one to train on, and one to evaluate on"
     assert sum(unit_hash(f"{number}.txt") < 0.5 for number in range(40)) > 5

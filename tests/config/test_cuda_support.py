@@ -9,8 +9,8 @@ import torch
 from tests.config.composing import experiment
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.machine import cuda_support, local_machine
-from titan_exp.config.machine.cuda_support import CudaFacts, DriverAnswer, cuda_problem
+from titan_exp.config.machine import devices
+from titan_exp.config.machine.devices import CudaFacts, DriverAnswer, cuda_problem
 from titan_exp.doctor.machine import machine_command
 from titan_exp.rules import check
 from titan_exp.trainer import distributed
@@ -61,14 +61,14 @@ def test_reasons(facts: CudaFacts, reason: str, remedy: str):
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A machine with a driver and no GPU; the folder takes device files."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(local_machine, "DEVICES", tmp_path)
-    monkeypatch.setattr(local_machine, "DRIVER", tmp_path / "gpus")
+    monkeypatch.setattr(devices, "DEVICES", tmp_path)
+    monkeypatch.setattr(devices, "DRIVER", tmp_path / "gpus")
     version = tmp_path / "version"
     version.write_text("NVRM version: 580.65")
-    monkeypatch.setattr(cuda_support, "DRIVER_VERSION", version)
-    cuda_support.unusable_cuda.cache_clear()
+    monkeypatch.setattr(devices, "DRIVER_VERSION", version)
+    devices.unusable_cuda.cache_clear()
     yield tmp_path
-    cuda_support.unusable_cuda.cache_clear()
+    devices.unusable_cuda.cache_clear()
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch of this machine is built for CUDA")
@@ -95,4 +95,4 @@ def test_a_login_node_without_driver_submits(machine: Path):
 
 
 def test_torch_without_importing_it():
-    assert cuda_support.torch_build() == (torch.__version__, torch.version.cuda)
+    assert devices.torch_build() == (torch.__version__, torch.version.cuda)

@@ -1,14 +1,15 @@
 import pytest
 
-from titan_exp.config.errors.did_you_mean import (
+from titan_exp.config.errors.user_error import (
+    Violation,
     did_you_mean,
     divisors,
     listed,
     multiples_near,
     nearest,
     nearest_numbers,
+    shown,
 )
-from titan_exp.config.errors.user_error import Violation, shown
 from titan_exp.config.schema.schema import meaning_of, value_keys
 
 MODELS = ["llama2_7b", "llama3_1_8b", "llama3_8b", "llama3_70b", "llama_debug"]

@@ -10,10 +10,10 @@ import pytest
 
 from titan_exp.config import extension as registry
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.extension import PROVIDED, extensions, lacking
-from titan_exp.config.hydra.compose import CONF_DIR, compose, shipped_options
+from titan_exp.config.extension import CONF_DIR, PROVIDED, extensions, lacking, shipped_options
+from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.component import _require_interface, builtin_components, component
-from titan_exp.config.schema.import_path_keys import import_paths
+from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.config.schema.typed_config import to_experiment
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.config.machine import local_machine
-from titan_exp.config.machine.local_machine import host_memory
+from titan_exp.config.machine import devices
+from titan_exp.config.machine.devices import host_memory
 
 GIB = 2**30
 
@@ -33,12 +33,12 @@ def test_least_limit_of_own_groups(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(str(int(text) * 2**20) if text.isdigit() and len(text) == 1 else text)
     (tmp_path / "own").write_text(groups + "\n")
-    monkeypatch.setattr(local_machine, "CONTROL_GROUPS", (tmp_path / "cgroup", tmp_path / "own"))
+    monkeypatch.setattr(devices, "CONTROL_GROUPS", (tmp_path / "cgroup", tmp_path / "own"))
     assert host_memory() == limit * 2**20
 
 
 def test_machine_without_control_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(local_machine, "CONTROL_GROUPS", (tmp_path / "absent", tmp_path / "absent too"))
+    monkeypatch.setattr(devices, "CONTROL_GROUPS", (tmp_path / "absent", tmp_path / "absent too"))
     memory = host_memory()
     assert memory is not None
     assert memory > GIB

@@ -12,7 +12,7 @@ from tests.config.composing import experiment, give_gpus
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.layout.pipeline_schedules import SCHEDULES
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.machine import torchao_version
+from titan_exp.config.machine import torch_features
 from titan_exp.config.schema.schema import annotation_of
 from titan_exp.models.llama import Config
 from titan_exp.models.spec.transformer import transformer_layer, transformer_spec
@@ -702,7 +702,7 @@ def test_qk_clip_needs_a_kernel_without_a_mask_of_its_own(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("version", "refused"), [("0.17.0", True), ("0.18.0", False), ("0.19.0.dev3+git", False)])
 def test_nvfp4_on_gpus_names_the_torchao_that_it_needs(version: str, refused: bool, monkeypatch: pytest.MonkeyPatch):
     give_gpus(monkeypatch, 8)
-    monkeypatch.setattr(torchao_version, "torchao_version", lambda: version)
+    monkeypatch.setattr(torch_features, "torchao_version", lambda: version)
     tiles = [*TILES, "training.mixed_precision=bf16"]
     assert broken(*tiles, "quantization.emulate=true") == []
     assert broken("quantization=mxfp8", "training.mixed_precision=bf16", "quantization.smallest_gemm=0") == []
@@ -870,7 +870,7 @@ def test_nvfp4_on_gpus_names_the_torchao_that_it_needs(version: str, refused: bo
 )
 def test_on_a_machine_with_eight_gpus(overrides: list[str], field: str, remedy: str, monkeypatch: pytest.MonkeyPatch):
     give_gpus(monkeypatch, 8)
-    monkeypatch.setattr(torchao_version, "torchao_version", lambda: "0.18.0")
+    monkeypatch.setattr(torch_features, "torchao_version", lambda: "0.18.0")
     if not field:
         assert broken(*overrides) == []
         return

@@ -8,14 +8,14 @@ from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from titan_exp.cli.main import main
-from titan_exp.config.extension import extension_folders
-from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, default_overrides
+from titan_exp.config.extension import CONF_DIR, CONFIG_NAME, extension_folders
+from titan_exp.config.hydra.compose import HYDRA_VERSION, default_overrides
 from titan_exp.config.hydra.resolvers import register_resolvers
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.study.points import baseline_of, study_points
 from titan_exp.config.study.study_file import SWEEPS_DIR, read_study
-from titan_exp.launch.sweep.fast_compose import FastCompose
-from titan_exp.launch.sweep.rounds.draw import drawn_choices
+from titan_exp.launch.sweep.rounds import drawn_choices
+from titan_exp.launch.sweep.sweeper import FastCompose
 from titan_exp.rules import violations
 
 STUDIES = [path for folder in (SWEEPS_DIR, *extension_folders("sweeps")) for path in sorted(folder.glob("*.yaml"))]

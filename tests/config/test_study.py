@@ -6,10 +6,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.machine.time_limit import hours
 from titan_exp.config.study.points import Point, baseline_of, folder_name, narrowed, study_points
 from titan_exp.config.study.study import Study
 from titan_exp.config.study.study_file import find_study, read_study, study_files
+from titan_exp.launch.sweep.sweep_table import hours
 
 HEAD = "question: Why?\n"
 

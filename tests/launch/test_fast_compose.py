@@ -6,7 +6,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from titan_exp.config.hydra.compose import compose
-from titan_exp.launch.sweep.fast_compose import FastCompose
+from titan_exp.launch.sweep.sweeper import FastCompose
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,15 @@ import pytest
 
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.health.hang_report import HangDiagnosis, HangFiles, diagnose_hang, format_ranks
-from titan_exp.launch.health.stack_dump import COLLECTIVES, RankStack, _is_own_code
+from titan_exp.launch.health.hang_report import (
+    COLLECTIVES,
+    HangDiagnosis,
+    HangFiles,
+    RankStack,
+    _is_own_code,
+    diagnose_hang,
+    format_ranks,
+)
 from titan_exp.launch.health.watchdog import Watchdog, limit
 from titan_exp.tracking.progress_tracker import FIRST_STEP, STEP, ProgressSnapshot, ProgressTracker
 

@@ -11,11 +11,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.study.points import Point, narrowed, study_points
-from titan_exp.config.study.search import Range, Search
-from titan_exp.config.study.study import Choice, Study
+from titan_exp.config.study.study import Choice, Range, Search, Study
 from titan_exp.config.study.study_file import read_study
-from titan_exp.launch.sweep.rounds.draw import drawn_choices
-from titan_exp.launch.sweep.rounds.optuna_search import next_batch
+from titan_exp.launch.sweep.rounds import drawn_choices, next_batch
 
 LR = Range("optimizer.lr", "log_uniform", 1e-4, 1e-1)
 RANGES = (

@@ -10,8 +10,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
-from titan_exp.config.secrets.names import is_secret_variable
-from titan_exp.config.secrets.variables import concealed, require_variables, revealed
+from titan_exp.config.secrets import concealed, is_secret_variable, require_variables, revealed
 from titan_exp.launch.provenance.secrets import mask_override
 from titan_exp.launch.run_id import run_id
 from titan_exp.launch.run_plan import plan_run

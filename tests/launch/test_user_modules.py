@@ -16,7 +16,7 @@ import titan_exp
 from tests.config.composing import experiment
 from tests.launch.test_git import TOKEN, git
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.import_path_keys import import_paths
+from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.launch.provenance.git import read_code_version
 from titan_exp.launch.provenance.provenance import PART, Provenance
 from titan_exp.launch.provenance.user_modules import user_modules

@@ -13,9 +13,8 @@ from torch import nn
 from tests.models.deepseek_shapes import LITE, V3
 from tests.models.test_deepseek import exported, noisy_model, their_gradients
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
-from titan_exp.checkpoint.formats.hf_sharded_load import load_hf_sharded
 from titan_exp.checkpoint.formats.mapping import ImportReader
-from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
+from titan_exp.checkpoint.formats.open_checkpoint import load_hf_sharded, open_checkpoint
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose

@@ -10,7 +10,7 @@ from titan_exp.cli.plan_commands.device import device_for
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, pipeline_seconds, timeline
-from titan_exp.config.machine.local_machine import gpu_memory_bytes
+from titan_exp.config.machine.devices import gpu_memory_bytes
 from titan_exp.plan import device_memory
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.device_memory import gpu_memory, refine_gpu, write_constants

@@ -20,8 +20,9 @@ from tests.cli.test_plan import planned
 from tests.ranks import run_ranks
 from titan_exp.cli.plan_commands.search import search_options
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.extension import CONF_DIR
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.compose import CONF_DIR, compose
+from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_kernels
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.devices import device_named

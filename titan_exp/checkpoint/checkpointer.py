@@ -13,15 +13,24 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from titan_exp.checkpoint.dcp.async_save import AsyncSaver
-from titan_exp.checkpoint.dcp.checksums import find_damage_on_ranks, has_checksums, require_intact
-from titan_exp.checkpoint.dcp.storage_writer import PublishingWriter
+from titan_exp.checkpoint.dcp.storage_writer import (
+    PublishingWriter,
+    find_damage_on_ranks,
+    has_checksums,
+    require_intact,
+)
 from titan_exp.checkpoint.init_from import load_initial_weights
 from titan_exp.checkpoint.load_state import RestoredState, load_state, read_progress
 from titan_exp.checkpoint.optimizer_state import differing_between_ranks
-from titan_exp.checkpoint.remote.background_upload import STOP_SECONDS, BackgroundUploader, steps_to_upload
+from titan_exp.checkpoint.remote.background_upload import (
+    CONFIG,
+    STOP_SECONDS,
+    BackgroundUploader,
+    RemoteRun,
+    steps_to_upload,
+)
+from titan_exp.checkpoint.remote.download import download_newer
 from titan_exp.checkpoint.remote.remote_folder import RemoteError
-from titan_exp.checkpoint.remote.remote_run import CONFIG, RemoteRun
-from titan_exp.checkpoint.remote.run_download import download_newer
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.save_failures import SaveFailures
 from titan_exp.checkpoint.state_dict import (
@@ -34,7 +43,7 @@ from titan_exp.checkpoint.state_dict import (
 )
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.checkpoint import CheckpointConfig
-from titan_exp.config.paths.checkpoint_paths import saved_state
+from titan_exp.config.paths.checkpoint_files import saved_state
 from titan_exp.parallel.mesh import new_cpu_group
 from titan_exp.tracking.logging import get_logger
 

@@ -13,7 +13,7 @@ from titan_exp.checkpoint.remote.checkpoint_cache import local_copy, staged_uplo
 from titan_exp.config.command_line.verb_options import ConvertOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.presets import model_overrides
-from titan_exp.config.machine.host_allocator import return_freed_memory
+from titan_exp.config.machine.devices import return_freed_memory
 from titan_exp.config.paths.remote_url import is_url
 from titan_exp.config.schema.component import component, is_builtin
 from titan_exp.models.convert.diffusers_config import diffusers_class, diffusers_violations

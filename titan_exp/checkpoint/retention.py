@@ -6,7 +6,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME, step_name
+from titan_exp.config.paths.checkpoint_files import COMPLETE_NAME, step_name
 from titan_exp.tracking.run_folder.atomic_write import sync_folder
 
 _REPLACED = ".replaced"

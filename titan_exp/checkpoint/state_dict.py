@@ -18,7 +18,7 @@ from titan_exp.checkpoint.optimizer_state import (
     optimizer_tensors,
     optimizer_values,
 )
-from titan_exp.config.paths.foreign_json import parse_json
+from titan_exp.config.paths.foreign_file import parse_value
 from titan_exp.models.spec.moe import TRAINING_BUFFERS
 
 MODEL_PREFIX, DATA_PREFIX, PROGRESS_KEY = "model.", "data.", "progress"
@@ -87,7 +87,7 @@ def encode_json(value: object) -> Tensor:
 
 def decode_json(tensor: Tensor) -> Any:
     """Decode a byte tensor of `encode_json`. Raises UserError if it is damaged."""
-    return parse_json(bytes(tensor.cpu().tolist()), "an entry of the checkpoint")
+    return parse_value(bytes(tensor.cpu().tolist()), "an entry of the checkpoint")
 
 
 def _copy_first_to_others(named: Iterable[tuple[str, Tensor]]) -> None:

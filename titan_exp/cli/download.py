@@ -5,11 +5,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from titan_exp.checkpoint.remote.hub_download import download
+from titan_exp.checkpoint.remote.download import download
 from titan_exp.config.command_line.options import HELP, options_help, parse_options
 from titan_exp.config.command_line.verb_options import DownloadOptions
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.models.convert.hf_config import config_json, repository_lines
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*/tokenizer.model")

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import titan_exp
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.extension import extension_folders, provided
 
 

@@ -8,11 +8,9 @@ from itertools import islice
 from typing import Any
 
 from titan_exp.cli.shell.hydra_command import run_with_hydra
-from titan_exp.config.command_line.hydra_args import SWITCHES, VALUED
-from titan_exp.config.command_line.options import HELP, options_help, take_options
+from titan_exp.config.command_line.options import HELP, SWITCHES, VALUED, options_help, take_options
 from titan_exp.config.command_line.verb_options import TokenizeOptions
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed, nearest
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed, nearest
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.token_store_manifest import Manifest, read_manifest
 from titan_exp.config.schema.schema import hints

@@ -11,8 +11,7 @@ from titan_exp.compare.learnt import Learnt, learn, rank
 from titan_exp.compare.runs import Row, Run, Selection, StudyRecord, finite
 from titan_exp.compare.statistics import Delta, difference, estimate, holm
 from titan_exp.compare.tuning import Tuning, tune
-from titan_exp.config.errors.did_you_mean import did_you_mean
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, did_you_mean
 from titan_exp.tracking.number_format import format_items
 
 COUNTED = ("done", "running", "preempted")

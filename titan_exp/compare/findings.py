@@ -11,7 +11,7 @@ from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.differing_keys import differing_keys
 from titan_exp.compare.runs import Row, Run
 from titan_exp.compare.statistics import LEVEL, Delta, Estimate
-from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.user_error import listed
 from titan_exp.config.schema.config_diff import flatten
 from titan_exp.tracking.number_format import format_count, format_duration, format_items
 from titan_exp.tracking.run_folder.metric_rows import column_of

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from titan_exp.compare.statistics import Delta, Estimate
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.launch.worlds import summarize_worlds
 from titan_exp.plan.gate.predicted import PredictedMetrics, read_predicted_metrics

@@ -18,10 +18,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError, shown
+from titan_exp.config.errors.user_error import UserError, listed, shown
 
 Group = TypeVar("Group")
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+CONF_DIR = next(folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir())
+"""Folder of the groups' YAML: inside an installed package, next to the package in a checkout."""
+
+CONFIG_NAME = "config"
+"""Name of the YAML file with the defaults list."""
 
 FOLDER = Path(__file__).resolve().parents[1] / "extensions"
 """Folder of the extensions of this repository."""
@@ -204,6 +211,17 @@ def extension_folders(name: str) -> list[Path]:
     """Folders of this name beside descriptions: `conf` has options of config groups, `sweeps` has studies."""
     folders = (extension.folder / name for extension in extensions().values())
     return [folder for folder in folders if folder.is_dir()]
+
+
+def shipped_folders() -> list[Path]:
+    """Folders of the groups' YAML in Hydra's order: the core's, then those of extensions."""
+    return [CONF_DIR, *extension_folders("conf")]
+
+
+def shipped_options(group: str) -> dict[str, Path]:
+    """Files of a group's options by name in order, of the core and of extensions."""
+    found = {path.stem: path for folder in reversed(shipped_folders()) for path in (folder / group).glob("*.yaml")}
+    return dict(sorted(found.items()))
 
 
 def provided_words(extension: Extension) -> Iterator[str]:

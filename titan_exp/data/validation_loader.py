@@ -14,8 +14,7 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.paths.corpus_files import unit_hash
-from titan_exp.config.paths.data_files import unlimited_split
+from titan_exp.config.paths.data_files import unit_hash, unlimited_split
 from titan_exp.data.batch import Batch, collate
 from titan_exp.data.sources.base import RandomAccessSource, Source, StreamingSource
 from titan_exp.data.sources.build import build_source, build_validation_source, builtin_source

@@ -18,11 +18,10 @@ from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.config.command_line.options import take_options
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.command_line.verb_options import EvaluateOptions
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
-from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.extension import extensions, load, provided
+from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
+from titan_exp.config.extension import extensions, load, provided, shipped_options
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.compose import compose, shipped_options
+from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.builtins import objective_names

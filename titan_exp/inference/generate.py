@@ -15,8 +15,7 @@ from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.command_line.options import parse_options
 from titan_exp.config.command_line.verb_options import TEXT_OPTIONS, GenerateOptions
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.extension import load, provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose

@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.cluster import LOCAL, ClusterConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.builtins import executor_names
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.config.schema.typed_options import typed_options
-from titan_exp.config.secrets.variables import revealed
+from titan_exp.config.secrets import revealed
 from titan_exp.launch.rank.rank_env import RankInfo
 from titan_exp.launch.worlds import several_worlds
 from titan_exp.tracking.run_folder.run_folder import RunFolder

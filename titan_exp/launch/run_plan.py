@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_exp.config.errors.os_errors import REMEDIES
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_traceback import REMEDIES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.nondefault import nondefault_overrides
 from titan_exp.config.layout.resolved_layout import (
@@ -24,12 +24,10 @@ from titan_exp.config.layout.resolved_layout import (
     with_automatic_kernels,
 )
 from titan_exp.config.machine.devices import offered_devices
-from titan_exp.config.paths.checkpoint_paths import initial_folder, saved_state
+from titan_exp.config.paths.checkpoint_files import initial_folder, saved_state
 from titan_exp.config.paths.foreign_file import read_file, read_text
-from titan_exp.config.paths.parent_run import normalize_parent
-from titan_exp.config.paths.remote_url import is_url
-from titan_exp.config.schema.import_path_keys import import_paths
-from titan_exp.config.schema.run_signature import signed
+from titan_exp.config.paths.remote_url import is_url, normalize_parent
+from titan_exp.config.schema.foreign_code import import_paths, signed
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
 from titan_exp.launch.executor import check_executor
 from titan_exp.launch.provenance.changes import refuse_other_data

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.schema.component import component, is_builtin
-from titan_exp.config.secrets.variables import revealed
+from titan_exp.config.secrets import revealed
 from titan_exp.models.parametrization.parameter_scale import ParameterScale
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.parameter_groups import NamedParameter, named_parameters, remember_groups

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titan_exp.config.errors.did_you_mean import did_you_mean
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
-from titan_exp.config.machine.aten_ops import read_entry
+from titan_exp.config.machine.torch_features import read_entry
 from titan_exp.models.blocks.transformer import iter_blocks, iter_numbered_blocks
 from titan_exp.ops.matmul_flops import count_grouped_heads
 from titan_exp.parallel.expert_parallel.apply import mixtures

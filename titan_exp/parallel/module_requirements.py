@@ -9,8 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.layout.axes import regroups_experts

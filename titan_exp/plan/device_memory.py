@@ -11,12 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.user_error import listed
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import node_size, process_threads
-from titan_exp.config.machine.local_machine import cpu_name, gpu_memory_bytes, gpu_names, host_memory
+from titan_exp.config.machine.devices import (
+    cpu_name,
+    gpu_memory_bytes,
+    gpu_names,
+    host_memory,
+    node_size,
+    process_threads,
+)
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.parallel.expert_parallel.symmetric_room import symmetric_bytes
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, share_of_world
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
-from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
-from titan_exp.config.machine.devices import device_type
-from titan_exp.config.machine.local_machine import usable_cores
-from titan_exp.config.schema.import_path_keys import import_paths
+from titan_exp.config.machine.devices import device_type, usable_cores, uses_expandable_segments
+from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.models.spec.lookup import model_spec, with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reserved, steady_reserved
 from titan_exp.plan.cuda.devices import Device

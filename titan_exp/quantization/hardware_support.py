@@ -8,7 +8,7 @@ import torch
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.quantization import QuantizationConfig
-from titan_exp.config.machine.torchao_version import import_torchao
+from titan_exp.config.machine.torch_features import import_torchao
 
 MIN_CAPABILITY = {
     "float8_tensorwise": (8, 9),

@@ -7,8 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from titan_exp.config.errors.did_you_mean import did_you_mean
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean
 from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
 from titan_exp.models.blocks.linear import GroupedLinear, Linear
 from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, needs_emulation, needs_grouped_emulation

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.quantization import QuantizationConfig
-from titan_exp.config.machine.torchao_version import torchao_violations
+from titan_exp.config.machine.torch_features import torchao_violations
 from titan_exp.models.blocks.linear import LinearImpl, TensorParallelCollectives
 from titan_exp.quantization.float8 import E4M3, Float8, Float8Matrix, Float8Weight, float8_linear
 from titan_exp.quantization.mxfp8 import mxfp8_linear

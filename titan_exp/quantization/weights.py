@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.config.machine.torchao_version import import_torchao
+from titan_exp.config.machine.torch_features import import_torchao
 from titan_exp.models.blocks.linear import LinearImpl
 from titan_exp.ops.float8 import cast_weights, weights_amax
 from titan_exp.ops.local_tensor import local_tensor

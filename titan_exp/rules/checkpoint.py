@@ -5,13 +5,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from titan_exp.config.errors.did_you_mean import listed, nearest
-from titan_exp.config.errors.user_error import UserError, Violation, shown
+from titan_exp.config.errors.user_error import UserError, Violation, listed, nearest, shown
 from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.paths.checkpoint_files import intact_before, missing_part
-from titan_exp.config.paths.checkpoint_paths import initial_folder
+from titan_exp.config.paths.checkpoint_files import initial_folder, intact_before, missing_part
 from titan_exp.config.paths.remote_url import is_url, problem_of_url
 from titan_exp.config.schema.identity_keys import is_among
 from titan_exp.models.convert.hf_config import export_violations

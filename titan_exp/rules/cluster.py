@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan_exp.config.errors.did_you_mean import divisors, listed
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, divisors, listed
 from titan_exp.config.groups.cluster import SLURM, ClusterConfig
 from titan_exp.config.groups.run import PathsConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout

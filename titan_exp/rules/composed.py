@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from titan_exp.config.command_line.hydra_args import Arguments
+from titan_exp.config.command_line.options import Arguments
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ParallelismConfig
@@ -21,7 +21,7 @@ from titan_exp.config.hydra.config_groups import groups_for
 from titan_exp.config.schema.gaps import GapError, with_gaps
 from titan_exp.config.schema.schema import hints
 from titan_exp.config.schema.typed_config import readable_part, to_experiment
-from titan_exp.config.secrets.names import SHAPES, URL_USER, secret_values
+from titan_exp.config.secrets import SHAPES, URL_USER, secret_values
 from titan_exp.rules import RULES, HasBegun, violations
 from titan_exp.rules.rule import find_violations
 

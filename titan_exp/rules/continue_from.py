@@ -13,11 +13,9 @@ from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.groups.run import PathsConfig, RunConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.groups.weight_average import WeightAverageConfig
-from titan_exp.config.paths.checkpoint_files import intact_before, missing_part
-from titan_exp.config.paths.checkpoint_paths import METADATA_FILE, step_of
+from titan_exp.config.paths.checkpoint_files import METADATA_FILE, intact_before, missing_part, step_of
 from titan_exp.config.paths.foreign_file import parse_json, read_lines
-from titan_exp.config.paths.parent_run import parent_checkpoint, parent_location
-from titan_exp.config.paths.remote_url import is_url, problem_of_url
+from titan_exp.config.paths.remote_url import is_url, parent_checkpoint, parent_location, problem_of_url
 from titan_exp.config.schema.config_diff import flatten
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.rules.rule import Refuse, rules

@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator
 
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, listed
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND
+from titan_exp.config.machine.torch_features import ATTENTION_BACKEND
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, rules

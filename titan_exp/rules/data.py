@@ -12,21 +12,19 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.paths.corpus_files import (
+from titan_exp.config.paths.data_files import (
+    LOADERS,
     SPLIT_FURTHER,
     corpus_entries,
     distinct_files,
     is_text,
     matching_files,
+    missing_decompressor,
     none_held_out,
     none_to_train_on,
-    unit_hash,
-)
-from titan_exp.config.paths.data_files import (
-    LOADERS,
-    missing_decompressor,
     tokenizer_file,
     tokenizer_words,
+    unit_hash,
     unlimited_split,
 )
 from titan_exp.config.schema.builtins import TOKENIZERS, sources

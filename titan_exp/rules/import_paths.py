@@ -5,8 +5,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, did_you_mean, listed
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.data import DataConfig

@@ -7,13 +7,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import Violation, shown
+from titan_exp.config.errors.user_error import Violation, listed, shown
 from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.run import PathsConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.paths import corpus_files
+from titan_exp.config.paths import data_files
 from titan_exp.rules.continue_from import local_checkpoint, recorded_data
 from titan_exp.rules.data import streamed_validation_is_limited
 from titan_exp.rules.rule import rules
@@ -32,10 +31,10 @@ def large_text_is_tokenized_first(
     data: DataConfig, checkpoint: CheckpointConfig, paths: PathsConfig, training: TrainingConfig
 ) -> Iterator[Violation]:
     """A text on this machine above `LARGEST_TEXT` is a token store, unless it is streamed or a parent reads it so."""
-    entries, size = () if data.streaming else corpus_files.corpus_entries(data), 0
+    entries, size = () if data.streaming else data_files.corpus_entries(data), 0
     with suppress(OSError):  # another rule names the file
-        size = corpus_files.corpus_size(entries, only_text=data.source == "text")
-    if size <= corpus_files.LARGEST_TEXT or _parent_reads_it(checkpoint, paths):
+        size = data_files.corpus_size(entries, only_text=data.source == "text")
+    if size <= data_files.LARGEST_TEXT or _parent_reads_it(checkpoint, paths):
         return
     seconds = size / (BYTES_PER_SECOND if data.tokenizer == "bytes" else MERGED_BYTES_PER_SECOND)
     reason = (

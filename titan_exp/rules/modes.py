@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, listed
 from titan_exp.config.groups.grad_clip import GradClipConfig
 from titan_exp.config.groups.weight_average import WeightAverageConfig
 from titan_exp.config.schema.identity_keys import COUNTS_BESIDE

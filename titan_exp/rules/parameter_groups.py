@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, did_you_mean, listed
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.grad_clip import GradClipConfig
 from titan_exp.config.groups.model import ModelConfig

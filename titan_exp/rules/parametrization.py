@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from titan_exp.config.errors.did_you_mean import did_you_mean
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, did_you_mean
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.groups.parametrization import BaseShapeConfig, ParametrizationConfig

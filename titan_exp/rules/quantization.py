@@ -4,15 +4,14 @@ import importlib.util
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from titan_exp.config.errors.did_you_mean import did_you_mean
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, did_you_mean
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK, AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.quantization import BLOCK, BLOCK_SCALED, NVFP4_TILE, QuantizationConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.torchao_version import torchao_violations
+from titan_exp.config.machine.torch_features import torchao_violations
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.rules.rule import Refuse, check_multiple, rules

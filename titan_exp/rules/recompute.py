@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from titan_exp.config.errors.did_you_mean import did_you_mean
-from titan_exp.config.errors.user_error import Violation, shown
+from titan_exp.config.errors.user_error import Violation, did_you_mean, shown
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
-from titan_exp.config.machine.aten_ops import known_operators, read_entry
+from titan_exp.config.machine.torch_features import known_operators, read_entry
 from titan_exp.rules.rule import Refuse, rules
 
 PARTITIONING_BACKENDS = ("inductor", "aot_eager")

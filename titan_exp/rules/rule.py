@@ -12,13 +12,11 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
-from titan_exp.config.errors.did_you_mean import listed, multiples_near, nearest_numbers
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, listed, multiples_near, nearest_numbers
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine import cuda_support
-from titan_exp.config.machine.devices import device_type
-from titan_exp.config.machine.local_machine import visible_gpus
+from titan_exp.config.machine import devices
+from titan_exp.config.machine.devices import device_type, visible_gpus
 from titan_exp.config.schema.gaps import GapError
 from titan_exp.models.spec.lookup import model_spec
 
@@ -29,7 +27,7 @@ DERIVED: dict[str, Callable[[Experiment], Any]] = {
     "layout": ResolvedLayout.of,
     "device": lambda experiment: device_type(experiment.cluster),
     "gpus": lambda _: visible_gpus(),
-    "unusable_cuda": lambda _: cuda_support.unusable_cuda(),
+    "unusable_cuda": lambda _: devices.unusable_cuda(),
     "spec": lambda experiment: model_spec(experiment.model),
 }
 """Derived values by parameter name. Rules with `spec` are skipped for models without one; `gpus` is the number of local

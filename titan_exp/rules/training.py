@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, divisors, listed, nearest_numbers
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig

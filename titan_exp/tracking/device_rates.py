@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.config.machine.local_machine import cpu_name
+from titan_exp.config.machine.devices import cpu_name
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 

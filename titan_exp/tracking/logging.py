@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from titan_exp.config.secrets.variables import concealed
+from titan_exp.config.secrets import concealed
 
 
 def get_logger() -> logging.Logger:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.cluster import COLLECTIVE_SECONDS, ClusterConfig
-from titan_exp.config.machine import cuda_support
+from titan_exp.config.machine import devices
 from titan_exp.parallel.collectives import LOOPBACK, loopback_store
 
 TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
@@ -150,12 +150,12 @@ def require_usable_cuda() -> None:
     Raises:
         UserError: it does, and `cluster.device=auto` would fall back to the CPU.
     """
-    found = cuda_support.cuda_facts().found
+    found = devices.cuda_facts().found
     if found is None:
         return
-    reason, remedy = cuda_support.unusable_cuda() or (
+    reason, remedy = devices.unusable_cuda() or (
         f"this machine has {found}, but torch {torch.__version__} cannot use it: {_init_error()}",
-        f"see nvidia-smi and dmesg; or {cuda_support.ON_PURPOSE}",
+        f"see nvidia-smi and dmesg; or {devices.ON_PURPOSE}",
     )
     raise UserError(f"cluster.device=auto: {reason}\n  {remedy}")
 

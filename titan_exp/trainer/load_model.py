@@ -10,8 +10,8 @@ from torch import nn
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.checkpoint.state_dict import is_training_state
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.machine.attention_backends import HEAD_SIZES, MERGING, ON_CPU
-from titan_exp.config.paths.checkpoint_paths import step_of
+from titan_exp.config.machine.torch_features import HEAD_SIZES, MERGING, ON_CPU
+from titan_exp.config.paths.checkpoint_files import step_of
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer

@@ -13,9 +13,8 @@ from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.state_dict import WEIGHTS_ONLY_KEY
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.paths.checkpoint_paths import initial_folder, step_of
-from titan_exp.config.paths.parent_run import parent_checkpoint, parent_location
-from titan_exp.config.paths.remote_url import is_url
+from titan_exp.config.paths.checkpoint_files import initial_folder, step_of
+from titan_exp.config.paths.remote_url import is_url, parent_checkpoint, parent_location
 from titan_exp.rules.continue_from import model_misfits_of, state_misfits
 from titan_exp.rules.weights.given_weights import (
     from_config,

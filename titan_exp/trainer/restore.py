@@ -6,11 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan_exp.checkpoint.formats.hf_sharded_load import load_hf_sharded
+from titan_exp.checkpoint.formats.open_checkpoint import load_hf_sharded
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.state_dict import WEIGHTS_ONLY_KEY
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.checkpoint_paths import huggingface_folder
+from titan_exp.config.paths.checkpoint_files import huggingface_folder
 from titan_exp.config.schema.config_diff import differences
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.tracking.logging import get_logger

@@ -74,7 +74,7 @@ def test_shuffle_permutes_the_documents(tmp_path: Path):
 
 
 def test_a_stream_holds_out_the_documents_that_training_holds_out(tmp_path: Path):
-    from titan_exp.config.paths.corpus_files import unit_hash
+    from titan_exp.config.paths.data_files import unit_hash
 
     manifest = make(tmp_path / "store", source=STREAM)
     texts = [text(number) for number in range(60) if text(number)]

@@ -15,12 +15,16 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
-from titan_exp.checkpoint.dcp.load_planner import MetadataError, TensorLoadPlanner, check_read_items
-from titan_exp.checkpoint.dcp.saved_tensor import read_saved
-from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, require_stored, unreadable_checkpoint
-from titan_exp.checkpoint.dcp.storage_writer import ChecksumWriter
-from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec
-from titan_exp.checkpoint.formats.tensor_reader import window_extent
+from titan_exp.checkpoint.dcp.storage_reader import (
+    MetadataError,
+    SafeStorageReader,
+    TensorLoadPlanner,
+    check_read_items,
+    require_stored,
+    unreadable_checkpoint,
+)
+from titan_exp.checkpoint.dcp.storage_writer import ChecksumWriter, read_saved
+from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec, window_extent
 from titan_exp.checkpoint.optimizer_state import average_key, is_average
 from titan_exp.checkpoint.state_dict import MODEL_PREFIX
 

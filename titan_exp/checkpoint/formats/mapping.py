@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from titan_exp.checkpoint.formats.tensor_reader import TensorReader, window_extent
+from titan_exp.checkpoint.formats.safetensors import TensorReader, window_extent
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, TensorRows

@@ -1,27 +1,27 @@
 """Checkpoint opening in any format: run, DCP, Hugging Face, diffusers, Meta, torchtune or torch file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from titan_exp.checkpoint.dcp.checksums import find_damage, raise_if_damaged
-from titan_exp.checkpoint.formats.block_fp8 import BlockFP8Reader
+import torch
+from torch import nn
+
+from titan_exp.checkpoint.dcp.storage_writer import find_damage, raise_if_damaged
+from titan_exp.checkpoint.formats.block_scaled import BlockFP8Reader, MXFP4Reader
 from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
 from titan_exp.checkpoint.formats.mapping import ImportReader, check_tensors, require_size
-from titan_exp.checkpoint.formats.meta_consolidated import IGNORED, open_consolidated
-from titan_exp.checkpoint.formats.mxfp4 import MXFP4Reader
-from titan_exp.checkpoint.formats.prefixed import PrefixedReader
-from titan_exp.checkpoint.formats.safetensors import SafetensorsReader
-from titan_exp.checkpoint.formats.tensor_reader import TensorReader
-from titan_exp.checkpoint.formats.torch_file import TorchFileReader, torch_load_safely
+from titan_exp.checkpoint.formats.safetensors import PrefixedReader, SafetensorsReader, TensorReader
+from titan_exp.checkpoint.formats.torch_file import IGNORED, TorchFileReader, open_consolidated, torch_load_safely
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.state_dict import is_training_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.paths.data_files import tokenizer_path
-from titan_exp.config.paths.foreign_json import read_object, table
+from titan_exp.config.paths.foreign_file import read_object, table
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.tokenizers.build import build_tokenizer
 from titan_exp.data.tokenizers.files import TOKENIZER_FILES
@@ -37,7 +37,10 @@ from titan_exp.models.convert.hf_config import (
 )
 from titan_exp.models.convert.model_json import FILE, from_json
 from titan_exp.models.convert.state_dict_map import CheckpointFormat, checkpoint_formats, state_dict_map
-from titan_exp.models.spec.lookup import family_violations, model_spec, with_mtp_depth
+from titan_exp.models.spec.lookup import family_violations, model_spec, mtp_depth, with_mtp_depth
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.parallel.meta_init import local_shard
+from titan_exp.rules.weights.given_weights import GivenWeights, require_fit
 
 FORMATS = ("bfl", "dcp", "diffusers", "huggingface", "llama", "safetensors", "torch", "torchtune")
 """Readable and writable formats."""
@@ -287,3 +290,32 @@ def _explain_missing(path: Path) -> str:
         "and *.safetensors), Meta's Llama (params.json and consolidated.*.pth), *.safetensors of Black Forest Labs, "
         "and output of convert."
     )
+
+
+@torch.no_grad()
+def load_hf_sharded(
+    model: nn.Module,
+    config: ModelConfig,
+    folder: Path,
+    exclude: Sequence[str] = (),
+    accepted: Sequence[str] = (),
+) -> None:
+    """Load the weights of a Hugging Face folder into a model or a pipeline stage, without communication.
+
+    The model's dtypes may differ from the files'; parameters whose full name matches `exclude` keep their values.
+    Raises UserError if the folder cannot be read, or with its model at the keys of `config` that are not `accepted` the
+    same weights would compute something else.
+    """
+    if "huggingface" not in checkpoint_formats(config):
+        reason = "has no tensor names in Hugging Face's format"
+        raise UserError(f"{folder}: model.architecture={config.architecture} {reason}.")
+    source = open_huggingface(folder, config.architecture, mtp=mtp_depth(config) > 0)
+    require_fit(config, GivenWeights(str(folder), source.model), exclude, accepted)
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in source.parameters.shapes)
+    for name, tensor in (*model.named_parameters(), *buffers):
+        if any(fnmatchcase(name, pattern) for pattern in exclude):
+            continue
+        part = local_shard(tensor)
+        if 0 not in part.size:
+            window = [slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)]
+            local_tensor(tensor).copy_(source.parameters.read(name, *window))

@@ -1,4 +1,4 @@
-"""safetensors reader and writer for Hugging Face folders, single-file or sharded with an index."""
+"""Files of safetensors: read by tensor, under prefixes, and written."""
 
 import json
 import os
@@ -16,6 +16,53 @@ from torch import Tensor
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.checkpoint_files import INDEX, parse_index
 from titan_exp.config.paths.foreign_file import read_file
+
+
+class TensorReader(Protocol):
+    """Reader of one checkpoint format."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape by tensor name."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor."""
+        ...
+
+    def read(self, name: str, *window: slice) -> Tensor:
+        """Read a window to the CPU, one slice of step 1 per dim, later dims whole; the result is read-only.
+
+        Only the window is read from disk, or whole shards in sharded formats.
+        """
+        ...
+
+
+def window_extent(shape: Sequence[int], window: Sequence[slice]) -> tuple[list[int], list[int]]:
+    """First index and size of a window in each dim of a tensor."""
+    sliced = [range(*part.indices(size)) for part, size in zip(window, shape, strict=False)]
+    whole = shape[len(sliced) :]
+    return [*(part.start for part in sliced), *[0] * len(whole)], [*map(len, sliced), *whole]
+
+
+class PrefixedReader:
+    """Reads the tensors whose names have a prefix; the others are hidden."""
+
+    def __init__(self, store: TensorReader, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+        found = store.shapes.items()
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name.removeprefix(prefix): shape for name, shape in found if name.startswith(prefix)
+        }
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor."""
+        return self._store.dtype(self._prefix + name)
+
+    def read(self, name: str, *window: slice) -> Tensor:
+        """Read only a slice from disk."""
+        return self._store.read(self._prefix + name, *window)
+
 
 STEM = "model"
 """First part of the names of Hugging Face's files."""

@@ -1,4 +1,4 @@
-"""torch file reader (memory-mapped) and writer (one tensor at a time)."""
+"""Files of torch.save: one of all weights, and Meta's consolidated ones, which divide them."""
 
 import mmap
 import os
@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec
+from titan_exp.checkpoint.formats.mapping import require_size
+from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec, window_extent
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.paths.foreign_file import read_object
+from titan_exp.models.convert.decoder_state_dict import META
+from titan_exp.models.convert.state_dict_map import state_dict_map
+from titan_exp.models.llama import from_params
 
 
 class TorchFileReader:
@@ -99,3 +105,101 @@ def _blank(
         else:
             built[key] = value
     return built
+
+
+IGNORED = "rope.freqs"
+"""RoPE table of old files."""
+
+
+class ConsolidatedReader:
+    """Reads tensors sharded over files by rows, by columns, or replicated.
+
+    `pieces` are the tensors of each file in rank order, `shapes` the full shapes by name.
+    """
+
+    def __init__(self, pieces: list[dict[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._pieces = pieces
+        present = {name for piece in pieces for name in piece if name != IGNORED}
+        self.shapes = {name: self._whole_shape(name, shapes.get(name)) for name in sorted(present)}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor."""
+        return self._pieces[0][name].dtype
+
+    def read(self, name: str, *window: slice) -> Tensor:
+        """Read a slice; a column-sharded tensor is concatenated first."""
+        pieces, dim = self._shards(name, self.shapes[name])
+        if len(pieces) == 1:
+            return pieces[0][window]
+        (first, *_), (rows, *_) = window_extent(self.shapes[name], window)
+        columns = window[1:]
+        if dim == 1:
+            return torch.cat([piece[first : first + rows] for piece in pieces], dim=1)[:, *columns]
+        last = first + rows
+        found, start = [], 0
+        for piece in pieces:
+            low, high = max(first - start, 0), min(last - start, len(piece))
+            if low < high:
+                found.append(piece[low:high, *columns])
+            start += len(piece)
+        return torch.cat(found)
+
+    def _shards(self, name: str, shape: tuple[int, ...]) -> tuple[list[Tensor], int]:
+        """Shards of a tensor and their dim."""
+        pieces = [piece[name] for piece in self._pieces]
+        if tuple(pieces[0].shape) == shape:
+            return pieces[:1], 0
+        dim = 0 if pieces[0].shape[1:] == torch.Size(shape[1:]) else 1
+        # With more ranks than KV heads, adjacent ranks hold replicas.
+        wanted = shape[dim] // pieces[0].shape[dim]
+        return pieces[:: max(1, len(pieces) // max(1, wanted))], dim
+
+    def _whole_shape(self, name: str, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
+        shape = tuple(self._pieces[0][name].shape) if name in self._pieces[0] else ()
+        if wanted is None or len(shape) != len(wanted):
+            return shape
+        pieces, dim = self._shards(name, wanted)
+        if shape == wanted:
+            return shape
+        return tuple(sum(piece.shape[dim] for piece in pieces) if at == dim else n for at, n in enumerate(shape))
+
+
+def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[ModelConfig, ConsolidatedReader]:
+    """Open a folder with `params.json` and `consolidated.*.pth`; returns its model configuration and tensors.
+
+    `known` replaces the configuration of `params.json`. Raises UserError if a file is missing or damaged, or the files
+    do not belong together.
+    """
+    params = read_object(folder / "params.json")
+    files = sorted(folder.glob("consolidated.*.pth"))
+    numbers = [file.name.split(".")[1] for file in files]
+    if numbers != [f"{number:02d}" for number in range(len(files))]:
+        raise UserError(f"{folder} holds {', '.join(file.name for file in files)}: a file between them is missing.")
+    pieces = [torch_load_safely(file) for file in files]
+    embedding, head, gate = META.embedding, META.head, META.gate.format(0)
+    for file, piece in zip(files, pieces, strict=True):
+        missing = [name for name in (embedding, gate) if name not in piece]
+        if missing:
+            raise UserError(f"{file} contains no {' and no '.join(missing)}: it is not a file of Meta's Llama.")
+    first = pieces[0]
+    vocab_size = first[embedding].shape[0]
+    if len(pieces) > 1 and first[embedding].shape[1] == params.get("dim"):
+        vocab_size *= len(pieces)
+    config = known or from_params(
+        params,
+        folder.absolute().name,
+        vocab_size=vocab_size,
+        ffn_dim=first[gate].shape[0] * len(pieces),
+        tied=head not in first or _equal(pieces, embedding, head),
+    )
+    require_size(config, (tensor.shape for piece in pieces for tensor in piece.values()), str(folder))
+    return config, ConsolidatedReader(pieces, state_dict_map(config, "llama").their_shapes)
+
+
+def _equal(pieces: list[dict[str, Tensor]], name: str, other: str) -> bool:
+    """True if two tensors are equal; compares chunks of rows until the first difference."""
+    return all(
+        piece[name].shape == piece[other].shape
+        and all(torch.equal(*pair) for pair in zip(piece[name].split(1024), piece[other].split(1024), strict=True))
+        for piece in pieces
+    )

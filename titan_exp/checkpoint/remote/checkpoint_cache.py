@@ -15,20 +15,21 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.filesize import decimal
 
-from titan_exp.checkpoint.dcp.checksums import find_file_damage
+from titan_exp.checkpoint.dcp.storage_writer import find_file_damage
+from titan_exp.checkpoint.remote.background_upload import CONFIG
 from titan_exp.checkpoint.remote.remote_folder import RemoteError, RemoteFile, RemoteFolder
-from titan_exp.checkpoint.remote.remote_run import CONFIG
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.checkpoint_files import (
     CHECKSUMS_FILE,
+    COMPLETE_NAME,
     INDEX,
     FileChecksum,
     parse_checksums,
     parse_index,
+    step_name,
 )
-from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME, step_name
 from titan_exp.config.paths.remote_url import is_url, joined
-from titan_exp.config.schema.run_signature import SIGNATURE_FILE
+from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
 from titan_exp.models.convert.model_json import FILE
 from titan_exp.parallel.mesh import new_cpu_group
 from titan_exp.tracking.byte_progress import ProgressCallback, byte_progress

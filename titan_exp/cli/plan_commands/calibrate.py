@@ -7,8 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from titan_exp.config.command_line.options import take_flags
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type, node_size

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.cli.plan_commands.device import device_for
 from titan_exp.cli.shell.hydra_command import run_with_hydra
-from titan_exp.config.command_line.hydra_args import SWITCHES, VALUED
-from titan_exp.config.command_line.options import HELP, options_help, take_options
+from titan_exp.config.command_line.options import HELP, SWITCHES, VALUED, options_help, take_options
 from titan_exp.config.command_line.verb_options import PlanSearchOptions
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.axes import DEGREES, ONE_DEVICE
@@ -105,7 +103,8 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
 
 def _recipes(names: Sequence[str], typed: Sequence[str]) -> "dict[str, QuantizationConfig]":
     """Options of the group `quantization` by name, with typed keys of it. Raises UserError if there is none."""
-    from titan_exp.config.hydra.compose import compose, shipped_options
+    from titan_exp.config.extension import shipped_options
+    from titan_exp.config.hydra.compose import compose
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.plan.search.layouts import RECIPE
 

@@ -25,7 +25,7 @@ def complete(argv: Sequence[str], verbs: Iterable[str]) -> int:
     if verb == "sweep" and space:
         print("\n".join(_composed(overrides, argv)))
         return 0
-    from titan_exp.config.command_line.completion import GROUPS, complete_option, is_override, takes_override
+    from titan_exp.config.command_line.help import GROUPS, complete_option, is_override, takes_override
 
     *before, word = rest.split(" ")
     names, options = _names(verb), complete_option(verb, word)

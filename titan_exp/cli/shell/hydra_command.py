@@ -29,7 +29,7 @@ def run_with_hydra(
     `nested` are overrides that Hydra sees only per point of a study. `where` is the study file, for error messages.
     `trust` is False for a verb that does not train: its `--config-path` may be another user's run.
     """
-    from titan_exp.config.command_line.hydra_args import read_arguments
+    from titan_exp.config.command_line.options import read_arguments
 
     arguments = read_arguments(argv)
     import hydra
@@ -38,7 +38,8 @@ def run_with_hydra(
 
     from titan_exp.config.command_line.help import train_help
     from titan_exp.config.errors.explain_hydra import MESSAGE, explain, is_composition_error, unknown_names
-    from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, OWN_FILE, default_overrides
+    from titan_exp.config.extension import CONF_DIR, CONFIG_NAME
+    from titan_exp.config.hydra.compose import HYDRA_VERSION, OWN_FILE, default_overrides
     from titan_exp.config.hydra.config_groups import check_places, has_own_folders, option_values
     from titan_exp.config.hydra.resolvers import register_resolvers
     from titan_exp.config.schema.import_path import search_current_directory
@@ -89,7 +90,7 @@ def run_with_hydra(
 
 def run_sweep_with_hydra(args: Any, task: Task) -> int:
     """Call `run_with_hydra` for `SweepArgs`; the sweep options bypass Hydra."""
-    from titan_exp.launch.sweep.options import use_sweep_options
+    from titan_exp.launch.sweep.shipped_study import use_sweep_options
 
     with use_sweep_options(args.options):
         return run_with_hydra(args.argv, task, nested=args.nested, where=args.where)

@@ -16,7 +16,7 @@ from titan_exp.compare.efficiency import ScalingSeries, scaling
 from titan_exp.compare.findings import findings, heading, layout_checks, remarks, stands_for
 from titan_exp.compare.output.formats import Cell, TextTable, text_table, title
 from titan_exp.compare.output.study_sections import Section, sections
-from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.user_error import listed
 from titan_exp.tracking.number_format import format_count
 
 NARROWEST = 8

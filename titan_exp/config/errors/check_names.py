@@ -11,15 +11,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed, nearest
-from titan_exp.config.errors.other_names import other_names
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, did_you_mean, listed, nearest
 from titan_exp.config.extension import lacking
 from titan_exp.config.hydra.config_groups import Groups
 from titan_exp.config.hydra.option_files import check_option_file
 from titan_exp.config.schema.component import one_value
 from titan_exp.config.schema.config_diff import flatten
-from titan_exp.config.schema.schema import annotation_of, is_list, own_keys, value_keys
+from titan_exp.config.schema.schema import annotation_of, is_list, other_names, own_keys, value_keys
 
 _FAILS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
 """Exceptions of Hydra for an option that cannot be composed."""

@@ -1,5 +1,6 @@
-"""Errors raised in user code: the user's frames of a traceback, and the error as a UserError."""
+"""Explained exceptions: errors of the system in a sentence, and tracebacks of user code without our frames."""
 
+import errno
 import linecache
 import os
 import sysconfig
@@ -11,7 +12,7 @@ from types import TracebackType
 
 import titan_exp
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.secrets.variables import concealed
+from titan_exp.config.secrets import concealed
 
 MAX_FRAMES = 6
 """Frames printed of one traceback, the innermost ones."""
@@ -100,3 +101,35 @@ _NOT_THE_USERS = (
     Path(sysconfig.get_path("stdlib")),
 )
 """Folders of titan_exp and of the standard library."""
+
+
+REMEDIES = {
+    errno.ENAMETOOLONG: "Use a shorter name",
+    errno.EACCES: "ls -ld shows who may use it; set paths.runs or the path to a folder of your own",
+    errno.EPERM: "ls -ld shows who may use it; set paths.runs or the path to a folder of your own",
+    errno.EROFS: "Set paths.runs, or the path, to a folder that you can write to",
+    errno.ENOSPC: "Free some space, or set paths.runs to a folder on another disk",
+    errno.EDQUOT: "Free some space, or set paths.runs to a folder on another disk",
+    errno.ELOOP: "Its symbolic links lead in a circle",
+    errno.EMFILE: "ulimit -n shows the limit of open files, ulimit -n 4096 raises it",
+    errno.EIO: "Its disk fails or does not answer",
+    errno.ESTALE: "Its disk fails or does not answer",
+}
+"""Remedies by errno, for errors that no line of code can cause on its own."""
+SHOWN = 80
+"""Characters of a path in a message."""
+
+
+def explain_os_error(error: OSError | RuntimeError) -> str | None:
+    """Message for an error of the machine; None if the error may be a bug."""
+    if isinstance(error, RuntimeError):
+        # pathlib's only RuntimeError besides a loop of links; `~name` of an unknown user, or no HOME.
+        if "home directory" not in str(error):
+            return None
+        return "A path begins with ~, and that home folder is unknown. Write the path in full."
+    if error.errno not in REMEDIES:
+        return None
+    path = str(error.filename or "")
+    path = path if len(path) <= SHOWN else f"{path[:SHOWN]}…"
+    reason = (error.strerror or str(error)).lower()
+    return f"{path}: {reason}. {REMEDIES[error.errno]}." if path else f"{reason.capitalize()}. {REMEDIES[error.errno]}."

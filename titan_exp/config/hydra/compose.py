@@ -11,17 +11,9 @@ from hydra import compose as hydra_compose
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from titan_exp.config.command_line.hydra_args import Arguments
-from titan_exp.config.extension import extension_folders
+from titan_exp.config.command_line.options import Arguments
+from titan_exp.config.extension import CONF_DIR, CONFIG_NAME
 from titan_exp.config.hydra.resolvers import register_resolvers
-
-_PACKAGE = Path(__file__).resolve().parents[2]
-
-CONF_DIR = next(folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir())
-"""Folder of the groups' YAML: inside an installed package, next to the package in a checkout."""
-
-CONFIG_NAME = "config"
-"""Name of the YAML file with the defaults list."""
 
 HYDRA_VERSION: dict[str, Any] = {"version_base": "1.3"} if __version__.startswith("1.3") else {}
 """Version argument of Hydra's entry points: required by 1.3, rejected by 1.4."""
@@ -63,17 +55,6 @@ def config_folder() -> Iterator[None]:
             yield
     finally:
         GlobalHydra.instance().hydra = before  # leaving Hydra's context has replaced the instance
-
-
-def shipped_folders() -> list[Path]:
-    """Folders of the groups' YAML in Hydra's order: the core's, then those of extensions."""
-    return [CONF_DIR, *extension_folders("conf")]
-
-
-def shipped_options(group: str) -> dict[str, Path]:
-    """Files of a group's options by name in order, of the core and of extensions."""
-    found = {path.stem: path for folder in reversed(shipped_folders()) for path in (folder / group).glob("*.yaml")}
-    return dict(sorted(found.items()))
 
 
 def default_overrides() -> list[str]:

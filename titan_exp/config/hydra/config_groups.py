@@ -15,10 +15,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from titan_exp.config.command_line.hydra_args import Arguments
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.hydra.compose import CONF_DIR, HYDRA_VERSION, primary_file, shipped_folders
+from titan_exp.config.command_line.options import Arguments
+from titan_exp.config.errors.user_error import UserError, listed
+from titan_exp.config.extension import CONF_DIR, shipped_folders
+from titan_exp.config.hydra.compose import HYDRA_VERSION, primary_file
 from titan_exp.config.hydra.values_of_options import OptionValues
 
 

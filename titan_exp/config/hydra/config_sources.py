@@ -63,7 +63,7 @@ def use_own_loader() -> None:
 def _with_extensions(file: Any, config_path: str, values: dict[str, Any]) -> dict[str, Any]:
     """Values of an option with the keys that extensions add to its group, and the primary configuration with a line for
     each group of theirs. An option that begins with another has those of that one."""
-    from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, shipped_options
+    from titan_exp.config.extension import CONF_DIR, CONFIG_NAME, shipped_options
 
     group = config_path.rpartition("/")[0]
     if group or file != CONF_DIR / f"{CONFIG_NAME}.yaml":

@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titan_exp.config.errors.user_error import in_quotes, shown
+from titan_exp.config.extension import shipped_options
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.compose import compose, config_folder, default_overrides, shipped_options
+from titan_exp.config.hydra.compose import compose, config_folder, default_overrides
 from titan_exp.config.schema.component import KINDS, builtin_components, component_config
 from titan_exp.config.schema.config_diff import flatten, same_value
 from titan_exp.config.schema.identity_keys import idle_keys, is_among

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
+from titan_exp.config.extension import shipped_folders, shipped_options
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.compose import shipped_folders, shipped_options
 from titan_exp.config.hydra.config_groups import Groups
 from titan_exp.config.paths.yaml_file import read_yaml
 from titan_exp.config.schema.component import config_class

@@ -8,8 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, listed
 from titan_exp.config.schema.identity_keys import is_among
 
 _MISSING = object()

@@ -8,11 +8,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
-from titan_exp.config.errors.user_error import shown
+from titan_exp.config.errors.user_error import divisors, listed, nearest_numbers, shown
 from titan_exp.config.extension import load, provided
 from titan_exp.config.hydra.config_sources import use_own_loader
-from titan_exp.config.secrets.variables import register_secret_resolvers
+from titan_exp.config.secrets import register_secret_resolvers
 
 
 def share_of(fraction: float, whole: float) -> int:

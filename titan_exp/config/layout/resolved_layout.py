@@ -7,8 +7,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal
 
-from titan_exp.config.errors.did_you_mean import divisors, listed
-from titan_exp.config.errors.user_error import UserError, Violation, shown
+from titan_exp.config.errors.user_error import UserError, Violation, divisors, listed, shown
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import AdamWConfig
@@ -26,7 +25,7 @@ from titan_exp.config.layout.pipeline_schedules import (
     takes,
 )
 from titan_exp.config.machine.devices import device_type, has_triton, node_size
-from titan_exp.config.schema.import_path_keys import import_paths
+from titan_exp.config.schema.foreign_code import import_paths
 
 SMALLEST_GEMM = 4096
 """Minimum input and output dims for which float8 is faster despite its casts (measured on an H200)."""

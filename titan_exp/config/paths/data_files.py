@@ -1,11 +1,17 @@
-"""Data files of the data group: dataset loaders, tokenizer, validation split."""
+"""Files of data: text, tokenizers and stores, and what identifies their content."""
 
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from hashlib import blake2b
 from importlib.util import find_spec
+from math import ceil
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.paths.foreign_json import read_object
+from titan_exp.config.paths.foreign_file import read_object
 from titan_exp.config.paths.token_store_manifest import read_manifest
 
 LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
@@ -90,3 +96,115 @@ def unlimited_split(data: DataConfig) -> Violation:
         "documents are held out of a stream, and all of it would have to be read to find them",
         "data.validation_documents=1024 evaluates the first 1024; or training.evaluate_every=0",
     )
+
+
+LARGEST_TEXT = 2**30
+"""Bytes of text above which a run does not tokenize first, while its GPUs wait."""
+SPLIT_FURTHER = {"file": "data.document=paragraph", "paragraph": "data.document=line", "line": None}
+"""Setting that splits a text into more documents, by `data.document`."""
+_BINARY_CHECK_BYTES = 8192
+
+
+def corpus_entries(config: DataConfig) -> tuple[str, ...]:
+    """Files, folders and globs that source `text` or `huggingface` reads on this machine; empty for data of the hub, of
+    another server, and of other sources."""
+    if config.source == "text":
+        return config.paths
+    if config.source != "huggingface" or config.dataset is None:
+        return ()
+    folder = Path(config.dataset).expanduser()
+    local = config.dataset not in LOADERS and folder.is_dir()
+    if any("://" in entry for entry in config.data_files):
+        return ()
+    entries = (str(folder / entry) for entry in config.data_files) if local else config.data_files
+    return tuple(entries) or ((str(folder),) if folder.is_dir() else ())
+
+
+def matching_files(entry: str) -> Iterator[tuple[str, Path]]:
+    """Pairs of key and path; keys are relative to the entry's fixed part, so that moving a corpus keeps its keys."""
+    path = Path(entry).expanduser()
+    if path.is_dir():
+        yield from _walk(path, path)
+    elif path.is_file():
+        yield path.name, path
+    else:
+        fixed = Path(*_fixed_parts(path.parts))
+        for match in map(Path, glob.glob(str(path), recursive=True)):
+            if match.is_file():
+                yield match.relative_to(fixed).as_posix(), match
+
+
+def distinct_files(entries: Sequence[str]) -> dict[Path, str]:
+    """Keys of all files by their real path, of which a file that several entries name has the first."""
+    found: dict[Path, str] = {}
+    for entry in entries:
+        for key, path in matching_files(entry):
+            found.setdefault(path.resolve(), key)
+    return found
+
+
+def is_binary(path: Path) -> bool:
+    """True if a file has a NUL byte near its start."""
+    with path.open("rb") as file:
+        return b"\0" in file.read(_BINARY_CHECK_BYTES)
+
+
+def is_text(path: Path, *, blank: bool = True) -> bool:
+    """True if a file is neither empty nor binary; without `blank`, if it also has more than white space."""
+    if path.stat().st_size == 0 or is_binary(path):
+        return False
+    with path.open("rb") as file:
+        return blank or bool(file.read(_BINARY_CHECK_BYTES).strip()) or any(map(bytes.strip, file))
+
+
+@lru_cache(maxsize=8)  # a sweep asks for each of its runs
+def corpus_size(entries: tuple[str, ...], *, only_text: bool) -> int:
+    """Bytes of the files; with `only_text`, of those that are not binary, if all are above `LARGEST_TEXT`."""
+    size = sum(path.stat().st_size for entry in entries for _, path in matching_files(entry))
+    if size <= LARGEST_TEXT or not only_text:
+        return size
+    return sum(path.stat().st_size for path in distinct_files(entries) if not is_binary(path))
+
+
+def unit_hash(identity: str) -> float:
+    """Hash of a document's identity in [0, 1); documents with `unit_hash(identity) < fraction` are held out."""
+    digest = blake2b(identity.encode("utf-8", errors="surrogatepass"), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+def none_held_out(fraction: float, count: int, smallest: float, split_further: str | None) -> Violation:
+    """Violation of a fraction that holds out none of `count` documents, of which `smallest` is the least hash."""
+    remedy = "training.evaluate_every=0 to train without evaluation"
+    if count > 1:
+        enough = ceil((smallest + 1e-9) * 1000) / 1000
+        remedy = f"data.validation_fraction={enough:g} holds out at least one; {remedy}"
+    return _cannot_split(fraction, f"it holds out none of the {count} documents", remedy, split_further)
+
+
+def none_to_train_on(fraction: float, count: int, split_further: str | None) -> Violation:
+    """Violation of a fraction that holds out all of `count` documents."""
+    return _cannot_split(
+        fraction, f"it leaves none of the {count} documents to train on", "a smaller fraction", split_further
+    )
+
+
+def _cannot_split(fraction: float, reason: str, remedy: str, split_further: str | None) -> Violation:
+    if split_further is not None:
+        remedy = f"{split_further} splits the same text into more documents; {remedy}"
+    return Violation("data.validation_fraction", fraction, reason, remedy)
+
+
+def _walk(folder: Path, root: Path) -> Iterator[tuple[str, Path]]:
+    for parent, subfolders, names in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
+        for name in names:
+            path = Path(parent, name)
+            if not name.startswith(".") and path.is_file():
+                yield path.relative_to(root).as_posix(), path
+
+
+def _fixed_parts(parts: Sequence[str]) -> Iterator[str]:
+    for part in parts:
+        if glob.has_magic(part):
+            return
+        yield part

@@ -1,7 +1,4 @@
-"""Files that others may have written, such as those of a run folder: read within bounds, and checked against a type.
-
-Anything may be in them, or in their place: a folder, a FIFO, a device, gigabytes, flipped bits, 100,000 brackets.
-"""
+"""Files that somebody else wrote: read without following, waiting or growing, and JSON of them by type."""
 
 import json
 import math
@@ -15,7 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, BinaryIO, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, shown
 
 Kind = TypeVar("Kind")
 
@@ -151,3 +148,77 @@ def _depth(text: str) -> int:
         level += 1 if mark in "[{" else -1
         most = max(most, level)
     return most
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Object in a JSON file.
+
+    Raises:
+        UserError: the file cannot be read, or holds anything else, or is too large or too deeply nested.
+    """
+    try:
+        return parse_object(read_file(path), str(path))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({(error.strerror or str(error)).lower()}).") from error
+
+
+def parse_object(content: bytes | str, name: str) -> dict[str, Any]:
+    """Object in JSON text; `name` names it in the UserError about anything else."""
+    values = parse_value(content, name)
+    if not isinstance(values, dict):
+        raise UserError(f"{name} cannot be read: it holds {_kind(values)} instead of keys and values. It is damaged.")
+    return values
+
+
+def parse_value(content: bytes | str, name: str) -> Any:
+    """Value in JSON text; `name` names it in the UserError about text that is none, or is too deeply nested."""
+    try:
+        return parse_json(content)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name} cannot be read as JSON ({error}). It is damaged.") from error
+
+
+def _kind(value: object) -> str:
+    names = {dict: "keys", list: "a list", str: "a text", bool: "a switch", int: "a number", float: "a number"}
+    return names.get(type(value), "nothing")
+
+
+def count(value: object, name: str, most: int = 2**63 - 1) -> int:
+    """A whole number from 0 to `most`. Raises UserError that names anything else."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise UserError(f"{name} is {shown(value)[:60]}, and not a whole number from 0 to {most:,}.")
+    return value
+
+
+def table(value: object, name: str) -> dict[str, Any]:
+    """Keys and values. Raises UserError that names anything else."""
+    if not isinstance(value, dict):
+        raise UserError(f"{name} is {_kind(value)} instead of keys and values.")
+    return value
+
+
+def text(value: object, name: str) -> str:
+    """A text. Raises UserError that names anything else."""
+    if not isinstance(value, str):
+        raise UserError(f"{name} is {_kind(value)} instead of a text.")
+    return value
+
+
+def items(value: object, name: str) -> list[Any]:
+    """A list. Raises UserError that names anything else."""
+    if not isinstance(value, list):
+        raise UserError(f"{name} is {_kind(value)} instead of a list.")
+    return value
+
+
+def digests(value: object, name: str) -> dict[str, str]:
+    """Texts by name. Raises UserError that names anything else."""
+    return {key: text(one, f"{name}: {key}") for key, one in table(value, name).items()}
+
+
+def file_name(value: object, name: str) -> str:
+    """Name of a file in its folder. Raises UserError that names anything else, a path that leads out of it too."""
+    found = text(value, name)
+    if not found or Path(found).is_absolute() or ".." in Path(found).parts:
+        raise UserError(f"{name} is {found[:60]!r}, and no name of a file in its folder.")
+    return found

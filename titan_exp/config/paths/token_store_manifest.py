@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation, shown
-from titan_exp.config.paths.foreign_json import count, digests, file_name, items, read_object, table, text
+from titan_exp.config.paths.foreign_file import count, digests, file_name, items, read_object, table, text
 
 FORMAT, VERSION = "titan_exp token store", 1
 MANIFEST = "manifest.json"

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from titan_exp.config.errors.did_you_mean import listed, nearest
-from titan_exp.config.errors.user_error import UserError, Violation, shown
+from titan_exp.config.errors.user_error import UserError, Violation, listed, nearest, shown
 from titan_exp.config.extension import provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.call_signature import Call, call_violations
@@ -213,7 +212,7 @@ def config_class(group: str, values: object) -> Any:
 
 def one_value(key: str, values: Sequence[Any], known: Sequence[str] = ()) -> str:
     """Remedy for several values where one is asked for: the first that is known, and a run with each."""
-    from titan_exp.config.hydra.compose import shipped_options  # ranks, which type nothing, import no Hydra
+    from titan_exp.config.extension import shipped_options
 
     texts = [shown(value) for value in values]
     near = [other for text in texts for other in (text, *nearest(text, known)) if not known or other in known]

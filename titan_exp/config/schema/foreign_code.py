@@ -1,13 +1,154 @@
-"""Foreign configurations: code that they name is not imported unless the user trusts them (`--trust`)."""
+"""Code that a configuration names: its keys, and trust in the run that names it."""
 
+import hashlib
+import hmac
+import os
+import secrets
+import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_traceback import package_prefix
+from titan_exp.config.extension import provided
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.foreign_file import read_file
-from titan_exp.config.schema.import_path_keys import IMPORT_PATH_KEYS, import_paths_in
-from titan_exp.config.schema.run_signature import SIGNATURE_FILE, is_own
+from titan_exp.config.paths.user_folder import user_folder
+from titan_exp.config.schema.component import KINDS, is_builtin
+from titan_exp.config.schema.import_path import is_dotted
+
+IMPORT_PATH_KEYS = (
+    "model.architecture",
+    "training.objective",
+    "training.parts",
+    "optimizer.name",
+    "parametrization.name",
+    "lr_schedule.decay",
+    "data.source",
+    "tracking.metrics",
+    "cluster.kind",
+)
+"""Keys that take an import path instead of a built-in name; `training.parts` takes one for each name below it,
+`tracking.metrics` a list."""
+
+
+def import_paths(experiment: Experiment, keys: Collection[str] = IMPORT_PATH_KEYS) -> dict[str, str]:
+    """Import paths of a run's components by key, those of `keys` and of other packages' extensions; empty if all are of
+    this repository."""
+    family = provided("families").get(experiment.model.architecture, "titan_exp.")
+    found = import_paths_in({group: vars(value) for group, value in vars(experiment).items()}, keys)
+    own = family.startswith("titan_exp.") or "model.architecture" not in keys
+    return found if own else {"model.architecture": family, **found}
+
+
+def import_paths_in(values: Mapping[str, Any], keys: Collection[str] = IMPORT_PATH_KEYS) -> dict[str, str]:
+    """Import paths by key in the values of a configuration, which are not validated. A component that is not built in
+    counts as one whether or not its module exists here, since it may later."""
+    found: dict[str, str] = {}
+    for key in keys:
+        group, _, name = key.partition(".")
+        parts = values.get(group)
+        value = parts.get(name) if isinstance(parts, Mapping) else None
+        if isinstance(value, Mapping):
+            found |= {f"{key}.{label}.name": path for label, part in value.items() if (path := _path_of(part))}
+            continue
+        if isinstance(value, list | tuple):
+            found |= {
+                f"{key}[{index}]": path for index, path in enumerate(value) if isinstance(path, str) and is_dotted(path)
+            }
+            continue
+        is_module = group in KINDS and KINDS[group].key == name
+        if isinstance(value, str) and (not is_builtin(group, value) if is_module else is_dotted(value)):
+            found[key] = value
+    return found
+
+
+def _path_of(part: Any) -> str | None:
+    """Import path of a part of training, from its values or its dataclass."""
+    name = part.get("name") if isinstance(part, Mapping) else getattr(part, "name", None)
+    return name if isinstance(name, str) and is_dotted(name) else None
+
+
+def user_packages(experiment: Experiment) -> list[str]:
+    """Prefixes of the module names of a run's user code."""
+    return sorted({package_prefix(name) for name in import_paths(experiment).values()})
+
+
+SIGNATURE_FILE = "config.sig"
+"""File beside `config.yaml`: one line for every user who launched the run."""
+_KEY_BYTES = 32
+_PURPOSE = b"titan_exp: config.yaml of a launched run\0"
+
+
+def signed(config: str, others: Path) -> str | None:
+    """Content of the signature file of a configuration: the lines in the file `others` and this user's; None if this
+    user has no key and can make none."""
+    key = _read_key() or _make_key()
+    if key is None:
+        return None
+    try:
+        lines = read_file(others).decode("ascii").split()
+    except (OSError, UnicodeDecodeError, UserError):
+        lines = []
+    return "\n".join(dict.fromkeys([*lines, _digest(key, config.encode())])) + "\n"
+
+
+def is_own(config: bytes, signatures: Path) -> bool:
+    """True if this user's key signed the content of a `config.yaml`."""
+    key = _read_key()
+    if key is None:
+        return False
+    try:
+        lines = read_file(signatures).split()
+    except (OSError, UserError):
+        return False
+    expected = _digest(key, config).encode()
+    return any(hmac.compare_digest(line, expected) for line in lines)
+
+
+def key_path() -> Path:
+    """File of this user's key. Raises OSError if the user has no home."""
+    return user_folder("XDG_STATE_HOME", ".local/state") / "key"
+
+
+def _digest(key: bytes, config: bytes) -> str:
+    return hmac.new(key, _PURPOSE + config, hashlib.sha256).hexdigest()
+
+
+def _read_key() -> bytes | None:
+    """This user's key; None without one, or if others could have read or written it."""
+    try:
+        with open(key_path(), "rb") as file:
+            status = os.fstat(file.fileno())
+            private = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+            key = file.read(_KEY_BYTES + 1) if private else b""
+    except OSError:
+        return None
+    return key if len(key) == _KEY_BYTES else None
+
+
+def _make_key() -> bytes | None:
+    """Create this user's key unless another process was first; None if the folder is not writable or a file is in the
+    way."""
+    try:
+        path = key_path()
+        temporary = path.with_name(f".key.{os.getpid()}.{secrets.token_hex(4)}")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            os.write(file, secrets.token_bytes(_KEY_BYTES))
+            os.fsync(file)
+        finally:
+            os.close(file)
+        try:
+            os.link(temporary, path)  # unlike a rename, keeps the key of a process that was first
+        finally:
+            temporary.unlink()
+    except OSError:
+        pass
+    return _read_key()
+
 
 Trust = bool | Collection[str]
 """True trusts a configuration; import paths in a collection are trusted, as those that the user has typed."""

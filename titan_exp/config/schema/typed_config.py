@@ -11,18 +11,16 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.explain_values import from_pydantic, unknown_keys
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.resolve import Uncomputed, consequences, resolve
 from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.schema.component import KINDS, builtin_components, config_class, config_classes, current_names
-from titan_exp.config.schema.foreign_code import Trust, require_trust
+from titan_exp.config.schema.foreign_code import IMPORT_PATH_KEYS, Trust, require_trust
 from titan_exp.config.schema.gaps import with_gaps
-from titan_exp.config.schema.import_path_keys import IMPORT_PATH_KEYS
 from titan_exp.config.schema.schema import annotation_of, declared_in, hints, keys, literals_beside, optional_fields
-from titan_exp.config.secrets.variables import SECRET, variables_in
+from titan_exp.config.secrets import SECRET, variables_in
 
 
 def to_experiment(cfg: DictConfig) -> Experiment:
@@ -247,7 +245,7 @@ def _unchosen(group: str, kind: Any, values: object) -> Violation | None:
         return None
     if others - {field for other in config_classes(group) for field in hints(other)}:
         return None
-    from titan_exp.config.hydra.compose import shipped_options  # ranks, which name no options, import no Hydra
+    from titan_exp.config.extension import shipped_options
 
     texts = {option: path.read_text() for option, path in shipped_options(group).items()}
     options = [f"{group}={option}" for option, text in texts.items() if option == name or f"family/{name}@" in text]

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_type_hints
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.explain_values import from_pydantic
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
 
 Options = TypeVar("Options")
 

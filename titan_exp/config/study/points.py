@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from hydra.core.override_parser.types import Override
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.study.study import Axis, Choice, Condition, Study, split_override
 from titan_exp.config.study.study_file import facts_of, override
 

@@ -10,7 +10,7 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.token_store_manifest import read_manifest
 from titan_exp.config.schema.builtins import sources
 from titan_exp.config.schema.call_signature import Call, import_callable, require_members
-from titan_exp.config.secrets.variables import revealed
+from titan_exp.config.secrets import revealed
 from titan_exp.data.sources.base import CONTENT, RandomAccessSource, Source, StreamingSource
 from titan_exp.data.sources.content import CorpusContent
 

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.paths.corpus_files import SPLIT_FURTHER
+from titan_exp.config.paths.data_files import SPLIT_FURTHER
 from titan_exp.data.sources.text_files import FileSource
 
 _OPEN_FILES = 32

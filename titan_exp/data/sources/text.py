@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.paths.corpus_files import SPLIT_FURTHER, distinct_files, is_binary, matching_files
+from titan_exp.config.paths.data_files import SPLIT_FURTHER, distinct_files, is_binary, matching_files
 from titan_exp.config.schema.builtins import SourceDescription
 from titan_exp.data.data_warning import warn
 from titan_exp.data.sources.text_files import FileSource

@@ -14,7 +14,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.paths.foreign_json import read_object
+from titan_exp.config.paths.foreign_file import read_object
 from titan_exp.config.paths.token_store_manifest import FORMAT, MANIFEST, SPLITS, UNFINISHED, VERSION
 from titan_exp.data.token_store.corpus import Corpus, CorpusPart, Document
 from titan_exp.data.token_store.shard_writer import ShardWriter, checksum, write_json

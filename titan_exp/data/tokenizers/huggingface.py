@@ -9,7 +9,7 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.paths.data_files import tokenizer_file
-from titan_exp.config.paths.foreign_json import read_object
+from titan_exp.config.paths.foreign_file import read_object
 
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>", "[EOS]")
 """End-of-text names of published tokenizers, in order of preference."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.corpus_files import unit_hash
+from titan_exp.config.paths.data_files import unit_hash
 from titan_exp.data.permutation import Permutation
 from titan_exp.data.sources.base import StreamingSource
 from titan_exp.data.tokenizers.base import Tokenizer, encode_document

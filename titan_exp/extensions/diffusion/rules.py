@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from glob import glob
 from pathlib import Path
 
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig

@@ -5,8 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from titan_exp.config.errors.did_you_mean import divisors, listed
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, divisors, listed
 from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.groups.cluster import COLLECTIVE_SECONDS, LOCAL, SLURM
 from titan_exp.config.groups.model import ModelConfig

@@ -12,11 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.config.errors.did_you_mean import did_you_mean
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean
 from titan_exp.config.hydra.resolve import UnreadableSourceError
-from titan_exp.config.machine.torchao_version import import_torchao
-from titan_exp.config.paths.foreign_json import read_object
+from titan_exp.config.machine.torch_features import import_torchao
+from titan_exp.config.paths.foreign_file import read_object
 
 if TYPE_CHECKING:
     from titan_exp.extensions.transformers.huggingface import Config

@@ -14,8 +14,13 @@ import time
 from collections.abc import Callable
 
 from titan_exp.config.groups.cluster import ClusterConfig
-from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
-from titan_exp.launch.health.stack_dump import RECORDER_SIZE, rank_stack, read_flight_recorder
+from titan_exp.launch.health.hang_report import (
+    RECORDER_SIZE,
+    REPORT_TIMEOUT,
+    HangFiles,
+    rank_stack,
+    read_flight_recorder,
+)
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import STEP, ProgressSnapshot, ProgressTracker
 

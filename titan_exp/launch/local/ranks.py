@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.local_machine import count_oom_kills
+from titan_exp.config.machine.devices import count_oom_kills
 from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
 from titan_exp.launch.rank.child_env import environment, rank_environment
 from titan_exp.launch.rank.rank_status import RankRecord, read_record

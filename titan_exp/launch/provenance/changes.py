@@ -8,11 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.paths.checkpoint_paths import saved_state
-from titan_exp.config.paths.parent_run import parent_location
+from titan_exp.config.paths.checkpoint_files import saved_state
+from titan_exp.config.paths.remote_url import parent_location
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.sources.base import require_same_data
 from titan_exp.data.sources.build import known_identity

@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
-from titan_exp.config.machine.local_machine import command_lines, cpu_model, usable_cores
-from titan_exp.config.secrets.names import is_secret_variable
+from titan_exp.config.machine.devices import command_lines, cpu_model, usable_cores
+from titan_exp.config.secrets import is_secret_variable
 from titan_exp.launch.provenance.secrets import mask
 
 VARIABLES = re.compile(

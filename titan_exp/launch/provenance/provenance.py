@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.import_path_keys import import_paths
+from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.provenance.environment import read_environment
 from titan_exp.launch.provenance.git import CodeVersion, read_code_version, read_files, read_repository, repository_of

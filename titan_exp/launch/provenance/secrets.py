@@ -7,12 +7,20 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, listed
+from titan_exp.config.schema.foreign_code import import_paths_in
 from titan_exp.config.schema.identity_keys import is_among
-from titan_exp.config.schema.import_path_keys import import_paths_in
-from titan_exp.config.secrets.names import CREDENTIAL_NAME, SHAPES, URL_USER, is_secret_key, secret_values
-from titan_exp.config.secrets.variables import LABELS, SECRET, variables_in, without_variables
+from titan_exp.config.secrets import (
+    CREDENTIAL_NAME,
+    LABELS,
+    SECRET,
+    SHAPES,
+    URL_USER,
+    is_secret_key,
+    secret_values,
+    variables_in,
+    without_variables,
+)
 
 MASK = "***"
 

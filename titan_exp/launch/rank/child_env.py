@@ -10,8 +10,7 @@ import psutil
 
 import titan_exp
 from titan_exp.config.groups.cluster import ClusterConfig
-from titan_exp.config.machine.devices import device_type, process_threads
-from titan_exp.config.machine.local_machine import visible_gpus
+from titan_exp.config.machine.devices import device_type, process_threads, visible_gpus
 from titan_exp.launch.rank.rank_env import ATTEMPT, IMPORT_PATH, LAUNCHER, VISIBLE_GPUS, outer_launch
 from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER
 from titan_exp.tracking.run_folder.attempts import World

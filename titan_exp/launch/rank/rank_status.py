@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.secrets.variables import concealed
+from titan_exp.config.secrets import concealed
 from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
 from titan_exp.tracking.run_folder.state import DONE, STOPPED, read_json
 

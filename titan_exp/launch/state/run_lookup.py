@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.launch.state.study_folder import StudyFolder, StudyRecord, StudyRun
 from titan_exp.tracking.run_folder.readable_runs import is_readable_run, readable_runs
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -116,7 +115,8 @@ def run_groups(runs: Path) -> list[str]:
 
 
 def _default_runs() -> str:
-    from titan_exp.config.hydra.compose import CONF_DIR, compose
+    from titan_exp.config.extension import CONF_DIR
+    from titan_exp.config.hydra.compose import compose
 
     if (CONF_DIR / "local" / "default.yaml").is_file():
         return str(compose().paths.runs)

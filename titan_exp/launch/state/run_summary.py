@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.hydra.nondefault import nondefault_overrides
-from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME, METADATA_FILE, step_of
+from titan_exp.config.paths.checkpoint_files import COMPLETE_NAME, METADATA_FILE, step_of
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.launch.provenance.recorded_code import RecordedCode, read_recorded_code
 from titan_exp.launch.state.run_lookup import RunEntry

@@ -12,7 +12,6 @@ from rich.table import Table
 from titan_exp.config.command_line.remarks import forgotten_tokenizer
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.machine.devices import device_type
-from titan_exp.config.machine.time_limit import hours
 from titan_exp.launch.executor import Submission, executor_for
 from titan_exp.launch.related_runs import rate_after_decay
 from titan_exp.launch.run_plan import RunPlan
@@ -24,6 +23,14 @@ from titan_exp.plan.gate.gate import MemoryCheck
 from titan_exp.tracking.number_format import GIB
 from titan_exp.tracking.sinks.sink import Value
 from titan_exp.trainer.profiling.slow_options import repeated_reading
+
+
+def hours(text: str) -> float:
+    """Parse a time limit (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S) to hours."""
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    in_hours = parts if dash or len(parts) == 3 else [0, *parts]
+    return int(days or 0) * 24 + sum(part / 60**power for power, part in enumerate(in_hours))
 
 
 def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:

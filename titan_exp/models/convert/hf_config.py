@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.types import BLOCKS
-from titan_exp.config.paths.foreign_json import count, read_object, table
+from titan_exp.config.paths.foreign_file import count, read_object, table
 from titan_exp.config.paths.noted_keys import NotedKeys, named_errors
 from titan_exp.config.schema.component import builtin_components, component
 from titan_exp.config.schema.typed_config import validated

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.paths.foreign_json import table
+from titan_exp.config.paths.foreign_file import table
 from titan_exp.config.schema.component import config_class, current_names
 from titan_exp.config.schema.foreign_code import require_trust
 from titan_exp.config.schema.typed_config import validated

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_near, nearest_numbers
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, divisors, listed, multiples_near, nearest_numbers
 from titan_exp.models.spec.model_spec import LinearSpec
 from titan_exp.models.spec.moe import MoEConfig
 from titan_exp.models.spec.tp_plan import Colwise, FusedRows, ReplicatedGateUp, RowPiece, Rowwise

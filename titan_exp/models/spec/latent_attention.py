@@ -6,8 +6,7 @@ Keys and values of all heads are expanded from one latent per token, and one rot
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from titan_exp.config.errors.did_you_mean import listed, multiples_near
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, listed, multiples_near
 from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models.spec.model_spec import AttentionSpec, LinearSpec, VectorSpec
 from titan_exp.models.spec.rope import YarnRope

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_near, nearest_numbers
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.groups.model import NO_CHANGE, ModelConfig
 from titan_exp.config.groups.types import BlockCount, NonNegativeFloat, PositiveFloat, PositiveInt
 from titan_exp.models.spec.feed_forward import moe_linears, swiglu_linears, swiglu_violations

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.paths.yaml_file import read_yaml
 
 GIB = 2**30

@@ -19,9 +19,9 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.errors.user_traceback import UserCodeError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.local_machine import usable_cores
-from titan_exp.config.schema.import_path_keys import import_paths
-from titan_exp.config.secrets.variables import concealed
+from titan_exp.config.machine.devices import usable_cores
+from titan_exp.config.schema.foreign_code import import_paths
+from titan_exp.config.secrets import concealed
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.gate.prediction_cache import cache_key, get, put

@@ -11,7 +11,7 @@ from typing import Any
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
-from titan_exp.config.schema.import_path_keys import import_paths
+from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.caching_allocator import STEPS
 from titan_exp.plan.device_memory import FITTED, SAVE_PROCESS_GB, DeviceMemory, device_memory_of

@@ -16,8 +16,8 @@ import titan_exp
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.pipeline_schedules import is_file
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
-from titan_exp.config.schema.import_path_keys import import_paths
+from titan_exp.config.machine.devices import uses_expandable_segments
+from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.exchange import exchange_of

@@ -11,8 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from titan_exp.config.errors.did_you_mean import divisors
-from titan_exp.config.errors.user_error import UserError, shown
+from titan_exp.config.errors.user_error import UserError, divisors, shown
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.resolved_layout import ResolvedLayout

@@ -10,8 +10,7 @@ from operator import attrgetter
 from shlex import quote
 from typing import Any
 
-from titan_exp.config.errors.did_you_mean import divisors
-from titan_exp.config.errors.user_error import UserError, Violation, shown
+from titan_exp.config.errors.user_error import UserError, Violation, divisors, shown
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.quantization import QuantizationConfig

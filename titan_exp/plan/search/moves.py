@@ -6,8 +6,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any, TypeVar
 
-from titan_exp.config.errors.did_you_mean import divisors
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, divisors
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import LOSS_CHUNK_TOKENS, ResolvedLayout, resolve_kernels

@@ -23,7 +23,7 @@ import numpy as np
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, share_of_world
-from titan_exp.config.machine.local_machine import usable_cores
+from titan_exp.config.machine.devices import usable_cores
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.device_memory import room_of
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason

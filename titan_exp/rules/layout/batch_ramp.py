@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
-from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_near, nearest_numbers
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.pipeline_schedules import is_file, takes

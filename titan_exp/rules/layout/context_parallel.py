@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, FLASH_WITH_LSE, MERGING
+from titan_exp.config.machine.torch_features import ATTENTION_BACKEND, FLASH_WITH_LSE, MERGING
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, divisors, listed, nearest_numbers
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig

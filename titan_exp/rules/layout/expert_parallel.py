@@ -3,8 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from titan_exp.config.errors.did_you_mean import listed, multiples_near, nearest_numbers
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, listed, multiples_near, nearest_numbers
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig

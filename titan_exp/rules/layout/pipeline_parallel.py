@@ -2,8 +2,14 @@
 
 from collections.abc import Iterator
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, divisors, listed, multiples_near, nearest_numbers
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import (
+    Violation,
+    did_you_mean,
+    divisors,
+    listed,
+    multiples_near,
+    nearest_numbers,
+)
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig

@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from titan_exp.config.errors.did_you_mean import listed, multiples_near
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import Violation, listed, multiples_near
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.quantization import BLOCK_SCALED, QuantizationConfig

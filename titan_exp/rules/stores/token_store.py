@@ -6,8 +6,7 @@ File sizes are checked here once per run instead of by every rank.
 from collections.abc import Iterator
 from itertools import islice
 
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths.token_store_manifest import Manifest, read_manifest

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from titan_exp.config.paths.foreign_file import of_kind, parse_json, read_lines
-from titan_exp.config.secrets.variables import concealed
+from titan_exp.config.secrets import concealed
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 from titan_exp.tracking.run_folder.file_lock import FileLock
 

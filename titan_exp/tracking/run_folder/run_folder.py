@@ -15,8 +15,8 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.foreign_file import read_text
-from titan_exp.config.schema.run_signature import SIGNATURE_FILE
-from titan_exp.config.secrets.variables import concealed
+from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
+from titan_exp.config.secrets import concealed
 from titan_exp.tracking.run_folder.atomic_write import mkdir_below, overwrite, write_atomically
 from titan_exp.tracking.run_folder.attempts import Attempt, AttemptLog
 from titan_exp.tracking.run_folder.file_lock import FileLock, LockedError, LockHolder, is_held

@@ -10,7 +10,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.schema.builtins import LANGUAGE_MODELING
 from titan_exp.config.schema.call_signature import Call, call_violations, require_members
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
-from titan_exp.config.secrets.variables import revealed
+from titan_exp.config.secrets import revealed
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.transformer import MTP_DEPTH
 from titan_exp.ops.loss.cross_entropy import VocabShard

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from math import gcd
 
-from titan_exp.config.errors.did_you_mean import listed, multiples_near
+from titan_exp.config.errors.user_error import listed, multiples_near
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM, ResolvedLayout, why_eager
-from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.config.machine.devices import device_type, node_size
+from titan_exp.config.machine.torch_features import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.config.schema.builtins import sources
 from titan_exp.data.sources.build import builtin_source
 from titan_exp.models.spec.lookup import attention_backend, block_count, model_spec

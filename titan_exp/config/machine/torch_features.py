@@ -1,9 +1,62 @@
-"""Attention kernels on GPUs: supported head sizes and packages, without querying a device."""
+"""Features of the installed torch and torchao: attention backends, operators, versions."""
 
+import importlib.metadata
 import importlib.util
-from collections.abc import Collection
+import logging
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
+
+from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.groups.quantization import MIN_TORCHAO
+
+COLLECTIVES = (
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "reduce_scatter_tensor",
+    "wait_tensor",
+)
+"""Operators of the namespace `_c10d_functional`."""
+
+
+class Kept(NamedTuple):
+    """Entry of `activation_checkpoint.save`: `aten.mm/2` saves every second call, the first included."""
+
+    operator: str
+    """`namespace.name` or `namespace.name.overload`."""
+    every: int
+    """Interval of saved calls in a block."""
+
+
+def read_entry(entry: str) -> Kept | None:
+    """Parse an entry `namespace.name[.overload][/number]`; None if it has another form."""
+    found = re.fullmatch(r"(\w+\.\w+(?:\.\w+)?)(?:/([1-9]\d*))?", entry)
+    return Kept(found[1], int(found[2] or 1)) if found else None
+
+
+def known_operators(namespace: str) -> tuple[str, ...]:
+    """Operator names of a namespace, unqualified; empty if unknown without torch."""
+    if namespace == "_c10d_functional":
+        return COLLECTIVES
+    return _aten_operators() if namespace == "aten" else ()
+
+
+@cache
+def _aten_operators() -> tuple[str, ...]:
+    spec = find_spec("torchgen")
+    if spec is None or spec.origin is None:
+        return ()
+    path = Path(spec.origin).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    if not path.is_file():
+        return ()
+    return tuple(dict.fromkeys(re.findall(r"^- func: (\w+)", path.read_text(), flags=re.MULTILINE)))
+
 
 ATTENTION_BACKEND = "model.attention_backend"
 """Key of the kernel of every family with attention."""
@@ -108,3 +161,36 @@ FLASH_PACKAGES = {
     "fa4": FlashPackage("FlashAttention 4", "FA4", "flash_attn.cute", (9, 10), "pip install flash-attn-4"),
 }
 """FlashAttention packages by `attention_backend`."""
+
+
+def torchao_version() -> str | None:
+    """Version of the installed torchao; None without one."""
+    try:
+        return importlib.metadata.version("torchao")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def torchao_violations(recipe: str) -> list[Violation]:
+    """Violation by a torchao without the recipe's kernels."""
+    installed, least = torchao_version(), MIN_TORCHAO.get(recipe)
+    if least is None or installed is None or tuple(map(int, re.findall(r"\d+", installed)[:2])) >= least:
+        return []
+    version = ".".join(map(str, least))
+    reason = f"its kernels come with torchao {version}, and torchao {installed} is installed"
+    remedy = f"pip install 'torchao>={version}'; or quantization.emulate=true, which is slow"
+    return [Violation("quantization.recipe", recipe, reason, remedy)]
+
+
+@contextmanager
+def import_torchao() -> Iterator[None]:
+    """Silence warnings of torchao about kernels for other hardware in the `with` block, which imports it."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,378 @@
+"""Rounds of an adaptive study: drawn points, batches, successive halving, Optuna."""
+
+import importlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
+from titan_exp.config.study.points import Point
+from titan_exp.config.study.study import Choice, Direction, Halving, Range, Search
+from titan_exp.launch.state.study_folder import RoundsRecord
+from titan_exp.launch.sweep.sweep_plan import SweepPlan
+from titan_exp.tracking.run_folder.final_value import final_value
+from titan_exp.tracking.run_folder.lineage import read_history
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.state import has_diverged
+
+REPEATS = 200
+"""Draws per wanted point; more would mean that the ranges have hardly any other point."""
+
+
+def drawn_choices(search: Search) -> tuple[Choice, ...]:
+    """Points of a `random` or `sobol` search, each once. The first points do not depend on the number of points.
+
+    Raises:
+        UserError: the ranges have fewer different points.
+    """
+    found: dict[Choice, None] = {}
+    for row in _rows(search):
+        found.setdefault(choice_at(search.ranges, [one.value(u) for one, u in zip(search.ranges, row, strict=True)]))
+        if len(found) == search.points:
+            return tuple(found)
+    raise UserError(
+        f"search.points={search.points}: these ranges gave only {len(found)} different points. Ask for fewer, or "
+        "widen the ranges."
+    )
+
+
+def choice_at(ranges: Sequence[Range], values: Sequence[str]) -> Choice:
+    """Choice that sets each range's key to a value."""
+    overrides = tuple(f"{one.key}={value}" for one, value in zip(ranges, values, strict=True))
+    return Choice(overrides, " ".join(overrides))
+
+
+def _rows(search: Search) -> Iterator[list[float]]:
+    """Points of the unit cube: independent, or a Sobol sequence that is shifted modulo 1 by one random vector (Cranley
+    and Patterson 1976), which every version of scipy computes alike."""
+    import numpy as np
+
+    generator, dimensions = np.random.default_rng(search.seed), len(search.ranges)
+    if search.method == "random":
+        for _ in range(search.points * REPEATS):
+            yield generator.random(dimensions).tolist()
+        return
+    from scipy.stats import qmc
+
+    shift, sequence = generator.random(dimensions), qmc.Sobol(dimensions, scramble=False)
+    for _ in range(search.points * REPEATS):
+        yield ((sequence.random(1)[0] + shift) % 1.0).tolist()
+
+
+def next_batch(search: Search, results: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
+    """Propose the batch after `results`, the points so far with their metric; none at the end.
+
+    A diverged point has an infinite metric.
+
+    Raises:
+        UserError: Optuna is not installed, or finds too few new points.
+    """
+    wanted = min(search.batch, search.points - len(results))
+    if wanted <= 0:
+        return ()
+    optuna = import_optuna()
+    distributions = {one.key: _distribution(optuna, one) for one in search.ranges}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.TPESampler(seed=search.seed + len(results), constant_liar=True)
+    direction = "minimize" if search.better == "min" else "maximize"
+    study = optuna.create_study(sampler=sampler, direction=direction)
+    for choice, value in results:
+        params = _params(search.ranges, choice)
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
+    known, found = {choice for choice, _ in results}, dict[Choice, None]()
+    for _ in range(search.points * REPEATS):
+        params = study.ask(distributions).params
+        texts = [params[one.key] if one.kind == "choice" else one.text(params[one.key]) for one in search.ranges]
+        choice = choice_at(search.ranges, texts)
+        if choice not in known:
+            found.setdefault(choice)
+        if len(found) == wanted:
+            return tuple(found)
+    raise UserError(
+        f"search.points={search.points}: Optuna finds only {len(known) + len(found)} different points in these ranges. "
+        "Ask for fewer, or widen the ranges."
+    )
+
+
+def import_optuna() -> Any:
+    """Import Optuna, quietly. Raises UserError if it is not installed."""
+    try:
+        optuna = importlib.import_module("optuna")
+    except ImportError:
+        raise UserError(
+            "search.method=optuna: the package optuna is not installed. pip install 'titan_exp[optuna]', or use "
+            "search.method=sobol, which needs nothing more."
+        ) from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _distribution(optuna: Any, one: Range) -> Any:
+    match one.kind:
+        case "choice":
+            return optuna.distributions.CategoricalDistribution(one.choices)
+        case "integer":
+            return optuna.distributions.IntDistribution(int(one.low), int(one.high))
+    return optuna.distributions.FloatDistribution(one.low, one.high, log=one.kind == "log_uniform")
+
+
+def _params(ranges: Sequence[Range], choice: Choice) -> Mapping[str, Any]:
+    """Values of a point as Optuna has them."""
+    values = [text.partition("=")[2] for text in choice.overrides]
+    convert = {"choice": str, "integer": int, "uniform": float, "log_uniform": float}
+    return {one.key: convert[one.kind](value) for one, value in zip(ranges, values, strict=True)}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Round whose runs are all done, or diverged."""
+
+    plan: SweepPlan
+    values: Mapping[Path, float]
+    """Metric of each run, by its folder; infinite if it diverged."""
+
+    def by_variant(self, better: Direction) -> dict[str, float]:
+        """Mean over seeds of each variant, the best first; equal ones in the study's order."""
+        found: dict[str, list[float]] = {}
+        for entry in self.plan.planned:
+            found.setdefault(entry.point.variant, []).append(self.values[entry.plan.folder.path])
+        sign = 1 if better == "min" else -1
+        means = {variant: fmean(values) for variant, values in found.items()}
+        return dict(sorted(means.items(), key=lambda item: sign * item[1]))
+
+
+class Rounds:
+    """Single round: all points of a grid, or of a sweep without a study."""
+
+    metric = ""
+    """Metric on which later rounds depend; empty for a single round."""
+    better: Direction = "min"
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        self.first = list(points)
+        """Points of the first round, excluded ones included."""
+
+    def points(self, finished: Sequence[Finished]) -> list[Point]:
+        """Points of the round after the finished ones; none at the end."""
+        return [] if finished else self.first
+
+    def check(self, plan: SweepPlan) -> None:
+        """Check the runs of a round. Raises UserError if later rounds could not follow from them."""
+        for entry in plan.planned if self.metric.startswith("validation") else ():
+            if not entry.plan.experiment.training.evaluate_every:
+                raise UserError(
+                    f"[{entry.point.label}] {self.metric} is never logged: training.evaluate_every=0. Evaluate at the "
+                    "end of a run at least, for example training.evaluate_every=1000, or rank by metric: loss."
+                )
+
+    def result(self, finished: Finished) -> str:
+        """Sentence about a finished round."""
+        return ""
+
+    def upcoming(self, plan: SweepPlan, finished: Sequence[Finished]) -> list[str]:
+        """Sentences about the rounds after that of `plan`, which follows the finished ones."""
+        return []
+
+    def record(self) -> RoundsRecord:
+        """Description in study.json, for `status` and `compare`."""
+        return {}
+
+    def values(self, plan: SweepPlan) -> dict[Path, float]:
+        """Metric of each run that is done or has diverged, by its folder. Raises UserError if a done run never logged
+        it."""
+        if not self.metric:
+            return {}
+        worst = math.inf if self.better == "min" else -math.inf
+        found = {}
+        for entry in plan.planned:
+            folder = entry.plan.folder
+            state = folder.read_state()
+            if state is not None and has_diverged(state.state, state.reason):
+                found[folder.path] = worst
+            elif state is not None and state.state == "done":
+                value = _metric_of(folder, self.metric)
+                found[folder.path] = value if math.isfinite(value) else worst
+        return found
+
+
+def _metric_of(folder: RunFolder, metric: str) -> float:
+    rows = read_history(folder.path)
+    value = final_value(rows, metric)
+    if value is None:
+        logged = sorted({key for row in rows for key in row if row[key] is not None} - {"step", "tokens", "attempt"})
+        offer = did_you_mean(metric, logged) or f"Logged are {listed(logged, 'and')}."
+        raise UserError(f"metric {metric}: {folder.path} has never logged it. {offer}")
+    return value
+
+
+class Batches(Rounds):
+    """Batches of a search; `expand` makes the points of the choices so far, seeds included.
+
+    Raises UserError if Optuna is not installed.
+    """
+
+    def __init__(self, search: Search, expand: Callable[[Sequence[Choice]], list[Point]]) -> None:
+        import_optuna()
+        self.search, self.metric, self.better = search, search.metric, search.better
+        self._expand = expand
+        self._proposed: list[tuple[Choice, ...]] = [next_batch(search, ())]
+        super().__init__(expand(self._proposed[0]))
+
+    def points(self, finished: Sequence[Finished]) -> list[Point]:
+        """Points of the next batch."""
+        if not finished:
+            return self.first
+        results = [
+            (choice, value)
+            for batch, round in zip(self._proposed, finished, strict=False)
+            for choice, value in self._results(batch, round)
+        ]
+        del self._proposed[len(finished) :]
+        self._proposed.append(next_batch(self.search, results))
+        before = sum(map(len, self._proposed[:-1]))
+        if not self._proposed[-1]:
+            return []
+        every = self._expand([choice for batch in self._proposed for choice in batch])
+        new = every[len(every) * before // sum(map(len, self._proposed)) :]
+        return [replace(point, round=len(finished) + 1) for point in new]
+
+    def result(self, finished: Finished) -> str:
+        """Best point of a batch."""
+        ranking, number = finished.by_variant(self.better), finished.plan.planned[0].point.round
+        best = next(iter(ranking))
+        return f"batch {number} of {self._count}: the best by {self.metric} is {best} ({ranking[best]:.4f})"
+
+    def upcoming(self, plan: SweepPlan, finished: Sequence[Finished]) -> list[str]:
+        """Number of points that are still to be proposed."""
+        known = sum(map(len, self._proposed))
+        left = self.search.points - known
+        if not left:
+            return []
+        return [f"{left} more point(s), in batches of {self.search.batch}, are proposed from the results of these."]
+
+    def record(self) -> RoundsRecord:
+        """Metric and direction."""
+        return {"metric": self.metric, "better": self.better}
+
+    @property
+    def _count(self) -> int:
+        return -(-self.search.points // self.search.batch)
+
+    def _results(self, batch: Sequence[Choice], round: Finished) -> list[tuple[Choice, float]]:
+        """Mean over seeds of each choice of a batch; a choice that could not run has the worst value."""
+        worst = math.inf if self.better == "min" else -math.inf
+        found: dict[Choice, list[float]] = {choice: [] for choice in batch}
+        for entry in (*round.plan.planned, *round.plan.duplicates):
+            choice = next(choice for choice in batch if set(choice.overrides) <= set(entry.point.overrides))
+            found[choice].append(round.values[entry.plan.folder.path])
+        return [(choice, fmean(values) if values else worst) for choice, values in found.items()]
+
+
+SHOWN = 6
+"""Points listed by name."""
+
+
+class Rungs(Rounds):
+    """Rungs of successive halving over given points; seeds of a point are ranked by their mean and continue
+    together."""
+
+    def __init__(self, points: Sequence[Point], halving: Halving) -> None:
+        self.halving, self.metric, self.better = halving, halving.metric, halving.better
+        super().__init__([self._at(point, 0) for point in points])
+
+    def points(self, finished: Sequence[Finished]) -> list[Point]:
+        """Points of the next rung. Raises UserError if every run of the last one diverged."""
+        if not finished or len(finished) == len(self.halving.rungs):
+            return [] if finished else self.first
+        before, rung = finished[-1], len(finished)
+        kept = self._survivors(before)
+        parents = {entry.plan.folder.path: entry for entry in before.plan.planned if entry.point.variant in kept}
+        return [
+            self._at(entry.point, rung, f"checkpoint.continue_from={'/'.join(path.parts[-2:])}")
+            for path, entry in parents.items()
+        ]
+
+    def check(self, plan: SweepPlan) -> None:
+        """Check that the metric is logged, that rungs lie within the run, and that survivors have checkpoints."""
+        super().check(plan)
+        for entry in plan.planned:
+            training, checkpoint = entry.plan.experiment.training, entry.plan.experiment.checkpoint
+            steps, name = self.halving.steps(training.steps), f"[{entry.point.label}]"
+            if steps[-1] != training.steps:
+                raise UserError(
+                    f"{name} halving.rungs: the last rung is step {steps[-1]}, and training.steps={training.steps}. "
+                    f"Set training.steps={steps[-1]}: every rung has the learning rates of the whole run."
+                )
+            if any(later <= earlier for earlier, later in pairwise(steps)):
+                raise UserError(f"{name} halving.rungs: of {training.steps} steps they are {steps}, not increasing.")
+            if entry.point.round < len(steps) and (checkpoint.mode == "off" or checkpoint.last == "weights"):
+                key = "mode=off" if checkpoint.mode == "off" else "last=weights"
+                remedy = "checkpoint=async (checkpoint.every=null saves at the end of a rung alone)"
+                remedy = remedy if checkpoint.mode == "off" else "checkpoint.last=full"
+                raise UserError(
+                    f"{name} checkpoint.{key}: nothing is saved that the next rung could continue. Use {remedy}."
+                )
+
+    def result(self, finished: Finished) -> str:
+        """Ranking of a rung, and the points that continue."""
+        ranking, number = finished.by_variant(self.better), finished.plan.planned[0].point.round
+        kept, rungs = self._survivors(finished), len(self.halving.rungs)
+        best = ", ".join(f"{variant} ({ranking[variant]:.4f})" for variant in kept[:SHOWN])
+        more = f" and {len(kept) - SHOWN} more" if len(kept) > SHOWN else ""
+        if number == rungs:
+            return f"rung {number} of {rungs}: the best by {self.metric} is {kept[0]} ({ranking[kept[0]]:.4f})"
+        goes = "continues" if len(kept) == 1 else "continue"
+        return f"rung {number} of {rungs}: {len(kept)} of {len(ranking)} {goes}, by {self.metric}: {best}{more}"
+
+    def upcoming(self, plan: SweepPlan, finished: Sequence[Finished]) -> list[str]:
+        """Later rungs and their number of runs, and the cost of all."""
+        runs, lines = len(plan.planned), []
+        seeds = max(1, runs // len({entry.point.variant for entry in plan.planned}))
+        steps = self.halving.steps(plan.planned[0].plan.experiment.training.steps)
+        first = len(finished[0].plan.planned) if finished else runs
+        counts = [*(len(rung.plan.planned) for rung in finished), runs]
+        for number in range(len(counts), len(steps)):
+            counts.append(self.halving.kept(counts[-1] // seeds) * seeds)
+            lines.append(
+                f"rung {number + 1} of {len(steps)}: {counts[-1]} run(s) to step {steps[number]}, the best of rung "
+                f"{number} by {self.metric}"
+            )
+        trained = sum(count * (end - begin) for count, begin, end in zip(counts, [0, *steps], steps, strict=False))
+        whole = first * steps[-1]
+        lines.append(f"All rungs: {trained:,} steps, {trained / whole:.0%} of the {whole:,} of {first} whole run(s).")
+        return lines
+
+    def record(self) -> RoundsRecord:
+        """Metric, direction and rungs."""
+        halving = self.halving
+        return {
+            "metric": self.metric,
+            "better": self.better,
+            "rungs": [str(rung) for rung in halving.rungs],
+            "keep": str(halving.keep),
+        }
+
+    def _survivors(self, finished: Finished) -> list[str]:
+        """Variants that continue, the best first. Raises UserError if all diverged."""
+        ranking = finished.by_variant(self.better)
+        kept = [variant for variant in ranking if math.isfinite(ranking[variant])][: self.halving.kept(len(ranking))]
+        if not kept:
+            raise UserError(
+                f"All {len(ranking)} points of this rung diverged, so that none continues. Widen the ranges."
+            )
+        return kept
+
+    def _at(self, point: Point, rung: int, *more: str) -> Point:
+        """Point at a rung, counted from 0."""
+        stop = self.halving.stop_after(rung)
+        ours = ("training.stop_after", "checkpoint.continue_from")
+        kept = [text for text in point.overrides if text.partition("=")[0] not in ours]
+        stops = [f"training.stop_after={stop}"] if stop is not None else []
+        label = point.label if rung == 0 else f"{point.label.partition(' rung=')[0]} rung={rung + 1}"
+        return replace(point, overrides=(*kept, *stops, *more), label=label, round=rung + 1)

@@ -21,12 +21,13 @@ def run(argv: Sequence[str]) -> int:
 def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     from titan_exp.config.command_line.remarks import remarks
     from titan_exp.config.paths.checkpoint_files import saved_state
-    from titan_exp.launch.executor import executor_for, print_dry_run
+    from titan_exp.launch.executor import executor_for
     from titan_exp.launch.memory_gate import gate_run
     from titan_exp.launch.provenance.changes import report_stale
     from titan_exp.launch.related_runs import rate_after_decay, related_runs
     from titan_exp.launch.run_console import RunConsole
     from titan_exp.launch.run_plan import plan_run
+    from titan_exp.launch.state.run_status import print_dry_run
     from titan_exp.launch.sweep.shipped_study import current_sweep_options
     from titan_exp.rules.composed import read_experiment
 

@@ -13,10 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.cluster import LOCAL, ClusterConfig
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.builtins import executor_names
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
@@ -27,11 +28,29 @@ from titan_exp.launch.rank.rank_env import RankInfo
 from titan_exp.launch.worlds import several_worlds
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
-if TYPE_CHECKING:
-    from titan_exp.launch.run_plan import RunPlan
-
 NOT_CANCELLED = "not cancelled"
 """Beginning of a message of `Executor.cancel` for a run that it leaves running or queued."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Checked run with its id and folder."""
+
+    experiment: Experiment
+    overrides: tuple[str, ...]
+    run_id: str
+    experiment_id: str
+    folder: RunFolder
+    """Run folder; may not exist yet."""
+    prediction: str | None = None
+    """Content of plan.json; None keeps an existing file."""
+    compilation: tuple[str, ...] = ()
+    """Sentence about what `compile.enabled=auto` became."""
+
+    @property
+    def layout(self) -> ResolvedLayout:
+        """Resolved layout of the experiment."""
+        return ResolvedLayout.of(self.experiment)
 
 
 @dataclass(frozen=True)
@@ -200,7 +219,7 @@ def print_submission(submission: Submission) -> None:
         name = str(submission.plan.folder.path)
     line = submission.outcome + (f" job {submission.job_id}" if submission.job_id else "")
     if submission.outcome == "submitted":
-        line += f", {_size(submission.plan.layout)}"
+        line += f", {size_text(submission.plan.layout)}"
     if submission.reason:
         line += f" ({submission.reason})"
     print(f"{line}: {name}", file=sys.stderr if submission.outcome == "refused" else sys.stdout)
@@ -208,24 +227,8 @@ def print_submission(submission: Submission) -> None:
         print(f"  titan-exp status {name}\n  titan-exp logs -f {name}\n  titan-exp cancel {name}")
 
 
-def print_dry_run(executor: Executor, plan: RunPlan) -> None:
-    """Print what submitting a run would do, and its job script; writes nothing."""
-    from titan_exp.launch.state.run_status import run_status
-
-    folder, layout = plan.folder, plan.layout
-    status = run_status(folder) if folder.path.exists() else None
-    if status is None or status.state == "new":
-        print(f"would start {folder.path}, {_size(layout)}, to step {plan.experiment.training.last_step}")
-    elif status.state == "done" or status.active:
-        print(f"would start nothing: {folder.path} is {status.state}, after step {status.step}")
-    else:
-        print(f"would continue {folder.path}, {status.state} after step {status.step}, {_size(layout)}")
-    script = executor.script(plan)
-    if script is not None:
-        print(f"\n{script}", end="")
-
-
-def _size(layout: ResolvedLayout) -> str:
+def size_text(layout: ResolvedLayout) -> str:
+    """Nodes and processes of a run, in words."""
     nodes, tasks, worlds = layout.nodes, min(layout.world_size, layout.node_size), layout.cluster.worlds
     size = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
     return size if worlds == 1 else f"{worlds} {several_worlds().noun}s, each of {size}"

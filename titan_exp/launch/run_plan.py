@@ -10,7 +10,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
@@ -18,7 +18,6 @@ from titan_exp.config.errors.user_traceback import REMEDIES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.nondefault import nondefault_overrides
 from titan_exp.config.layout.resolved_layout import (
-    ResolvedLayout,
     compilation,
     resolve_layout,
     with_automatic_kernels,
@@ -29,7 +28,7 @@ from titan_exp.config.paths.foreign_file import read_file, read_text
 from titan_exp.config.paths.remote_url import is_url, normalize_parent
 from titan_exp.config.schema.foreign_code import import_paths, signed
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
-from titan_exp.launch.executor import check_executor
+from titan_exp.launch.executor import RunPlan, check_executor
 from titan_exp.launch.provenance.changes import refuse_other_data
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
 from titan_exp.launch.provenance.secrets import mask_override, refuse_secrets
@@ -41,27 +40,6 @@ from titan_exp.tracking.run_folder.atomic_write import sync_all
 from titan_exp.tracking.run_folder.folder_owner import refuse_foreign_folders
 from titan_exp.tracking.run_folder.overrides import overrides_text, read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """Checked run with its id and folder."""
-
-    experiment: Experiment
-    overrides: tuple[str, ...]
-    run_id: str
-    experiment_id: str
-    folder: RunFolder
-    """Run folder; may not exist yet."""
-    prediction: str | None = None
-    """Content of plan.json; None keeps an existing file."""
-    compilation: tuple[str, ...] = ()
-    """Sentence about what `compile.enabled=auto` became."""
-
-    @property
-    def layout(self) -> ResolvedLayout:
-        """Resolved layout of the experiment."""
-        return ResolvedLayout.of(self.experiment)
 
 
 def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunFolder | None = None) -> RunPlan:

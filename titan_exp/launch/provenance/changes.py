@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.groups.experiment import Experiment
@@ -15,6 +15,7 @@ from titan_exp.config.paths.remote_url import parent_location
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.sources.base import require_same_data
 from titan_exp.data.sources.build import known_identity
+from titan_exp.launch.executor import RunPlan
 from titan_exp.launch.provenance.git import checksums
 from titan_exp.launch.provenance.provenance import read_provenance
 from titan_exp.launch.provenance.recorded_code import recorded_parts, recorded_version
@@ -22,9 +23,6 @@ from titan_exp.rules.continue_from import local_checkpoint, recorded_data
 from titan_exp.tracking.number_format import format_bytes
 from titan_exp.tracking.run_folder.provenance_records import read_code
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from titan_exp.launch.run_plan import RunPlan
 
 LARGE_PATCH = 1_000_000
 """Bytes from which a diff is large."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.executor import JobStatus, executor_for, trusted_executor
+from titan_exp.launch.executor import Executor, JobStatus, RunPlan, executor_for, size_text, trusted_executor
 from titan_exp.launch.state.close_attempt import DIED_UNRECORDED
 from titan_exp.tracking.number_format import format_duration
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
@@ -63,6 +63,21 @@ def run_statuses(folders: Sequence[RunFolder]) -> dict[Path, RunStatus]:
 def run_status(folder: RunFolder) -> RunStatus:
     """Status of one run."""
     return run_statuses([folder])[folder.path]
+
+
+def print_dry_run(executor: Executor, plan: RunPlan) -> None:
+    """Print what submitting a run would do, and its job script; writes nothing."""
+    folder, layout = plan.folder, plan.layout
+    status = run_status(folder) if folder.path.exists() else None
+    if status is None or status.state == "new":
+        print(f"would start {folder.path}, {size_text(layout)}, to step {plan.experiment.training.last_step}")
+    elif status.state == "done" or status.active:
+        print(f"would start nothing: {folder.path} is {status.state}, after step {status.step}")
+    else:
+        print(f"would continue {folder.path}, {status.state} after step {status.step}, {size_text(layout)}")
+    script = executor.script(plan)
+    if script is not None:
+        print(f"\n{script}", end="")
 
 
 def count_states(states: Sequence[str]) -> str:

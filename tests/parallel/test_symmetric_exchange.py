@@ -24,8 +24,8 @@ from titan_exp.parallel.expert_parallel.exchange import (
     TokenExchange,
     expert_ends,
     use_symmetric_memory,
-    worst_case,
 )
+from titan_exp.parallel.expert_parallel.symmetric_room import worst_case
 from titan_exp.plan.device_memory import symmetric_memory
 from titan_exp.trainer.distributed import joined_process_group
 

@@ -18,7 +18,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import node_size, process_threads
 from titan_exp.config.machine.local_machine import cpu_name, gpu_memory_bytes, gpu_names, host_memory
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.parallel.expert_parallel.exchange import symmetric_bytes
+from titan_exp.parallel.expert_parallel.symmetric_room import symmetric_bytes
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
 from titan_exp.tracking.device_rates import DeviceRates, rates_file, read_rates
 from titan_exp.tracking.number_format import GIB

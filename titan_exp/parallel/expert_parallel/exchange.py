@@ -21,6 +21,7 @@ from titan_exp.parallel.collectives import (
     return_rows,
     start_count_exchange,
 )
+from titan_exp.parallel.expert_parallel.symmetric_room import worst_case
 
 
 @dataclass(frozen=True)
@@ -125,26 +126,6 @@ class _Reorder(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (target,) = ctx.saved_tensors
         return gradients[0].index_select(0, target), None, None
-
-
-WEIGHT_BYTES = 4
-"""Bytes of a row's weight, in fp32."""
-BUFFERS = 4
-"""Buffers for sent rows, and for received ones: two sets in each direction, used in turn."""
-
-
-def worst_case(tokens: int, choices: int, local_experts: int, ranks: int) -> int:
-    """Rows that a rank receives if every token of every rank chooses as many of its experts as it can.
-
-    The operator leaves a row free for each expert without a token.
-    """
-    return ranks * tokens * min(choices, local_experts) + local_experts
-
-
-def symmetric_bytes(tokens: int, choices: int, local_experts: int, ranks: int, row_bytes: int) -> int:
-    """Bytes of symmetric memory for rows and weights of a micro-batch; layers of equal shapes share them."""
-    rows = tokens * choices + worst_case(tokens, choices, local_experts, ranks)
-    return BUFFERS * rows * (row_bytes + WEIGHT_BYTES)
 
 
 def use_symmetric_memory() -> None:

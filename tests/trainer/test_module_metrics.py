@@ -29,7 +29,7 @@ LAYOUTS = [
     ("llama_debug", "parallelism.dp_shard=2 training.micro_batch_size=1 activation_checkpoint=full"),
     ("llama_debug", "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble"),
     ("llama_debug", "parallelism.cp=2 activation_checkpoint=selective"),
-    ("llama_debug", "parallelism.cp=2 parallelism.cp_method=ulysses parallelism.tp=2"),
+    ("llama_debug model.kv_heads=4", "parallelism.cp=2 parallelism.cp_method=ulysses parallelism.tp=2"),
     ("deepseek_debug", "parallelism.dp_shard=2 parallelism.ep=2"),
     ("qwen3_debug", "parallelism.tp=2 parallelism.pp=2"),
 ]
@@ -59,7 +59,7 @@ def assert_same_bits(found: Curve, expected: Curve) -> None:
     [pytest.param(*case, marks=pytest.mark.day if case in DAILY else pytest.mark.night) for case in LAYOUTS],
 )
 def test_layouts(tmp_path: Path, model: str, layout: str):
-    own, many = [*SHORT, f"model={model}"], layout.split()
+    own, many = [*SHORT, *f"model={model}".split()], layout.split()
     one = train(tmp_path / "one", *own, BOTH, mutate=use_examples)
     found = train(tmp_path / "many", *own, *many, BOTH, mutate=use_examples)
     assert_same_bits(found, train(tmp_path / "without", *own, *many))
@@ -134,6 +134,7 @@ def test_metrics_are_code_and_not_part_of_the_run_id():
         (["tracking.metrics=[max_logits]"], "did you mean max_logit?"),
         (["tracking.metrics=[my_package.metrics.Block]"], "my_package.metrics has no Block"),
         ([f"tracking.metrics=[{HERE}.HERE]"], "it is no ModuleMetric"),
+        ([f"tracking.metrics=[{HERE}.Unfinished]"], "the class defines no name, observes and no value"),
         ([f"tracking.metrics=[max_logit,{HERE}.Nowhere]"], r"it observes no module of .*\n    tracking.metrics=\[max"),
         ([BOTH, "compile=blocks"], "compile=none"),
         ([f"tracking.metrics=[{HERE}.Tokens,{HERE}.Twin]"], "two metrics have one name"),
@@ -142,6 +143,10 @@ def test_metrics_are_code_and_not_part_of_the_run_id():
 def test_wrong_metrics_are_refused_before_the_launch(words: list[str], message: str):
     with pytest.raises(UserError, match=message):
         check_user_code(check(experiment(*SHORT, *words)))
+
+
+class Unfinished(ModuleMetric):
+    """Says nothing of itself."""
 
 
 class Twin(Tokens):

@@ -84,7 +84,7 @@ class HostsExecutor(RemoteExecutor):
 
     @abstractmethod
     def start(self, options: Any, host: str, command: str) -> None:
-        """Run a shell command on a host. It returns at once there, as its process goes on in the background.
+        """Run a shell command on a host. It returns at once there and leaves its process in the background.
 
         Raises OSError or subprocess.SubprocessError if the host cannot be reached, or the command fails.
         """

@@ -4,6 +4,7 @@ from typing import cast
 
 from torch import nn
 
+from titan_exp.config.machine.torch_features import ATTENTION_BACKEND
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.qk_clip import ClippableAttention, is_scoring, scoring_module, track_logits
 from titan_exp.trainer.module_metrics.metric import ModuleMetric
@@ -14,7 +15,7 @@ class MaxLogit(ModuleMetric):
 
     name = "max_logit"
     compiles = True
-    needs = "attention with scores that are not FlexAttention's (model.attention_backend=flex)"
+    needs = f"attention with scores that are not FlexAttention's ({ATTENTION_BACKEND}=flex)"
 
     @classmethod
     def observes(cls, path: str, module: nn.Module) -> bool:

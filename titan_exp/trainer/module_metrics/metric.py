@@ -6,11 +6,13 @@ class by its import path. It reports as any module does (`trainer/metric_reducti
 """
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from titan_exp.config.errors.user_error import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.builtins import metric_names
@@ -23,7 +25,7 @@ from titan_exp.trainer.train_state import TrainState
 KEY = "tracking.metrics"
 
 
-class ModuleMetric(nn.Module):
+class ModuleMetric(nn.Module, ABC):
     """Metric of one module over the tokens of a step, logged as `model/NAME/PATH` and, over all its modules, as
     `model/NAME`. It sees forward passes in training, recomputation excluded, and keeps no gradient."""
 
@@ -43,9 +45,9 @@ class ModuleMetric(nn.Module):
         self._start = self._found = torch.tensor(start, device=device)  # no buffers, which a checkpoint would hold
 
     @classmethod
+    @abstractmethod
     def observes(cls, path: str, module: nn.Module) -> bool:
         """True for a module of the model that it is about; `path` is its name in the whole model."""
-        raise NotImplementedError
 
     @classmethod
     def attach(cls, path: str, module: nn.Module, mesh: Mesh) -> None:
@@ -54,9 +56,9 @@ class ModuleMetric(nn.Module):
         module.add_module(f"metric_{cls.name}", metric)
         module.register_forward_hook(metric._see)
 
+    @abstractmethod
     def value(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
         """Number of one micro-batch on this rank, a scalar; of a `mean` a tensor [2], sum and count."""
-        raise NotImplementedError
 
     def metrics(self) -> dict[str, Tensor]:
         """Number of the step so far, by name."""
@@ -87,6 +89,8 @@ def chosen_metrics(experiment: Experiment, model: nn.Module) -> list[type[Module
             own = path.rpartition(".")[2]
             remedy = f"from titan_exp.trainer.module_metrics.metric import ModuleMetric; class {own}(ModuleMetric): ..."
             found.append(Violation(KEY, path, "it is no ModuleMetric", remedy))
+        elif missing := [word for word in ("name", "observes", "value") if not _defines(kind, word)]:
+            found.append(Violation(KEY, path, f"the class defines no {listed(missing, 'and no')}", "define it there"))
         elif config.cuda_graphs:
             found.append(Violation(KEY, path, "a captured pass calls no metric", "compile.cuda_graphs=false"))
         elif config.enabled and not kind.compiles:
@@ -96,7 +100,7 @@ def chosen_metrics(experiment: Experiment, model: nn.Module) -> list[type[Module
             others = [other for other in experiment.tracking.metrics if other != path]
             reason = f"it observes no module of {experiment.model.name}{kind.needs and f': {kind.needs}'}"
             found.append(Violation(KEY, path, reason, f"{KEY}=[{','.join(others)}]"))
-    names = [kind.name for kind in kinds.values() if isinstance(kind, type) and issubclass(kind, ModuleMetric)]
+    names = [kind.name for kind in kinds.values()] if not found else []
     if len({*names}) < len(names):
         found.append(Violation(KEY, ", ".join(names), "two metrics have one name", "give one another `name`"))
     if found:
@@ -111,6 +115,12 @@ def observe_modules(experiment: Experiment, state: TrainState) -> None:
         for path, module in {id(module): (path, module) for path, module in modules}.values():
             if kind.observes(path, module):
                 kind.attach(path, module, state.mesh)
+
+
+def _defines(kind: type[ModuleMetric], word: str) -> bool:
+    """True if a metric has what only it can say; one that attaches another module needs no `value`."""
+    attaches = kind.attach.__func__ is not ModuleMetric.attach.__func__  # type: ignore[attr-defined]  # of a method
+    return hasattr(kind, word) and (word not in kind.__abstractmethods__ or (word == "value" and attaches))
 
 
 def _class(path: str) -> Any:

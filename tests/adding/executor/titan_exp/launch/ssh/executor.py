@@ -23,6 +23,6 @@ class SshExecutor(HostsExecutor):
         return options.hosts
 
     def start(self, options: Options, host: str, command: str) -> None:
-        """The command goes on in the background, so that ssh returns at once."""
+        """The command leaves its process in the background, so that ssh returns at once."""
         ssh = ["ssh", "-o", "BatchMode=yes", "-p", str(options.port), host, command]
         subprocess.run(ssh, check=True, capture_output=True, timeout=60)

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from titan_exp.config.errors.user_error import listed
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.builtins import metric_names
 from titan_exp.config.schema.import_path import import_dotted

@@ -80,7 +80,7 @@ def test_the_direction_test_notices_what_it_should(tmp_path: Path, monkeypatch: 
     path = tmp_path / "data" / "x.py"
     for line in (
         "from titan_exp.optim import build",
-        "import titan_exp.trainer.gc",
+        "import titan_exp.trainer.parts",
         "from ..tracking import log",
     ):
         path.write_text(f"def lazily():\n    {line}\n")

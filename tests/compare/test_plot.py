@@ -11,8 +11,7 @@ import pytest
 from titan_exp.compare.output.plots import draw
 from titan_exp.compare.statistics import moving_average
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.run_folder.final_value import last_fiftieth
-from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink
+from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink, last_fiftieth
 
 
 def run(tmp_path: Path, *rows: dict) -> Path:

@@ -20,11 +20,11 @@ import pytest
 from tests.data.corpora import Ranks, experiment, text
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.data.sources import load_dataset
+from titan_exp.data.sources import huggingface
 from titan_exp.data.sources.base import fingerprint
 from titan_exp.data.sources.build import build_source, build_validation_source
 from titan_exp.data.sources.huggingface import HuggingFaceStream, HuggingFaceTable, build
-from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
+from titan_exp.data.tokenizers import ByteTokenizer
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.rules.data import _dataset_is_named
 
@@ -232,7 +232,7 @@ def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
-        monkeypatch.setattr(load_dataset, "_HUB_TIMEOUT_SECONDS", 0.2)
+        monkeypatch.setattr(huggingface, "_HUB_TIMEOUT_SECONDS", 0.2)
         yield
 
 
@@ -248,9 +248,9 @@ def test_an_unreachable_hub_fails_fast_with_a_remedy(streaming: bool):
 def test_local_files_need_no_network(corpus: Path, monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_: asked.append(host))
-    assert not load_dataset._needs_hub(local(corpus, "json").data)
-    assert not load_dataset._needs_hub(replace(local(corpus, "json").data, dataset=str(corpus)))
-    assert load_dataset._needs_hub(experiment(dataset="allenai/c4").data)
+    assert not huggingface._needs_hub(local(corpus, "json").data)
+    assert not huggingface._needs_hub(replace(local(corpus, "json").data, dataset=str(corpus)))
+    assert huggingface._needs_hub(experiment(dataset="allenai/c4").data)
     for streaming in (False, True):
         build_source(local(corpus, "parquet", streaming=streaming).data)
         build_source(local(corpus, "parquet", streaming=streaming, dataset=str(corpus / "splits"), data_files=()).data)

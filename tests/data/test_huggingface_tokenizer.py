@@ -8,8 +8,7 @@ from tokenizers.decoders import ByteLevel
 from tests.data.corpora import experiment
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.sources.python_stdlib import PythonStdlibSource
-from titan_exp.data.tokenizers.build import build_tokenizer
-from titan_exp.data.tokenizers.huggingface import HuggingFaceTokenizer
+from titan_exp.data.tokenizers import HuggingFaceTokenizer, build_tokenizer
 
 SAMPLE = "def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)  # ünïcödé\n"
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from titan_exp.data.prefetch import Prefetcher
+from titan_exp.data.train_loader import Prefetcher
 
 
 def prefetch_threads() -> list[threading.Thread]:

@@ -10,7 +10,7 @@ from tests.data.stores import make, over
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.preview import preview
 from titan_exp.data.token_store.reader import TokenSplit
-from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
+from titan_exp.data.tokenizers import ByteTokenizer
 from titan_exp.data.train_loader import TrainLoader
 
 

@@ -12,10 +12,8 @@ from titan_exp.data.sources.base import (
 )
 from titan_exp.data.sources.build import build_source, build_validation_source
 from titan_exp.data.sources.python_stdlib import PythonStdlibSource
-from titan_exp.data.sources.split_files import SplitFileSource
-from titan_exp.data.sources.text import TextSource
-from titan_exp.data.tokenizers.base import encode_document
-from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
+from titan_exp.data.sources.text import SplitFileSource, TextSource
+from titan_exp.data.tokenizers import ByteTokenizer, encode_document
 
 CONFIG = experiment().data
 

@@ -5,11 +5,10 @@ import pytest
 
 from tests.data.corpora import Ranks, experiment, rows_of, text
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.sources import split_files
+from titan_exp.data.sources import text as text_source
 from titan_exp.data.sources.base import RandomAccessSource
 from titan_exp.data.sources.build import build_source
-from titan_exp.data.sources.split_files import Granularity, SplitFileSource
-from titan_exp.data.sources.text import TextSource
+from titan_exp.data.sources.text import Granularity, SplitFileSource, TextSource
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.data.validation_split import training_subset, validation_subset
@@ -63,7 +62,7 @@ def test_documents_are_in_file_order_with_keys_within_each_file(divide: Divide):
 
 
 def test_more_files_than_open_descriptors(divide: Divide, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(split_files, "_OPEN_FILES", 2)
+    monkeypatch.setattr(text_source, "_OPEN_FILES", 2)
     source = divide("line", **{f"f{number}": f"{number} x\n{number} y".encode() for number in range(6)})
     expected = [f"{number} {line}" for number in range(6) for line in "xy"]
     assert documents(source) == documents(source) == expected

@@ -1,8 +1,7 @@
 import numpy as np
 
 from tests.data.corpora import experiment
-from titan_exp.data.tokenizers.build import build_tokenizer
-from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
+from titan_exp.data.tokenizers import ByteTokenizer, build_tokenizer
 
 
 def test_bytes_round_trip():

@@ -29,8 +29,8 @@ from titan_exp.launch.provenance.changes import (
     report_stale,
 )
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, refresh_snapshot
+from titan_exp.tracking.run_folder.attempts import StateName
 from titan_exp.tracking.run_folder.run_folder import RunState
-from titan_exp.tracking.run_folder.state import StateName
 
 
 @pytest.fixture

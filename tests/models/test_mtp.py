@@ -27,8 +27,7 @@ from titan_exp.models.spec.transformer import MTPConfig
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 from titan_exp.trainer.load_model import load_source
 from titan_exp.trainer.objective.base import loss_divisors, normalize_by_tokens, token_counts
-from titan_exp.trainer.objective.language_modeling import LanguageModeling
-from titan_exp.trainer.objective.multi_token_prediction import MultiTokenPrediction
+from titan_exp.trainer.objective.build import LanguageModeling, MultiTokenPrediction
 
 transformers = pytest.importorskip("transformers")
 

@@ -38,7 +38,7 @@ def the_balance_is_that_of_a_micro_batch() -> None:
 
 def the_balance_is_averaged_over_micro_batches_again() -> None:
     patch(
-        "titan_exp.trainer.experts.global_counts.ExpertLoad.set_sequences",
+        "titan_exp.trainer.experts.ExpertLoad.set_sequences",
         lambda original: lambda self, rows: original(self, rows // dist.get_world_size()),
     )
 
@@ -48,12 +48,12 @@ def z_loss_is_that_of_a_ranks_tokens() -> None:
 
 
 def counts_stay_on_their_rank() -> None:
-    patch("titan_exp.trainer.experts.global_counts.dist", lambda _: _OneRank)
+    patch("titan_exp.trainer.experts.dist", lambda _: _OneRank)
 
 
 def counts_of_sequences_are_one_tensor_ranks() -> None:
     patch(
-        "titan_exp.trainer.experts.global_counts._sum",
+        "titan_exp.trainer.experts._sum",
         lambda original: lambda counts, groups: original(counts, groups[:-1]),
     )
 
@@ -75,7 +75,7 @@ def recomputation_counts_again() -> None:
 
 
 def biases_never_change() -> None:
-    patch("titan_exp.trainer.experts.global_counts.ExpertLoad.update", lambda _: lambda self: None)
+    patch("titan_exp.trainer.experts.ExpertLoad.update", lambda _: lambda self: None)
 
 
 def the_bias_weighs_too() -> None:
@@ -101,7 +101,7 @@ def routers_stop_at_a_layer_without_experts() -> None:
 
         return routers_of
 
-    patch("titan_exp.trainer.experts.global_counts.routers_of", make)
+    patch("titan_exp.trainer.experts.routers_of", make)
 
 
 def tokens_are_joined_as_those_of_one_sequence() -> None:

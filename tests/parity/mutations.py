@@ -256,7 +256,7 @@ def metrics_are_means_of_micro_batches() -> None:
 
 def metrics_of_modules_are_averaged_over_ranks() -> None:
     patch(
-        "titan_exp.trainer.metric_reduction.MetricReducer._copies",
+        "titan_exp.trainer.metrics.MetricReducer._copies",
         lambda original: (
             lambda self, name: self._mesh.world.size() if name.startswith("model/") else original(self, name)
         ),
@@ -264,7 +264,7 @@ def metrics_of_modules_are_averaged_over_ranks() -> None:
 
 
 def metrics_of_modules_add_up_over_steps() -> None:
-    patch("titan_exp.trainer.metric_reduction.MetricReducer.begin_step", lambda _: _once)
+    patch("titan_exp.trainer.metrics.MetricReducer.begin_step", lambda _: _once)
 
 
 def partial_gradients_are_taken_for_whole_ones() -> None:
@@ -440,7 +440,7 @@ def micro_batches_are_taken_for_each_other() -> None:
 
 
 def shared_shards_advance_by_own_rows() -> None:
-    patch("titan_exp.data.virtual_shards.packing.PackedStream.skip_row", lambda _: lambda self: None)
+    patch("titan_exp.data.virtual_shards.streams.PackedStream.skip_row", lambda _: lambda self: None)
 
 
 def looked_up_rows_are_truncated() -> None:

@@ -41,7 +41,7 @@ from titan_exp.plan.trace.dispatch_mode import CostMode
 from titan_exp.plan.trace.graph_capture import FakeRecorder
 from titan_exp.plan.trace.segments import SegmentObserver
 from titan_exp.quantization import hardware_support
-from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
+from titan_exp.tracking.run_folder.files import temporary_folder
 
 
 def attention_has_the_rate_of_the_other_direction(monkeypatch: pytest.MonkeyPatch) -> None:

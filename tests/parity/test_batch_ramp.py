@@ -115,7 +115,7 @@ def test_mutations_are_noticed(tmp_path: Path, mutate):
 
 
 def experts_are_balanced_over_the_last_batch() -> None:
-    patch("titan_exp.trainer.experts.global_counts.ExpertLoad.set_sequences", lambda _: lambda self, sequences: None)
+    patch("titan_exp.trainer.experts.ExpertLoad.set_sequences", lambda _: lambda self, sequences: None)
 
 
 @pytest.mark.night

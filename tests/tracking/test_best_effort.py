@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from titan_exp.tracking.sinks.best_effort import BestEffortSink
+from titan_exp.tracking.sinks.build_sinks import BestEffortSink
 from titan_exp.tracking.sinks.sink import Row
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from titan_exp.tracking.device_rates import PeakRate, mfu_peak, peak_by_name
-from titan_exp.tracking.memory_stats import PeakMemory
+from titan_exp.tracking.throughput import PeakMemory
 
 
 @pytest.mark.parametrize(

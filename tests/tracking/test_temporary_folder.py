@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.tracking.run_folder.temporary_folder import (
+from titan_exp.tracking.run_folder.files import (
     PREFIX,
     create_temporary_folder,
     hold_temporary_folder,
@@ -19,7 +19,7 @@ from titan_exp.tracking.run_folder.temporary_folder import (
 HOLD = """
 import sys, time
 from pathlib import Path
-from titan_exp.tracking.run_folder.temporary_folder import create_temporary_folder, hold_temporary_folder
+from titan_exp.tracking.run_folder.files import create_temporary_folder, hold_temporary_folder
 path = Path(sys.argv[1]) if sys.argv[1:] else create_temporary_folder()[0]
 lock = hold_temporary_folder(path)
 print(path, flush=True)

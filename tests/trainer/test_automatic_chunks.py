@@ -14,7 +14,7 @@ from titan_exp.plan.extrapolate.layer_kinds import small_run
 from titan_exp.plan.gate.check_user_code import check_user_code
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.trainer.objective.base import Loss
-from titan_exp.trainer.objective.language_modeling import LanguageModeling
+from titan_exp.trainer.objective.build import LanguageModeling
 
 OWN = "tests.trainer.own_objective.LogitStatistics"
 

@@ -22,8 +22,8 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment, to_yaml
 from titan_exp.launch.run_plan import plan_run
 from titan_exp.rules import violations
-from titan_exp.tracking.run_folder.lineage import Lineage, read_history
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.provenance_records import Lineage, read_history
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_a_parent_in_remote_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def ranks_see_other_checkpoints() -> None:
     """A parent that is still training saves between one rank's look and another's."""
     patch(
-        "titan_exp.trainer.parent_state.parent_checkpoint",
+        "titan_exp.trainer.restore.parent_checkpoint",
         lambda original: lambda path, step: original(path, (5, 10)[dist.get_rank()]),
     )
 

@@ -2,8 +2,8 @@ import gc
 
 import pytest
 
-from titan_exp.trainer.gc import GarbageCollection
 from titan_exp.trainer.part import Step
+from titan_exp.trainer.parts import GarbageCollection
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from torch import nn
 from tests.config.composing import experiment
 from tests.trainer.committed import committed
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.trainer.profiling.memory_breakdown import MemoryBreakdown, MemoryCategory, memory_breakdown
+from titan_exp.trainer.profiling.memory_snapshot import MemoryBreakdown, MemoryCategory, memory_breakdown
 from titan_exp.trainer.profiling.oom_report import (
     OutOfMemory,
     explain_oom,

@@ -9,8 +9,7 @@ from typing import Any
 
 from tests.parity.runs import train
 from tests.patching import patch
-from titan_exp.trainer.profiling.step_times import OwnTimes
-from titan_exp.trainer.profiling.stragglers import ROWS, Stragglers
+from titan_exp.trainer.profiling.step_times import ROWS, OwnTimes, Stragglers
 
 
 def times(*own: float, probe: tuple[float, ...] | None = None) -> list[OwnTimes]:

@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from titan_exp.trainer.profiling.kernel_categories import kind_of
-from titan_exp.trainer.profiling.overlap import Span, time_shares
-from titan_exp.trainer.profiling.trace_summary import PHASE, summary_of
+from titan_exp.trainer.profiling.trace_summary import PHASE, Span, kind_of, summary_of, time_shares
 
 
 @pytest.mark.parametrize(

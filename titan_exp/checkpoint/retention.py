@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_exp.config.paths.checkpoint_files import COMPLETE_NAME, step_name
-from titan_exp.tracking.run_folder.atomic_write import sync_folder
+from titan_exp.tracking.run_folder.files import sync_folder
 
 _REPLACED = ".replaced"
 

@@ -15,7 +15,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.token_store_manifest import Manifest, read_manifest
 from titan_exp.config.schema.schema import hints
 from titan_exp.data.token_store.build_store import build_store
-from titan_exp.data.token_store.verify import find_damage
+from titan_exp.data.token_store.writer import find_damage
 from titan_exp.rules.data import unreadable_source
 
 _MAX_LISTED = 5

@@ -14,7 +14,7 @@ from titan_exp.compare.statistics import LEVEL, Delta, Estimate
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.schema.config_diff import flatten
 from titan_exp.tracking.number_format import format_count, format_duration, format_items
-from titan_exp.tracking.run_folder.metric_rows import column_of
+from titan_exp.tracking.run_folder.metrics_jsonl import column_of
 
 STEPS = 10
 """Steps with a tolerance, as many as the parity tests train."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.compare.runs import Run, Selection
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.run_folder.lineage import Lineage
 from titan_exp.tracking.run_folder.metrics_jsonl import decode
+from titan_exp.tracking.run_folder.provenance_records import Lineage
 from titan_exp.tracking.sinks.sink import Row, Value
-from titan_exp.tracking.sinks.wandb_service import stop_wandb_service
+from titan_exp.tracking.sinks.wandb_run import stop_wandb_service
 
 if TYPE_CHECKING:
     from wandb.apis.public import Run as ApiRun

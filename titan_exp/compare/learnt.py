@@ -14,8 +14,8 @@ from typing import Any
 from titan_exp.compare.differing_keys import DifferingKeys, value_text
 from titan_exp.compare.runs import Row, Run, StudyRecord
 from titan_exp.config.groups.batch_ramp import sequences_after
-from titan_exp.tracking.run_folder.final_value import final_value
-from titan_exp.tracking.run_folder.state import has_diverged
+from titan_exp.tracking.run_folder.attempts import has_diverged
+from titan_exp.tracking.run_folder.metrics_jsonl import final_value
 
 EDGE = 0.1
 """Outer share of a range, on its scale, in which the best value counts as at its edge."""

@@ -15,13 +15,17 @@ from titan_exp.config.schema.typed_config import read_values
 from titan_exp.launch.worlds import summarize_worlds
 from titan_exp.plan.gate.predicted import PredictedMetrics, read_predicted_metrics
 from titan_exp.tracking.number_format import format_items
-from titan_exp.tracking.run_folder.lineage import Lineage, ancestors, read_history
-from titan_exp.tracking.run_folder.metric_rows import MetricRows
-from titan_exp.tracking.run_folder.overrides import read_overrides
-from titan_exp.tracking.run_folder.provenance_records import read_code, read_environment_record
-from titan_exp.tracking.run_folder.readable_runs import is_readable_run, readable_runs
-from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder
-from titan_exp.tracking.run_folder.state import read_json
+from titan_exp.tracking.run_folder.attempts import read_json
+from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows
+from titan_exp.tracking.run_folder.provenance_records import (
+    Lineage,
+    ancestors,
+    read_code,
+    read_environment_record,
+    read_history,
+    read_overrides,
+)
+from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder, is_readable_run, readable_runs
 from titan_exp.tracking.sinks.sink import Row as MetricRow
 
 STUDY_FILE = "study.json"

@@ -14,7 +14,7 @@ from titan_exp.compare.differing_keys import ABSENT, DifferingKeys
 from titan_exp.compare.runs import Row, Run, finite
 from titan_exp.compare.statistics import Delta, Estimate, difference, estimate, holm
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
-from titan_exp.tracking.run_folder.metric_rows import column_of
+from titan_exp.tracking.run_folder.metrics_jsonl import column_of
 
 ROUNDING = 1e-9
 """Relative difference between equal losses."""

@@ -1,12 +1,10 @@
-"""Keyed random permutation with O(1) memory and random access (Feistel network).
-
-Generalized Feistel cipher with cycle-walking over the smallest grid that covers the range (Black and Rogaway 2002,
-"Ciphers with arbitrary finite domains"). Unlike library shuffles, it is stable across versions.
-"""
+"""Random orders and numbers by key."""
 
 import math
 import struct
 from hashlib import blake2b
+
+import numpy as np
 
 _ROUNDS = 8
 
@@ -39,3 +37,9 @@ class Permutation:
     def _round(self, round_: int, value: int) -> int:
         digest = blake2b(struct.pack("<BQ", round_, value), key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little")
+
+
+def keyed_generator(seed: int, sample: int, purpose: str) -> np.random.Generator:
+    """Generator of one sample's numbers for one purpose; those of other samples and purposes are independent."""
+    digest = blake2b(f"{seed}/{sample}/{purpose}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))

@@ -8,8 +8,7 @@ import torch
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.data.batch import Batch
-from titan_exp.data.tokenizers.base import Tokenizer
-from titan_exp.data.tokenizers.build import build_tokenizer
+from titan_exp.data.tokenizers import Tokenizer, build_tokenizer
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 

@@ -4,10 +4,13 @@ Rank r of dp takes row r of each dp consecutive rows of the run; a `Sampler` def
 """
 
 import json
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -17,13 +20,132 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.data.batch import Batch, MicroBatch, collate
 from titan_exp.data.data_warning import warn
-from titan_exp.data.prefetch import Prefetcher
 from titan_exp.data.sampler import NextRow, RowBuffer, Sampler, SamplerState
-from titan_exp.data.sources.base import CONTENT, MIXTURE, REVISION, SHARDS, STREAMING, require_same_data
-from titan_exp.data.sources.build import builtin_source
-from titan_exp.data.text_sampler import build_text_sampler
-from titan_exp.data.token_store.window_sampler import build_store_sampler
+from titan_exp.data.sources.base import (
+    CONTENT,
+    MIXTURE,
+    REVISION,
+    SHARDS,
+    STREAMING,
+    content_identity,
+    fingerprint,
+    require_same_data,
+)
+from titan_exp.data.sources.build import build_source, builtin_source, held_out_fraction
+from titan_exp.data.token_store.reader import TokenSplit
+from titan_exp.data.token_store.text_store import StoredText, stored_text
+from titan_exp.data.token_store.window_sampler import (
+    Mixture,
+    RepeatedTokens,
+    ShuffledWindows,
+    Windows,
+    WindowSampler,
+    build_store_sampler,
+)
+from titan_exp.data.tokenizers import build_tokenizer
+from titan_exp.data.validation_split import training_subset
 from titan_exp.data.virtual_shards.sampler import VirtualShardSampler
+
+Item = TypeVar("Item")
+_JOIN_TIMEOUT_SECONDS = 5.0
+
+
+class Prefetcher(Iterator[Item]):
+    """Iterator over `items` with up to `depth` items prefetched; the thread's exception is raised after its items."""
+
+    def __init__(self, items: Iterator[Item], depth: int) -> None:
+        self._queue = _Queue[Item](depth)
+        # The thread references only the queue, so that dropping this object ends the thread.
+        thread = threading.Thread(target=_fill, args=(items, self._queue), name="titan_exp-prefetch", daemon=True)
+        self.close = weakref.finalize(self, _stop, self._queue, thread)
+        """Stop the thread; idempotent."""
+        thread.start()
+
+    def __next__(self) -> Item:
+        """Next item; StopIteration after the last one or after `close`."""
+        return self._queue.get()
+
+
+class _Queue(Generic[Item]):
+    """Bounded queue; `end` wakes producer and consumer, and `get` on an empty ended queue raises the end reason."""
+
+    def __init__(self, depth: int) -> None:
+        self._items: deque[Item] = deque()
+        self._depth = depth
+        self._end_reason: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def put(self, item: Item) -> bool:
+        """Wait for space and append; returns False once the queue has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._end_reason is not None or len(self._items) < self._depth)
+            if self._end_reason is not None:
+                return False
+            self._items.append(item)
+            self._changed.notify_all()
+            return True
+
+    def get(self) -> Item:
+        with self._changed:
+            self._changed.wait_for(lambda: self._end_reason is not None or len(self._items) > 0)
+            if self._items:
+                item = self._items.popleft()
+                self._changed.notify_all()
+                return item
+            assert self._end_reason is not None
+            raise self._end_reason
+
+    def end(self, reason: BaseException, *, drop_items: bool = False) -> None:
+        with self._changed:
+            self._end_reason = self._end_reason or reason
+            if drop_items:
+                self._items.clear()
+            self._changed.notify_all()
+
+
+def _fill(items: Iterator[Item], queue: "_Queue[Item]") -> None:
+    reason: BaseException = StopIteration()
+    try:
+        for item in items:
+            if not queue.put(item):
+                break
+    except BaseException as error:
+        reason = error
+    queue.end(reason)
+
+
+def _stop(queue: _Queue, thread: threading.Thread) -> None:
+    queue.end(StopIteration(), drop_items=True)
+    if thread is not threading.current_thread():
+        thread.join(_JOIN_TIMEOUT_SECONDS)
+
+
+def build_text_sampler(data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> Sampler:
+    """Open a text. Raises UserError if the corpus or the tokenizer cannot be used."""
+    tokenizer, source = build_tokenizer(data), build_source(data)
+    stored = stored_text(data, source, tokenizer)
+    if stored is None:
+        return VirtualShardSampler(data, seq_len, seed, dp_rank=dp_rank, dp_degree=dp_degree, source=source)
+    corpus: dict[str, Any] = {
+        "data.source": fingerprint(source, data),
+        **content_identity(source),
+        "data.tokenizer": tokenizer.fingerprint,
+        "data.validation_fraction": held_out_fraction(data),
+        STREAMING: False,
+        "experiment.seed": seed,
+        "training.seq_len": seq_len,
+    }
+    windows = {"": _windows(stored, seq_len, seed)}
+    return WindowSampler(windows, Mixture([1.0]), corpus, dp_rank=dp_rank, dp_degree=dp_degree)
+
+
+def _windows(text: StoredText, seq_len: int, seed: int) -> Windows:
+    manifest = text.make()
+    tokens = TokenSplit(manifest, "train")
+    if len(tokens) == 0:
+        training_subset(text.source, held_out_fraction(text.data))  # raises if all documents are held out
+        raise UserError(f"The corpus has no text: all of its {len(text.source)} documents are empty.")
+    return ShuffledWindows(manifest, seq_len, seed, 0) if len(tokens) > seq_len else RepeatedTokens(tokens, seq_len)
 
 
 class TrainLoader(Iterator[Any]):

@@ -18,11 +18,9 @@ from titan_exp.config.paths.data_files import unit_hash, unlimited_split
 from titan_exp.data.batch import Batch, collate
 from titan_exp.data.sources.base import RandomAccessSource, Source, StreamingSource
 from titan_exp.data.sources.build import build_source, build_validation_source, builtin_source
-from titan_exp.data.token_sequence import TokenSequence, concatenate
-from titan_exp.data.token_store.reader import TokenSplit, open_split
+from titan_exp.data.token_store.reader import TokenSequence, TokenSplit, concatenate, open_split
 from titan_exp.data.token_store.text_store import stored_text
-from titan_exp.data.tokenizers.base import Tokenizer, encode_document
-from titan_exp.data.tokenizers.build import build_tokenizer
+from titan_exp.data.tokenizers import Tokenizer, build_tokenizer, encode_document
 from titan_exp.data.validation_split import validation_subset
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 

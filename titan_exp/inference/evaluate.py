@@ -42,12 +42,10 @@ from titan_exp.rules.layout import context_parallel as context
 from titan_exp.rules.layout import degrees as layout
 from titan_exp.rules.layout import tensor_parallel as tensor
 from titan_exp.rules.rule import find_violations
-from titan_exp.trainer.distributed import joined_process_group
+from titan_exp.trainer.distributed import RunOnRanks, joined_process_group, serve
 from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.load_model import Rows, describe, load_source
-from titan_exp.trainer.objective.build import build_objective
-from titan_exp.trainer.objective.language_modeling import LanguageModeling
-from titan_exp.trainer.rank_call import RunOnRanks, serve
+from titan_exp.trainer.objective.build import LanguageModeling, build_objective
 from titan_exp.trainer.validate import ValidationResult, evaluate_sources, evaluate_split
 
 TAKEN = ("data.", "training.", "model.attention", "model.context", f"{ROPE}.", "parallelism.")

@@ -20,7 +20,7 @@ from titan_exp.config.extension import load, provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.data.tokenizers.base import Tokenizer
+from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.inference.generation import DecodeSession
 from titan_exp.inference.sharded_model import DTYPES, load_sharded
 from titan_exp.models.spec.lookup import has_experts, model_spec
@@ -29,8 +29,8 @@ from titan_exp.rules.layout import context_parallel as context
 from titan_exp.rules.layout import degrees as layout
 from titan_exp.rules.layout import tensor_parallel as tensor
 from titan_exp.rules.rule import find_violations
+from titan_exp.trainer.distributed import RunOnRanks, serve
 from titan_exp.trainer.load_model import describe, tokenizer_of, training_length
-from titan_exp.trainer.rank_call import RunOnRanks, serve
 
 TEXTS = "texts"
 """Output of models that read tokens."""

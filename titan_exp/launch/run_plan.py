@@ -36,9 +36,9 @@ from titan_exp.launch.related_runs import AUTO, with_auto_parent
 from titan_exp.launch.run_id import experiment_id, run_id
 from titan_exp.launch.state.run_lookup import run_path
 from titan_exp.rules import check
-from titan_exp.tracking.run_folder.atomic_write import sync_all
+from titan_exp.tracking.run_folder.files import sync_all
 from titan_exp.tracking.run_folder.folder_owner import refuse_foreign_folders
-from titan_exp.tracking.run_folder.overrides import overrides_text, read_overrides
+from titan_exp.tracking.run_folder.provenance_records import overrides_text, read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
 
 

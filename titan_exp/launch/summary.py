@@ -4,10 +4,9 @@ import statistics
 from dataclasses import dataclass
 from itertools import pairwise
 
-from titan_exp.tracking.run_folder.metric_rows import MetricRows
-from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.attempts import read_json
+from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.state import read_json
 from titan_exp.tracking.sinks.sink import Value
 
 

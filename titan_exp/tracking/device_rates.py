@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.machine.devices import cpu_name
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.atomic_write import write_atomically
+from titan_exp.tracking.run_folder.files import write_atomically
 
 if TYPE_CHECKING:
     import torch

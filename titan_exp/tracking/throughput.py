@@ -1,9 +1,19 @@
-"""Training throughput: tokens per second, TFLOP/s and MFU, excluding warm-up, evaluation and blocking saves."""
+"""Throughput and memory of training."""
 
+import re
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_exp.tracking.number_format import GIB
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -102,3 +112,52 @@ class Throughput:
         seconds = now - self._window_start - self._window_paused
         self._window_start, self._window_tokens, self._window_steps, self._window_paused = now, 0, 0, 0.0
         return seconds
+
+
+class PeakMemory:
+    """Peak memory of this rank since construction or `reset`, in GiB.
+
+    CUDA: allocated and reserved bytes of the caching allocator. CPU: peak resident set of the process, which cannot be
+    reset outside Linux.
+    """
+
+    def __init__(self, device: "torch.device") -> None:
+        self._device = device
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset the peak to the current usage."""
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            _reset_peak_resident()
+
+    def read(self) -> dict[str, float | None]:
+        """Peaks under the keys of a row: `memory` and `memory_reserved` (None on a CPU)."""
+        if self._device.type == "cuda":
+            import torch
+
+            allocated = torch.cuda.max_memory_allocated(self._device)
+            reserved = torch.cuda.max_memory_reserved(self._device)
+            return {"memory": allocated / GIB, "memory_reserved": reserved / GIB}
+        return {"memory": _peak_resident() / GIB, "memory_reserved": None}
+
+
+def _reset_peak_resident() -> None:
+    # Outside Linux, or in a sandbox, the peak covers the process lifetime.
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
+
+
+def _peak_resident() -> int:
+    """Peak resident set in bytes."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        status = ""
+    if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
+        return int(found[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,7 +1,8 @@
 """Build the parallel model of this rank: meta device, stage split, quantization, parallelism, initial weights."""
 
 import functools
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.models.build import (
@@ -21,7 +23,7 @@ from titan_exp.models.build import (
 from titan_exp.models.decoder import Decoder
 from titan_exp.models.parametrization.parameter_scale import scales_of
 from titan_exp.models.spec.lookup import block_count
-from titan_exp.optim.parameter_groups import freeze, named_parameters
+from titan_exp.optim.parameter_groups import NamedParameter, freeze, hyperparameters, named_parameters
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.fsdp import set_all_gather_format
 from titan_exp.parallel.mesh import Mesh
@@ -38,7 +40,44 @@ from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, P2PTran
 from titan_exp.parallel.pipeline_parallel.stage import Stage, keep_compiled_buffers, prune_to_stage, shared_parameters
 from titan_exp.quantization.quantize import describe, quantize
 from titan_exp.tracking.logging import get_logger
-from titan_exp.trainer.parameter_table import has_groups, parameter_table
+from titan_exp.tracking.number_format import format_count
+
+
+def has_groups(parameters: Sequence[NamedParameter], config: OptimizerConfig) -> bool:
+    """True if parameters differ in more than the weight decay of vectors."""
+    given = config.groups or config.lr_scales or config.weight_decays
+    return bool(given) or any(named.scale != parameters[0].scale for named in parameters)
+
+
+def parameter_table(parameters: Sequence[NamedParameter], config: OptimizerConfig) -> str:
+    """Rows of the learning rate, weight decay and further values of all parameters of a model, frozen ones included."""
+    rows: dict[tuple[str, ...], list[NamedParameter]] = defaultdict(list)
+    for named in parameters:
+        rows[_row(named, config)].append(named)
+    table: list[tuple[str, ...]] = [("parameters", "role", "group", "lr", "weight decay", "also", "for example")]
+    for row, found in rows.items():
+        count = format_count(sum(named.parameter.numel() for named in found))
+        table.append((count, *row, found[0].name))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
+    return "\n".join(f"  {line.rstrip()}" for line in lines)
+
+
+def _row(named: NamedParameter, config: OptimizerConfig) -> tuple[str, ...]:
+    group = next((name for name, group in config.groups.items() if group.has(named.name, named.role)), "-")
+    if not named.parameter.requires_grad:
+        return named.role, group, "frozen", "-", ""
+    options = hyperparameters(named, config)
+    lr = config.lr * options.pop("lr_scale", 1.0)
+    decay = options.pop("weight_decay")
+    also = " ".join(f"{key}={_shown(value)}" for key, value in options.items())
+    if named.scale.init != 1:
+        also = f"{also} initial weights x{named.scale.init:.3g}".strip()
+    return named.role, group, f"{lr:.3g}", f"{decay:.3g}", also
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 class BuiltModel:

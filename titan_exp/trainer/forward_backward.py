@@ -13,9 +13,19 @@ from titan_exp.parallel.context_parallel.apply import gather_sequence
 from titan_exp.parallel.fsdp import set_gradient_sync
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
-from titan_exp.trainer.batch_placement import shard_batch
-from titan_exp.trainer.experts.global_counts import ExpertLoad
+from titan_exp.trainer.experts import ExpertLoad
 from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisors, normalize_by_tokens
+
+
+def shard_batch(batch: MicroBatch, mesh: Mesh) -> MicroBatch:
+    """Move a CPU batch of whole rows to the device and take this rank's tokens.
+
+    Positions are explicit under context or pipeline parallelism: a token's index in the shard is not its position.
+    """
+    whole = batch.to(mesh.device)
+    if mesh.sequence_shard.degree == 1 and mesh.pp_group is None:
+        return whole
+    return whole.sharded(mesh.sequence_shard)
 
 
 class Model(Protocol):

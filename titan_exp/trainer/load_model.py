@@ -13,15 +13,14 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.torch_features import HEAD_SIZES, MERGING, ON_CPU
 from titan_exp.config.paths.checkpoint_files import step_of
 from titan_exp.config.schema.typed_config import load_group
-from titan_exp.data.tokenizers.base import Tokenizer
-from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
+from titan_exp.data.tokenizers import ByteTokenizer, Tokenizer
 from titan_exp.models.build import build_model, choose_attention_backend
 from titan_exp.models.spec.lookup import model_spec, with_mtp_depth
 from titan_exp.models.spec.rope import longest_sequence
 from titan_exp.ops.attention.sdpa import runs_here
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.meta_init import buffer_places, init_buffers, local_shard, materialize_parameters
-from titan_exp.tracking.run_folder.lineage import ancestors
+from titan_exp.tracking.run_folder.provenance_records import ancestors
 
 Rows = Mapping[str, Sequence[slice]]
 """Row ranges of source parameters, by name, that this rank's parameters concatenate."""
@@ -102,7 +101,7 @@ def tokenizer_of(source: OpenCheckpoint) -> Tokenizer:
         raise UserError(
             f"{source.path} has no tokenizer beside its weights. Put its tokenizer.json there, or give a run folder."
         )
-    from titan_exp.data.tokenizers.huggingface import HuggingFaceTokenizer
+    from titan_exp.data.tokenizers import HuggingFaceTokenizer
 
     return HuggingFaceTokenizer(source.tokenizer)
 

@@ -1,5 +1,6 @@
 """The parts of a run, in their order, with the reason of each position. Phases come first (`trainer/part.py`)."""
 
+import gc
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,6 @@ from titan_exp.config.secrets import revealed
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.parallel.qk_clip import QKClip
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.gc import GarbageCollection
 from titan_exp.trainer.module_metrics.metric import observe_modules
 from titan_exp.trainer.part import Part, Phase, Run, Step
 from titan_exp.trainer.profiling.memory_snapshot import MemorySnapshot
@@ -24,6 +24,31 @@ from titan_exp.trainer.profiling.roofline_note import RooflineNote
 from titan_exp.trainer.train_state import TrainState
 from titan_exp.trainer.updates import Averaging, ClippingState, LogitClipping, Routing
 from titan_exp.trainer.validate import Evaluation
+
+
+class GarbageCollection(Part):
+    """Collects every `every` steps only."""
+
+    name = "garbage_collection"
+    isolated = False  # it runs nothing of a model's
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def begin(self, run: Run) -> None:
+        """Disable automatic collection."""
+        gc.disable()
+        gc.collect(1)
+
+    def after(self, step: Step) -> None:
+        """Collect if due."""
+        if step.step % self._every == 0:
+            # Generation 1 is cheap, and garbage of a training loop is young.
+            gc.collect(1)
+
+    def close(self) -> None:
+        """Enable automatic collection again."""
+        gc.enable()
 
 
 def acting_parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:

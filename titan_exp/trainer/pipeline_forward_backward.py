@@ -11,9 +11,8 @@ from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 from titan_exp.parallel.pipeline_parallel.stage import Stage
-from titan_exp.trainer.batch_placement import shard_batch
-from titan_exp.trainer.experts.global_counts import ExpertLoad
-from titan_exp.trainer.forward_backward import whole_outputs
+from titan_exp.trainer.experts import ExpertLoad
+from titan_exp.trainer.forward_backward import shard_batch, whole_outputs
 from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisors, normalize_by_tokens
 
 

@@ -9,16 +9,16 @@ import torch.distributed as dist
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.config.secrets import require_variables
 from titan_exp.tracking.logging import configure_logging, get_logger
-from titan_exp.tracking.progress_tracker import PROGRESS
-from titan_exp.tracking.run_folder.file_lock import LockedError
+from titan_exp.tracking.progress import PROGRESS
+from titan_exp.tracking.run_folder.attempts import STOPPED
+from titan_exp.tracking.run_folder.files import LockedError
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
-from titan_exp.tracking.run_folder.state import STOPPED
 from titan_exp.trainer.commit import commit_of
 from titan_exp.trainer.distributed import joined
-from titan_exp.trainer.log_head import log_head
-from titan_exp.trainer.profiling.compile_cache import set_compile_cache
+from titan_exp.trainer.profiling.compile_report import set_compile_cache
 from titan_exp.trainer.profiling.oom_report import explain_oom
-from titan_exp.trainer.profiling.slow_option_warnings import log_slow_options
+from titan_exp.trainer.profiling.slow_options import log_slow_options
+from titan_exp.trainer.restore import log_head
 from titan_exp.trainer.trainer import Trainer
 
 

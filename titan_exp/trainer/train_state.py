@@ -26,9 +26,8 @@ from titan_exp.parallel.module_requirements import computes_loss
 from titan_exp.parallel.tensor_parallel.apply import vocab_shard
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.build_model import BuiltModel
-from titan_exp.trainer.cuda_graphs.capture import CudaRecorder, Recorder
-from titan_exp.trainer.cuda_graphs.graphed_model import GraphedModel
-from titan_exp.trainer.experts.global_counts import ExpertLoad
+from titan_exp.trainer.cuda_graphs import CudaRecorder, GraphedModel, Recorder
+from titan_exp.trainer.experts import ExpertLoad
 from titan_exp.trainer.forward_backward import EagerModel, Model
 from titan_exp.trainer.objective.build import build_objective
 from titan_exp.trainer.pipeline_forward_backward import PipelineModel

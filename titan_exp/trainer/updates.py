@@ -10,7 +10,7 @@ from titan_exp.optim.grad_clip import AVERAGE_NORM, GradientClipper, NormClipper
 from titan_exp.optim.weight_average import AVERAGE, WeightAverage
 from titan_exp.parallel.qk_clip import QKClip
 from titan_exp.tracking.logging import get_logger
-from titan_exp.trainer.experts.global_counts import ExpertLoad
+from titan_exp.trainer.experts import ExpertLoad
 from titan_exp.trainer.part import Part, Phase, Update
 
 

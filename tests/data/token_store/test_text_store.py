@@ -20,7 +20,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.sources.build import build_source
 from titan_exp.data.token_store import text_store
-from titan_exp.data.tokenizers.files import write_tokenizer
+from titan_exp.data.tokenizers import write_tokenizer
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.data.validation_split import training_subset

@@ -18,9 +18,9 @@ from tests.data.stores import content, make, over
 from titan_exp.cli.tokenize import TokenizeOptions, make_store, options_among
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.token_store_manifest import UNFINISHED, Manifest, read_manifest
-from titan_exp.data.token_store import shard_writer as shard_files
+from titan_exp.data.token_store import writer as shard_files
 from titan_exp.data.token_store.writer import PartTokenizer
-from titan_exp.data.tokenizers.build import build_tokenizer
+from titan_exp.data.tokenizers import build_tokenizer
 from titan_exp.data.validation_split import unit_hashes
 
 REPOSITORY = Path(__file__).parents[3]

@@ -8,10 +8,9 @@ import pytest
 from tests.data.corpora import OwnStream, experiment, text
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.data_files import unit_hash
-from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
-from titan_exp.data.virtual_shards.block_shuffle import BlockShuffledStream, StreamSpec
-from titan_exp.data.virtual_shards.epoch_shuffle import EpochShuffle
-from titan_exp.data.virtual_shards.thread_pool import DaemonThreadPool
+from titan_exp.data.tokenizers import ByteTokenizer
+from titan_exp.data.virtual_shards.block_shuffle import BlockShuffledStream, DaemonThreadPool, StreamSpec
+from titan_exp.data.virtual_shards.streams import EpochShuffle
 
 CONFIG = experiment().data
 MANY, FEW = (9,) * 20, (50, 30)

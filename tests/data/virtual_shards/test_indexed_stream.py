@@ -7,9 +7,8 @@ import pytest
 
 from tests.data.corpora import OwnTable, experiment
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
-from titan_exp.data.virtual_shards.epoch_shuffle import EpochShuffle
-from titan_exp.data.virtual_shards.indexed_stream import IndexedStream, TokenizedDocuments
+from titan_exp.data.tokenizers import ByteTokenizer
+from titan_exp.data.virtual_shards.streams import EpochShuffle, IndexedStream, TokenizedDocuments
 
 CONFIG = experiment().data
 

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from tests.data.corpora import OwnTable, experiment, text
-from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
-from titan_exp.data.virtual_shards.epoch_shuffle import EpochShuffle
-from titan_exp.data.virtual_shards.indexed_stream import IndexedStream, TokenizedDocuments
-from titan_exp.data.virtual_shards.packing import PackedStream
+from titan_exp.data.tokenizers import ByteTokenizer
+from titan_exp.data.virtual_shards.streams import EpochShuffle, IndexedStream, PackedStream, TokenizedDocuments
 
 CONFIG = experiment().data
 SEQ_LEN = 50

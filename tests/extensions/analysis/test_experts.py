@@ -16,7 +16,7 @@ from tests.trainer.test_trainer import experiment, run
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.data.batch import Batch
-from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
+from titan_exp.data.tokenizers import ByteTokenizer
 from titan_exp.extensions.analysis.experts import CLASSES, ExpertClasses, TokenClassifier, learned_experts, lines
 from titan_exp.inference.evaluate import Evaluation, evaluate_command
 from titan_exp.models.blocks.feed_forward import Router

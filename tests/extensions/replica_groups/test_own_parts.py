@@ -8,8 +8,7 @@ from tests.extensions.replica_groups.fleet import Dies, Fleet, Mutation
 from tests.extensions.replica_groups.own_parts import Call, journal
 from tests.parity.runs import LINES
 from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
-from titan_exp.tracking.run_folder.metric_rows import MetricRows
-from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, read_metrics
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 GROUPS = [*LINES, "training.global_batch_size=4", "training.micro_batch_size=1", "cluster.replica_groups=2"]

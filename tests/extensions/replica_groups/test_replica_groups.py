@@ -266,7 +266,7 @@ def test_a_mutation_is_noticed(tmp_path, one_device, mutate):
 
 
 def _forgets_tokens_of_experts(_: ReplicaGroup) -> None:
-    from titan_exp.trainer.experts.global_counts import ExpertLoad
+    from titan_exp.trainer.experts import ExpertLoad
 
     ExpertLoad.step_sums = property(lambda load: [router.losses for router in load._routers.values()])  # type: ignore[method-assign,assignment]
 

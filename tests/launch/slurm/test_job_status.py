@@ -8,7 +8,7 @@ from titan_exp.launch.slurm import executor
 from titan_exp.launch.slurm.squeue import Job, UnreachableError
 from titan_exp.launch.slurm.submit import is_being_submitted
 from titan_exp.launch.sweep.shipped_study import cancel_runs
-from titan_exp.tracking.run_folder.file_lock import FileLock
+from titan_exp.tracking.run_folder.files import FileLock
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 UNSTARTED = "its job ended before the run was started; slurmd's log on its first node has the reason"

@@ -29,7 +29,7 @@ from titan_exp.checkpoint.dcp.storage_reader import damaged_checkpoint, min_file
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.paths.checkpoint_files import CHECKSUMS_FILE, METADATA_FILE, FileChecksum, parse_checksums
 from titan_exp.config.paths.foreign_file import read_file
-from titan_exp.tracking.run_folder.atomic_write import mkdir_below, write_atomically
+from titan_exp.tracking.run_folder.files import mkdir_below, write_atomically
 
 PIECE_BYTES = 2**26
 """Bytes of rows in memory beside the target, at least one row; memory of this size goes back to the system at once."""

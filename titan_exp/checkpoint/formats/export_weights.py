@@ -23,7 +23,7 @@ from titan_exp.checkpoint.formats.torch_file import write_torch_file
 from titan_exp.checkpoint.state_dict import is_training_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.data.tokenizers.files import write_tokenizer
+from titan_exp.data.tokenizers import write_tokenizer
 from titan_exp.models.convert.diffusers_config import diffusers_violations, to_diffusers
 from titan_exp.models.convert.hf_config import export_violations, generation_config, to_huggingface
 from titan_exp.models.convert.model_json import FILE, to_json

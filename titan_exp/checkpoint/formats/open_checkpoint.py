@@ -23,8 +23,7 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.paths.data_files import tokenizer_path
 from titan_exp.config.paths.foreign_file import read_object, table
 from titan_exp.config.schema.typed_config import load_group
-from titan_exp.data.tokenizers.build import build_tokenizer
-from titan_exp.data.tokenizers.files import TOKENIZER_FILES
+from titan_exp.data.tokenizers import TOKENIZER_FILES, build_tokenizer
 from titan_exp.models.convert.decoder_state_dict import META
 from titan_exp.models.convert.diffusers_config import CLASS, from_bfl, from_diffusers
 from titan_exp.models.convert.hf_config import (

@@ -38,7 +38,7 @@ from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import local_shard
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.atomic_write import mkdir_below, sync_all, sync_folder
+from titan_exp.tracking.run_folder.files import mkdir_below, sync_all, sync_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FILE_BYTES = 5e9

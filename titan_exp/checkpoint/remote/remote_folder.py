@@ -16,7 +16,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.remote_url import problem_of_url
-from titan_exp.tracking.run_folder.atomic_write import write_atomically
+from titan_exp.tracking.run_folder.files import write_atomically
 
 CONNECT_SECONDS = 10
 READ_SECONDS = 60

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.run_folder.atomic_write import write_atomically
+from titan_exp.tracking.run_folder.files import write_atomically
 
 
 class OutputFile:

@@ -23,8 +23,7 @@ from titan_exp.compare.runs import Run
 from titan_exp.config.schema.config_diff import flatten
 from titan_exp.tracking.html import render_page
 from titan_exp.tracking.number_format import format_count
-from titan_exp.tracking.run_folder.final_value import last_fiftieth
-from titan_exp.tracking.run_folder.metric_rows import column_of
+from titan_exp.tracking.run_folder.metrics_jsonl import column_of, last_fiftieth
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 POINTS = 120_000

@@ -37,7 +37,7 @@ def known_identity(config: DataConfig) -> tuple[dict[str, Any], CorpusContent | 
     if config.source == "tokens":
         return {"data.paths": [read_manifest(path).fingerprint for path in config.paths]}, None
     if config.tokenizer != "bytes":
-        from titan_exp.data.tokenizers.build import build_tokenizer  # imports numpy
+        from titan_exp.data.tokenizers import build_tokenizer  # imports numpy
 
         identity["data.tokenizer"] = build_tokenizer(config).fingerprint
     files = None if (module := builtin_source(config)) is None else module.open_files(config)

@@ -1,8 +1,17 @@
 """Token store construction: lock, journal, tokenizer copy, worker processes, manifest."""
 
+import multiprocessing
 import os
 import shutil
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +20,146 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.data_files import tokenizer_file
 from titan_exp.config.paths.foreign_file import read_object
 from titan_exp.config.paths.token_store_manifest import MANIFEST, UNFINISHED, Manifest, read_manifest
+from titan_exp.data.data_warning import DataWarning
 from titan_exp.data.store_folder import explain_disk_errors, refusal, remove_temporary_files, store_lock
-from titan_exp.data.token_store.corpus import Corpus
-from titan_exp.data.token_store.progress import ProgressDisplay
-from titan_exp.data.token_store.shard_writer import TEMPORARY_SUFFIX, write_json
-from titan_exp.data.token_store.workers import tokenize_parts
-from titan_exp.data.token_store.writer import TokenizeJob, describe_store, write_manifest
-from titan_exp.data.tokenizers.build import build_tokenizer
+from titan_exp.data.token_store.corpus import Corpus, CorpusPart
+from titan_exp.data.token_store.writer import (
+    TEMPORARY_SUFFIX,
+    PartTokenizer,
+    ReportProgress,
+    TokenizeJob,
+    describe_store,
+    write_json,
+    write_manifest,
+)
+from titan_exp.data.tokenizers import build_tokenizer
+
+_LINE_INTERVAL_SECONDS = 10.0
+
+
+class ProgressDisplay:
+    """Progress of documents, tokens and finished parts; `documents` is None for a stream."""
+
+    def __init__(self, parts: int, done: int, documents: int | None) -> None:
+        self._parts, self._done, self._total = parts, done, documents
+        self._documents = self._tokens = 0
+        self._start = self._last_line = time.monotonic()
+        self._bar = None
+
+    @contextmanager
+    def shown(self) -> Iterator["ProgressDisplay"]:
+        """Show the counts during the `with` block."""
+        if not sys.stderr.isatty():
+            yield self
+            return
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        from titan_exp.config.command_line.terminal import Terminal
+
+        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=Terminal(stderr=True), transient=True) as bar:
+            self._bar, self._task = bar, bar.add_task("", total=self._parts, completed=self._done)
+            yield self
+
+    def add(self, documents: int, tokens: int, parts: int) -> None:
+        """Add to the counts."""
+        self._documents += documents
+        self._tokens += tokens
+        self._done += parts
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, description=str(self))
+        elif time.monotonic() - self._last_line > _LINE_INTERVAL_SECONDS:
+            self._last_line = time.monotonic()
+            print(self, file=sys.stderr, flush=True)
+
+    def __str__(self) -> str:
+        seconds = max(time.monotonic() - self._start, 1e-3)
+        total = "" if self._total is None else f" of {self._total:,}"
+        return (
+            f"part {self._done} of {self._parts}, {self._documents:,}{total} documents, {self._tokens:,} tokens, "
+            f"{self._tokens / seconds:,.0f} tokens/s"
+        )
+
+
+def tokenize_parts(job: TokenizeJob, parts: Sequence[CorpusPart], workers: int, report: ReportProgress) -> None:
+    """Tokenize parts in `workers` processes, or in this process with `workers=1`.
+
+    Raises UserError if a process was killed, or re-raises a process's exception. The other processes are killed;
+    finished shards are kept.
+    """
+    workers = min(workers, len(parts))
+    if workers == 1:
+        tokenizer = PartTokenizer(job, report)
+        for part in parts:
+            tokenizer.run(part)
+    if workers <= 1:
+        return
+    # Hugging Face tokenizers would start one thread per core in every process.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    context = multiprocessing.get_context("spawn")
+    pool: dict[Connection, BaseProcess] = {}
+    try:
+        for _ in range(workers):
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_serve, args=(child_end, job), daemon=True)
+            process.start()
+            child_end.close()
+            pool[parent_end] = process
+        _distribute(pool, list(reversed(parts)), report)
+    finally:
+        for connection, process in pool.items():
+            process.kill()
+            process.join()
+            connection.close()
+
+
+def _distribute(pool: dict[Connection, BaseProcess], pending: list[CorpusPart], report: ReportProgress) -> None:
+    """Send parts to idle processes until all parts are done."""
+    busy = set(pool)
+    while busy:
+        for connection in wait(list(busy)):
+            assert isinstance(connection, Connection)
+            try:
+                kind, value = connection.recv()
+            except EOFError:
+                raise _killed(pool[connection]) from None
+            if kind == "error":
+                raise value
+            if kind == "progress":
+                report(*value)
+            elif pending:
+                connection.send(pending.pop())
+            else:
+                busy.remove(connection)
+
+
+def _killed(process: BaseProcess) -> UserError:
+    process.join()
+    code = process.exitcode or 0
+    cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return UserError(
+        f"A tokenizer process died ({cause}). If memory ran out, use fewer processes: workers=1.\n"
+        "  Finished shards are kept; type the same command to continue."
+    )
+
+
+def _serve(connection: Connection, job: TokenizeJob) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
+    warnings.simplefilter("ignore", DataWarning)  # it has warned already
+
+    def send(kind: str, value: Any = None) -> None:
+        connection.send((kind, value))
+
+    try:
+        tokenizer = PartTokenizer(job, lambda *counts: send("progress", counts))
+        while True:
+            send("idle")
+            tokenizer.run(connection.recv())
+    except (EOFError, BrokenPipeError):
+        return  # the parent exited
+    except BaseException as error:
+        send("error", error)
+
 
 _JOB = "job.json"
 _KEYS = {

@@ -1,6 +1,8 @@
 """Token store reader: a split as one sequence of tokens, read through memory maps."""
 
 from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -8,7 +10,32 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.paths.token_store_manifest import BEGIN_BYTES, Manifest, Shard, wrong_size
-from titan_exp.data.token_sequence import TokenSequence
+
+ReadWindow = Callable[[int, np.ndarray], list[int]]
+"""Fills a window with the tokens from an offset on; returns its document starts, except at the first token."""
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """Tokens of concatenated documents."""
+
+    tokens: int
+    """Number of tokens, at least 2."""
+    read: ReadWindow
+
+
+def concatenate(documents: Iterable[np.ndarray]) -> TokenSequence:
+    """Concatenate tokenized documents in memory."""
+    parts = list(documents)
+    tokens, starts = np.concatenate(parts), np.cumsum([0, *map(len, parts[:-1])])
+
+    def read(begin: int, window: np.ndarray) -> list[int]:
+        window[:] = tokens[begin : begin + len(window)]
+        first, last = np.searchsorted(starts, (begin + 1, begin + len(window)))
+        return (starts[first:last] - begin).tolist()
+
+    return TokenSequence(len(tokens), read)
+
 
 _MAX_MAPPED_SHARDS = 256
 

@@ -31,7 +31,7 @@ from titan_exp.data.store_folder import explain_disk_errors
 from titan_exp.data.token_store.build_store import write_store
 from titan_exp.data.token_store.corpus import Corpus
 from titan_exp.data.token_store.writer import TokenizeJob
-from titan_exp.data.tokenizers.base import Tokenizer
+from titan_exp.data.tokenizers import Tokenizer
 
 PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS = 2**26, 2**22, 2**27
 """Bytes of text for which another process is worth its start, with the tokenizer `bytes` and with one that merges;

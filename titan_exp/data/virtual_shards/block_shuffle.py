@@ -8,10 +8,13 @@ Documents are shuffled within blocks of `shuffle_buffer`. A block's state is the
 exact resume re-reads one block.
 """
 
-from collections.abc import Generator, Iterator, Mapping
-from concurrent.futures import Future
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,9 +22,68 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.data_files import unit_hash
 from titan_exp.data.permutation import Permutation
 from titan_exp.data.sources.base import StreamingSource
-from titan_exp.data.tokenizers.base import Tokenizer, encode_document
-from titan_exp.data.virtual_shards.epoch_shuffle import EpochShuffle
-from titan_exp.data.virtual_shards.thread_pool import DaemonThreadPool
+from titan_exp.data.tokenizers import Tokenizer, encode_document
+from titan_exp.data.virtual_shards.streams import EpochShuffle
+
+Result = TypeVar("Result")
+_Task = tuple[Callable[[], object], "Future"] | None
+_JOIN_TIMEOUT_SECONDS = 2.0
+
+
+class DaemonThreadPool:
+    """Runs tasks in daemon threads. `close` cancels queued tasks; running tasks poll `check_open`."""
+
+    def __init__(self, threads: int) -> None:
+        self._tasks: SimpleQueue[_Task] = SimpleQueue()
+        self._closed = threading.Event()
+        workers = [threading.Thread(target=_work, args=(self._tasks,), daemon=True) for _ in range(threads)]
+        self.close = weakref.finalize(self, _stop, self._tasks, self._closed, workers)
+        """Stop the threads; idempotent."""
+        for worker in workers:
+            worker.start()
+
+    def submit(self, task: "Callable[[], Result]") -> "Future[Result]":
+        """Run `task` in a thread; the future is cancelled if the pool closes first."""
+        future: Future[Result] = Future()
+        if self._closed.is_set():
+            future.cancel()
+        else:
+            self._tasks.put((task, future))
+        return future
+
+    def check_open(self) -> None:
+        """Raise CancelledError once the pool is closed; for tasks to call regularly."""
+        if self._closed.is_set():
+            raise CancelledError
+
+
+def _work(tasks: "SimpleQueue[_Task]") -> None:
+    while (job := tasks.get()) is not None:
+        task, future = job
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)
+        del job, task, future  # an idle thread must not keep references to a finished task's data
+
+
+def _stop(tasks: "SimpleQueue[_Task]", closed: threading.Event, workers: list[threading.Thread]) -> None:
+    closed.set()
+    while True:
+        try:
+            job = tasks.get_nowait()
+        except Empty:
+            break
+        if job is not None:
+            job[1].cancel()
+    for _ in workers:
+        tasks.put(None)
+    for worker in workers:
+        if worker is not threading.current_thread():  # a worker may hold the last reference to the pool
+            worker.join(_JOIN_TIMEOUT_SECONDS / len(workers))
+
 
 _MAX_EMPTY_PARTS = 1_000
 

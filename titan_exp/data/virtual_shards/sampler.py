@@ -20,15 +20,16 @@ from titan_exp.data.data_warning import warn
 from titan_exp.data.sampler import NextRow, SamplerState
 from titan_exp.data.sources.base import SHARDS, RandomAccessSource, Source, content_identity, fingerprint
 from titan_exp.data.sources.build import build_source, held_out_fraction
-from titan_exp.data.tokenizers.base import Tokenizer
-from titan_exp.data.tokenizers.build import build_tokenizer
+from titan_exp.data.tokenizers import Tokenizer, build_tokenizer
 from titan_exp.data.validation_split import training_subset
-from titan_exp.data.virtual_shards.block_shuffle import BlockShuffledStream, StreamSpec
-from titan_exp.data.virtual_shards.document_stream import DocumentStream
-from titan_exp.data.virtual_shards.epoch_shuffle import EpochShuffle
-from titan_exp.data.virtual_shards.indexed_stream import IndexedStream, TokenizedDocuments
-from titan_exp.data.virtual_shards.packing import PackedStream
-from titan_exp.data.virtual_shards.thread_pool import DaemonThreadPool
+from titan_exp.data.virtual_shards.block_shuffle import BlockShuffledStream, DaemonThreadPool, StreamSpec
+from titan_exp.data.virtual_shards.streams import (
+    DocumentStream,
+    EpochShuffle,
+    IndexedStream,
+    PackedStream,
+    TokenizedDocuments,
+)
 
 _READ_AHEAD_THREADS = 8
 

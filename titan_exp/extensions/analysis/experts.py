@@ -19,17 +19,16 @@ from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_ch
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import Batch
-from titan_exp.data.tokenizers.base import Tokenizer
+from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.inference.evaluate import evaluate_source, evaluation_experiment, require_whole_sequences
 from titan_exp.models.spec.lookup import has_experts
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 from titan_exp.ops.moe.routing import Routing
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.trainer.distributed import joined_process_group
-from titan_exp.trainer.experts.global_counts import routers_of
-from titan_exp.trainer.experts.load_metrics import layer_label
+from titan_exp.trainer.experts import layer_label, routers_of
 from titan_exp.trainer.load_model import tokenizer_of
-from titan_exp.trainer.objective.language_modeling import LanguageModeling
+from titan_exp.trainer.objective.build import LanguageModeling
 
 PATTERNS = {
     "line breaks": r"[\r\n]+",

@@ -27,8 +27,8 @@ from titan_exp.extensions.replica_groups.lighthouse import (
     Candidate,
     lighthouse_address,
 )
+from titan_exp.tracking.run_folder.attempts import STOPPED
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.state import STOPPED
 
 END_LIMIT = 10.0
 """Seconds for a group to end after the attempt has ended; a newcomer has no group to heal from."""

@@ -23,8 +23,8 @@ from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.rank.rank_env import RankInfo
 from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.launch.worlds import Processes, Worlds
+from titan_exp.tracking.run_folder.attempts import HUNG
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.state import HUNG
 
 MAX_RESTARTS = 3
 """Consecutive starts of a group that end before it trains; then it stays away."""

@@ -26,10 +26,9 @@ from titan_exp.launch.slurm.rendezvous import publish_rendezvous
 from titan_exp.launch.slurm.squeue import UnreachableError, ask, listed_jobs
 from titan_exp.launch.state.close_attempt import close_attempt, newest_checkpoint, requeues_after
 from titan_exp.launch.state.exit_status import AttemptResult
-from titan_exp.tracking.run_folder.attempts import Attempt, World
-from titan_exp.tracking.run_folder.file_lock import FileLock
+from titan_exp.tracking.run_folder.attempts import FAILED, HUNG, STOPPED, Attempt, World
+from titan_exp.tracking.run_folder.files import FileLock
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.state import FAILED, HUNG, STOPPED
 
 if TYPE_CHECKING:
     from titan_exp.extensions.replica_groups.config import GroupedCluster

@@ -26,7 +26,7 @@ from titan_exp.extensions.replica_groups.outer_optimizer import OuterOptimizer
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
-from titan_exp.trainer.experts.load_metrics import LOAD, is_of_experts
+from titan_exp.trainer.experts import LOAD, is_of_experts
 from titan_exp.trainer.objective.base import Reduction
 from titan_exp.trainer.row import Row
 

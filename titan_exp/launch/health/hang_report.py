@@ -16,8 +16,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from titan_exp.tracking.progress_tracker import ProgressSnapshot
-from titan_exp.tracking.run_folder.atomic_write import write_atomically
+from titan_exp.tracking.progress import ProgressSnapshot
+from titan_exp.tracking.run_folder.files import write_atomically
 
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 """torch environment variable: flight recorder entries, read when the process group is created."""

@@ -14,9 +14,9 @@ from titan_exp.launch.rank.child_env import environment
 from titan_exp.launch.rank.main import RANK_MAIN
 from titan_exp.launch.signals import Interrupts
 from titan_exp.launch.state.exit_status import AttemptResult
+from titan_exp.tracking.run_folder.files import temporary_folder
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
-from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
-from titan_exp.trainer.rank_call import REQUEST, RESPONSE
+from titan_exp.trainer.distributed import REQUEST, RESPONSE
 
 POLL_INTERVAL = 0.05
 

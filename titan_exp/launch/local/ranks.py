@@ -25,9 +25,8 @@ from titan_exp.launch.signals import block_terminal_signals
 from titan_exp.launch.state import exit_status
 from titan_exp.launch.state.exit_status import AttemptResult, RankFailure
 from titan_exp.tracking.run_folder.attempts import World
-from titan_exp.tracking.run_folder.file_lock import FileLock
+from titan_exp.tracking.run_folder.files import FileLock, create_temporary_folder, remove_stale_temporary_folders
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.temporary_folder import create_temporary_folder, remove_stale_temporary_folders
 
 RANK = "titan_exp.launch.local.submitit_rank"
 """Module of a rank."""

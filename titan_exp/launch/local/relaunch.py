@@ -13,7 +13,7 @@ from titan_exp.config.command_line.terminal import safe_output
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.run_plan import RunPlan, plan_run
-from titan_exp.tracking.run_folder.overrides import read_overrides
+from titan_exp.tracking.run_folder.provenance_records import read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 PREDICTION_FLAG = "--prediction"

@@ -20,9 +20,9 @@ from titan_exp.launch.state.run_lock import acquire_run, wait_for_orphans
 from titan_exp.launch.state.tail import FileTail, rows
 from titan_exp.launch.summary import Summary, describe, summarize
 from titan_exp.launch.worlds import Processes, several_worlds
-from titan_exp.tracking.run_folder.folder_watch import FolderWatch
+from titan_exp.tracking.run_folder.attempts import FAILED
+from titan_exp.tracking.run_folder.folder_owner import FolderWatch
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
-from titan_exp.tracking.run_folder.state import FAILED
 
 POLL_INTERVAL = 0.1
 """Seconds between polls of the ranks and their files."""

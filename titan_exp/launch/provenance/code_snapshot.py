@@ -17,7 +17,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.launch.provenance.git import run_git
 from titan_exp.launch.provenance.user_modules import is_installed, scope, user_modules
-from titan_exp.tracking.run_folder.atomic_write import mkdir_below
+from titan_exp.tracking.run_folder.files import mkdir_below
 from titan_exp.tracking.run_folder.folder_owner import own_folder
 
 FOLDER = f".code-{os.geteuid()}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import titan_exp
 from titan_exp.launch.provenance.secrets import MASK, mask
-from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
+from titan_exp.tracking.run_folder.files import temporary_folder
 
 NEW_FILE_LIMIT, NEW_FILES_LIMIT = 1_000_000, 10_000_000
 """Maximum bytes of one untracked file, and of all untracked files, in the diff; larger ones are only listed."""

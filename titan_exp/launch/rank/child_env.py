@@ -14,7 +14,7 @@ from titan_exp.config.machine.devices import device_type, process_threads, visib
 from titan_exp.launch.rank.rank_env import ATTEMPT, IMPORT_PATH, LAUNCHER, VISIBLE_GPUS, outer_launch
 from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER
 from titan_exp.tracking.run_folder.attempts import World
-from titan_exp.tracking.run_folder.temporary_folder import redirect_temporary_files
+from titan_exp.tracking.run_folder.files import redirect_temporary_files
 
 
 def rank_environment(

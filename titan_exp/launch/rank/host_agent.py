@@ -25,9 +25,8 @@ from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.state import exit_status
 from titan_exp.launch.state.close_attempt import close_attempt
 from titan_exp.launch.state.exit_status import AttemptResult, RankFailure
-from titan_exp.tracking.run_folder.attempts import Attempt
+from titan_exp.tracking.run_folder.attempts import DONE, FAILED, STOPPED, Attempt
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.state import DONE, FAILED, STOPPED
 
 AGENT = "titan_exp.launch.rank.host_agent"
 """Module of an agent."""

@@ -45,17 +45,16 @@ from titan_exp.launch.rank.rank_status import (
     write_record,
 )
 from titan_exp.launch.state.close_attempt import close_attempt
-from titan_exp.tracking.progress_tracker import PROGRESS
-from titan_exp.tracking.run_folder.attempts import World
-from titan_exp.tracking.run_folder.folder_watch import FolderWatch
-from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.state import DONE, ENDED_STATES, FAILED, HUNG, STOPPED
-from titan_exp.tracking.run_folder.temporary_folder import (
+from titan_exp.tracking.progress import PROGRESS
+from titan_exp.tracking.run_folder.attempts import DONE, ENDED_STATES, FAILED, HUNG, STOPPED, World
+from titan_exp.tracking.run_folder.files import (
     hold_temporary_folder,
     redirect_temporary_files,
     remove_stale_temporary_folders,
     temporary_folder,
 )
+from titan_exp.tracking.run_folder.folder_owner import FolderWatch
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 RANK_MAIN = "TITAN_EXP_RANK_MAIN"
 """Environment variable: import path of the rank's main function; the trainer by default."""

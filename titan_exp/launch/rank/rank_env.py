@@ -6,7 +6,7 @@ import socket
 import sys
 from dataclasses import dataclass
 
-from titan_exp.tracking.run_folder.file_lock import FileLock
+from titan_exp.tracking.run_folder.files import FileLock
 
 ATTEMPT = "TITAN_EXP_ATTEMPT"
 """Environment variable: attempt number recorded by the launcher."""

@@ -21,9 +21,8 @@ from titan_exp.launch.slurm.srun_log import SrunLog, parse_srun_log
 from titan_exp.launch.state import exit_status
 from titan_exp.launch.state.close_attempt import close_attempt, requeues_after
 from titan_exp.launch.state.exit_status import AttemptResult, RankFailure
-from titan_exp.tracking.run_folder.attempts import Attempt
+from titan_exp.tracking.run_folder.attempts import DONE, FAILED, HUNG, STOPPED, Attempt
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.state import DONE, FAILED, HUNG, STOPPED
 
 CANCELLED = "cancelled"
 """Prefix of stop reasons that prevent a requeue."""

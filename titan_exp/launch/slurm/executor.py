@@ -31,11 +31,10 @@ from titan_exp.launch.slurm.submit import (
 )
 from titan_exp.launch.state.thread_map import thread_map
 from titan_exp.launch.worlds import several_worlds
-from titan_exp.tracking.run_folder.attempts import Attempt
-from titan_exp.tracking.run_folder.file_lock import FileLock, LockedError
+from titan_exp.tracking.run_folder.attempts import STOPPED, Attempt
+from titan_exp.tracking.run_folder.files import FileLock, LockedError
 from titan_exp.tracking.run_folder.folder_owner import own_folder
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
-from titan_exp.tracking.run_folder.state import STOPPED
 
 CANNOT_ASK = "SLURM cannot be asked"
 SCANCEL_JOBS = 500

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.run_folder.file_lock import FileLock, LockHolder
+from titan_exp.tracking.run_folder.files import FileLock, LockHolder
 from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder
 
 ORPHANS_LIMIT = 15.0

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.launch.state.study_folder import StudyFolder, StudyRecord, StudyRun
-from titan_exp.tracking.run_folder.readable_runs import is_readable_run, readable_runs
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import RunFolder, is_readable_run, readable_runs
 
 NAMED = "Name a run by its path, the beginning of its id, or STUDY/LABEL; a study by its name."
 

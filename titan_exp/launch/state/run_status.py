@@ -11,8 +11,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import Executor, JobStatus, RunPlan, executor_for, size_text, trusted_executor
 from titan_exp.launch.state.close_attempt import DIED_UNRECORDED
 from titan_exp.tracking.number_format import format_duration
+from titan_exp.tracking.run_folder.attempts import ENDED_STATES
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
-from titan_exp.tracking.run_folder.state import ENDED_STATES
 
 StatusName = Literal["new", "queued", "running", "done", "failed", "preempted", "lost", "unknown", "unreadable"]
 """`new`: never started. `queued`: in the scheduler's queue. `lost`: exited without recording its end. `unknown`: the

@@ -12,8 +12,7 @@ from titan_exp.launch.provenance.recorded_code import RecordedCode, read_recorde
 from titan_exp.launch.state.run_lookup import RunEntry
 from titan_exp.launch.state.status_rows import StatusRow, status_rows
 from titan_exp.tracking.run_folder.attempts import Attempt
-from titan_exp.tracking.run_folder.lineage import ancestors, children
-from titan_exp.tracking.run_folder.overrides import read_overrides
+from titan_exp.tracking.run_folder.provenance_records import ancestors, children, read_overrides
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from titan_exp.launch.state.run_summary import RunSummary
 from titan_exp.launch.state.status_rows import StatusRow
 from titan_exp.launch.summary import known_metrics
 from titan_exp.tracking.number_format import format_bytes, format_duration, format_items
-from titan_exp.tracking.run_folder.attempts import Attempt
-from titan_exp.tracking.run_folder.overrides import for_shell
-from titan_exp.tracking.run_folder.state import ENDED_STATES
+from titan_exp.tracking.run_folder.attempts import ENDED_STATES, Attempt
+from titan_exp.tracking.run_folder.provenance_records import for_shell
 
 WIDTH = 100
 FILES = 10

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from titan_exp.config.paths.foreign_file import read_text
-from titan_exp.tracking.run_folder.atomic_write import write_atomically
-from titan_exp.tracking.run_folder.file_lock import FileLock, LockHolder, is_held
+from titan_exp.tracking.run_folder.attempts import read_json
+from titan_exp.tracking.run_folder.files import FileLock, LockHolder, is_held, write_atomically
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.state import read_json
 
 
 class RoundsRecord(TypedDict, total=False):

@@ -15,10 +15,10 @@ from titan_exp.config.study.points import Point
 from titan_exp.config.study.study import Choice, Direction, Halving, Range, Search
 from titan_exp.launch.state.study_folder import RoundsRecord
 from titan_exp.launch.sweep.sweep_plan import SweepPlan
-from titan_exp.tracking.run_folder.final_value import final_value
-from titan_exp.tracking.run_folder.lineage import read_history
+from titan_exp.tracking.run_folder.attempts import has_diverged
+from titan_exp.tracking.run_folder.metrics_jsonl import final_value
+from titan_exp.tracking.run_folder.provenance_records import read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.state import has_diverged
 
 REPEATS = 200
 """Draws per wanted point; more would mean that the ranges have hardly any other point."""

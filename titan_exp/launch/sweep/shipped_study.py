@@ -20,7 +20,7 @@ from titan_exp.launch.state.run_status import run_statuses
 from titan_exp.launch.state.study_folder import StudyFolder, StudyRecord, StudyRun, removed_runs
 from titan_exp.launch.sweep.rounds import Batches, Rounds, Rungs, drawn_choices
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan
-from titan_exp.tracking.run_folder.file_lock import FileLock
+from titan_exp.tracking.run_folder.files import FileLock
 from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder
 
 

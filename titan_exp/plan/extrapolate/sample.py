@@ -66,7 +66,7 @@ from titan_exp.plan.trace.step_position import (
     StepPosition,
 )
 from titan_exp.plan.trace.trace_step import trace_step
-from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
+from titan_exp.tracking.run_folder.files import temporary_folder
 
 _CATEGORY = {"received": "communication", "made": "activations", "objective": "loss"}
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.run_folder.attempts import read_json
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.state import read_json
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
 from titan_exp.plan.trace.segments import sum_costs
-from titan_exp.trainer.cuda_graphs.capture import Recording
+from titan_exp.trainer.cuda_graphs import Recording
 
 CAPTURE = torch.cpu.Stream()
 """Current stream of captured passes."""

@@ -17,10 +17,16 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.foreign_file import read_text
 from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
 from titan_exp.config.secrets import concealed
-from titan_exp.tracking.run_folder.atomic_write import mkdir_below, overwrite, write_atomically
-from titan_exp.tracking.run_folder.attempts import Attempt, AttemptLog
-from titan_exp.tracking.run_folder.file_lock import FileLock, LockedError, LockHolder, is_held
-from titan_exp.tracking.run_folder.state import Heartbeat, RunState, read_json
+from titan_exp.tracking.run_folder.attempts import Attempt, AttemptLog, Heartbeat, RunState, read_json
+from titan_exp.tracking.run_folder.files import (
+    FileLock,
+    LockedError,
+    LockHolder,
+    is_held,
+    mkdir_below,
+    overwrite,
+    write_atomically,
+)
 
 __all__ = ["Attempt", "Heartbeat", "LockHolder", "LockedError", "RunFolder", "RunState", "write_atomically"]
 
@@ -196,3 +202,15 @@ class RunFolder:
         if is_held(self.lock):
             return FileLock(self.lock).holder()
         return FileLock(self.ranks_lock).holder() if self.ranks_alive() else None
+
+
+def is_readable_run(path: Path) -> bool:
+    """True for a run folder whose configuration this user may read."""
+    return os.access(path / "config.yaml", os.R_OK)
+
+
+def readable_runs(folder: Path) -> list[Path]:
+    """Run folders in a folder by name, none if it is missing or closed to this user."""
+    if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
+        return []
+    return [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and is_readable_run(path)]

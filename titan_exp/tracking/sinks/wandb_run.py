@@ -3,7 +3,11 @@
 Paths, hosts and job ids are omitted from the configuration, so that runs differ only in keys that affect results.
 """
 
+import os
 import secrets
+import signal
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +17,51 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.paths.foreign_file import read_text
 from titan_exp.config.schema.typed_config import to_dict
-from titan_exp.tracking.run_folder.lineage import Ancestor, ancestors
-from titan_exp.tracking.run_folder.overrides import read_overrides
-from titan_exp.tracking.run_folder.provenance_records import read_code
+from titan_exp.tracking.run_folder.attempts import read_json
+from titan_exp.tracking.run_folder.provenance_records import Ancestor, ancestors, read_code, read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.state import read_json
+
+SECONDS = 15.0
+"""Seconds for the service to send its remaining data after every run is finished."""
+
+
+def stop_wandb_service(seconds: float = SECONDS) -> None:
+    """Shut down wandb and its service process within `seconds`.
+
+    A service that keeps retrying a lost network is killed. Call it after the last use of wandb: finished runs have sent
+    their data, which also stays in their folders. Does nothing while a run of the caller is open, as in a notebook.
+    """
+    import wandb
+
+    if wandb.run is not None:
+        return
+
+    def teardown() -> None:
+        with suppress(Exception):  # errors of a stopped service do not matter
+            wandb.teardown()
+
+    # A daemon thread does not block interpreter exit; teardown first unregisters wandb's exit handler.
+    thread = threading.Thread(target=teardown, name="wandb-teardown", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        for pid in service_pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def service_pids() -> list[int]:
+    """Process ids of wandb's services among the children of this process (Linux)."""
+    children = [word for path in Path("/proc/self/task").glob("*/children") for word in path.read_text().split()]
+    return [int(pid) for pid in children if _process_name(pid).startswith("wandb")]
+
+
+def _process_name(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""
+
 
 VOLATILE = ("paths", "cluster", "tracking", "profiling", "plan")
 """Groups that do not affect the result."""

@@ -12,8 +12,7 @@ import numpy as np
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.sinks.sink import Row
-from titan_exp.tracking.sinks.wandb_run import WandbRun
-from titan_exp.tracking.sinks.wandb_service import stop_wandb_service
+from titan_exp.tracking.sinks.wandb_run import WandbRun, stop_wandb_service
 
 if TYPE_CHECKING:
     import wandb

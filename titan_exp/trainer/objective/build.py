@@ -1,7 +1,12 @@
 """Build the objective that `training.objective` names."""
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import load, provided
@@ -11,12 +16,141 @@ from titan_exp.config.schema.builtins import LANGUAGE_MODELING
 from titan_exp.config.schema.call_signature import Call, call_violations, require_members
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
 from titan_exp.config.secrets import revealed
+from titan_exp.data.batch import Batch
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.transformer import MTP_DEPTH
-from titan_exp.ops.loss.cross_entropy import VocabShard
-from titan_exp.trainer.objective.base import Objective
-from titan_exp.trainer.objective.language_modeling import LanguageModeling
-from titan_exp.trainer.objective.multi_token_prediction import MultiTokenPrediction
+from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum, VocabShard, loss_sum
+from titan_exp.ops.loss.linear_cross_entropy import ChunkFunctions, linear_loss_sum
+from titan_exp.trainer.objective.base import Loss, Objective, Reduction
+
+
+@dataclass(frozen=True)
+class LanguageModeling:
+    """Next-token cross-entropy. Subclasses override `loss`, and `metrics` for what they report."""
+
+    takes_vocab_shard: ClassVar[bool] = False
+    """True in a subclass whose own `loss` or `__call__` computes with `vocab_shard`; others take whole logits only."""
+    chunk_tokens: int | None = None
+    """Tokens per chunk of logits; None computes all logits at once."""
+    z_loss: float = 0.0
+    """Coefficient of log(Z)²."""
+    vocab_shard: VocabShard | None = None
+    """This rank's shard of the logits under loss parallelism."""
+    loss_sum: Callable[..., LossSum] = loss_sum
+    """Loss of whole logits, compiled or eager."""
+    chunk_functions: ChunkFunctions = field(default_factory=ChunkFunctions)
+    """Loss and gradient of a chunk's logits, compiled or eager."""
+
+    @classmethod
+    def build(
+        cls,
+        config: TrainingConfig,
+        vocab_shard: VocabShard | None = None,
+        *,
+        compile_backend: str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Build from the training group; `options` are fields of a subclass."""
+        chunk_tokens = config.loss_chunk_tokens
+        assert chunk_tokens != "auto", "resolved by build_objective"
+        objective = cls(chunk_tokens, config.z_loss, vocab_shard, **options)
+        return objective if compile_backend is None else objective.compiled(compile_backend)
+
+    def compiled(self, backend: str) -> Self:
+        """The same objective with compiled loss functions.
+
+        Shapes are static, with one graph per chunk length, because a dynamic graph would slow full chunks down.
+        """
+        compile_ = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False)
+        return replace(self, loss_sum=compile_(self.loss_sum), chunk_functions=self.chunk_functions.compiled(compile_))
+
+    @property
+    def metrics(self) -> Mapping[str, Reduction]:
+        """The z-loss term, if it has a coefficient: the differentiated mean is `loss` plus it."""
+        return {"z_loss": "mean"} if self.z_loss else {}
+
+    def count(self, batch: Batch) -> int:
+        """Predicted tokens."""
+        return int((batch.labels != IGNORE_INDEX).sum())
+
+    def __call__(self, model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Loss:
+        """Compute the loss of a batch. Chunks run inside the model's forward, where FSDP has gathered the LM head."""
+        inputs = (batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
+        if self.chunk_tokens is None:
+            return self.loss(model(*inputs), batch)
+        return self.with_metrics(model(*inputs, loss=partial(self.chunked_loss, batch=batch)))
+
+    def chunked_loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSum:
+        """Loss in chunks, from the last hidden states [batch, seq, dim] and the head's weight [vocab, dim]."""
+        assert self.chunk_tokens is not None, "whole logits are given to `loss`"
+        return linear_loss_sum(
+            hidden,
+            weight,
+            batch.labels,
+            chunk_tokens=self.chunk_tokens,
+            z_loss=self.z_loss,
+            shard=self.vocab_shard,
+            functions=self.chunk_functions,
+        )
+
+    def loss(self, logits: Tensor, batch: Batch) -> Loss:
+        """Loss of logits [batch, seq, vocab]; of this rank's vocabulary shard under loss parallelism."""
+        return self.with_metrics(self.loss_sum(logits, batch.labels, self.z_loss, self.vocab_shard))
+
+    def with_metrics(self, found: LossSum) -> Loss:
+        """Loss with the metrics that are reported."""
+        z_loss = {} if found.z_loss is None else {"z_loss": found.z_loss}
+        return Loss(found.objective, {"loss": found.cross_entropy, **z_loss})
+
+
+@dataclass(frozen=True)
+class MultiTokenPrediction:
+    """An objective whose loss is also that of the model's modules of multi-token prediction.
+
+    The objective is main + weight / depth * (sum of the modules' means), every mean over the tokens that its module
+    predicts in the global batch. The logged loss is the main one. Batches without `further`, as in evaluation, do not
+    run the modules.
+    """
+
+    main: LanguageModeling
+    """Objective of the model and of every module."""
+    depth: int
+    """Number of modules."""
+    weight: float
+    """Factor of the modules' mean loss."""
+
+    @property
+    def metrics(self) -> Mapping[str, Reduction]:
+        """Metrics of the main objective, and each module's cross-entropy without the weight."""
+        return {**self.main.metrics, **{f"mtp_loss_{number}": "mean" for number in range(1, self.depth + 1)}}
+
+    def count(self, batch: Batch) -> int:
+        """Items of the main objective."""
+        return self.main.count(batch)
+
+    def __call__(self, model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Loss:
+        """Compute the losses of a batch from one call of the head."""
+        if not batch.further:
+            return self.main(model, batch, hidden)
+        parts = (batch, *batch.further)
+        inputs = (batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
+        further = torch.stack([part.tokens for part in batch.further])
+
+        def loss(states: Tensor, weight: Tensor) -> tuple[LossSum, ...]:
+            pairs = zip(states.chunk(len(parts)), parts, strict=True)
+            return tuple(self.main.chunked_loss(state, weight, part) for state, part in pairs)
+
+        if self.main.chunk_tokens is None:
+            logits = model(*inputs, further=further).chunk(len(parts))
+            main, *others = [self.main.loss(part, of) for part, of in zip(logits, parts, strict=True)]
+        else:
+            main, *others = map(self.main.with_metrics, model(*inputs, loss=loss, further=further))
+        factor = self.weight / self.depth
+        modules = [
+            Loss(factor * module.total, {f"mtp_loss_{number}": module.metrics["loss"]})
+            for number, module in enumerate(others, 1)
+        ]
+        return Loss(main.total, main.metrics, modules)
 
 
 def build_objective(

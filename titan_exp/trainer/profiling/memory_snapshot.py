@@ -1,17 +1,142 @@
 """Memory at a chosen step: a text breakdown and, on CUDA, a snapshot for torch's viewer."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from titan_exp.config.groups.tracking import ProfilingConfig
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.atomic_write import write_atomically
+from titan_exp.tracking.number_format import format_bytes
+from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.trainer.part import Part, Run, Step
-from titan_exp.trainer.profiling.memory_breakdown import MemoryBreakdown, memory_breakdown
 from titan_exp.trainer.train_state import TrainState
+
+LARGEST = 5
+"""Number of tensors, or allocation sites, listed per category."""
+
+
+@dataclass(frozen=True)
+class MemoryCategory:
+    """Category of memory."""
+
+    name: str
+    """`weights`, `gradients`, `optimizer state` or `everything else: ...`."""
+    size: int
+    """Bytes on this rank."""
+    largest: tuple[tuple[str, int], ...] = ()
+    """Its largest tensors or allocation sites, with their bytes."""
+
+
+@dataclass(frozen=True)
+class MemoryBreakdown:
+    """Memory currently in use on one rank, in bytes."""
+
+    device: str
+    """`cuda`: memory of the caching allocator; `cpu`: resident memory of the process."""
+    used: int
+    """Allocated memory."""
+    reserved: int
+    """Memory reserved by the caching allocator; equal to `used` on a CPU."""
+    capacity: int
+    """Memory of the device or machine."""
+    categories: tuple[MemoryCategory, ...]
+    """Categories, largest first."""
+
+    def text(self) -> str:
+        """A table of categories."""
+        kind = "allocated on the device" if self.device == "cuda" else "resident in this process"
+        reserved = f", {format_bytes(self.reserved)} reserved" if self.device == "cuda" else ""
+        lines = [f"{format_bytes(self.used)} {kind}{reserved}, of {format_bytes(self.capacity)}", ""]
+        for category in self.categories:
+            lines.append(f"{format_bytes(category.size):>12}  {category.name}")
+            lines += [f"{'':14}{format_bytes(size):>12}  {name}" for name, size in category.largest]
+        return "\n".join(lines) + "\n"
+
+
+def memory_breakdown(
+    device: torch.device,
+    parts: Sequence[nn.Module] = (),
+    optimizer: torch.optim.Optimizer | None = None,
+    compute_weights: Mapping[nn.Parameter, Tensor] | None = None,
+) -> MemoryBreakdown:
+    """Break down this rank's memory. Without `parts`, before the model is built, weights count as the rest."""
+    named = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+    states: dict[str, Tensor] = {}
+    copies = {f"{name}: compute weight": (compute_weights or {}).get(weight) for name, weight in named.items()}
+    if optimizer is not None:
+        names = {id(parameter): name for name, parameter in named.items()}
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    states[f"{names.get(id(parameter), 'unnamed parameter')}: {key}"] = value
+    buffers = {name: buffer for part in parts for name, buffer in part.named_buffers()}
+    known = [
+        _category("weights", {**named, **_present(copies), **buffers}, device),
+        _category("gradients", _present({name: weight.grad for name, weight in named.items()}), device),
+        _category("optimizer state", states, device),
+    ]
+    used, reserved, capacity = _in_use(device)
+    rest = max(0, used - sum(category.size for category in known))
+    others = "activations, gathered weights, buffers of kernels and collectives"
+    if device.type == "cpu":
+        others = "activations, data, Python, torch's code and cached blocks of the allocator"
+    known.append(MemoryCategory(f"everything else: {others}", rest, _blocks(device)))
+    return MemoryBreakdown(
+        device.type, used, reserved, capacity, tuple(sorted(known, key=lambda category: -category.size))
+    )
+
+
+def _present(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _category(name: str, tensors: dict[str, Tensor], device: torch.device) -> MemoryCategory:
+    sizes = {key: _bytes(tensor) for key, tensor in tensors.items() if local_tensor(tensor).device.type == device.type}
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:LARGEST]
+    return MemoryCategory(name, sum(sizes.values()), tuple(largest))
+
+
+def _in_use(device: torch.device) -> tuple[int, int, int]:
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total
+    resident = psutil.Process().memory_info().rss
+    return resident, resident, psutil.virtual_memory().total
+
+
+def _blocks(device: torch.device) -> tuple[tuple[str, int], ...]:
+    """Allocation sites with the largest active blocks of the caching allocator, weights included."""
+    if device.type != "cuda":
+        return ()
+    found: dict[str, list[int]] = {}
+    for segment in torch.cuda.memory_snapshot():
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated":
+                found.setdefault(_site(block.get("frames", ())), []).append(block["size"])
+    ordered = sorted(found.items(), key=lambda item: -sum(item[1]))[:LARGEST]
+    return tuple((f"{len(sizes)} blocks {site}", sum(sizes)) for site, sizes in ordered)
+
+
+def _site(frames: Iterable[dict[str, object]]) -> str:
+    ours = [frame for frame in frames if "titan_exp" in str(frame.get("filename"))]
+    shown = [f"{str(frame['filename']).rpartition('/')[2]}:{frame['line']} in {frame['name']}" for frame in ours[:2]]
+    return f"allocated at {', from '.join(shown)}" if shown else "without recorded stack (profiling.memory_step)"
+
+
+def _bytes(tensor: Tensor) -> int:
+    local = local_tensor(tensor)
+    # Low-precision moments are tensor subclasses of several inner tensors.
+    if hasattr(local, "__tensor_flatten__"):
+        names, _ = local.__tensor_flatten__()  # type: ignore[operator]  # a method of the subclass
+        return sum(_bytes(getattr(local, name)) for name in names)
+    return local.untyped_storage().nbytes() if local.device.type != "meta" else 0
+
 
 MAX_EVENTS = 500_000
 """Allocation events that a snapshot keeps; torch's viewer is slow with more."""

@@ -13,8 +13,12 @@ from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.number_format import format_bytes
-from titan_exp.trainer.profiling.memory_breakdown import MemoryBreakdown, MemoryCategory, memory_breakdown
-from titan_exp.trainer.profiling.memory_snapshot import write_breakdown
+from titan_exp.trainer.profiling.memory_snapshot import (
+    MemoryBreakdown,
+    MemoryCategory,
+    memory_breakdown,
+    write_breakdown,
+)
 
 if TYPE_CHECKING:
     from titan_exp.trainer.trainer import Trainer

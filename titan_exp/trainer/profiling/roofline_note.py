@@ -12,7 +12,7 @@ from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.optimizer import ScalesGradients
 from titan_exp.tracking.device_rates import PeakRate, device_name, matmul_rate, read_rates
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.atomic_write import write_atomically
+from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.trainer.metrics import Report
 from titan_exp.trainer.part import Part, Phase, Run, Step
 

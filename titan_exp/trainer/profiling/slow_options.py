@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from math import gcd
 
+import torch
+
 from titan_exp.config.errors.user_error import listed, multiples_near
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
@@ -16,6 +18,8 @@ from titan_exp.config.schema.builtins import sources
 from titan_exp.data.sources.build import builtin_source
 from titan_exp.models.spec.lookup import attention_backend, block_count, model_spec
 from titan_exp.models.spec.tp_plan import Colwise
+from titan_exp.tracking.logging import get_logger
+from titan_exp.tracking.number_format import GIB
 
 NO_CODEGEN_BACKENDS = ("aot_eager", "eager")
 """Backends of torch.compile that generate no code."""
@@ -132,3 +136,48 @@ def _attention(model: ModelConfig, *, flash: bool) -> Iterator[str]:
     fits = attention is not None and HEAD_SIZES["flash"].takes(attention.qk_dim)
     if backend == "efficient" and flash and fits:
         yield f"{field}=efficient serves fp32 and masks, and this run has neither; {field}=auto"
+
+
+SPARE_SHARE = 0.5
+"""Share of the device's memory that must be unreserved before options that save memory are named."""
+
+
+def log_slow_options(experiment: Experiment) -> None:
+    """Log each option of a run that costs speed."""
+    for option in slower_options(experiment):
+        get_logger().info("slower than without: %s", option)
+
+
+class SpareMemory:
+    """Logs once that options which trade time for memory may not be needed; on CUDA only."""
+
+    def __init__(self, options: str, device: torch.device) -> None:
+        self._options = options
+        self._total = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else None
+
+    def check(self, reserved: float | None) -> None:
+        """Check the peak of reserved memory since the last row, in GiB."""
+        if self._total is None or reserved is None or not self._options:
+            return
+        if reserved < (1 - SPARE_SHARE) * self._total:
+            get_logger().info(
+                "slower than without, perhaps: %s; at most %.1f of %.0f GiB were in use",
+                self._options,
+                reserved,
+                self._total,
+            )
+        self._options = ""
+
+
+def saving_options(experiment: Experiment) -> str:
+    """Options in use that trade time for memory, each with its cost; empty if none."""
+    found = []
+    mode = experiment.activation_checkpoint.mode
+    if mode != "none":
+        found.append(f"activation_checkpoint.mode={mode} recomputes activations (activation_checkpoint=none)")
+    if experiment.parallelism.cpu_offload:
+        found.append(
+            "parallelism.cpu_offload=true copies weights and gradients to and from the CPU "
+            "(parallelism.cpu_offload=false)"
+        )
+    return ", ".join(found)

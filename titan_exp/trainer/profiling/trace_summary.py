@@ -4,17 +4,173 @@ On CUDA the time of kernels on the device's streams; on a CPU the self time of o
 """
 
 import json
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from torch.autograd import DeviceType
 from torch.profiler import profile
 
-from titan_exp.tracking.run_folder.atomic_write import write_atomically
-from titan_exp.trainer.profiling.kernel_categories import KINDS, TITLES, Kind, kind_of
-from titan_exp.trainer.profiling.overlap import Span, TimeShares, time_shares
+from titan_exp.tracking.run_folder.files import write_atomically
+
+Kind = Literal["gemm", "attention", "communication", "optimizer", "other"]
+
+KINDS: tuple[Kind, ...] = ("gemm", "attention", "communication", "optimizer", "other")
+"""Categories in the order of the summary."""
+
+TITLES: dict[Kind, str] = {
+    "gemm": "GEMM",
+    "attention": "attention",
+    "communication": "communication",
+    "optimizer": "optimizer and clipping",
+    "other": "elementwise and other",
+}
+"""Category titles."""
+
+# The first match decides, so that rarer categories come first ("flash_fwd ... gemm").
+TABLE: tuple[tuple[Kind, str], ...] = (
+    # NCCL's and gloo's own, c10d's operators, functional collectives, FSDP2's copies in and out of its buffers.
+    ("communication", r"nccl|gloo:|c10d::|c10d_functional|record_param_comms|one_shot_all_reduce|two_shot_all_reduce"),
+    (
+        "communication",
+        r"FSDP::|fsdp::(all_gather_copy_in|split_with_sizes_copy|chunk_cat)|AllGather|ReduceScatter|AllReduce",
+    ),
+    # torch.optim's annotations and kernels; the norm over all gradients and their scaling.
+    ("optimizer", r"Optimizer\.(step|zero_grad)#|FusedAdam|fused_adam|multi_tensor_apply|_foreach_|adamw?_kernel"),
+    ("optimizer", r"^clip_grad|clip_and_adamw|low_precision_adamw"),
+    # SDPA's operators; flash, cuDNN, memory-efficient and FlexAttention kernels.
+    (
+        "attention",
+        r"scaled_dot_product|FlashAttn|flash_attention|efficient_attention|cudnn_attention|flash_(fwd|bwd)|fmha",
+    ),
+    (
+        "attention",
+        r"cudnn.*sdpa|sdpa.*cudnn|flex_attention|FlexAttention|attention_(forward|backward)|varlen_attn|mha_",
+    ),
+    # Operators; cuBLAS, cuBLASLt (nvjet), CUTLASS, oneDNN, MKL; Triton's templates of matmuls.
+    ("gemm", r"aten::_?(addmm|mm|bmm|baddbmm|addbmm|matmul|linear|addmv|mv|dot|grouped_mm|scaled_mm)(_|\b)"),
+    ("gemm", r"_scaled_grouped_mm|_int_mm|_addmm_activation|mkl_linear|mkldnn_linear|onednn|linear_pointwise"),
+    ("gemm", r"gemm|nvjet|cutlass|xmma|cublas|splitKreduce|triton_(tem|mm)_|_mm_|\bmm_|Cijk_|_scaled_mm"),
+)
+"""Categories with regular expressions, searched in the name."""
+
+
+@cache
+def kind_of(name: str) -> Kind:
+    """Category of a kernel, operator or annotation by its name."""
+    for kind, pattern in TABLE:
+        if re.search(pattern, name):
+            return kind
+    return "other"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A kernel, operator or annotation on a timeline."""
+
+    name: str
+    """Name in the profile."""
+    kind: Kind
+    """Category, by name."""
+    begin: float
+    """Start time."""
+    end: float
+    """End time."""
+    lane: object
+    """Thread or stream; spans of a lane are nested or disjoint."""
+    runs: bool = True
+    """True if the span is work; False for an annotation, which only gives its category to the spans inside it."""
+
+
+@dataclass(frozen=True)
+class TimeShares:
+    """Time shares of a window; the five categories and `idle` add up to it."""
+
+    window: float
+    """Length of the window."""
+    spent: dict[Kind, float]
+    """Time by category. Communication counts only where exposed; lanes that compute at once share the time evenly."""
+    hidden: float
+    """Time of communication that overlapped with computation."""
+    idle: float
+    """Time in which nothing ran."""
+
+
+@dataclass(frozen=True)
+class _Segment:
+    begin: float
+    end: float
+    kind: Kind
+
+
+def time_shares(spans: Iterable[Span], window: tuple[float, float]) -> TimeShares:
+    """Divide a window, given by its begin and end, among the spans in it; spans are clipped to the window."""
+    first, last = window
+    events: list[tuple[float, int, Kind]] = []
+    for segment in innermost(spans):
+        begin, end = max(segment.begin, first), min(segment.end, last)
+        if begin < end:
+            events.append((begin, 1, segment.kind))
+            events.append((end, -1, segment.kind))
+    running: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+    spent: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+    hidden = idle = 0.0
+    now = first
+    for when, change, kind in sorted(events):
+        length, now = when - now, when
+        computing: dict[Kind, int] = {name: n for name, n in running.items() if n and name != "communication"}
+        total = sum(computing.values())
+        for name, count in computing.items():
+            spent[name] += length * count / total
+        if running["communication"] and computing:
+            hidden += length
+        elif running["communication"]:
+            spent["communication"] += length
+        elif not computing:
+            idle += length
+        running[kind] += change
+    return TimeShares(last - first, spent, hidden, idle + last - now)
+
+
+def innermost(spans: Iterable[Span]) -> list[_Segment]:
+    """Segments of each lane by the category of the innermost span; `other` spans take the category around them."""
+    lanes: dict[object, list[Span]] = defaultdict(list)
+    for span in spans:
+        lanes[span.lane].append(span)
+    return [segment for lane in lanes.values() for segment in _flat(lane)]
+
+
+def _flat(lane: Sequence[Span]) -> list[_Segment]:
+    """Flatten the nested spans of a lane."""
+    segments: list[_Segment] = []
+    open_spans: list[tuple[float, Kind, bool]] = []  # end, kind, runs
+    now = 0.0
+
+    def until(when: float) -> None:
+        """Assign the time up to `when` to the open spans, innermost first."""
+        nonlocal now
+        while open_spans and open_spans[-1][0] <= when:
+            end, kind, runs = open_spans.pop()
+            if runs and end > now:
+                segments.append(_Segment(now, end, kind))
+            now = max(now, end)
+        if open_spans and open_spans[-1][2] and when > now:
+            segments.append(_Segment(now, when, open_spans[-1][1]))
+        now = max(now, when)
+
+    for span in sorted(lane, key=lambda span: (span.begin, -span.end)):
+        until(span.begin)
+        outer = open_spans[-1] if open_spans else None
+        kind: Kind = outer[1] if outer is not None and outer[1] != "other" else span.kind
+        # Clocks round: a span cannot outlast the span around it.
+        open_spans.append((span.end if outer is None else min(span.end, outer[0]), kind, span.runs))
+    until(max((span.end for span in lane), default=0.0))
+    return segments
+
 
 LONGEST = 10
 """Number of kernels or operators that a summary lists."""

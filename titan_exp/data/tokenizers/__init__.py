@@ -1,1 +1,0 @@
-"""Tokenizers: byte-level and Hugging Face."""

@@ -1,0 +1,257 @@
+"""Files of a run folder: written whole or not at all, locked, temporary."""
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.foreign_file import parse_json, read_file
+
+_counter = itertools.count()
+
+
+def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> None:
+    """Replace the file at `path` atomically: readers and crashes see the old or the new content.
+
+    Bytes decoded with `surrogateescape` are written unchanged. Without `durable` there is no fsync: a power failure may
+    lose the newest writes. The temporary file is removed after an error.
+    """
+    path = Path(path)
+    # Unique on this machine, even if a signal handler interrupts a write of the same file.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_counter)}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def overwrite(path: Path, text: str) -> None:
+    """Overwrite a file by one write in place, padded with blanks to its size, which needs no space on the disk."""
+    with path.open("r+b", buffering=0) as file:
+        file.write(text.removesuffix("\n").encode().ljust(path.stat().st_size - 1) + b"\n")
+
+
+def mkdir_below(root: Path, path: Path, mode: int = 0o777) -> None:
+    """Create the folder `path` below `root`, but never `root`, such as a deleted run folder. Raises OSError."""
+    for name in path.relative_to(root).parts:
+        root = root / name
+        root.mkdir(mode, exist_ok=True)
+
+
+def sync_all(folder: Path) -> None:
+    """Fsync a folder and every file in it, after several writes with `durable=False`."""
+    for path in folder.iterdir():
+        sync_file(path)
+    sync_folder(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Fsync a file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Fsync the directory entries of `folder`; ignored on file systems that do not support it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems do not support it
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class LockHolder:
+    """Process that holds a lock, as recorded in the lock file."""
+
+    role: str
+    """Role, such as `launcher`, `rank 0` or `submission`."""
+    pid: int
+    host: str
+    since: float
+    """Unix time of the acquisition."""
+
+    def __str__(self) -> str:
+        return f"{self.role}, process {self.pid} on {self.host}"
+
+
+class LockedError(Exception):
+    """Another process holds the lock."""
+
+    def __init__(self, path: Path, holder: LockHolder | None) -> None:
+        self.holder = holder
+        super().__init__(f"{path} is held by {holder or 'another process'}")
+
+
+class FileLock:
+    """flock on a file that is never removed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """True if this object holds the lock."""
+        return self._descriptor is not None
+
+    def acquire(self, role: str | None = None, *, shared: bool = False, timeout: float = 0.0) -> None:
+        """Acquire the lock, exclusive or shared, within `timeout` seconds; `role` records this process for `holder`.
+
+        Raises LockedError if another process holds it, UserError if the file system does not support locks.
+        """
+        assert not self.held
+        descriptor = self._open(query=role is None)
+        try:
+            self._wait(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, time.monotonic() + timeout)
+            if role is not None:
+                holder = LockHolder(role, os.getpid(), socket.gethostname(), time.time())
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Release the lock, if held."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def holder(self) -> LockHolder | None:
+        """Last recorded process; None if missing or incomplete."""
+        try:
+            return parse_json(read_file(self.path), LockHolder)
+        except (OSError, ValueError, UserError):
+            return None
+
+    def __enter__(self) -> "FileLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _open(self, *, query: bool) -> int:
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+                raise self._misplaced() from error
+            if not query or error.errno not in (errno.EROFS, errno.EACCES):
+                raise
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # of another user, or on a read-only disk
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise self._misplaced()
+        return descriptor
+
+    def _misplaced(self) -> UserError:
+        return UserError(f"{self.path} is no file, where that of a lock belongs. Move it away.")
+
+    def _wait(self, descriptor: int, kind: int, deadline: float) -> None:
+        while True:
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise LockedError(self.path, self.holder()) from None
+            except OSError as error:
+                raise UserError(
+                    f"{self.path}: this file system has no file locks ({error.strerror}), without which two runs could "
+                    "write into one folder. Set paths.runs to a folder on a file system with locks."
+                ) from error
+            time.sleep(0.02)
+
+
+def is_held(path: Path, *, shared: bool = False) -> bool:
+    """True if a process holds the lock at `path` exclusively, or with `shared` in any mode."""
+    if not path.exists():
+        return False
+    with contextlib.suppress(LockedError), FileLock(path) as lock:
+        lock.acquire(shared=not shared)
+        return False
+    return True
+
+
+PREFIX = "titan_exp_run-"
+LOCK = ".lock"
+SOCKET_ROOM = 45
+"""Characters of socket names in the folder (multiprocessing, wandb); a socket path has at most 107."""
+
+
+def create_temporary_folder() -> tuple[Path, FileLock]:
+    """Create a folder and hold its lock; `release` and remove it at the end."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        lock = hold_temporary_folder(path)
+        if lock is not None:  # else a starting process has just removed it
+            return path, lock
+
+
+def hold_temporary_folder(path: Path) -> FileLock | None:
+    """Hold the folder of another process; None if it has been removed."""
+    lock = FileLock(path / LOCK)
+    try:
+        lock.acquire(shared=True)
+    except (LockedError, FileNotFoundError):
+        return None
+    except UserError:
+        return lock  # no file locks here: it is never removed as stale
+    if not lock.path.exists():
+        lock.release()
+        return None
+    return lock
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a folder that is removed after the block, or by the next start if this process is killed."""
+    path, lock = create_temporary_folder()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        lock.release()
+
+
+def redirect_temporary_files(path: Path) -> dict[str, str]:
+    """Environment variables that send the temporary files of processes (wandb, multiprocessing) into the folder.
+
+    Empty if the names of sockets would be too long.
+    """
+    return {"TMPDIR": str(path)} if len(os.fsencode(path)) + SOCKET_ROOM <= 107 else {}
+
+
+def remove_stale_temporary_folders() -> None:
+    """Remove this user's folders that no process holds."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError, LockedError, UserError), FileLock(path / LOCK) as lock:
+            status = path.lstat()
+            if status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode):
+                lock.acquire()
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,1 +1,0 @@
-"""CUDA graphs of a training step."""

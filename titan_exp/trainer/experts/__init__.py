@@ -1,1 +1,0 @@
-"""Experts of a run: tokens per expert of the global batch, and their metrics."""

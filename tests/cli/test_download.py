@@ -103,7 +103,7 @@ def test_weights_come_with_configuration_and_tokenizer(tmp_path: Path, hub: str)
     kept = [path for path in tmp_path.rglob("*") if path.is_file() and b"hf_right" in path.read_bytes()]
     assert kept == []
     assert "hf_right" not in done.stdout + done.stderr
-    assert "cannot be converted: config.json has no intermediate_size" in done.stdout
+    assert "cannot be converted: config.json has no vocab_size" in done.stdout
 
 
 def test_existing_files_are_not_downloaded_again(tmp_path: Path, hub: str):

@@ -14,7 +14,7 @@ HEAVY = ("torch", "wandb", "tensorboard", "matplotlib.pyplot")
         "tracking.device_rates",
         "tracking.run_folder.run_folder",
         "tracking.sinks.wandb_sink",
-        "compare.output.plot",
+        "compare.output.plots",
     ],
 )
 def test_launching_imports_no_heavy_package(module: str) -> None:

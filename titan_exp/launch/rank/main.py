@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from titan_exp.config.command_line.terminal import safe_output
+from titan_exp.config.command_line.safe_output import safe_output
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.devices import allocator_environment, return_freed_memory
 from titan_exp.config.schema.builtins import executor_names
@@ -45,7 +45,7 @@ from titan_exp.launch.rank.rank_status import (
     write_record,
 )
 from titan_exp.launch.state.close_attempt import close_attempt
-from titan_exp.tracking.progress import PROGRESS
+from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.attempts import DONE, ENDED_STATES, FAILED, HUNG, STOPPED, World
 from titan_exp.tracking.run_folder.files import (
     hold_temporary_folder,

@@ -15,7 +15,6 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.sink import ImageSink, Row, Sink
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch.utils.tensorboard.writer import SummaryWriter
 
 
@@ -83,7 +82,7 @@ class TensorBoardSink:
         """Write an image."""
         self._open(step).add_image(name, image, step, dataformats="HWC")
 
-    def _open(self, step: int) -> "SummaryWriter":
+    def _open(self, step: int) -> SummaryWriter:
         if self._writer is None:
             from torch.utils.tensorboard.writer import SummaryWriter
 

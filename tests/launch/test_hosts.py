@@ -112,7 +112,7 @@ def test_the_peer_of_a_failed_rank_is_ended_with_its_cause(fleet: Fleet, capsys:
 
 def test_cancel_saves_and_the_same_command_continues(fleet: Fleet, capsys: pytest.CaptureFixture[str]):
     folder = fleet.train(fake="obey_stop")
-    wait_until((folder.path / "seen-0.json").exists)
+    wait_until(lambda: all((folder.path / f"seen-{rank}.json").exists() for rank in (0, 1)))
     assert run_status(folder).state == "running"
     assert main(["cancel", str(folder.path)]) == 0
     assert "asked to save and stop" in capsys.readouterr().out

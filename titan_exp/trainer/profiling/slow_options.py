@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 from math import gcd
-
-import torch
+from typing import TYPE_CHECKING
 
 from titan_exp.config.errors.user_error import listed, multiples_near
 from titan_exp.config.groups.data import DataConfig
@@ -20,6 +19,9 @@ from titan_exp.models.spec.lookup import attention_backend, block_count, model_s
 from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.number_format import GIB
+
+if TYPE_CHECKING:
+    import torch
 
 NO_CODEGEN_BACKENDS = ("aot_eager", "eager")
 """Backends of torch.compile that generate no code."""
@@ -151,7 +153,9 @@ def log_slow_options(experiment: Experiment) -> None:
 class SpareMemory:
     """Logs once that options which trade time for memory may not be needed; on CUDA only."""
 
-    def __init__(self, options: str, device: torch.device) -> None:
+    def __init__(self, options: str, device: "torch.device") -> None:
+        import torch
+
         self._options = options
         self._total = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else None
 

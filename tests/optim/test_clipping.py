@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titan_exp.config.groups.grad_clip import GradClipConfig
 from titan_exp.config.groups.optimizer import ParameterGroup
+from titan_exp.config.groups.training import GradClipConfig
 from titan_exp.optim.grad_clip import AVERAGE_NORM, GradientClipper
 from titan_exp.optim.parameter_groups import named_parameters
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_exp.config.groups.weight_average import WeightAverageConfig
+from titan_exp.config.groups.training import WeightAverageConfig
 from titan_exp.optim.weight_average import AVERAGE, WeightAverage
 
 

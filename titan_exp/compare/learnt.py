@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_exp.compare.differing_keys import DifferingKeys, value_text
 from titan_exp.compare.runs import Row, Run, StudyRecord
-from titan_exp.config.groups.batch_ramp import sequences_after
+from titan_exp.config.groups.training import sequences_after
 from titan_exp.tracking.run_folder.attempts import has_diverged
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_exp.config.groups.grad_clip import GradClipConfig
 from titan_exp.config.groups.optimizer import ParameterGroup
+from titan_exp.config.groups.training import GradClipConfig
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.optimizer import ScalesGradients
 from titan_exp.optim.parameter_groups import NamedParameter

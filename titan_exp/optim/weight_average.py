@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from titan_exp.config.groups.weight_average import WeightAverageConfig
+from titan_exp.config.groups.training import WeightAverageConfig
 from titan_exp.ops.local_tensor import local_tensor
 
 AVERAGE = "weight_average"

@@ -11,8 +11,7 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.groups.run import PathsConfig, RunConfig
-from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.groups.weight_average import WeightAverageConfig
+from titan_exp.config.groups.training import TrainingConfig, WeightAverageConfig
 from titan_exp.config.paths.checkpoint_files import METADATA_FILE, intact_before, missing_part, step_of
 from titan_exp.config.paths.foreign_file import parse_json, read_lines
 from titan_exp.config.paths.remote_url import is_url, parent_checkpoint, parent_location, problem_of_url

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from titan_exp.config.errors.user_error import Violation, listed
-from titan_exp.config.groups.grad_clip import GradClipConfig
-from titan_exp.config.groups.weight_average import WeightAverageConfig
+from titan_exp.config.groups.training import GradClipConfig, WeightAverageConfig
 from titan_exp.config.schema.identity_keys import COUNTS_BESIDE
 from titan_exp.config.schema.schema import choices_of, hints
 from titan_exp.rules.rule import rules

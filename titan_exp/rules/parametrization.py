@@ -6,7 +6,7 @@ from typing import Any
 from titan_exp.config.errors.user_error import Violation, did_you_mean
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig
-from titan_exp.config.groups.parametrization import BaseShapeConfig, ParametrizationConfig
+from titan_exp.config.groups.training import BaseShapeConfig, ParametrizationConfig
 from titan_exp.models.parametrization.mup import fixed_inputs
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec

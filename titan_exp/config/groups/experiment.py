@@ -7,17 +7,14 @@ from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointCo
 from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.groups.grad_clip import GradClipConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.config.groups.parametrization import ParametrizationConfig
 from titan_exp.config.groups.plan import PlanConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.groups.run import PathsConfig, RunConfig
 from titan_exp.config.groups.tracking import ProfilingConfig, TrackingConfig
-from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.groups.weight_average import WeightAverageConfig
+from titan_exp.config.groups.training import GradClipConfig, ParametrizationConfig, TrainingConfig, WeightAverageConfig
 
 
 @extended()

@@ -1,11 +1,44 @@
-"""Group `training`: length, batch size, precision, objective."""
+"""Groups `training`, `batch_ramp`, `grad_clip`, `weight_average` and `parametrization`: what a step computes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Len
 
 from titan_exp.config.extension import extended
-from titan_exp.config.groups.batch_ramp import RampStage, batch_size_at, sequences_after
-from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
+from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Share
+
+RampStage = Annotated[tuple[PositiveInt, ...], Len(2, 2)]
+"""Steps of a stage, and sequences in each of them."""
+
+
+def batch_size_at(ramp: Sequence[Sequence[int]], last: int, step: int) -> int:
+    """Sequences of a step, counted from 1; `last` are those after the ramp."""
+    for steps, sequences in ramp:
+        if step <= steps:
+            return sequences
+        step -= steps
+    return last
+
+
+def sequences_after(ramp: Sequence[Sequence[int]], last: int, steps: int) -> int:
+    """Sequences of the first `steps` steps together."""
+    total = 0
+    for length, sequences in ramp:
+        total += min(length, steps) * sequences
+        steps -= min(length, steps)
+    return total + steps * last
+
+
+def steps_for(ramp: Sequence[Sequence[int]], last: int, sequences: int) -> int:
+    """Smallest number of steps with that many sequences together."""
+    done = 0
+    for length, size in ramp:
+        if sequences <= length * size:
+            return done - (-sequences // size)
+        done, sequences = done + length, sequences - length * size
+    return done - (-sequences // last)
 
 
 @dataclass(frozen=True)
@@ -117,3 +150,92 @@ class TrainingConfig:
     def has_given_chunks(self) -> bool:
         """True if `loss_chunk_tokens` is a number."""
         return isinstance(self.loss_chunk_tokens, int)
+
+
+@dataclass(frozen=True)
+class GradClipConfig:
+    """Clipping of gradients, whose global norm `training.max_grad_norm` limits."""
+
+    mode: Literal["norm", "value", "adagc"] = "norm"
+    """Clipping: `norm` limits the global norm alone, `value` clamps every number of a gradient before that, `adagc`
+    (Wang et al. 2025) limits the norm of each parameter's gradient.
+
+    `adagc` scales a gradient down to a multiple of the average of its own earlier norms, and limits the global norm in
+    its warm-up only. E.g. `grad_clip.mode=adagc`."""
+    max_value: PositiveFloat = 0.01
+    """Mode `value`: largest magnitude of a gradient's number. E.g. `grad_clip=value grad_clip.max_value=1e-3`."""
+    relative: PositiveFloat = 1.05
+    """Mode `adagc`: largest norm of a parameter's gradient, in multiples of its average.
+    E.g. `grad_clip=adagc grad_clip.relative=1.2`."""
+    decay: Share = 0.98
+    """Mode `adagc`: factor of the average norm at every step. E.g. `grad_clip=adagc grad_clip.decay=0.99`."""
+    warmup_steps: Count = 100
+    """Mode `adagc`: first steps, which are clipped by the global norm; the average is their smallest norm.
+    E.g. `grad_clip=adagc grad_clip.warmup_steps=200`."""
+
+
+@dataclass(frozen=True)
+class WeightAverageConfig:
+    """Average of the weights after each step, with an evaluation of its own. It changes no training step."""
+
+    mode: Literal["none", "ema", "tail"] = "none"
+    """Average of the weights over steps, beside them: `none`, `ema`, an exponential moving average without bias towards
+    the initial weights, or `tail`, the mean over the last `steps` steps.
+
+    Evaluations log `averaged/validation_loss`; `convert`, `evaluate` and `generate` take the average of a checkpoint
+    with `--averaged`. It takes 4 bytes per parameter, sharded like the weights. E.g. `weight_average.mode=ema`."""
+    decay: Share = 0.999
+    """Mode `ema`: factor of the average at every step. E.g. `weight_average=ema weight_average.decay=0.9999`."""
+    steps: PositiveInt = 100
+    """Mode `tail`: number of last steps of `training.steps` that are averaged.
+
+    A run that stops earlier (`training.stop_after`) averages those that it has of them, and a run that continues it the
+    others. E.g. `weight_average=tail weight_average.steps=500`."""
+
+    @property
+    def enabled(self) -> bool:
+        """True if there is an average."""
+        return self.mode != "none"
+
+    def first_step(self, steps: int) -> int:
+        """First averaged step of a whole run of `steps` steps."""
+        return max(1, steps - self.steps + 1) if self.mode == "tail" else 1
+
+
+@dataclass(frozen=True)
+class ParametrizationConfig:
+    """Fields of every parametrization. Each adds its own in `titan_exp/models/parametrization/<name>.py`."""
+
+    name: str = "standard"
+    """Parametrization (`standard`, `mup`, `completep`), or the import path of a module of your own with the same public
+    names.
+
+    `standard` initializes and trains every shape with the same numbers. E.g. `parametrization.name=standard`."""
+
+
+@dataclass(frozen=True)
+class BaseShapeConfig(ParametrizationConfig):
+    """Fields of parametrizations by width, which leave a model of the base width unchanged."""
+
+    name: str = field()
+    """Parametrization.
+
+    It has no default, so that it is part of the run id. E.g. `parametrization=mup`."""
+    base_width: PositiveInt
+    """`model.dim` at which the hyperparameters were tuned, and nothing is scaled.
+    E.g. `parametrization=mup parametrization.base_width=256`."""
+    base_head_dim: PositiveInt | None = None
+    """Width of a query head at the base width; null if all widths have the model's, and more heads.
+
+    Scores of attention are then scaled by 1 / width of a head, instead of its root.
+    E.g. `parametrization=mup parametrization.base_head_dim=64`."""
+    fixed: tuple[str, ...] = ()
+    """Keys of the group `model` with the same value at every width (`moe.ffn_dim`, `kv_lora_rank`).
+
+    Linear layers with as many inputs keep their initial weights and learning rate; the inputs of all others grow with
+    `model.dim`. E.g. `parametrization=mup parametrization.fixed='[moe.ffn_dim]'`."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """Factor of embeddings at every width. E.g. `parametrization=mup parametrization.embedding_multiplier=10`."""
+    output_multiplier: PositiveFloat = 1.0
+    """Factor of logits at every width, beside that of the parametrization.
+    E.g. `parametrization=mup parametrization.output_multiplier=2`."""

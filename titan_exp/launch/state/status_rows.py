@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.batch_ramp import sequences_after
+from titan_exp.config.groups.training import sequences_after
 from titan_exp.config.paths.foreign_file import read_text
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.launch.state.run_lookup import RunEntry

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.groups.parametrization import BaseShapeConfig
+from titan_exp.config.groups.training import BaseShapeConfig
 from titan_exp.models.parametrization.parameter_scale import ParameterScale, multiplier
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, ModelSpec

@@ -15,7 +15,7 @@ from tests.models.shapes import TINY
 from tests.parallel.test_meta_init import CPU, experiment
 from tests.patching import patch
 from tests.ranks import run_ranks
-from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.config.groups.parallelism import QuantizationConfig
 from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.ops.local_tensor import local_tensor

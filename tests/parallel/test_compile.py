@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.models.shapes import real_model
 from tests.patching import patch
 from tests.ranks import run_ranks
-from titan_exp.config.groups.activation_checkpoint import CompileConfig
+from titan_exp.config.groups.parallelism import CompileConfig
 from titan_exp.data.batch import Batch
 from titan_exp.parallel.compile import compile_blocks, inductor_options
 from titan_exp.trainer.distributed import joined_process_group

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.config.composing import experiment, llama
 from tests.ranks import run_ranks
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
+from titan_exp.config.groups.parallelism import BLOCK, QuantizationConfig
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.models.blocks.feed_forward import Experts, compute_locally
 from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, Linear

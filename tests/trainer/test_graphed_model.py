@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 from tests.tape_recorder import HostWatch, TapeRecorder, place
 from tests.trainer.test_no_device_sync import refuse
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
+from titan_exp.config.groups.parallelism import ActivationCheckpointConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.data.batch import Batch

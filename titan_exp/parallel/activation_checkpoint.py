@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean
-from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
+from titan_exp.config.groups.parallelism import ActivationCheckpointConfig
 from titan_exp.config.machine.torch_features import read_entry
 from titan_exp.models.blocks.transformer import iter_blocks, iter_numbered_blocks
 from titan_exp.ops.matmul_flops import count_grouped_heads

@@ -6,7 +6,7 @@ checkpointing, unless that selects operators; FSDP last, so that it gathers what
 
 from torch import nn
 
-from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
+from titan_exp.config.groups.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.activation_checkpoint import apply_activation_checkpointing, needs_compiler
 from titan_exp.parallel.compile import compile_blocks, inductor_options

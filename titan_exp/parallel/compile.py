@@ -10,7 +10,7 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import nn
 
-from titan_exp.config.groups.activation_checkpoint import CompileConfig
+from titan_exp.config.groups.parallelism import CompileConfig
 from titan_exp.models.blocks.transformer import iter_blocks
 from titan_exp.parallel.mesh import Mesh
 

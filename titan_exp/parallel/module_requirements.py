@@ -10,8 +10,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
-from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
-from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from titan_exp.config.layout.axes import regroups_experts
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.blocks.feed_forward import MoEFeedForward

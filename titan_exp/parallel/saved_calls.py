@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.activation_checkpoint import AutomaticSave
+from titan_exp.config.groups.parallelism import AutomaticSave
 from titan_exp.ops.matmul_flops import matmul_flops
 
 FLEX_ATTENTION = "flex_attention"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.config.groups.parallelism import QuantizationConfig
 from titan_exp.config.machine.torch_features import import_torchao
 from titan_exp.models.blocks.linear import TensorParallelCollectives
 from titan_exp.ops.autograd import in_type, needs_input_grad

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.config.groups.parallelism import QuantizationConfig
 from titan_exp.models.blocks.linear import GroupedLinearImpl
 from titan_exp.ops.autograd import in_type, needs_input_grad
 from titan_exp.ops.moe.grouped_mm import grouped_outer, grouped_rows

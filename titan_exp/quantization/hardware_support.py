@@ -7,7 +7,7 @@ from contextvars import ContextVar
 import torch
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.config.groups.parallelism import QuantizationConfig
 from titan_exp.config.machine.torch_features import import_torchao
 
 MIN_CAPABILITY = {

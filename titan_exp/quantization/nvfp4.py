@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.config.groups.parallelism import QuantizationConfig
 from titan_exp.ops.autograd import in_type, needs_input_grad
 from titan_exp.quantization.float8 import AmaxReduce, unflatten
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean
-from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
+from titan_exp.config.groups.parallelism import BLOCK, QuantizationConfig
 from titan_exp.models.blocks.linear import GroupedLinear, Linear
 from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, needs_emulation, needs_grouped_emulation
 

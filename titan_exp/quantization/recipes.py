@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.config.groups.parallelism import QuantizationConfig
 from titan_exp.config.machine.torch_features import torchao_violations
 from titan_exp.models.blocks.linear import LinearImpl, TensorParallelCollectives
 from titan_exp.quantization.float8 import E4M3, Float8, Float8Matrix, Float8Weight, float8_linear

@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation, listed
-from titan_exp.config.groups.activation_checkpoint import CompileConfig
-from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.config.groups.parallelism import CompileConfig, ParallelismConfig, QuantizationConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout

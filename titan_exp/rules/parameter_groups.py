@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation, did_you_mean, listed
-from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig, Role
-from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.parallelism import CompileConfig, ParallelismConfig
 from titan_exp.config.groups.training import GradClipConfig
 from titan_exp.models.spec.lookup import parameter_roles
 from titan_exp.models.spec.model_spec import ModelSpec

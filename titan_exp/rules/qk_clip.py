@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig
+from titan_exp.config.groups.parallelism import CompileConfig
 from titan_exp.config.machine.torch_features import ATTENTION_BACKEND
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LayerSpec

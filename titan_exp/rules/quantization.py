@@ -7,8 +7,7 @@ from fnmatch import fnmatchcase
 from titan_exp.config.errors.user_error import Violation, did_you_mean
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK, AdamWConfig, OptimizerConfig
-from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.config.groups.quantization import BLOCK, BLOCK_SCALED, NVFP4_TILE, QuantizationConfig
+from titan_exp.config.groups.parallelism import BLOCK, BLOCK_SCALED, NVFP4_TILE, ParallelismConfig, QuantizationConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.torch_features import torchao_violations

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation, did_you_mean, shown
-from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
+from titan_exp.config.groups.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_exp.config.machine.torch_features import known_operators, read_entry
 from titan_exp.rules.rule import Refuse, rules
 

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from titan_exp.config.errors.user_error import Violation, divisors, listed, nearest_numbers
-from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
-from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.parallelism import CompileConfig, ParallelismConfig
 from titan_exp.config.groups.tracking import ProfilingConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, cuts_blocks, head_is_fp32

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
-from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.config.groups.quantization import DUAL_CAST_RECIPES, QuantizationConfig
+from titan_exp.config.groups.parallelism import DUAL_CAST_RECIPES, ParallelismConfig, QuantizationConfig
 from titan_exp.config.machine.devices import has_triton
 from titan_exp.rules.rule import rules
 

@@ -20,7 +20,7 @@ from titan_exp.config.machine.devices import device_type, offered_devices
 from titan_exp.tracking.number_format import format_bytes
 
 if TYPE_CHECKING:
-    from titan_exp.config.groups.quantization import QuantizationConfig
+    from titan_exp.config.groups.parallelism import QuantizationConfig
     from titan_exp.plan.cuda.devices import Device
     from titan_exp.plan.search.search import SearchResult
 

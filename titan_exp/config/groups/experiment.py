@@ -3,15 +3,18 @@
 from dataclasses import dataclass, field
 
 from titan_exp.config.extension import extended
-from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
 from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
-from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.parallelism import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    ParallelismConfig,
+    QuantizationConfig,
+)
 from titan_exp.config.groups.plan import PlanConfig
-from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.groups.run import PathsConfig, RunConfig
 from titan_exp.config.groups.tracking import ProfilingConfig, TrackingConfig
 from titan_exp.config.groups.training import GradClipConfig, ParametrizationConfig, TrainingConfig, WeightAverageConfig

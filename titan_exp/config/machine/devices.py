@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.groups.parallelism import CompileConfig
 
 DEVICES = Path("/dev")
 """Folder of device files."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.quantization import MIN_TORCHAO
+from titan_exp.config.groups.parallelism import MIN_TORCHAO
 
 COLLECTIVES = (
     "all_gather_into_tensor",

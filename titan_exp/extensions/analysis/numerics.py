@@ -22,7 +22,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.config.groups.parallelism import QuantizationConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.axes import ONE_DEVICE

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
+from titan_exp.config.groups.parallelism import BLOCK, ParallelismConfig, QuantizationConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.builtins import sources

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.parallelism import ActivationCheckpointConfig
 from titan_exp.config.layout.axes import regroups_experts
 from titan_exp.config.layout.pipeline_schedules import Schedule, is_file, read_schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 
-from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.parallelism import ActivationCheckpointConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec, mtp_depth, parameter_roles
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.parallelism import ActivationCheckpointConfig
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec, mtp_depth

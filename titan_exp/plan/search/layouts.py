@@ -12,8 +12,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation, divisors, shown
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.config.groups.parallelism import ParallelismConfig, QuantizationConfig
 from titan_exp.config.layout.axes import DEGREES, regroups_experts
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_kernels, share_of_world
 from titan_exp.models.spec.lookup import model_spec

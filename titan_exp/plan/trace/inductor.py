@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.activation_checkpoint import CompileConfig
+from titan_exp.config.groups.parallelism import CompileConfig
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.trace.torch_patches import replaced_attributes
 

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from titan_exp.config.errors.user_error import Violation, listed, multiples_near
-from titan_exp.config.groups.activation_checkpoint import CompileConfig
-from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.config.groups.quantization import BLOCK_SCALED, QuantizationConfig
+from titan_exp.config.groups.parallelism import BLOCK_SCALED, CompileConfig, ParallelismConfig, QuantizationConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec

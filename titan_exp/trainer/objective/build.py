@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import load, provided
-from titan_exp.config.groups.activation_checkpoint import CompileConfig
+from titan_exp.config.groups.parallelism import CompileConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.schema.builtins import LANGUAGE_MODELING
 from titan_exp.config.schema.call_signature import Call, call_violations, require_members

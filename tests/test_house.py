@@ -86,7 +86,7 @@ def test_the_direction_test_notices_what_it_should(tmp_path: Path, monkeypatch: 
         path.write_text(f"def lazily():\n    {line}\n")
         with pytest.raises(AssertionError):
             test_rooms_import_downwards(path)
-    path.write_text("from titan_exp.config.groups.data import DataConfig\nfrom . import batch\nimport torch\n")
+    path.write_text("from titan_exp.config.groups.run import DataConfig\nfrom . import batch\nimport torch\n")
     test_rooms_import_downwards(path)
 
 

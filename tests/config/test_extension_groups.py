@@ -124,7 +124,7 @@ def test_they_are_typed_checked_and_suggested(package: Path, words: list[str], s
 IDS = """
 import pickle
 from dataclasses import replace
-from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout

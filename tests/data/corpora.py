@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.batch import Batch

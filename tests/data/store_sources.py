@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 
 
 def text(number: int) -> str:

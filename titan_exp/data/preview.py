@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.data.batch import Batch
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer

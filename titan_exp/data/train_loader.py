@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.data.batch import Batch, MicroBatch, collate
 from titan_exp.data.data_warning import warn

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
-from titan_exp.config.groups.cluster import LOCAL, ClusterConfig
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.run import LOCAL, ClusterConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.builtins import executor_names
 from titan_exp.config.schema.import_path import import_dotted, is_dotted

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import listed
-from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import (

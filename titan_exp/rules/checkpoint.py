@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed, nearest, shown
-from titan_exp.config.groups.checkpoint import CheckpointConfig
-from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.run import CheckpointConfig, DataConfig
 from titan_exp.config.paths.checkpoint_files import initial_folder, intact_before, missing_part
 from titan_exp.config.paths.remote_url import is_url, problem_of_url
 from titan_exp.config.schema.identity_keys import is_among

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import Violation, divisors, listed
-from titan_exp.config.groups.cluster import SLURM, ClusterConfig
-from titan_exp.config.groups.run import PathsConfig
+from titan_exp.config.groups.run import SLURM, ClusterConfig, PathsConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.rules.rule import Refuse, rules
 from titan_exp.rules.sbatch_options import sbatch_options_are_free

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation, shown
-from titan_exp.config.groups.checkpoint import CheckpointConfig
-from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig
-from titan_exp.config.groups.run import PathsConfig, RunConfig
+from titan_exp.config.groups.run import CheckpointConfig, DataConfig, PathsConfig, RunConfig
 from titan_exp.config.groups.training import TrainingConfig, WeightAverageConfig
 from titan_exp.config.paths.checkpoint_files import METADATA_FILE, intact_before, missing_part, step_of
 from titan_exp.config.paths.foreign_file import parse_json, read_lines

@@ -8,9 +8,9 @@ from itertools import islice
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, Violation, shown
-from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths.data_files import (
     LOADERS,

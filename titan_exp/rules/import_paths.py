@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from titan_exp.config.errors.user_error import Violation, did_you_mean, listed
-from titan_exp.config.groups.cluster import ClusterConfig
-from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import CompileConfig
-from titan_exp.config.groups.tracking import TrackingConfig
+from titan_exp.config.groups.run import ClusterConfig, DataConfig, TrackingConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.schema.builtins import (
     COMPILE_BACKENDS,

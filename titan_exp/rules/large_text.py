@@ -8,9 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import Violation, listed, shown
-from titan_exp.config.groups.checkpoint import CheckpointConfig
-from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.groups.run import PathsConfig
+from titan_exp.config.groups.run import CheckpointConfig, DataConfig, PathsConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths import data_files
 from titan_exp.rules.continue_from import local_checkpoint, recorded_data

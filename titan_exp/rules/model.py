@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation, listed
-from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.machine.torch_features import (
     ATTENTION_BACKEND,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.groups.run import ClusterConfig
 
 KEYS = {
     "comment": "cluster.comment",

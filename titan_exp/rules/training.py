@@ -7,7 +7,7 @@ from titan_exp.config.errors.user_error import Violation, divisors, listed, near
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import CompileConfig, ParallelismConfig
-from titan_exp.config.groups.tracking import ProfilingConfig
+from titan_exp.config.groups.run import ProfilingConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, cuts_blocks, head_is_fp32
 from titan_exp.config.schema.builtins import LANGUAGE_MODELING, sources

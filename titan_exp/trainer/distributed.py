@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.cluster import COLLECTIVE_SECONDS, ClusterConfig
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.run import COLLECTIVE_SECONDS, ClusterConfig
 from titan_exp.config.machine import devices
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.parallel.collectives import LOOPBACK, loopback_store

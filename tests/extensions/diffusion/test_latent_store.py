@@ -13,7 +13,7 @@ import torch
 
 from tests.config.composing import experiment
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.extensions.diffusion import latent_store as writer

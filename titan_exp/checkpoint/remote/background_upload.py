@@ -17,7 +17,7 @@ from titan_exp.checkpoint.dcp.storage_writer import has_checksums
 from titan_exp.checkpoint.remote.remote_folder import RemoteError, RemoteFolder
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.checkpoint import CheckpointConfig
+from titan_exp.config.groups.run import CheckpointConfig
 from titan_exp.config.paths.checkpoint_files import (
     CHECKSUMS_FILE,
     COMPLETE_NAME,

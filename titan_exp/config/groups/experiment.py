@@ -3,9 +3,6 @@
 from dataclasses import dataclass, field
 
 from titan_exp.config.extension import extended
-from titan_exp.config.groups.checkpoint import CheckpointConfig
-from titan_exp.config.groups.cluster import ClusterConfig
-from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import (
@@ -14,9 +11,16 @@ from titan_exp.config.groups.parallelism import (
     ParallelismConfig,
     QuantizationConfig,
 )
-from titan_exp.config.groups.plan import PlanConfig
-from titan_exp.config.groups.run import PathsConfig, RunConfig
-from titan_exp.config.groups.tracking import ProfilingConfig, TrackingConfig
+from titan_exp.config.groups.run import (
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    PathsConfig,
+    PlanConfig,
+    ProfilingConfig,
+    RunConfig,
+    TrackingConfig,
+)
 from titan_exp.config.groups.training import GradClipConfig, ParametrizationConfig, TrainingConfig, WeightAverageConfig
 
 

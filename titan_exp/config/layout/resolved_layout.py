@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Literal
 
 from titan_exp.config.errors.user_error import UserError, Violation, divisors, listed, shown
-from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import AdamWConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.axes import world_size
 from titan_exp.config.layout.pipeline_schedules import (

@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.parallelism import CompileConfig
+from titan_exp.config.groups.run import ClusterConfig
 
 DEVICES = Path("/dev")
 """Folder of device files."""

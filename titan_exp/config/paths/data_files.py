@@ -10,7 +10,7 @@ from math import ceil
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.foreign_file import read_object
 from titan_exp.config.paths.token_store_manifest import read_manifest
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.data.sources.content import CorpusContent
 
 

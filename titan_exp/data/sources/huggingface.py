@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import LOADERS, corpus_entries, matching_files
 from titan_exp.config.schema.builtins import SourceDescription
 from titan_exp.data.sources.base import Source

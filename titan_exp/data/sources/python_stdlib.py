@@ -11,7 +11,7 @@ from pathlib import Path
 from platform import python_version
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.builtins import SourceDescription
 from titan_exp.data.sources.text import FileSource
 

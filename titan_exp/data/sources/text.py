@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import SPLIT_FURTHER, distinct_files, is_binary, matching_files
 from titan_exp.config.schema.builtins import SourceDescription
 from titan_exp.data.data_warning import warn

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import tokenizer_file
 from titan_exp.config.paths.foreign_file import read_object
 from titan_exp.config.paths.token_store_manifest import MANIFEST, UNFINISHED, Manifest, read_manifest

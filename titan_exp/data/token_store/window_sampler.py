@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import unit_hash
 from titan_exp.config.paths.token_store_manifest import Manifest, read_manifest, store_names
 from titan_exp.data.permutation import Permutation

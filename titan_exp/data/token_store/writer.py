@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.foreign_file import read_object
 from titan_exp.config.paths.token_store_manifest import (
     BEGIN_BYTES,

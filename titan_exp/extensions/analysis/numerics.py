@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.parallelism import QuantizationConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.axes import ONE_DEVICE

@@ -15,7 +15,7 @@ from torch import nn
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.user_error import UserError, Violation, divisors, listed, nearest_numbers
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.config.schema.typed_options import typed_options
 from titan_exp.extensions.diffusion.config import DrawOptions, RectifiedFlowOptions

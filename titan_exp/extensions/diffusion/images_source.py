@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import listed
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.builtins import SourceDescription
 from titan_exp.extensions.diffusion.config import images_of
 from titan_exp.extensions.diffusion.latent_format import HASHED_WORDS, PIXELS

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.builtins import SourceDescription
 from titan_exp.data.permutation import Permutation
 from titan_exp.data.sampler import NextRow, SamplerState

@@ -6,8 +6,8 @@ from glob import glob
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
-from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.parallelism import BLOCK, ParallelismConfig, QuantizationConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.builtins import sources

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.checkpoint_files import step_name
 from titan_exp.extensions.diffusion.config import ImageTracking
 from titan_exp.extensions.diffusion.encoders import encoders_of_samples, image_codec

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt, Share
 
 if TYPE_CHECKING:
-    from titan_exp.config.groups.cluster import ClusterConfig
     from titan_exp.config.groups.experiment import Experiment
+    from titan_exp.config.groups.run import ClusterConfig
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
 
 

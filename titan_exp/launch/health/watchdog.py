@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.launch.health.hang_report import (
     RECORDER_SIZE,
     REPORT_TIMEOUT,

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 import titan_exp
-from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.config.machine.devices import device_type, process_threads, visible_gpus
 from titan_exp.launch.rank.rank_env import ATTEMPT, IMPORT_PATH, LAUNCHER, VISIBLE_GPUS, outer_launch
 from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.rank.rank_env import TOKEN

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation, divisors, listed, nearest_numbers
-from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.parallelism import CompileConfig, ParallelismConfig
+from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.config.layout.axes import BLOCK_DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import offered_devices

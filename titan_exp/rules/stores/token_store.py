@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths.token_store_manifest import Manifest, read_manifest
 from titan_exp.rules.rule import Refuse, rules

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.config.groups.tracking import ProfilingConfig
+from titan_exp.config.groups.run import ProfilingConfig
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.number_format import format_bytes

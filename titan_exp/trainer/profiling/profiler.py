@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from titan_exp.config.groups.tracking import ProfilingConfig
+from titan_exp.config.groups.run import ProfilingConfig
 from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.parallel.step_observer import StepObserver, observe_steps
 from titan_exp.tracking.logging import get_logger

@@ -5,11 +5,11 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from titan_exp.config.errors.user_error import listed, multiples_near
-from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import QuantizationConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM, ResolvedLayout, why_eager
 from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.config.machine.torch_features import ATTENTION_BACKEND, HEAD_SIZES

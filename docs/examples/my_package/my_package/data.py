@@ -2,7 +2,7 @@
 
 import random
 
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 
 
 class Additions:

@@ -1,6 +1,6 @@
 """Source `sums`: documents of additions, such as `12+30=42`."""
 
-from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.builtins import SourceDescription
 
 DESCRIPTION = SourceDescription()

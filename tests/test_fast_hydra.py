@@ -17,8 +17,7 @@ from omegaconf.grammar_parser import parse
 
 from tests import fast_hydra
 from titan_exp.config.extension import CONF_DIR, CONFIG_NAME
-from titan_exp.config.hydra.compose import HYDRA_VERSION
-from titan_exp.config.hydra.resolvers import register_resolvers
+from titan_exp.config.hydra.compose import HYDRA_VERSION, register_resolvers
 
 INTERPOLATED = "defaults:\n  - llama_debug\n  - /optimizer@chosen: ${optimizer}\n  - _self_\n"
 

@@ -2,8 +2,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.hydra.compose import compose
-from titan_exp.config.hydra.resolvers import quotient, register_resolvers, rest_of, share_of
+from titan_exp.config.hydra.compose import compose, quotient, register_resolvers, rest_of, share_of
 from titan_exp.config.schema.typed_config import to_experiment
 
 

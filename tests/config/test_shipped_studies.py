@@ -9,8 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from titan_exp.cli.main import main
 from titan_exp.config.extension import CONF_DIR, CONFIG_NAME, extension_folders
-from titan_exp.config.hydra.compose import HYDRA_VERSION, default_overrides
-from titan_exp.config.hydra.resolvers import register_resolvers
+from titan_exp.config.hydra.compose import HYDRA_VERSION, default_overrides, register_resolvers
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.study.points import baseline_of, study_points
 from titan_exp.config.study.study_file import SWEEPS_DIR, read_study

@@ -39,9 +39,8 @@ def run_with_hydra(
     from titan_exp.config.command_line.help import train_help
     from titan_exp.config.errors.explain_hydra import MESSAGE, explain, is_composition_error, unknown_names
     from titan_exp.config.extension import CONF_DIR, CONFIG_NAME
-    from titan_exp.config.hydra.compose import HYDRA_VERSION, OWN_FILE, default_overrides
+    from titan_exp.config.hydra.compose import HYDRA_VERSION, OWN_FILE, default_overrides, register_resolvers
     from titan_exp.config.hydra.config_groups import check_places, has_own_folders, option_values
-    from titan_exp.config.hydra.resolvers import register_resolvers
     from titan_exp.config.schema.import_path import search_current_directory
 
     _require_plain_file(arguments, trust)

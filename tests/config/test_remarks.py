@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_exp.config.command_line.remarks import remarks
+from titan_exp.config.command_line.help import remarks
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 

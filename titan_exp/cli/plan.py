@@ -68,7 +68,7 @@ def require_no_verb(overrides: Sequence[str]) -> None:
 def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: str) -> int:
     """Predict a composed run and print the plan; returns the exit code. Raises UserError if the run breaks a rule or
     cannot be predicted. The page shows the `command`."""
-    from titan_exp.config.command_line.remarks import remarks
+    from titan_exp.config.command_line.help import remarks
     from titan_exp.config.layout.resolved_layout import compilation, resolve_layout
     from titan_exp.config.machine.devices import offered_devices
     from titan_exp.plan.planner_processes import start_forkserver

@@ -19,7 +19,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _launch(cfg: Any, overrides: Sequence[str]) -> int:
-    from titan_exp.config.command_line.remarks import remarks
+    from titan_exp.config.command_line.help import remarks
     from titan_exp.config.paths.checkpoint_files import saved_state
     from titan_exp.launch.executor import executor_for
     from titan_exp.launch.memory_gate import gate_run

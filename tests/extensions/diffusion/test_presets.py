@@ -5,7 +5,7 @@ import pytest
 from tests.config.composing import experiment
 from tests.config.test_given_weights import test_every_field_is_compared_unless_it_says_otherwise as compare_fields
 from tests.config.test_models import parameters
-from titan_exp.config.command_line.remarks import remarks
+from titan_exp.config.command_line.help import remarks
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.spec.lookup import model_spec

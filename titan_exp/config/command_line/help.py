@@ -1,8 +1,8 @@
-"""Help of verbs, and completion in the shell."""
+"""Help of verbs, completion in the shell, and remarks on a composed run."""
 
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -20,9 +20,15 @@ from titan_exp.config.command_line.verb_options import (
     StatusOptions,
     TokenizeOptions,
 )
+from titan_exp.config.errors.user_error import shown
 from titan_exp.config.extension import load, provided
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.config_groups import groups_for
+from titan_exp.config.schema.builtins import BYTES_VOCABULARY
+from titan_exp.config.schema.config_diff import flatten
+from titan_exp.config.schema.identity_keys import COUNTS_BESIDE, idle_keys, is_among
 from titan_exp.config.schema.schema import choices_of, hints
+from titan_exp.config.schema.typed_config import to_dict
 
 TEXT = """\
 titan-exp train: compose a run, check it, launch it.
@@ -143,3 +149,35 @@ def is_override(verb: str, word: str) -> bool:
 def takes_override(verb: str, offer: str) -> bool:
     """True if the verb accepts an override offered by Hydra."""
     return offer.startswith(GROUPS[verb]) or any(prefix.startswith(offer) for prefix in GROUPS[verb])
+
+
+FEW_ROWS = 10
+"""Rows of the embedding for each token of the tokenizer `bytes` above which a model is no toy."""
+
+
+def remarks(overrides: Sequence[str], experiment: Experiment) -> Iterator[str]:
+    """Sentences about a composed run, printed before it is planned or launched."""
+    yield from _idle_overrides(overrides, experiment)
+    yield from forgotten_tokenizer(overrides, experiment)
+
+
+def forgotten_tokenizer(overrides: Sequence[str], experiment: Experiment) -> Iterator[str]:
+    """A sentence if a model with a large vocabulary gets bytes by default."""
+    rows, key = experiment.model.vocab_size, "data.tokenizer"
+    typed = any(override.lstrip("+").startswith(f"{key}=") for override in overrides)
+    if experiment.data.tokenizer == "bytes" and not typed and rows > FEW_ROWS * BYTES_VOCABULARY:
+        yield (
+            f"{key}=bytes, the default, uses {BYTES_VOCABULARY} of the model's {rows:,} tokens: name the model's own, "
+            f"{key}=FOLDER, or type {key}=bytes if bytes are meant"
+        )
+
+
+def _idle_overrides(overrides: Sequence[str], experiment: Experiment) -> Iterator[str]:
+    """A sentence for each typed key that the value of another key leaves without effect."""
+    values = flatten(to_dict(experiment))
+    idle = idle_keys(values)
+    for override in overrides:
+        key = override.partition("=")[0].lstrip("+")
+        switch = next((COUNTS_BESIDE[group][0] for group in idle if is_among(key, [group])), key)
+        if switch != key and "." in key:  # a group's option sets the switch
+            yield f"{override} has no effect with {switch}={shown(values[switch])}"

@@ -9,7 +9,7 @@ from textwrap import indent
 from rich.console import Console
 from rich.table import Table
 
-from titan_exp.config.command_line.remarks import forgotten_tokenizer
+from titan_exp.config.command_line.help import forgotten_tokenizer
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.machine.devices import device_type
 from titan_exp.launch.executor import Submission, executor_for

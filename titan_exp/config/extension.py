@@ -129,7 +129,7 @@ def _described(module: str) -> Extension:
         imported = importlib.import_module(module)
         return replace(imported.EXTENSION, folder=Path(str(imported.__file__)).parent)
     except Exception as error:
-        from titan_exp.config.errors.user_traceback import package_prefix, user_traceback
+        from titan_exp.config.errors.explained_errors import package_prefix, user_traceback
 
         frames = user_traceback(error, [package_prefix(module)])
         at = f"\n{frames}" if frames else f" with {type(error).__name__}: {error}"

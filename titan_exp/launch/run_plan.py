@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from titan_exp.config.errors.explained_errors import REMEDIES
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.errors.user_traceback import REMEDIES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.nondefault import nondefault_overrides
 from titan_exp.config.layout.resolved_layout import (

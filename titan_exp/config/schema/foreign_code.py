@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from titan_exp.config.errors.explained_errors import package_prefix
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.errors.user_traceback import package_prefix
 from titan_exp.config.extension import provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.foreign_file import read_file

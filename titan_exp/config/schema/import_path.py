@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from titan_exp.config.errors.explained_errors import package_prefix, user_traceback
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
-from titan_exp.config.errors.user_traceback import package_prefix, user_traceback
 from titan_exp.config.extension import lacking
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from titan_exp.config.errors.user_traceback import calling_user_code, package_prefix
+from titan_exp.config.errors.explained_errors import calling_user_code, package_prefix
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.training import ParametrizationConfig
 from titan_exp.config.schema.component import component

@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import lru_cache
 
+from titan_exp.config.errors.explained_errors import calling_user_code, package_prefix
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.errors.user_traceback import calling_user_code, package_prefix
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import Role
 from titan_exp.config.schema.component import component

@@ -15,8 +15,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titan_exp.config.errors.explained_errors import UserCodeError
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.errors.user_traceback import UserCodeError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import usable_cores

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from titan_exp.checkpoint.formats.mapping import check_tensors
+from titan_exp.config.errors.explained_errors import UserCodeError, innermost_module, user_traceback
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.errors.user_traceback import UserCodeError, innermost_module, user_traceback
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type

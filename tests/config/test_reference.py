@@ -14,7 +14,7 @@ from tests.config.conf_files import allowed, default_of, first_here, options, wr
 from titan_exp.config.extension import added_groups, added_keys, help_line, provided, source_file
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.paths.yaml_file import read_yaml
+from titan_exp.config.paths.foreign_file import read_yaml
 from titan_exp.config.schema.builtins import decay_names, sources
 from titan_exp.config.schema.config_diff import flatten
 from titan_exp.config.schema.schema import annotation_of, docstrings, example_of, hints, keys, meaning_of, value_keys

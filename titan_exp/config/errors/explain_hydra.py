@@ -29,7 +29,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import primary_file
 from titan_exp.config.hydra.config_groups import Groups, groups_for
 from titan_exp.config.hydra.option_files import file_remedy, option_path
-from titan_exp.config.paths.yaml_file import read_yaml
+from titan_exp.config.paths.foreign_file import read_yaml
 from titan_exp.config.schema.schema import annotation_of, hints, is_number, keys, meaning_of, optional_fields
 
 _PAIRS = {"(": ")", "[": "]", "{": "}"}

@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import added_groups, added_keys
-from titan_exp.config.paths.foreign_file import read_file
-from titan_exp.config.paths.yaml_file import StrictLoader, load_node, switch_words
+from titan_exp.config.paths.foreign_file import StrictLoader, load_node, read_file, switch_words
 
 
 class _OwnLoader(ConfigSource):

@@ -8,7 +8,7 @@ from titan_exp.config.errors.user_error import UserError, Violation, did_you_mea
 from titan_exp.config.extension import shipped_folders, shipped_options
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.config_groups import Groups
-from titan_exp.config.paths.yaml_file import read_yaml
+from titan_exp.config.paths.foreign_file import read_yaml
 from titan_exp.config.schema.component import config_class
 from titan_exp.config.schema.schema import hints, optional_fields, own_keys
 

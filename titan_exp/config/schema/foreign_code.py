@@ -183,7 +183,7 @@ def require_trust(
 def require_plain(path: Path) -> None:
     """Raise Untrusted if composing a configuration that this user did not launch could do more than set values: by
     import paths, interpolations, a defaults list, or settings of Hydra."""
-    from titan_exp.config.paths.yaml_file import read_yaml
+    from titan_exp.config.paths.foreign_file import read_yaml
 
     try:
         text = read_file(path)

@@ -125,7 +125,7 @@ def read_values(path: str | Path, imports: Collection[str] = (), trust: Trust = 
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    from titan_exp.config.paths.yaml_file import read_yaml
+    from titan_exp.config.paths.foreign_file import read_yaml
 
     try:
         text = read_file(path)

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, in_quotes, listed, shown
 from titan_exp.config.extension import extension_folders, extensions, lacking
-from titan_exp.config.paths.yaml_file import StudyLoader, read_yaml
+from titan_exp.config.paths.foreign_file import StudyLoader, read_yaml
 from titan_exp.config.study.study import (
     METHODS,
     RANGE_KINDS,

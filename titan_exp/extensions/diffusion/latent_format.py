@@ -17,8 +17,17 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.foreign_file import count, digests, file_name, items, read_object, table, text
-from titan_exp.config.paths.noted_keys import NotedKeys, named_errors
+from titan_exp.config.paths.foreign_file import (
+    NotedKeys,
+    count,
+    digests,
+    file_name,
+    items,
+    named_errors,
+    read_object,
+    table,
+    text,
+)
 from titan_exp.config.paths.token_store_manifest import UNFINISHED
 from titan_exp.config.schema.typed_options import typed_options
 from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.types import BLOCKS
-from titan_exp.config.paths.foreign_file import count, read_object, table
-from titan_exp.config.paths.noted_keys import NotedKeys, named_errors
+from titan_exp.config.paths.foreign_file import NotedKeys, count, named_errors, read_object, table
 from titan_exp.config.schema.component import builtin_components, component
 from titan_exp.config.schema.typed_config import validated
 from titan_exp.models.spec.lookup import mtp_depth

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
-from titan_exp.config.paths.yaml_file import read_yaml
+from titan_exp.config.paths.foreign_file import read_yaml
 
 GIB = 2**30
 TABLE = Path(__file__).with_name("device_table")

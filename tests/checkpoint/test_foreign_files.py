@@ -18,8 +18,7 @@ from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import UnreadableSourceError
 from titan_exp.config.paths.checkpoint_files import INDEX, missing_part, parse_checksums, parse_index
-from titan_exp.config.paths.data_files import tokenizer_words
-from titan_exp.config.paths.token_store_manifest import read_manifest
+from titan_exp.config.paths.data_files import read_manifest, tokenizer_words
 from titan_exp.models.convert.hf_config import config_json, repository_lines, special_tokens_of, to_huggingface
 from titan_exp.models.convert.model_json import from_json, to_json
 from titan_exp.models.spec.lookup import family_violations, model_spec

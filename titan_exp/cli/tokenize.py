@@ -12,7 +12,7 @@ from titan_exp.config.command_line.options import HELP, SWITCHES, VALUED, option
 from titan_exp.config.command_line.verb_options import TokenizeOptions
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed, nearest
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.paths.token_store_manifest import Manifest, read_manifest
+from titan_exp.config.paths.data_files import Manifest, read_manifest
 from titan_exp.config.schema.schema import hints
 from titan_exp.data.token_store.build_store import build_store
 from titan_exp.data.token_store.writer import find_damage

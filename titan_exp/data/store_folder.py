@@ -11,7 +11,7 @@ import numpy as np
 
 from titan_exp.config.errors.explained_errors import REMEDIES
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.paths.token_store_manifest import UNFINISHED
+from titan_exp.config.paths.data_files import UNFINISHED
 from titan_exp.data.token_store.writer import TEMPORARY_SUFFIX
 
 

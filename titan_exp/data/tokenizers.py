@@ -12,9 +12,8 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import END_OF_TEXT, byte_words, tokenizer_file, tokenizer_path
+from titan_exp.config.paths.data_files import END_OF_TEXT, byte_words, read_manifest, tokenizer_file, tokenizer_path
 from titan_exp.config.paths.foreign_file import read_object
-from titan_exp.config.paths.token_store_manifest import read_manifest
 from titan_exp.config.schema.builtins import BYTES_VOCABULARY
 
 

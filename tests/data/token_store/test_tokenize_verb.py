@@ -17,7 +17,7 @@ from tests.data.store_sources import STREAM, TEXTS, text
 from tests.data.stores import content, make, over
 from titan_exp.cli.tokenize import TokenizeOptions, make_store, options_among
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.token_store_manifest import UNFINISHED, Manifest, read_manifest
+from titan_exp.config.paths.data_files import UNFINISHED, Manifest, read_manifest
 from titan_exp.data.token_store import writer as shard_files
 from titan_exp.data.token_store.writer import PartTokenizer
 from titan_exp.data.tokenizers import build_tokenizer

@@ -10,7 +10,7 @@ from tests.data.corpora import Ranks, rows_of
 from tests.data.stores import make, over
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.paths.token_store_manifest import Manifest
+from titan_exp.config.paths.data_files import Manifest
 from titan_exp.data.sources.base import MIXTURE
 from titan_exp.data.token_store import reader as reading
 from titan_exp.data.token_store.reader import TokenSplit

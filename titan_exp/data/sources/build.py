@@ -7,7 +7,7 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.extension import provided
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.token_store_manifest import read_manifest
+from titan_exp.config.paths.data_files import read_manifest
 from titan_exp.config.schema.builtins import sources
 from titan_exp.config.schema.call_signature import Call, import_callable, require_members
 from titan_exp.config.secrets import revealed

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.token_store_manifest import read_manifest, store_names
+from titan_exp.config.paths.data_files import read_manifest, store_names
 from titan_exp.config.schema.builtins import SourceDescription
 from titan_exp.data.token_store.reader import TokenSequence, TokenSplit, open_split
 from titan_exp.data.token_store.window_sampler import build_store_sampler

@@ -17,9 +17,8 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import tokenizer_file
+from titan_exp.config.paths.data_files import MANIFEST, UNFINISHED, Manifest, read_manifest, tokenizer_file
 from titan_exp.config.paths.foreign_file import read_object
-from titan_exp.config.paths.token_store_manifest import MANIFEST, UNFINISHED, Manifest, read_manifest
 from titan_exp.data.data_warning import DataWarning
 from titan_exp.data.store_folder import explain_disk_errors, refusal, remove_temporary_files, store_lock
 from titan_exp.data.token_store.corpus import Corpus, CorpusPart

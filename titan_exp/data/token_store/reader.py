@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.paths.token_store_manifest import BEGIN_BYTES, Manifest, Shard, wrong_size
+from titan_exp.config.paths.data_files import BEGIN_BYTES, Manifest, Shard, wrong_size
 
 ReadWindow = Callable[[int, np.ndarray], list[int]]
 """Fills a window with the tokens from an offset on; returns its document starts, except at the first token."""

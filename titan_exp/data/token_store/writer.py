@@ -21,8 +21,7 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.foreign_file import read_object
-from titan_exp.config.paths.token_store_manifest import (
+from titan_exp.config.paths.data_files import (
     BEGIN_BYTES,
     FORMAT,
     MANIFEST,
@@ -31,6 +30,7 @@ from titan_exp.config.paths.token_store_manifest import (
     VERSION,
     Manifest,
 )
+from titan_exp.config.paths.foreign_file import read_object
 from titan_exp.data.token_store.corpus import Corpus, CorpusPart, Document
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer, encode_document
 

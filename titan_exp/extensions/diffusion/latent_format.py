@@ -17,6 +17,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
+from titan_exp.config.paths.data_files import UNFINISHED
 from titan_exp.config.paths.foreign_file import (
     NotedKeys,
     count,
@@ -28,7 +29,6 @@ from titan_exp.config.paths.foreign_file import (
     table,
     text,
 )
-from titan_exp.config.paths.token_store_manifest import UNFINISHED
 from titan_exp.config.schema.typed_options import typed_options
 from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource
 

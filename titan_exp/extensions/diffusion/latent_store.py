@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
+from titan_exp.config.paths.data_files import UNFINISHED
 from titan_exp.config.paths.foreign_file import read_object
-from titan_exp.config.paths.token_store_manifest import UNFINISHED
 from titan_exp.data.store_folder import explain_disk_errors, new_array, refusal, remove_temporary_files, store_lock
 from titan_exp.data.token_store.writer import file_checksum, write_json
 from titan_exp.extensions.diffusion.encoders import Encoders, order_samples

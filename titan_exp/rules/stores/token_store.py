@@ -9,7 +9,7 @@ from itertools import islice
 from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.paths.token_store_manifest import Manifest, read_manifest
+from titan_exp.config.paths.data_files import Manifest, read_manifest
 from titan_exp.rules.rule import Refuse, rules
 
 _NAMED = 3

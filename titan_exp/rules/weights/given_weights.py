@@ -15,9 +15,8 @@ from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.model import Change, ModelConfig
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.checkpoint_files import huggingface_folder
-from titan_exp.config.paths.data_files import tokenizer_path, tokenizer_words
+from titan_exp.config.paths.data_files import read_manifest, tokenizer_path, tokenizer_words
 from titan_exp.config.paths.foreign_file import read_object
-from titan_exp.config.paths.token_store_manifest import read_manifest
 from titan_exp.config.schema.identity_keys import is_among
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.models.convert.hf_config import config_json, foreign_type, from_huggingface, language_model

@@ -1,4 +1,4 @@
-from titan_exp.config.schema.config_diff import differences
+from titan_exp.config.schema.identity_keys import differences
 
 
 def test_each_key_that_differs_has_a_line():

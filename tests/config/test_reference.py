@@ -16,7 +16,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.paths.foreign_file import read_yaml
 from titan_exp.config.schema.builtins import decay_names, sources
-from titan_exp.config.schema.config_diff import flatten
+from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.config.schema.schema import annotation_of, docstrings, example_of, hints, keys, meaning_of, value_keys
 from titan_exp.optim.lr_schedule import Decays
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan_exp.config.errors.user_error import shown
-from titan_exp.config.schema.config_diff import flatten
-from titan_exp.config.schema.identity_keys import has_effect, is_among
+from titan_exp.config.schema.identity_keys import flatten, has_effect, is_among
 
 SEED = "experiment.seed"
 """Runs that differ only in this key are repetitions."""

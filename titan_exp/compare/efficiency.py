@@ -9,8 +9,7 @@ from titan_exp.compare.compared_metrics import METRIC_BY_NAME, WITH_PARENTS, Met
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.differing_keys import differing_keys
 from titan_exp.compare.runs import Row
-from titan_exp.config.schema.config_diff import flatten
-from titan_exp.config.schema.identity_keys import LAYOUT, is_among
+from titan_exp.config.schema.identity_keys import LAYOUT, flatten, is_among
 
 ROUNDING = 1e-4
 """Relative loss difference that counts as equal, since layouts round differently."""

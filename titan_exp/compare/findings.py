@@ -12,7 +12,7 @@ from titan_exp.compare.differing_keys import differing_keys
 from titan_exp.compare.runs import Row, Run
 from titan_exp.compare.statistics import LEVEL, Delta, Estimate
 from titan_exp.config.errors.user_error import listed
-from titan_exp.config.schema.config_diff import flatten
+from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.tracking.number_format import format_count, format_duration, format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of
 

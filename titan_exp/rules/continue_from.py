@@ -13,7 +13,7 @@ from titan_exp.config.groups.training import TrainingConfig, WeightAverageConfig
 from titan_exp.config.paths.checkpoint_files import METADATA_FILE, intact_before, missing_part, step_of
 from titan_exp.config.paths.foreign_file import parse_json, read_lines
 from titan_exp.config.paths.remote_url import is_url, parent_checkpoint, parent_location, problem_of_url
-from titan_exp.config.schema.config_diff import flatten
+from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.rules.rule import Refuse, rules
 from titan_exp.rules.weights.given_weights import from_config, model_misfits, tokenizer_misfit

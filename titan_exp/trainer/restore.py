@@ -19,7 +19,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.checkpoint_files import huggingface_folder, initial_folder, step_of
 from titan_exp.config.paths.remote_url import is_url, parent_checkpoint, parent_location
-from titan_exp.config.schema.config_diff import differences
+from titan_exp.config.schema.identity_keys import differences
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.rules.continue_from import model_misfits_of, state_misfits
 from titan_exp.rules.weights.given_weights import (

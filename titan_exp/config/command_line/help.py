@@ -25,8 +25,7 @@ from titan_exp.config.extension import load, provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.config_groups import groups_for
 from titan_exp.config.schema.builtins import BYTES_VOCABULARY
-from titan_exp.config.schema.config_diff import flatten
-from titan_exp.config.schema.identity_keys import COUNTS_BESIDE, idle_keys, is_among
+from titan_exp.config.schema.identity_keys import COUNTS_BESIDE, flatten, idle_keys, is_among
 from titan_exp.config.schema.schema import choices_of, hints
 from titan_exp.config.schema.typed_config import to_dict
 

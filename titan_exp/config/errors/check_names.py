@@ -16,7 +16,7 @@ from titan_exp.config.extension import lacking
 from titan_exp.config.hydra.config_groups import Groups
 from titan_exp.config.hydra.option_files import check_option_file
 from titan_exp.config.schema.component import one_value
-from titan_exp.config.schema.config_diff import flatten
+from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.config.schema.schema import annotation_of, is_list, other_names, own_keys, value_keys
 
 _FAILS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)

@@ -18,8 +18,7 @@ from titan_exp.config.extension import shipped_options
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose, config_folder, default_overrides
 from titan_exp.config.schema.component import KINDS, builtin_components, component_config
-from titan_exp.config.schema.config_diff import flatten, same_value
-from titan_exp.config.schema.identity_keys import idle_keys, is_among
+from titan_exp.config.schema.identity_keys import flatten, idle_keys, is_among, same_value
 from titan_exp.config.schema.schema import hints
 
 _PLAIN = re.compile(r"[\w/+.%@?*|-][\w/+.%@?*|:-]*", re.ASCII)

@@ -14,7 +14,7 @@ from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.hydra.nondefault import quoted
 from titan_exp.config.paths.foreign_file import read_yaml
-from titan_exp.config.schema.config_diff import flatten
+from titan_exp.config.schema.identity_keys import flatten
 
 
 class OptionValues:

@@ -7,8 +7,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import shown
 from titan_exp.config.paths.foreign_file import read_file
-from titan_exp.config.schema.config_diff import flatten, same_value
-from titan_exp.config.schema.identity_keys import has_effect
+from titan_exp.config.schema.identity_keys import flatten, has_effect, same_value
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.launch.provenance.changes import code_changes
 from titan_exp.tracking.run_folder.provenance_records import read_code, read_environment_record

@@ -11,7 +11,7 @@ from typing import Any
 
 from titan_exp.config.groups.model import Change, ModelConfig
 from titan_exp.config.schema.component import current_names
-from titan_exp.config.schema.config_diff import flatten, same_value
+from titan_exp.config.schema.identity_keys import flatten, same_value
 from titan_exp.config.schema.typed_config import validated
 
 

@@ -18,9 +18,8 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.hydra.config_groups import groups_for
-from titan_exp.config.schema.gaps import GapError, with_gaps
 from titan_exp.config.schema.schema import hints
-from titan_exp.config.schema.typed_config import readable_part, to_experiment
+from titan_exp.config.schema.typed_config import GapError, readable_part, to_experiment, with_gaps
 from titan_exp.config.secrets import SHAPES, URL_USER, secret_values
 from titan_exp.rules import RULES, HasBegun, violations
 from titan_exp.rules.rule import find_violations

@@ -17,7 +17,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine import devices
 from titan_exp.config.machine.devices import device_type, visible_gpus
-from titan_exp.config.schema.gaps import GapError
+from titan_exp.config.schema.typed_config import GapError
 from titan_exp.models.spec.lookup import model_spec
 
 GROUPS = {"run" if field.name == "experiment" else field.name: field.name for field in dataclasses.fields(Experiment)}

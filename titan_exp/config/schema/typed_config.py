@@ -5,22 +5,49 @@ pydantic checks types and bounds of the plain dataclasses; all errors are report
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from omegaconf import DictConfig
 
 from titan_exp.config.errors.explain_values import from_pydantic, unknown_keys
-from titan_exp.config.errors.user_error import UserError, Violation, listed
+from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import Uncomputed, consequences, resolve
 from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.schema.component import KINDS, builtin_components, config_class, config_classes, current_names
 from titan_exp.config.schema.foreign_code import IMPORT_PATH_KEYS, Trust, require_trust
-from titan_exp.config.schema.gaps import with_gaps
 from titan_exp.config.schema.schema import annotation_of, declared_in, hints, keys, literals_beside, optional_fields
 from titan_exp.config.secrets import SECRET, variables_in
+
+
+class GapError(Exception):
+    """A value that could not be read was asked for."""
+
+
+def with_gaps(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Instance of a group's dataclass with these values, which `dataclasses.replace` may change; reading any other
+    raises GapError."""
+    known = {name: one for name, one in kind.__dataclass_fields__.items() if name in values}
+    if len(known) == len(dataclasses.fields(kind)):
+        return kind(**values)
+
+    def construct(self: Any, **given: Any) -> None:
+        vars(self).update(given)
+
+    def refuse(self: Any, name: str = "") -> NoReturn:
+        raise AttributeError(name) if name.startswith("__") else GapError
+
+    gaps = {one.name: property(refuse) for one in dataclasses.fields(kind) if one.name not in values}
+    members = {
+        "__init__": construct,
+        "__getattr__": refuse,
+        "__dataclass_fields__": known,
+        "__module__": kind.__module__,
+    }
+    return type(kind.__name__, (kind,), {**members, **gaps})(**values)
 
 
 def to_experiment(cfg: DictConfig) -> Experiment:
@@ -299,3 +326,41 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
     return value
+
+
+Options = TypeVar("Options")
+
+
+def typed_options(kind: type[Options], values: Mapping[str, Any], key: str) -> Options:
+    """Dataclass `kind` with these values, which are at `key` of the configuration.
+
+    Raises:
+        UserError: a name or a value does not fit.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    found = [
+        Violation(
+            f"{key}.{name}",
+            value,
+            "there is no such option",
+            did_you_mean(name, names) or (f"it has {listed(names)}" if names else "leave it out"),
+        )
+        for name, value in values.items()
+        if name not in names
+    ]
+    hints = get_type_hints(kind, include_extras=True)
+    try:
+        built = TypeAdapter(kind).validate_python({name: value for name, value in values.items() if name in names})
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            name = str(detail["loc"][0])
+            if detail["type"] == "missing":
+                found.append(Violation(f"{key}.{name}", "", "this option has no value", f"+{key}.{name}=VALUE"))
+                continue
+            found.append(from_pydantic(detail, f"{key}.{name}", hints[name], ""))
+        raise UserError("The options cannot be read.", found) from error
+    if found:
+        raise UserError("The options cannot be read.", found)
+    return built

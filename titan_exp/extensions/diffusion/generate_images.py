@@ -16,8 +16,7 @@ from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.user_error import UserError, Violation, divisors, listed, nearest_numbers
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.schema.typed_config import load_group
-from titan_exp.config.schema.typed_options import typed_options
+from titan_exp.config.schema.typed_config import load_group, typed_options
 from titan_exp.extensions.diffusion.config import DrawOptions, RectifiedFlowOptions
 from titan_exp.extensions.diffusion.encoders import (
     ImageCodec,

@@ -29,7 +29,7 @@ from titan_exp.config.paths.foreign_file import (
     table,
     text,
 )
-from titan_exp.config.schema.typed_options import typed_options
+from titan_exp.config.schema.typed_config import typed_options
 from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource
 
 PIXELS, AUTOENCODER, HASHED_WORDS, T5_AND_CLIP = "pixels", "autoencoder_kl", "hashed_words", "t5_and_clip"

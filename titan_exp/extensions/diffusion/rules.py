@@ -11,7 +11,7 @@ from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.builtins import sources
-from titan_exp.config.schema.typed_options import typed_options
+from titan_exp.config.schema.typed_config import typed_options
 from titan_exp.extensions.diffusion.config import READ_FROM_PATHS, RectifiedFlowOptions, images_of
 from titan_exp.extensions.diffusion.latent_format import LatentManifest, format_of
 from titan_exp.extensions.diffusion.spec import latent_inputs

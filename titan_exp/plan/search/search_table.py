@@ -9,6 +9,7 @@ from rich.table import Table
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.errors.user_error import shown
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.groups.training import steps_for as steps_of_ramp
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.exchange import exchange_of
@@ -84,7 +85,7 @@ def days(row: LayoutCost, tokens: int) -> float:
 
 def steps_for(training: TrainingConfig, tokens: int) -> int:
     """Optimizer steps of a run of `tokens` tokens."""
-    return training.steps_for(training.batch_ramp, training.global_batch_size, math.ceil(tokens / training.seq_len))
+    return steps_of_ramp(training.batch_ramp, training.global_batch_size, math.ceil(tokens / training.seq_len))
 
 
 def _table(result: SearchResult, tokens: int | None) -> Table:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from titan_exp.cli.help import guides
-from titan_exp.config.command_line.terminal import safe_output
+from titan_exp.config.command_line.safe_output import safe_output
 from titan_exp.config.errors.explained_errors import explain_os_error
 from titan_exp.config.errors.user_error import UserError, listed, nearest
 from titan_exp.config.extension import extensions, help_line, lacking, load, provided

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from titan_exp.config.command_line.terminal import safe_output
+from titan_exp.config.command_line.safe_output import safe_output
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.run_plan import RunPlan, plan_run

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from titan_exp.config.command_line.terminal import safe_output
+from titan_exp.config.command_line.safe_output import safe_output
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.devices import allocator_environment, return_freed_memory
 from titan_exp.config.schema.builtins import executor_names

@@ -20,7 +20,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import LOCAL, ClusterConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.builtins import executor_names
-from titan_exp.config.schema.import_path import import_dotted, is_dotted
+from titan_exp.config.schema.component import import_dotted, is_dotted
 from titan_exp.config.schema.typed_config import read_values, typed_options
 from titan_exp.config.secrets import revealed
 from titan_exp.launch.rank.rank_env import RankInfo

@@ -10,9 +10,9 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import LRScheduleConfig
 from titan_exp.config.paths.checkpoint_files import saved_state, step_of
+from titan_exp.config.schema.component import is_dotted
 from titan_exp.config.schema.foreign_code import Trust, import_paths
 from titan_exp.config.schema.identity_keys import LAYOUT, is_among
-from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.config.schema.typed_config import load_experiment, read_values
 from titan_exp.launch.run_id import identity, run_id
 from titan_exp.optim.lr_schedule import LRSchedule

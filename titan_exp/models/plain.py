@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.config.schema.call_signature import Call, import_callable
+from titan_exp.config.schema.component import Call, import_callable
 from titan_exp.models import llama
 
 if TYPE_CHECKING:

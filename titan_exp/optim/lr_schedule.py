@@ -9,8 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from titan_exp.config.groups.optimizer import LRScheduleConfig
-from titan_exp.config.schema.call_signature import Call, import_callable
-from titan_exp.config.schema.import_path import is_dotted
+from titan_exp.config.schema.component import Call, import_callable, is_dotted
 from titan_exp.config.secrets import revealed
 
 if TYPE_CHECKING:

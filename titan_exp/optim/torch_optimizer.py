@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from titan_exp.config.groups.optimizer import AdamWConfig
-from titan_exp.config.schema.call_signature import Call, import_callable
+from titan_exp.config.schema.component import Call, import_callable
 
 if TYPE_CHECKING:
     import torch

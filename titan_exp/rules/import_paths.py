@@ -19,8 +19,7 @@ from titan_exp.config.schema.builtins import (
     objective_names,
     sources,
 )
-from titan_exp.config.schema.component import is_builtin
-from titan_exp.config.schema.import_path import find_dotted, is_dotted, unknown_name
+from titan_exp.config.schema.component import find_dotted, is_builtin, is_dotted, unknown_name
 from titan_exp.rules.rule import rules
 
 CPP_COMPILERS = ("g++", "clang++", "c++")

@@ -41,7 +41,7 @@ def run_with_hydra(
     from titan_exp.config.extension import CONF_DIR, CONFIG_NAME
     from titan_exp.config.hydra.compose import HYDRA_VERSION, OWN_FILE, default_overrides, register_resolvers
     from titan_exp.config.hydra.config_groups import check_places, has_own_folders, option_values
-    from titan_exp.config.schema.import_path import search_current_directory
+    from titan_exp.config.schema.component import search_current_directory
 
     _require_plain_file(arguments, trust)
     always = OWN_FILE if arguments.has(*PRIMARY) else default_overrides()

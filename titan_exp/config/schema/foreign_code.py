@@ -15,8 +15,7 @@ from titan_exp.config.extension import provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.paths.user_folder import user_folder
-from titan_exp.config.schema.component import KINDS, is_builtin
-from titan_exp.config.schema.import_path import is_dotted
+from titan_exp.config.schema.component import KINDS, is_builtin, is_dotted
 
 IMPORT_PATH_KEYS = (
     "model.architecture",

@@ -9,7 +9,7 @@ from titan_exp.config.extension import provided
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import read_manifest
 from titan_exp.config.schema.builtins import sources
-from titan_exp.config.schema.call_signature import Call, import_callable, require_members
+from titan_exp.config.schema.component import Call, import_callable, require_members
 from titan_exp.config.secrets import revealed
 from titan_exp.data.sources.base import CONTENT, RandomAccessSource, Source, StreamingSource
 from titan_exp.data.sources.content import CorpusContent

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import titan_exp
-from titan_exp.config.schema.import_path import locate, search_current_directory
+from titan_exp.config.schema.component import locate, search_current_directory
 
 MODULES_LIMIT = 1000
 """Maximum number of modules that are followed."""

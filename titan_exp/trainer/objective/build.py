@@ -13,8 +13,7 @@ from titan_exp.config.extension import load, provided
 from titan_exp.config.groups.parallelism import CompileConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.schema.builtins import LANGUAGE_MODELING
-from titan_exp.config.schema.call_signature import Call, call_violations, require_members
-from titan_exp.config.schema.import_path import import_dotted, is_dotted
+from titan_exp.config.schema.component import Call, call_violations, import_dotted, is_dotted, require_members
 from titan_exp.config.secrets import revealed
 from titan_exp.data.batch import Batch
 from titan_exp.models.spec.model_spec import ModelSpec

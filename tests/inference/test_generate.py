@@ -89,7 +89,7 @@ def test_the_kv_cache_does_not_change_the_text(trained, capsys):
 
 def test_the_kv_cache_does_not_change_the_logits(trained):
     from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-    from titan_exp.inference.generation import DecodeSession, window_start
+    from titan_exp.inference.generate import DecodeSession, window_start
     from titan_exp.trainer.load_model import load_source
 
     source, device = open_checkpoint(trained), torch.device("cpu")

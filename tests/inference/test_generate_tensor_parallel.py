@@ -47,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[int]]:
     """Texts, number of local weights, and numbers of KV heads in the cache."""
     from titan_exp.inference import generate as room
-    from titan_exp.inference.generation import DecodeSession
+    from titan_exp.inference.generate import DecodeSession
     from titan_exp.ops.local_tensor import local_tensor
     from titan_exp.parallel.mesh import build_mesh
     from titan_exp.trainer.distributed import joined_process_group

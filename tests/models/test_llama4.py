@@ -15,7 +15,7 @@ from tests.models.test_qwen3 import exported
 from tests.models.test_qwen3_moe import choices
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.inference.generation import DecodeSession
+from titan_exp.inference.generate import DecodeSession
 from titan_exp.models.convert.hf_config import from_huggingface, to_huggingface
 from titan_exp.models.convert.hf_keys import PLAIN_ROUTER
 from titan_exp.models.llama4 import Config, spec

@@ -1,4 +1,4 @@
-"""Generation from a run or from weights in any format, on one device or several: of text, and what extensions make."""
+"""Generation of text from a checkpoint: the verb, the model on its ranks, and sampling token by token."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, averaged_where_saved, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
@@ -21,16 +21,97 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.tokenizers import Tokenizer
-from titan_exp.inference.generation import DecodeSession
-from titan_exp.inference.sharded_model import DTYPES, load_sharded
+from titan_exp.models.decoder import Decoder
 from titan_exp.models.spec.lookup import has_experts, model_spec
+from titan_exp.ops.attention.kv_cache import CachedAttention, LatentCache
+from titan_exp.ops.attention.sdpa import CausalAttention
+from titan_exp.parallel.context_parallel.apply import apply_context_parallel
+from titan_exp.parallel.expert_parallel.apply import apply_expert_parallel
 from titan_exp.parallel.mesh import Mesh, build_mesh
+from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, drop_unused_rows
 from titan_exp.rules.layout import context_parallel as context
 from titan_exp.rules.layout import degrees as layout
 from titan_exp.rules.layout import tensor_parallel as tensor
 from titan_exp.rules.rule import find_violations
 from titan_exp.trainer.distributed import RunOnRanks, serve
-from titan_exp.trainer.load_model import describe, tokenizer_of, training_length
+from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of, training_length
+
+
+class DecodeSession:
+    """Decoding state of one text; `cache` enables the KV cache.
+
+    A full window of `window` tokens drops its first half and is recomputed, because positions are relative to its
+    start. User-defined models are decoded without a KV cache.
+    """
+
+    def __init__(self, model: nn.Module, window: int, *, cache: bool) -> None:
+        self._model, self._window = model, window
+        self._device = next(model.parameters()).device
+        self._caches: list[CachedAttention | LatentCache] = []
+        if cache and isinstance(model, Decoder):
+            self._caches = [_enable_cache(block.get_submodule("attention"), window) for block in model.blocks.values()]
+        self._begin = 0
+
+    def reset(self) -> None:
+        """Start a new text."""
+        self._begin = 0
+        for cache in self._caches:
+            cache.reset()
+
+    @torch.no_grad()
+    def next_logits(self, ids: list[int]) -> Tensor:
+        """Next-token logits in fp32 [vocab]; `ids` must extend the ids of the previous call."""
+        begin = window_start(len(ids), self._window)
+        if begin != self._begin:
+            self._begin = begin
+            for cache in self._caches:
+                cache.reset()
+        cached = self._caches[0].filled if self._caches else 0
+        tokens = torch.tensor([ids[begin + cached :]], device=self._device)
+        positions = torch.arange(cached, len(ids) - begin, device=self._device)[None] if cached else None
+        logits = self._model(tokens) if positions is None else self._model(tokens, positions)
+        return logits[0, -1].float()
+
+
+def _enable_cache(attention: nn.Module, window: int) -> CachedAttention | LatentCache:
+    """Cache of an attention module: its own, or one of keys and values around its core."""
+    if hasattr(attention, "enable_cache"):
+        return attention.enable_cache(window)  # type: ignore[operator]  # a method, not a submodule
+    core = attention.get_submodule("core")
+    assert isinstance(core, CausalAttention), "no context parallelism in generation"
+    attention.core = CachedAttention(core, window)
+    return attention.core
+
+
+def window_start(length: int, window: int) -> int:
+    """First token of the window at the end of a text; advances by half windows."""
+    half = max(1, window // 2)
+    return 0 if length <= window else -(-(length - window) // half) * half
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Dtypes of weights and compute by option."""
+
+
+def load_sharded(source: OpenCheckpoint, *, seq_len: int, dtype: torch.dtype, mesh: Mesh | None) -> nn.Module:
+    """Load the model of a source; all ranks of a `mesh` must call it, None is one device.
+
+    `seq_len` is the longest sequence in tokens.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if mesh is None else mesh.device
+
+    def shard(model: nn.Module) -> Rows:
+        assert mesh is not None
+        # Decoding feeds one token at a time, so sequence parallelism does not apply.
+        apply_tensor_parallel(model, mesh, sequence_parallel=False, loss_parallel=False)
+        apply_expert_parallel(model, mesh, sequence_parallel=False)
+        apply_context_parallel(model, mesh, "ring")
+        return drop_unused_rows(model)
+
+    parts = mesh is not None and mesh.sequence_shard.degree > 1
+    divide = None if mesh is None else shard
+    return load_source(source, device, seq_len=seq_len, dtype=dtype, divide=divide, parts=parts)
+
 
 TEXTS = "texts"
 """Output of models that read tokens."""

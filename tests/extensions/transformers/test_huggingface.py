@@ -21,7 +21,7 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.extensions.transformers import huggingface
 from titan_exp.extensions.transformers.huggingface import token_mixing
 from titan_exp.extensions.transformers.repository import UNLIMITED, class_config
-from titan_exp.inference.generation import DecodeSession
+from titan_exp.inference.generate import DecodeSession
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.meta_init import init_weights, materialize_parameters

@@ -37,7 +37,7 @@ from titan_exp.extensions.diffusion.rectified_flow import (
     sampling_times,
 )
 from titan_exp.extensions.diffusion.spec import LatentInputs, latent_inputs
-from titan_exp.inference.sharded_model import DTYPES, load_sharded
+from titan_exp.inference.generate import DTYPES, load_sharded
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.trainer.forward_backward import whole_outputs

@@ -31,8 +31,7 @@ from titan_exp.checkpoint.remote.background_upload import (
 )
 from titan_exp.checkpoint.remote.download import download_newer
 from titan_exp.checkpoint.remote.remote_folder import RemoteError
-from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.checkpoint.save_failures import SaveFailures
+from titan_exp.checkpoint.retention import CheckpointFolder, SaveFailures
 from titan_exp.checkpoint.state_dict import (
     PROGRESS_KEY,
     WEIGHTS_ONLY_KEY,

@@ -15,7 +15,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.metrics_jsonl import decode
 from titan_exp.tracking.run_folder.provenance_records import Lineage
 from titan_exp.tracking.sinks.sink import Row, Value
-from titan_exp.tracking.sinks.wandb_run import stop_wandb_service
+from titan_exp.tracking.sinks.wandb_sink import stop_wandb_service
 
 if TYPE_CHECKING:
     from wandb.apis.public import Run as ApiRun

@@ -106,8 +106,7 @@ def build_sinks(experiment: Experiment, folder_path: Path, run_id: str, attempt:
             BestEffortSink("TensorBoard", "tracking.tensorboard", lambda: TensorBoardSink(folder.path / "tensorboard"))
         )
     if experiment.tracking.wandb:
-        from titan_exp.tracking.sinks.wandb_run import describe_wandb_run
-        from titan_exp.tracking.sinks.wandb_sink import WandbSink
+        from titan_exp.tracking.sinks.wandb_sink import WandbSink, describe_wandb_run
 
         def start() -> Sink:
             return WandbSink(describe_wandb_run(experiment, folder, run_id), folder.path, folder.metrics)

@@ -2,20 +2,207 @@
 
 import netrc
 import os
+import secrets
+import signal
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.paths.foreign_file import read_text
+from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.tracking.logging import get_logger
+from titan_exp.tracking.run_folder.attempts import read_json
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.provenance_records import Ancestor, ancestors, read_code, read_overrides
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.sink import Row
-from titan_exp.tracking.sinks.wandb_run import WandbRun, stop_wandb_service
 
 if TYPE_CHECKING:
     import wandb
+
+
+SECONDS = 15.0
+"""Seconds for the service to send its remaining data after every run is finished."""
+
+
+def stop_wandb_service(seconds: float = SECONDS) -> None:
+    """Shut down wandb and its service process within `seconds`.
+
+    A service that keeps retrying a lost network is killed. Call it after the last use of wandb: finished runs have sent
+    their data, which also stays in their folders. Does nothing while a run of the caller is open, as in a notebook.
+    """
+    import wandb
+
+    if wandb.run is not None:
+        return
+
+    def teardown() -> None:
+        with suppress(Exception):  # errors of a stopped service do not matter
+            wandb.teardown()
+
+    # A daemon thread does not block interpreter exit; teardown first unregisters wandb's exit handler.
+    thread = threading.Thread(target=teardown, name="wandb-teardown", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        for pid in service_pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def service_pids() -> list[int]:
+    """Process ids of wandb's services among the children of this process (Linux)."""
+    children = [word for path in Path("/proc/self/task").glob("*/children") for word in path.read_text().split()]
+    return [int(pid) for pid in children if _process_name(pid).startswith("wandb")]
+
+
+def _process_name(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""
+
+
+VOLATILE = ("paths", "cluster", "tracking", "profiling", "plan")
+"""Groups that do not affect the result."""
+
+NAME_LENGTH = 128
+
+
+@dataclass(frozen=True)
+class WandbRun:
+    """Arguments of `wandb.init`."""
+
+    id: str
+    """Constant over all attempts of a run folder."""
+    name: str
+    """Typed overrides, else the run id."""
+    group: str
+    project: str
+    entity: str | None
+    mode: str
+    """`auto`, `online` or `offline`."""
+    tags: tuple[str, ...]
+    notes: str
+    config: dict[str, Any]
+    """Resolved configuration, and a flat block `run` for filters."""
+    parent_id: str | None = None
+    """W&B id of the run from which a continued one begins; None without one, or if it was not logged to W&B."""
+
+
+def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -> WandbRun:
+    """Build the W&B arguments of a run."""
+    tracking, naming = experiment.tracking, experiment.experiment
+    ancestor = next(ancestors(folder.path), None)
+    return WandbRun(
+        id=_fixed_id(folder.path, run_id),
+        name=_name(folder.overrides) or run_id,
+        group=naming.name,
+        project=tracking.wandb_project,
+        entity=tracking.wandb_entity,
+        mode=tracking.wandb_mode,
+        tags=naming.tags,
+        notes=naming.notes,
+        config=_config(to_dict(experiment), ResolvedLayout.of(experiment).world_size, folder, run_id, ancestor),
+        parent_id=None if ancestor is None or ancestor.folder is None else _stored_id(ancestor.folder),
+    )
+
+
+def _fixed_id(folder: Path, run_id: str) -> str:
+    """W&B id, created once and stored in the folder. The random suffix distinguishes folders of the same run: another
+    user's in the same project, or a deleted one, whose id W&B never reuses."""
+    path = _id_file(folder)
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_suffix(".new")
+        temporary.write_text(f"{run_id}-{secrets.token_hex(3)}")
+        temporary.replace(path)
+    return read_text(path).strip()
+
+
+def _id_file(folder: Path) -> Path:
+    return folder / "wandb" / "id"
+
+
+def _stored_id(folder: Path) -> str | None:
+    """W&B id of a run; None if it was not logged to W&B."""
+    try:
+        return read_text(_id_file(folder)).strip()
+    except (OSError, UserError):
+        return None
+
+
+def _typed(overrides: Path) -> list[str]:
+    """Typed overrides that affect the result."""
+    return [override for override in read_overrides(overrides) or () if not _is_volatile(override)]
+
+
+def _axis(folder: RunFolder, run_id: str) -> tuple[str, str]:
+    """Varied keys of this run's study and their values, or the typed overrides outside a study; without the seed.
+
+    Keys and values are joined by spaces, in the same order. A named point has its name as the value and no key.
+    """
+    label = _study_label(folder, run_id)
+    words = _typed(folder.overrides) if label is None else label.split()
+    pairs = [word.lstrip("+").partition("=") for word in words]
+    named = [key for key, equals, _ in pairs if not equals]
+    known = [(key, value) for key, equals, value in pairs if equals and key != "experiment.seed"]
+    return " ".join(key for key, _ in known), " ".join([*named, *(value for _, value in known)])
+
+
+def _study_label(folder: RunFolder, run_id: str) -> str | None:
+    """Label of this run's point in its study, without the seed; None outside a study."""
+    try:
+        study = read_json(folder.path.parent / "study.json") or {"points": ()}
+        points = {point["run_id"]: point.get("variant", point.get("label")) for point in study["points"]}
+    except (UserError, LookupError, TypeError, AttributeError):
+        return None  # a missing label must not disable the sink
+    return points.get(run_id)
+
+
+def _name(overrides: Path) -> str:
+    name = " ".join(_typed(overrides))
+    return name if len(name) <= NAME_LENGTH else name[: NAME_LENGTH - 1] + "…"
+
+
+def _is_volatile(override: str) -> bool:
+    key = override.partition("=")[0].lstrip("+~")
+    group = key.partition(".")[0].partition("@")[0]
+    return group in (*VOLATILE, "hydra") or key in ("experiment.name", "experiment.tags", "experiment.notes")
+
+
+def _config(
+    resolved: dict[str, Any], world_size: int, folder: RunFolder, run_id: str, ancestor: Ancestor | None
+) -> dict[str, Any]:
+    config = {group: values for group, values in resolved.items() if group not in VOLATILE}
+    study = resolved["experiment"]["name"]
+    config["experiment"] = {"name": study, "seed": resolved["experiment"]["seed"]}
+    code = read_code(folder.code) or {}
+    axis, value = _axis(folder, run_id)
+    config["run"] = {
+        "study": study,
+        "axis": axis,
+        "value": value,
+        "experiment_id": code.get("experiment_id"),
+        "run_id": run_id,
+        "world_size": world_size,
+        "commit": code.get("commit"),
+        "dirty": any(part.get("dirty") for part in code.get("imported", ())) or code.get("dirty"),
+    }
+    if ancestor is not None:
+        lineage = ancestor.lineage
+        config["run"] |= {"parent": lineage.name, "parent_step": lineage.step, "parent_tokens": lineage.tokens}
+    return config
+
 
 LOWER_IS_BETTER = ("loss", "perplexity")
 """Substrings of metric names whose W&B summary is the minimum."""

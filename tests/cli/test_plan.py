@@ -26,8 +26,8 @@ from titan_exp.plan.device_memory import overhead_of
 from titan_exp.plan.plan_table import plan_to_json, print_plan, print_unwrapped
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.rules import check
-from titan_exp.tracking.device_rates import PEAK_TFLOPS
 from titan_exp.tracking.number_format import GIB
+from titan_exp.tracking.throughput import PEAK_TFLOPS
 
 CLUSTER = ["cluster=slurm_h100", "compile=none", "training.seq_len=512", "training.mixed_precision=bf16"]
 SMALL = ["model=llama_debug", *CLUSTER, "training.global_batch_size=64"]

@@ -19,8 +19,8 @@ from titan_exp.plan.cuda.devices import DEVICES, Device
 from titan_exp.plan.device_memory import constants_file, cpu_device, read_constants, refine_gpu, write_constants
 from titan_exp.plan.plan_json import Prediction, RankPrediction
 from titan_exp.plan.time.fit import Observation, fit, step_seconds
-from titan_exp.tracking.device_rates import DeviceRates, write_rates
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+from titan_exp.tracking.throughput import DeviceRates, write_rates
 
 GIB = 2**30
 TRUE = {"matmul_factor": 0.55, "bandwidth_factor": 0.3, "link_factor": 0.4, "launch_us": 12.0}

@@ -17,7 +17,7 @@ from titan_exp.plan.device_memory import gpu_memory, refine_gpu, write_constants
 from titan_exp.plan.supported import with_run_kernels
 from titan_exp.plan.time.roofline import message_seconds, rank_time, schedule_and_bubble
 from titan_exp.plan.trace.dispatch_mode import OpCosts
-from titan_exp.tracking.device_rates import DeviceRates, write_rates
+from titan_exp.tracking.throughput import DeviceRates, write_rates
 
 H100 = DEVICES["h100"]
 

@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_exp.tracking.device_rates import PeakRate, mfu_peak, peak_by_name
-from titan_exp.tracking.throughput import PeakMemory
+from titan_exp.tracking.throughput import PeakMemory, PeakRate, mfu_peak, peak_by_name
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.doctor import microbenchmarks as bench
 from titan_exp.doctor.microbenchmarks import Measurement
 from titan_exp.doctor.usage import usage
-from titan_exp.tracking.device_rates import DeviceRates, device_name, peak_by_name, write_rates
+from titan_exp.tracking.throughput import DeviceRates, device_name, peak_by_name, write_rates
 from titan_exp.trainer.distributed import RunOnRanks, require_usable_cuda
 
 SHARES = {"gemm": 0.3, "attention": 0.25, "copy": 0.12, "launch": 0.03, "link": 0.2, "disk": 0.1}

@@ -19,7 +19,7 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import command_lines
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.ops.attention.sdpa import SDPA_BACKENDS, CausalAttention, activate, runs_here
-from titan_exp.tracking.device_rates import peak_by_name
+from titan_exp.tracking.throughput import peak_by_name
 from titan_exp.trainer.distributed import RunOnRanks, serve
 
 MIN_CALLS, MAX_CALLS = 3, 50

@@ -26,9 +26,9 @@ from titan_exp.config.machine.devices import (
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.parallel.expert_parallel.symmetric_room import symmetric_bytes
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
-from titan_exp.tracking.device_rates import DeviceRates, rates_file, read_rates
 from titan_exp.tracking.number_format import GIB
 from titan_exp.tracking.run_folder.files import write_atomically
+from titan_exp.tracking.throughput import DeviceRates, rates_file, read_rates
 
 CPU_OVERHEAD_GB = 0.45
 """Default memory of a CPU rank beside its tensors, measured with torch 2.13: Python, torch and the processes that

@@ -1,16 +1,21 @@
-"""Throughput and memory of training."""
+"""Throughput of the whole job, and what a device can do at best."""
 
+import json
 import re
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from titan_exp.config.machine.devices import cpu_name
+from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.number_format import GIB
+from titan_exp.tracking.run_folder.files import write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -161,3 +166,148 @@ def _peak_resident() -> int:
         return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+# Dense bf16 matmul peak with fp32 accumulation, in TFLOP/s per torch device. Most data sheets list twice this rate,
+# with sparsity. The whole name must match: a MIG slice or an unlisted variant is unknown.
+PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
+    (r"(NVIDIA )?A100(-SXM4-|-PCIE-| )(40|80)GB( PCIe)?", 312.0),  # A100 data sheet
+    (r"NVIDIA A800(-SXM4-|-PCIE-| )(40|80)GB( PCIe)?", 312.0),  # A800 data sheet: A100 with a slower NVLink
+    (r"NVIDIA H100 (80|96)GB HBM3", 989.4),  # H100 SXM5: Hopper white paper, table of peak rates
+    (r"NVIDIA H100 PCIe", 756.0),  # H100 PCIe data sheet: 1,513 with sparsity
+    (r"NVIDIA H100 NVL", 835.5),  # H100 data sheet: 1,671 with sparsity
+    (r"NVIDIA H800", 989.4),  # H100 SXM5 with a slower NVLink
+    (r"NVIDIA H200", 989.4),  # H200 SXM data sheet: 1,979 with sparsity
+    (r"NVIDIA H200 NVL", 835.5),  # H200 data sheet: 1,671 with sparsity
+    (r"NVIDIA H20", 148.0),  # H20 data sheet
+    (r"NVIDIA GH200 (120GB|144G HBM3e|480GB)", 989.4),  # GH200 data sheet: 1,979 with sparsity
+    (r"NVIDIA B200", 2250.0),  # HGX B200 data sheet: 36 PFLOP/s of 8 with sparsity
+    (r"NVIDIA GB200", 2500.0),  # GB200 NVL72 data sheet: 360 PFLOP/s of 72 with sparsity
+    (r"NVIDIA L40S", 362.05),  # L40S data sheet
+    (r"NVIDIA L40", 181.05),  # L40 data sheet
+    (r"NVIDIA L4", 121.0),  # L4 data sheet: 242 with sparsity
+    (r"NVIDIA A10", 125.0),  # A10 data sheet
+    (r"NVIDIA A40", 149.7),  # A40 data sheet
+    (r"NVIDIA RTX A6000", 154.8),  # RTX A6000 data sheet: 309.7 with sparsity
+    (r"NVIDIA RTX 6000 Ada Generation", 364.25),  # RTX 6000 Ada data sheet: 728.5 with sparsity
+    (r"NVIDIA GeForce RTX 3090", 71.0),  # GA102 white paper, bf16 with fp32 accumulation
+    (r"NVIDIA GeForce RTX 4090", 165.2),  # Ada white paper, bf16 with fp32 accumulation
+    (r"NVIDIA GeForce RTX 5090", 209.5),  # RTX Blackwell white paper, bf16 with fp32 accumulation
+    (r"AMD Instinct MI250X", 191.5),  # MI250X data sheet: 383.0 of a card, which is two devices
+    (r"AMD Instinct MI300A", 980.6),  # MI300A data sheet
+    (r"AMD Instinct MI300X", 1307.4),  # MI300X data sheet
+    (r"AMD Instinct MI325X", 1307.4),  # MI325X data sheet
+)
+
+MEASURED_SOURCE = "best {} matmul that titan-exp doctor measured here"
+"""Source of a peak that is not from a data sheet."""
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """Measured rates of a device."""
+
+    device: str
+    when: str
+    """Date and time, in UTC."""
+    torch: str
+    tflops: dict[str, float] = field(default_factory=dict)
+    """Best matmul rate in TFLOP/s by dtype or recipe: `bf16`, `fp32`, `float8_tensorwise`."""
+    attention: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    """Rates of causal attention, forward and backward, in TFLOP/s by backend and head size."""
+    copy: float | None = None
+    """Device copy bandwidth, bytes read plus written, in GB/s (10⁹)."""
+    link: float | None = None
+    """Best all-reduce bus bandwidth between the devices of the machine, in GB/s; None for one device."""
+    message_us: float | None = None
+    """Time of an all-reduce of the smallest size between the devices of the machine, in microseconds."""
+    launch_us: float | None = None
+    """Host time of an eager operator with autograd, in microseconds."""
+    context_gib: float | None = None
+    """Memory of the CUDA context, with the code of the kernels measured here, in GiB."""
+    communicator_gib: float | None = None
+    """Memory of NCCL's buffers of one process group, in GiB."""
+    rates: list[dict[str, Any]] = field(default_factory=list)
+    """All rates, as dictionaries of `doctor.microbenchmarks.Measurement`."""
+    scheduler: list[str] = field(default_factory=list)
+    """SLURM partitions."""
+
+
+@dataclass(frozen=True)
+class PeakRate:
+    """Peak rate of one device in TFLOP/s, the denominator of MFU."""
+
+    tflops: float
+    source: str
+    """Configuration key, data sheet or measurement."""
+
+
+def mfu_peak(device: "torch.device", configured: float | None, cache: Path) -> PeakRate | None:
+    """Dense bf16 peak for MFU; None if unknown, with a warning on a GPU.
+
+    The first known of `configured` (`cluster.peak_tflops`), the data sheet, and the best bf16 matmul that `titan-exp
+    doctor` measured, from `cache` (the `.cache` of the runs). On a CPU only `configured` counts.
+    """
+    if configured is not None:
+        return PeakRate(configured, "cluster.peak_tflops")
+    if device.type != "cuda":
+        return None
+    name = device_name(device)
+    known = peak_by_name(name)
+    if known is not None:
+        return PeakRate(known, "data sheet")
+    measured = matmul_rate(device, "bf16", cache)
+    if measured is None:
+        _warn_unknown(name)
+    return measured
+
+
+def matmul_rate(device: "torch.device", dtype: str, cache: Path) -> PeakRate | None:
+    """Best matmul rate of a dtype measured by `titan-exp doctor` on this device; None if unmeasured."""
+    measured = read_rates(cache, device_name(device))
+    if measured is None or dtype not in measured.tflops:
+        return None
+    return PeakRate(measured.tflops[dtype], MEASURED_SOURCE.format(dtype))
+
+
+def rates_file(cache: Path, device: str) -> Path:
+    """Path of a device's rates: `doctor/<device>.json` in the `.cache` of the runs, visible to every node."""
+    return cache / "doctor" / f"{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-').lower() or 'device'}.json"
+
+
+def write_rates(cache: Path, measured: DeviceRates) -> Path:
+    """Save measured rates; returns the file. Raises OSError if the disk is full or read-only."""
+    path = rates_file(cache, measured.device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(asdict(measured), indent=1) + "\n", durable=False)
+    return path
+
+
+def read_rates(cache: Path, device: str) -> DeviceRates | None:
+    """Read the rates of a device; None if the file is missing or unreadable."""
+    try:
+        return DeviceRates(**json.loads(rates_file(cache, device).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def device_name(device: "torch.device") -> str:
+    """Name of a GPU as torch reports it, or of the CPU with its number of cores."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    return cpu_name()
+
+
+def peak_by_name(name: str) -> float | None:
+    """Dense bf16 peak in TFLOP/s by torch device name; None if unknown."""
+    return next((peak for pattern, peak in PEAK_TFLOPS if re.fullmatch(pattern, name)), None)
+
+
+@cache
+def _warn_unknown(name: str) -> None:
+    get_logger().warning(
+        "The bf16 peak of %r is not known, so MFU is not reported. Set cluster.peak_tflops to its dense bf16 TFLOP/s.",
+        name,
+    )

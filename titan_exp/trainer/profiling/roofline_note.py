@@ -10,9 +10,9 @@ from torch import Tensor
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.optimizer import ScalesGradients
-from titan_exp.tracking.device_rates import PeakRate, device_name, matmul_rate, read_rates
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.files import write_atomically
+from titan_exp.tracking.throughput import PeakRate, device_name, matmul_rate, read_rates
 from titan_exp.trainer.metrics import Report
 from titan_exp.trainer.part import Part, Phase, Run, Step
 

@@ -1,7 +1,12 @@
-"""Sampler interface: layout-invariant order of packed rows, and one data rank's share of it."""
+"""Order of samples: a keyed permutation, the sampler of a rank, and warnings about data."""
 
+import math
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, Protocol
+
+import numpy as np
 
 from titan_exp.data.batch import MicroBatch
 
@@ -60,3 +65,42 @@ class Sampler(Protocol):
     def close(self) -> None:
         """Stop background threads."""
         ...
+
+
+_ROUNDS = 8
+
+
+class Permutation:
+    """Pseudorandom bijection of `range(size)`, a pure function of `size` and `key`."""
+
+    def __init__(self, size: int, *key: object) -> None:
+        assert size >= 1
+        self.size = size
+        self._rows = math.isqrt(size - 1) + 1
+        self._columns = -(-size // self._rows)
+        self._key = blake2b("/".join(map(str, key)).encode(), digest_size=32).digest()
+
+    def __getitem__(self, index: int) -> int:
+        """Image of `index`."""
+        assert 0 <= index < self.size
+        while True:
+            index = self._encrypt(index)
+            if index < self.size:
+                return index
+
+    def _encrypt(self, index: int) -> int:
+        row, column = divmod(index, self._columns)
+        for round_ in range(0, _ROUNDS, 2):
+            row = (row + self._round(round_, column)) % self._rows
+            column = (column + self._round(round_ + 1, row)) % self._columns
+        return row * self._columns + column
+
+    def _round(self, round_: int, value: int) -> int:
+        digest = blake2b(struct.pack("<BQ", round_, value), key=self._key, digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+
+def keyed_generator(seed: int, sample: int, purpose: str) -> np.random.Generator:
+    """Generator of one sample's numbers for one purpose; those of other samples and purposes are independent."""
+    digest = blake2b(f"{seed}/{sample}/{purpose}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))

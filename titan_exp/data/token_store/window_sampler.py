@@ -16,8 +16,7 @@ import numpy as np
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import Manifest, read_manifest, store_names, unit_hash
-from titan_exp.data.permutation import Permutation
-from titan_exp.data.sampler import NextRow, SamplerState
+from titan_exp.data.sampler import NextRow, Permutation, SamplerState
 from titan_exp.data.sources.base import MIXTURE
 from titan_exp.data.token_store.reader import TokenSplit
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.permutation import Permutation
+from titan_exp.data.sampler import Permutation
 from titan_exp.data.sources.base import RandomAccessSource
 from titan_exp.data.tokenizers import Tokenizer, encode_document
 

@@ -19,8 +19,7 @@ import torch
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.builtins import SourceDescription
-from titan_exp.data.permutation import Permutation
-from titan_exp.data.sampler import NextRow, SamplerState
+from titan_exp.data.sampler import NextRow, Permutation, SamplerState
 from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource, images_of
 from titan_exp.extensions.diffusion.encoders import Encoders, order_samples
 from titan_exp.extensions.diffusion.images import aspect_buckets, open_images

@@ -30,7 +30,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment, to_yaml
-from titan_exp.data.sources.build import build_source
+from titan_exp.data.sources.base import build_source
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 from titan_exp.tracking.run_folder.run_folder import RunFolder

@@ -10,8 +10,7 @@ from tests.data.corpora import experiment
 from tests.data.test_train_loader import loader
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.sources import content
-from titan_exp.data.sources.base import CONTENT
-from titan_exp.data.sources.build import build_source, known_identity
+from titan_exp.data.sources.base import CONTENT, build_source, known_identity
 from titan_exp.data.sources.text import TextSource
 
 

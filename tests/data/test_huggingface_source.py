@@ -21,8 +21,7 @@ from tests.data.corpora import Ranks, experiment, text
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.sources import huggingface
-from titan_exp.data.sources.base import fingerprint
-from titan_exp.data.sources.build import build_source, build_validation_source
+from titan_exp.data.sources.base import build_source, build_validation_source, fingerprint
 from titan_exp.data.sources.huggingface import HuggingFaceStream, HuggingFaceTable, build
 from titan_exp.data.tokenizers import ByteTokenizer
 from titan_exp.data.validation_loader import ValidationLoader

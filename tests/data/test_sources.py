@@ -8,9 +8,10 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.sources.base import (
     RandomAccessSource,
     StreamingSource,
+    build_source,
+    build_validation_source,
     fingerprint,
 )
-from titan_exp.data.sources.build import build_source, build_validation_source
 from titan_exp.data.sources.python_stdlib import PythonStdlibSource
 from titan_exp.data.sources.text import SplitFileSource, TextSource
 from titan_exp.data.tokenizers import ByteTokenizer, encode_document

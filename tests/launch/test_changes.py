@@ -19,7 +19,7 @@ from titan_exp.cli.main import main
 from titan_exp.compare.runs import read_run
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.sources import content
-from titan_exp.data.sources.build import known_identity
+from titan_exp.data.sources.base import known_identity
 from titan_exp.launch.provenance.changes import (
     attempt_changes,
     code_changes,

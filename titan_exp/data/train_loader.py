@@ -27,11 +27,13 @@ from titan_exp.data.sources.base import (
     REVISION,
     SHARDS,
     STREAMING,
+    build_source,
+    builtin_source,
     content_identity,
     fingerprint,
+    held_out_fraction,
     require_same_data,
 )
-from titan_exp.data.sources.build import build_source, builtin_source, held_out_fraction
 from titan_exp.data.token_store.reader import TokenSplit
 from titan_exp.data.token_store.text_store import StoredText, stored_text
 from titan_exp.data.token_store.window_sampler import (

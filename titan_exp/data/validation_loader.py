@@ -16,8 +16,14 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import unit_hash, unlimited_split
 from titan_exp.data.batch import Batch, collate
-from titan_exp.data.sources.base import RandomAccessSource, Source, StreamingSource
-from titan_exp.data.sources.build import build_source, build_validation_source, builtin_source
+from titan_exp.data.sources.base import (
+    RandomAccessSource,
+    Source,
+    StreamingSource,
+    build_source,
+    build_validation_source,
+    builtin_source,
+)
 from titan_exp.data.token_store.reader import TokenSequence, TokenSplit, concatenate, open_split
 from titan_exp.data.token_store.text_store import stored_text
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer, encode_document

@@ -18,7 +18,7 @@ from tests.data.corpora import Ranks, Rows, experiment, rows_of, write_files
 from tests.data.store_sources import TEXTS
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.data.sources.build import build_source
+from titan_exp.data.sources.base import build_source
 from titan_exp.data.token_store import text_store
 from titan_exp.data.tokenizers import write_tokenizer
 from titan_exp.data.train_loader import TrainLoader

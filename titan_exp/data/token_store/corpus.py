@@ -10,8 +10,15 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import unit_hash
 from titan_exp.data.sampler import Permutation
-from titan_exp.data.sources.base import CONTENT, RandomAccessSource, Source, content_identity, fingerprint
-from titan_exp.data.sources.build import build_source, build_validation_source
+from titan_exp.data.sources.base import (
+    CONTENT,
+    RandomAccessSource,
+    Source,
+    build_source,
+    build_validation_source,
+    content_identity,
+    fingerprint,
+)
 from titan_exp.data.validation_split import unit_hashes
 
 _CHUNK = 4096

@@ -23,8 +23,15 @@ from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import LARGEST_TEXT, VERSION, Manifest, read_manifest
 from titan_exp.config.paths.user_folder import user_folder
 from titan_exp.config.schema.builtins import sources
-from titan_exp.data.sources.base import STREAMING, RandomAccessSource, Source, content_identity, fingerprint
-from titan_exp.data.sources.build import builtin_source, held_out_fraction
+from titan_exp.data.sources.base import (
+    STREAMING,
+    RandomAccessSource,
+    Source,
+    builtin_source,
+    content_identity,
+    fingerprint,
+    held_out_fraction,
+)
 from titan_exp.data.sources.content import CorpusContent
 from titan_exp.data.store_folder import explain_disk_errors
 from titan_exp.data.token_store.build_store import write_store

@@ -18,8 +18,15 @@ from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.builtins import sources
 from titan_exp.data.data_warning import warn
 from titan_exp.data.sampler import NextRow, SamplerState
-from titan_exp.data.sources.base import SHARDS, RandomAccessSource, Source, content_identity, fingerprint
-from titan_exp.data.sources.build import build_source, held_out_fraction
+from titan_exp.data.sources.base import (
+    SHARDS,
+    RandomAccessSource,
+    Source,
+    build_source,
+    content_identity,
+    fingerprint,
+    held_out_fraction,
+)
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer
 from titan_exp.data.validation_split import training_subset
 from titan_exp.data.virtual_shards.block_shuffle import BlockShuffledStream, DaemonThreadPool, StreamSpec

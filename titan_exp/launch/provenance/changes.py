@@ -13,8 +13,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.checkpoint_files import saved_state
 from titan_exp.config.paths.remote_url import parent_location
 from titan_exp.config.schema.typed_config import load_group
-from titan_exp.data.sources.base import require_same_data
-from titan_exp.data.sources.build import known_identity
+from titan_exp.data.sources.base import known_identity, require_same_data
 from titan_exp.launch.executor import RunPlan
 from titan_exp.launch.provenance.git import checksums
 from titan_exp.launch.provenance.provenance import read_provenance

@@ -19,7 +19,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.paths.data_files import unlimited_split
 from titan_exp.config.schema.foreign_code import import_paths, user_packages
-from titan_exp.data.sources.build import is_stream, own_source
+from titan_exp.data.sources.base import is_stream, own_source
 from titan_exp.models.build import build_model
 from titan_exp.models.convert.hf_config import to_huggingface
 from titan_exp.models.convert.state_dict_map import state_dict_map

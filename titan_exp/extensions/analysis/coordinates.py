@@ -30,7 +30,7 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.extensions.analysis.verbs import COORDINATES, LARGEST_SLOPE, LLAMA_WIDTHS, SMALL_LLAMA, STEPS, WIDTH
+from titan_exp.extensions.analysis.usage import COORDINATES, LARGEST_SLOPE, LLAMA_WIDTHS, SMALL_LLAMA, STEPS, WIDTH
 from titan_exp.models.blocks.transformer import RMSNorm, iter_blocks
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
 from titan_exp.models.parametrization.parameter_scale import scales_of

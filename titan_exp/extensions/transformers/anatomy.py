@@ -16,7 +16,7 @@ from titan_exp.extensions.transformers.repository import build_class
 from titan_exp.models.blocks.initialization import InitSpec
 
 if TYPE_CHECKING:
-    from titan_exp.extensions.transformers.huggingface import Config
+    from titan_exp.extensions.transformers.repository import Config
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Keys of `config.json` with a number of experts."""

@@ -22,7 +22,7 @@ from titan_exp.ops.attention.sdpa import AttentionBackend
 from titan_exp.ops.loss.cross_entropy import LossSum
 
 if TYPE_CHECKING:
-    from titan_exp.extensions.transformers.huggingface import Config
+    from titan_exp.extensions.transformers.repository import Config
 
 
 class ClassDecoder(nn.Module):

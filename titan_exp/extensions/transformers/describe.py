@@ -22,7 +22,7 @@ from titan_exp.models.spec.model_spec import (
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, Rowwise, SequenceParallel
 
 if TYPE_CHECKING:
-    from titan_exp.extensions.transformers.huggingface import Config
+    from titan_exp.extensions.transformers.repository import Config
 
 LinearStyle = Colwise | Rowwise | SequenceParallel
 

@@ -4,15 +4,13 @@ The class is described by a model on the meta device, when a run is checked; com
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.model import NO_CHANGE, Change, ModelConfig
 from titan_exp.config.groups.types import BLOCKS
 from titan_exp.config.paths.foreign_file import count
-from titan_exp.extensions.transformers.repository import CONFIG_KEYS, config_size
+from titan_exp.extensions.transformers.repository import CONFIG_KEYS, Config, config_size
 from titan_exp.models.convert.hf_config import ANY_TYPE, HuggingFace
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
 from titan_exp.models.spec.model_spec import ModelSpec
@@ -22,50 +20,6 @@ if TYPE_CHECKING:
 
     from titan_exp.extensions.transformers.decoder import ClassDecoder
     from titan_exp.ops.attention.sdpa import AttentionBackend
-
-
-def _class_values(config: "Config") -> Mapping[str, Any]:
-    """Values that the class reads, with its defaults, without sizes that are fields here and what every class of
-    transformers has."""
-    from titan_exp.extensions.transformers.repository import class_config, require_transformers
-
-    require_transformers()
-    from transformers import PretrainedConfig
-
-    others = {*PretrainedConfig().to_dict(), *(name for names in CONFIG_KEYS.values() for name in names)}
-    return {key: value for key, value in class_config(config).to_dict().items() if key not in others - {"model_type"}}
-
-
-def _change(_: "Config", key: str) -> Change:
-    """Another value of a key of `config.json`: a rate of dropout may be meant, ids of tokens and the draw of initial
-    weights change nothing."""
-    if "dropout" in key:
-        return Change.MEANT
-    return Change.NOTHING if key.endswith(("_token_id", ".use_cache", ".initializer_range")) else Change.FUNCTION
-
-
-@dataclass(frozen=True)
-class Config(ModelConfig):
-    """A repository's `config.json`, and sizes in place of its own."""
-
-    repository: str = field(metadata=NO_CHANGE)
-    """Folder with a `config.json`, or a name on the hub (organisation/name); read when the run is composed. Its weights
-    are `checkpoint.initial=FOLDER`. E.g. `model=huggingface model.repository=docs/examples/olmo_debug`."""
-    config_overrides: dict[str, Any] = field(hash=False, metadata=NO_CHANGE)
-    """Values in place of those in `config.json`.
-    E.g. `model=huggingface model.repository=docs/examples/olmo_debug +model.config_overrides.attention_dropout=0.0`."""
-    config_json: dict[str, Any] = field(hash=False, metadata={"compared": _class_values, "change": _change})
-    """Content of `config.json` with the overrides, kept with the run; given here, no folder is read.
-    E.g. `model=huggingface model.repository=own model.config_json='{n_layer: 2, n_embd: 8, vocab_size: 9}'`."""
-    attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"] = field(
-        metadata=NO_CHANGE
-    )
-    """Attention kernel, as for other families. E.g. `model.attention_backend=flash`."""
-
-    @property
-    def has_own_blocks(self) -> bool:
-        """False: blocks are those of the class."""
-        return False
 
 
 def spec(config: Config) -> ModelSpec:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from titan_exp.extensions.transformers.anatomy import Anatomy, take_apart
 
 if TYPE_CHECKING:
-    from titan_exp.extensions.transformers.huggingface import Config
+    from titan_exp.extensions.transformers.repository import Config
 
 PASSING = "titan_exp_passing"
 """Name of the attention implementation in which no token sees another."""

@@ -1,17 +1,20 @@
-"""Captioned images: their interface, aspect buckets, and grids with a caption under each image.
+"""Images in folders, WebDatasets and Hugging Face data sets, opened one by one and checked."""
 
-Aspect buckets are shapes with equally many image tokens; images are scaled and cropped to the nearest one. Samples of
-all shapes then have sequences of one length and share batches.
-"""
-
+import csv
+import io
+import json
 import math
-from collections.abc import Mapping, Sequence
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from glob import glob
+from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -138,16 +141,10 @@ def open_images(source: ImageSource, options: ImageOptions) -> CaptionedImages:
 
             return GlyphImages(options.size)
         case "folder":
-            from titan_exp.extensions.diffusion.image_files import FolderImages
-
             return FolderImages(source.paths, options.caption_key)
         case "webdataset":
-            from titan_exp.extensions.diffusion.image_files import WebDatasetImages
-
             return WebDatasetImages(source.paths, options.caption_key)
         case "huggingface":
-            from titan_exp.extensions.diffusion.image_files import HuggingFaceImages
-
             return HuggingFaceImages(source.paths, options.split, options.image_key, options.caption_key)
 
 
@@ -202,3 +199,244 @@ def _wrapped(caption: str, font: Any, width: int) -> list[str]:
         else:
             lines[-1] = longer
     return lines
+
+
+class _Member(NamedTuple):
+    """A file in a shard."""
+
+    shard: Path
+    name: str
+    offset: int
+    size: int
+
+    def read(self) -> bytes:
+        with self.shard.open("rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size)
+
+
+class WebDatasetImages:
+    """Images of uncompressed tar files that have a caption in KEY.txt, or under `caption_key` of KEY.json.
+
+    `paths` is a shard or a pattern, as in `shards/*.tar`. Raises UserError if there are none, or one is damaged.
+    """
+
+    def __init__(self, paths: str, caption_key: str) -> None:
+        shards = [Path(path) for path in sorted(glob(str(Path(paths).expanduser())))]
+        if not shards:
+            raise no_images(paths, "no file has this name", "images=webdataset paths='shards/*.tar'")
+        self._pairs = list[tuple[_Member, str]]()
+        digest, seen = blake2b(digest_size=8), 0
+        for shard in shards:
+            for image, caption in _samples(shard, caption_key):
+                seen += 1
+                if caption:
+                    self._pairs.append((image, caption))
+                    digest.update(json.dumps([image.name, image.size, caption]).encode())
+        if not self._pairs:
+            reason = f"none of {seen} images in {len(shards)} shards has a caption"
+            raise no_images(paths, reason, f"KEY.txt beside KEY.jpg, or {caption_key} in KEY.json (caption_key=...)")
+        left_out = seen - len(self._pairs)
+        self.name = f"{len(self._pairs)} images of tar files, {left_out} without caption left out, {digest.hexdigest()}"
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def caption(self, index: int) -> str:
+        """Caption of an image."""
+        return self._pairs[index][1]
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Height and width."""
+        member, _ = self._pairs[index]
+        with open_image(io.BytesIO(member.read()), f"{member.shard}: {member.name}") as image:
+            return image.height, image.width
+
+    def image(self, index: int) -> np.ndarray:
+        """Image [height, width, 3] in uint8."""
+        member, _ = self._pairs[index]
+        name = f"{member.shard}: {member.name}"
+        with open_image(io.BytesIO(member.read()), name) as image:
+            return to_rgb(image, name)
+
+
+def _samples(shard: Path, caption_key: str) -> Iterator[tuple[_Member, str]]:
+    """Images of a shard with their captions, empty without one."""
+    samples = dict[str, dict[str, _Member]]()
+    try:
+        with tarfile.open(shard, "r:") as archive:
+            for info in archive:
+                if info.isfile():
+                    folder, _, file = info.name.rpartition("/")
+                    key, _, suffix = file.partition(".")
+                    member = _Member(shard, info.name, info.offset_data, info.size)
+                    samples.setdefault(f"{folder}/{key}", {})[f".{suffix.lower()}"] = member
+    except (tarfile.TarError, OSError) as error:
+        remedy = "copy it again, or remove it" if shard.suffix == ".tar" else "an uncompressed tar file, as of gunzip"
+        raise damaged(str(shard), error, "the shard", remedy) from error
+    for files in samples.values():
+        image = next((files[suffix] for suffix in SUFFIXES if suffix in files), None)
+        if image is None:
+            continue
+        caption = ""
+        if ".txt" in files:
+            caption = files[".txt"].read().decode("utf-8", "replace")
+        elif ".json" in files:
+            try:
+                found = json.loads(files[".json"].read())
+            except ValueError as error:
+                raise damaged(
+                    f"{shard}: {files['.json'].name}", error, "the caption", "write the shard again"
+                ) from error
+            text = found.get(caption_key) if isinstance(found, dict) else None
+            caption = text if isinstance(text, str) else ""
+        yield image, caption.strip()
+
+
+FILE_KEY = "file_name"
+"""Key of an image's path in a file of captions, as in Hugging Face's image folders."""
+
+
+class FolderImages:
+    """Images of a folder and the folders in it that have a caption, sorted by path.
+
+    Captions are in NAME.txt, or under `caption_key` of a line of `*.jsonl` or `*.csv`, whose `file_name` is relative to
+    it.
+
+    Raises:
+        UserError: there are none, or a file of captions cannot be read.
+    """
+
+    def __init__(self, folder: str, caption_key: str) -> None:
+        root = Path(folder).expanduser()
+        if not root.is_dir():
+            raise no_images(folder, "no such folder", "images=folder paths=FOLDER")
+        files = sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES)
+        listed = {
+            (file.parent / row[FILE_KEY]).resolve(): row[caption_key]
+            for file in sorted((*root.rglob("*.jsonl"), *root.rglob("*.csv")))
+            for row in _rows(file, caption_key)
+        }
+        captions = {path: _caption(path, listed) for path in files}
+        self._pairs = [(path, caption) for path, caption in captions.items() if caption]
+        if not self._pairs:
+            reason = f"none of its {len(files)} images has a caption"
+            remedy = f"NAME.txt beside NAME.png, or a metadata.jsonl with {FILE_KEY} and {caption_key}"
+            raise no_images(folder, reason, remedy)
+        digest = blake2b(digest_size=8)
+        for path, caption in self._pairs:
+            digest.update(json.dumps([str(path.relative_to(root)), path.stat().st_size, caption]).encode())
+        left_out = len(files) - len(self._pairs)
+        self.name = f"{len(self._pairs)} images of a folder, {left_out} without caption left out, {digest.hexdigest()}"
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def caption(self, index: int) -> str:
+        """Caption of an image."""
+        return self._pairs[index][1]
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Height and width, from the file's header."""
+        path, _ = self._pairs[index]
+        with open_image(path, str(path)) as image:
+            return image.height, image.width
+
+    def image(self, index: int) -> np.ndarray:
+        """Image [height, width, 3] in uint8."""
+        path, _ = self._pairs[index]
+        with open_image(path, str(path)) as image:
+            return to_rgb(image, str(path))
+
+
+def _caption(path: Path, listed: Mapping[Path, str]) -> str:
+    text = path.with_suffix(".txt")
+    if not text.is_file():
+        return listed.get(path.resolve(), "").strip()
+    try:
+        return text.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise damaged(str(text), error, "the caption", "save it as UTF-8, or remove the file") from error
+
+
+def _rows(file: Path, caption_key: str) -> Iterator[Mapping[str, str]]:
+    with file.open(encoding="utf-8", newline="") as lines:
+        rows = csv.DictReader(lines) if file.suffix == ".csv" else (json.loads(line) for line in lines if line.strip())
+        for number in count(1):
+            try:
+                row = next(rows, None)
+            except (csv.Error, ValueError) as error:
+                raise damaged(str(file), error, f"row {number}", "correct the row, or remove it") from error
+            if row is None:
+                return
+            if not isinstance(row, dict):
+                raise damaged(str(file), TypeError("it is no JSON object"), f"row {number}", "correct it, or remove it")
+            missing = [key for key in (FILE_KEY, caption_key) if not isinstance(row.get(key), str)]
+            if missing:
+                reason = f"row {number} has no text under {' and '.join(missing)}; it has {', '.join(map(str, row))}"
+                remedy = "caption_key=NAME of the captions"
+                raise UserError("This cannot be encoded.", [Violation("paths", str(file), reason, remedy)])
+            yield row
+
+
+class HuggingFaceImages:
+    """Images and captions of two columns; rows without a caption are left out.
+
+    Raises:
+        UserError: the data set cannot be loaded, or has no such column.
+    """
+
+    def __init__(self, path: str, split: str, image_key: str, caption_key: str) -> None:
+        if not path:
+            raise no_images(path, "no data set is given", "images=huggingface paths=OWNER/NAME, or a local folder")
+        data = _load(path, split)
+        for option, key in (("image_key", image_key), ("caption_key", caption_key)):
+            if key not in data.column_names:
+                reason = f"{path} has no such column"
+                remedy = f"{option}= one of {listed(data.column_names)}"
+                raise UserError("This cannot be encoded.", [Violation(option, key, reason, remedy)])
+        captions = [str(text or "").strip() for text in data.select_columns([caption_key])[caption_key]]
+        self._rows = [(index, caption) for index, caption in enumerate(captions) if caption]
+        if not self._rows:
+            raise no_images(path, f"no row has a caption under {caption_key}", "caption_key=... of the captions")
+        self._data, self._key, self._path = data, image_key, path
+        left_out = len(captions) - len(self._rows)
+        self.name = f"{len(self._rows)} images of {path}, {left_out} without caption left out, {data._fingerprint}"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def caption(self, index: int) -> str:
+        """Caption of an image."""
+        return self._rows[index][1]
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Height and width."""
+        image = self._image(index)
+        return image.height, image.width
+
+    def image(self, index: int) -> np.ndarray:
+        """Image [height, width, 3] in uint8."""
+        return to_rgb(self._image(index), f"{self._path}: row {self._rows[index][0]}")
+
+    def _image(self, index: int) -> Any:
+        row = self._rows[index][0]
+        try:
+            return self._data[row][self._key]
+        except Exception as error:  # decoders of many formats
+            reason = f"row {row} cannot be decoded: {error}"
+            raise no_images(self._path, reason, "remove the row from the data set") from error
+
+
+def _load(path: str, split: str) -> Any:
+    from datasets import Dataset, load_dataset, load_from_disk
+
+    local = Path(path).expanduser()
+    try:
+        if (local / "state.json").is_file() or (local / "dataset_dict.json").is_file():
+            found = load_from_disk(str(local))
+            return found if isinstance(found, Dataset) else found[split]
+        return load_dataset(str(local) if local.exists() else path, split=split)
+    except Exception as error:  # the hub, its cache, and files of many formats
+        reason = f"it cannot be loaded with split={split}: {str(error).strip().partition(chr(10))[0]}"
+        raise no_images(path, reason, "OWNER/NAME on the hub, or a local folder, and split=...") from error

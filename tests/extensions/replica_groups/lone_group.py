@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from titan_exp.extensions.replica_groups.buckets import AsyncAllReduce, exchange
 from titan_exp.extensions.replica_groups.events import ReplicaGroup
+from titan_exp.extensions.replica_groups.outer_optimizer import AsyncAllReduce, exchange
 
 
 class LoneGroup:

@@ -5,16 +5,16 @@ import torch
 from torch import Tensor
 
 from tests.trainer.late_copies import LateCopies, OnGPU
-from titan_exp.extensions.replica_groups import buckets
-from titan_exp.extensions.replica_groups.buckets import AsyncAllReduce, exchange
+from titan_exp.extensions.replica_groups import outer_optimizer
 from titan_exp.extensions.replica_groups.groups import ReplicaGroups
+from titan_exp.extensions.replica_groups.outer_optimizer import AsyncAllReduce, exchange
 
 SHAPES = [(3, 2), (5,), (), (4, 1)]
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 32)  # a bucket of one tensor, one of two, and so on
+    monkeypatch.setattr(outer_optimizer, "BUCKET_BYTES", 32)  # a bucket of one tensor, one of two, and so on
 
 
 def tensors() -> list[Tensor]:
@@ -72,7 +72,7 @@ def test_sums_in_the_background_return_to_the_gpu(monkeypatch):
         started.start([OnGPU(tensor) for tensor in own], double)
         flat = [part.to("cpu") for part in started._flat]
         placed: list[Tensor] = []
-        monkeypatch.setattr(buckets, "_parts", lambda flat, _: [placed.append(flat)])
+        monkeypatch.setattr(outer_optimizer, "_parts", lambda flat, _: [placed.append(flat)])
         assert len(started.sums) == len(flat)
     assert all(isinstance(part, OnGPU) for part in placed)
     assert [part.held.tolist() for part in placed if isinstance(part, OnGPU)] == [part.tolist() for part in flat]

@@ -17,8 +17,8 @@ from torch.distributed import ReduceOp
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.state_dict import decode_json, encode_json
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.extensions.replica_groups.buckets import AsyncAllReduce, exchange, ring_bytes
 from titan_exp.extensions.replica_groups.events import ReplicaGroup, group_number, newest_quorum
+from titan_exp.extensions.replica_groups.outer_optimizer import AsyncAllReduce, exchange, ring_bytes
 from titan_exp.extensions.replica_groups.quorum import Quorum, QuorumClient
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.mesh import Mesh

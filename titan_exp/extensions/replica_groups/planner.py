@@ -72,7 +72,7 @@ class GroupExchange(Exchange):
     def seconds(self, weights: float, device: Device, step: float) -> float:
         """Sums by TCP between nodes and over the host's memory: of gradients, or of the step's part of a
         synchronization, less the steps that train meanwhile."""
-        from titan_exp.extensions.replica_groups.buckets import BUCKET_BYTES
+        from titan_exp.extensions.replica_groups.outer_optimizer import BUCKET_BYTES
         from titan_exp.plan.time.roofline import message_seconds
 
         if self.groups == 1:
@@ -106,7 +106,7 @@ class GroupExchange(Exchange):
 
     def traced_on_cpu(self, trace: "Trace") -> "Trace":
         """The peak may be the sum of gradients over the groups, with a copy of a bucket."""
-        from titan_exp.extensions.replica_groups.buckets import BUCKET_BYTES
+        from titan_exp.extensions.replica_groups.outer_optimizer import BUCKET_BYTES
         from titan_exp.plan.trace.memory_tracker import Moment
 
         if self.groups == 1 or self.config.enabled:
@@ -120,7 +120,7 @@ class GroupExchange(Exchange):
     def sent_per_token(self, plan: "Plan") -> float | None:
         """Bytes that the groups send for every token; None of one. If weights do not divide evenly over ranks, an upper
         bound."""
-        from titan_exp.extensions.replica_groups.buckets import ring_bytes
+        from titan_exp.extensions.replica_groups.outer_optimizer import ring_bytes
 
         if self.groups == 1:
             return None
@@ -132,7 +132,7 @@ class GroupExchange(Exchange):
     def sent_at_once(self, plan: "Plan") -> float | None:
         """Bytes that a rank sends in the largest synchronization, of one fragment; None in synchronous training, and
         for models without a description."""
-        from titan_exp.extensions.replica_groups.buckets import ring_bytes
+        from titan_exp.extensions.replica_groups.outer_optimizer import ring_bytes
 
         spec = model_spec(self.experiment.model)
         if not self.config.enabled or spec is None:

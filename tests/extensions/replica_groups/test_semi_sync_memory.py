@@ -13,7 +13,7 @@ from tests.plan.test_extrapolated_trace import both_ways
 from tests.ranks import run_ranks
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.extensions.replica_groups.config import semi_sync_of
-from titan_exp.extensions.replica_groups.group_states import described, own_state
+from titan_exp.extensions.replica_groups.groups import described, own_state
 from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 from titan_exp.extensions.replica_groups.outer_optimizer import OuterSteps
 from titan_exp.extensions.replica_groups.semi_sync import SemiSync

@@ -11,8 +11,14 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
 from titan_exp.extensions.replica_groups.config import cluster_of, semi_sync_of
 from titan_exp.extensions.replica_groups.events import record_event
-from titan_exp.extensions.replica_groups.group_states import WRITER, described, healing_state, load_own_state
-from titan_exp.extensions.replica_groups.groups import build_replica_groups, known_step
+from titan_exp.extensions.replica_groups.groups import (
+    WRITER,
+    build_replica_groups,
+    described,
+    healing_state,
+    known_step,
+    load_own_state,
+)
 from titan_exp.extensions.replica_groups.outer_optimizer import OuterOptimizer, OuterSteps
 from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 from titan_exp.ops.local_tensor import local_tensor

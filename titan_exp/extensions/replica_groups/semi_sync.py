@@ -19,8 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_exp.extensions.replica_groups.config import SemiSyncConfig
-from titan_exp.extensions.replica_groups.group_states import described, empty_state, own_state, own_weights
-from titan_exp.extensions.replica_groups.groups import NEWCOMER_LIMIT, ReplicaGroups
+from titan_exp.extensions.replica_groups.groups import (
+    NEWCOMER_LIMIT,
+    ReplicaGroups,
+    described,
+    empty_state,
+    own_state,
+    own_weights,
+)
 from titan_exp.extensions.replica_groups.outer_optimizer import AsyncAllReduce, OuterOptimizer, exchange
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.mesh import Mesh

@@ -10,8 +10,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from titan_exp.extensions.transformers.anatomy import Anatomy, recorded_calls, recorded_init, recorder_of, take_apart
-from titan_exp.extensions.transformers.attention import KERNELS, give_kernels
+from titan_exp.extensions.transformers.anatomy import (
+    KERNELS,
+    Anatomy,
+    give_kernels,
+    recorded_calls,
+    recorded_init,
+    recorder_of,
+    take_apart,
+)
 from titan_exp.extensions.transformers.describe import styles_of_block
 from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.blocks.linear import Linear

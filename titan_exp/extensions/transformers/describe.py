@@ -9,8 +9,14 @@ import torch
 from torch import nn
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.extensions.transformers.anatomy import Anatomy, recorded_calls, recorded_init, recorder_of, unsupported
-from titan_exp.extensions.transformers.attention import AttentionCalls
+from titan_exp.extensions.transformers.anatomy import (
+    Anatomy,
+    AttentionCalls,
+    recorded_calls,
+    recorded_init,
+    recorder_of,
+    unsupported,
+)
 from titan_exp.models.spec.model_spec import (
     AttentionSpec,
     LayerSpec,

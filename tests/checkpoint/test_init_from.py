@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint.saving import saved, trained
-from titan_exp.checkpoint.init_from import load_initial_weights
+from titan_exp.checkpoint.load_state import load_initial_weights
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.checkpoint_files import saved_state
 

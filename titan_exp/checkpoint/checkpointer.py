@@ -19,8 +19,7 @@ from titan_exp.checkpoint.dcp.storage_writer import (
     has_checksums,
     require_intact,
 )
-from titan_exp.checkpoint.init_from import load_initial_weights
-from titan_exp.checkpoint.load_state import RestoredState, load_state, read_progress
+from titan_exp.checkpoint.load_state import RestoredState, load_initial_weights, load_state, read_progress
 from titan_exp.checkpoint.optimizer_state import differing_between_ranks
 from titan_exp.checkpoint.remote.background_upload import (
     CONFIG,

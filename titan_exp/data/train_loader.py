@@ -34,16 +34,16 @@ from titan_exp.data.sources.base import (
     held_out_fraction,
     require_same_data,
 )
-from titan_exp.data.token_store.reader import TokenSplit
-from titan_exp.data.token_store.text_store import StoredText, stored_text
-from titan_exp.data.token_store.window_sampler import (
+from titan_exp.data.token_store.reader import (
     Mixture,
     RepeatedTokens,
     ShuffledWindows,
+    TokenSplit,
     Windows,
     WindowSampler,
     build_store_sampler,
 )
+from titan_exp.data.token_store.text_store import StoredText, stored_text
 from titan_exp.data.tokenizers import build_tokenizer
 from titan_exp.data.validation_split import training_subset
 from titan_exp.data.virtual_shards.sampler import VirtualShardSampler

@@ -13,8 +13,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.data_files import Manifest
 from titan_exp.data.sources.base import MIXTURE
 from titan_exp.data.token_store import reader as reading
-from titan_exp.data.token_store.reader import TokenSplit
-from titan_exp.data.token_store.window_sampler import STATE, ShuffledWindows, build_store_sampler
+from titan_exp.data.token_store.reader import STATE, ShuffledWindows, TokenSplit, build_store_sampler
 from titan_exp.data.train_loader import TrainLoader
 
 LAYOUTS = [(1, 8), (2, 4), (2, 1), (3, 8), (3, 2), (4, 2), (8, 3), (8, 1)]

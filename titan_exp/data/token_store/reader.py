@@ -1,15 +1,29 @@
 """Token store reader: a split as one sequence of tokens, read through memory maps."""
 
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.paths.data_files import BEGIN_BYTES, Manifest, Shard, wrong_size
+from titan_exp.config.groups.run import DataConfig
+from titan_exp.config.paths.data_files import (
+    BEGIN_BYTES,
+    Manifest,
+    Shard,
+    read_manifest,
+    store_names,
+    unit_hash,
+    wrong_size,
+)
+from titan_exp.data.sampler import NextRow, Permutation, SamplerState
+from titan_exp.data.sources.base import MIXTURE
 
 ReadWindow = Callable[[int, np.ndarray], list[int]]
 """Fills a window with the tokens from an offset on; returns its document starts, except at the first token."""
@@ -100,3 +114,184 @@ def _array(path: Path, dtype: str, length: int) -> np.ndarray:
         raise UserError("The token store is damaged.", [violation])
     # A plain array slices three times as fast as a memmap.
     return np.memmap(path, dtype, mode="r", shape=(length,)).view(np.ndarray)
+
+
+ROUNDED_PERIOD = 2**16
+"""Longest period of earlier versions, which rounded other shares to multiples of its inverse."""
+
+
+class Mixture:
+    """Assignment of rows to sources by `weights`, in any unit, whose shares are exact. With `rounded`, shares that need
+    a period above `ROUNDED_PERIOD` are rounded as by earlier versions, to one row per period or more."""
+
+    def __init__(self, weights: Sequence[float], *, rounded: bool = False) -> None:
+        exact = [Fraction(str(weight)) for weight in weights]
+        shares = [weight / sum(exact) for weight in exact]
+        self.period = math.lcm(*(share.denominator for share in shares))
+        """Number of rows after which the interleaving repeats."""
+        self.quotas = [int(share * self.period) for share in shares]
+        """Number of rows of each source in a period."""
+        if rounded and self.period > ROUNDED_PERIOD:
+            self.quotas = [max(1, round(share * ROUNDED_PERIOD)) for share in shares]
+            self.period = sum(self.quotas)
+        common = math.lcm(*self.quotas)
+        self._spacings = [common // quota for quota in self.quotas]
+
+    def __getitem__(self, row: int) -> tuple[int, int]:
+        """Source of a row, and the number of that source's rows before it."""
+        counts = self.counts(row)
+        source = self._next(counts)
+        return source, counts[source]
+
+    def counts(self, rows: int) -> list[int]:
+        """Number of rows of each source among the first `rows` rows."""
+        # At the time t / P of a period, sources have had their quota times that, rounded: at most half a row too many.
+        time = rows - len(self.quotas) // 2
+        counts = [max(0, (2 * quota * time + self.period) // (2 * self.period)) for quota in self.quotas]
+        for _ in range(rows - sum(counts)):
+            counts[self._next(counts)] += 1
+        return counts
+
+    def _next(self, counts: Sequence[int]) -> int:
+        """Source of the next row after these."""
+        times = [(2 * count + 1) * spacing for count, spacing in zip(counts, self._spacings, strict=True)]
+        return times.index(min(times))
+
+
+STATE = "store"
+"""Name of the position in a sampler's state."""
+
+
+class WindowSampler:
+    """`Sampler` over the windows of one or several token stores, in the order of a mixture. `corpus` is the identity of
+    the data; windows of several stores have names."""
+
+    def __init__(
+        self,
+        windows: Mapping[str, "Windows"],
+        mixture: Mixture,
+        corpus: dict[str, Any],
+        *,
+        dp_rank: int,
+        dp_degree: int,
+    ) -> None:
+        self._dp_rank, self._dp_degree = dp_rank, dp_degree
+        self._names, self._windows = list(windows), list(windows.values())
+        self._mixture = mixture
+        self.corpus = corpus
+        self.initial_state: SamplerState = {STATE: {"rows": 0}}
+
+    def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
+        """Return the single position, shared by all ranks."""
+        if STATE not in states:
+            raise UserError("The checkpoint's data state has no position in a token store.")
+        return {STATE: {"rows": states[STATE]["rows"]}}
+
+    def open(self, state: SamplerState) -> NextRow:
+        """Open a reader of this rank's rows; the position counts the rows of all ranks, which advance together."""
+        rows = state[STATE]["rows"]
+
+        def next_row(window: np.ndarray) -> tuple[list[int], SamplerState]:
+            nonlocal rows
+            source, number = self._mixture[rows + self._dp_rank]
+            rows += self._dp_degree
+            return self._windows[source].read(number, window), {STATE: {"rows": rows}}
+
+        return next_row
+
+    def state_at(self, rows: int) -> SamplerState:
+        """Position after `rows` rows."""
+        return {STATE: {"rows": rows}}
+
+    def source_name(self, row: int) -> str:
+        """Store of a row; empty for a single store."""
+        return self._names[self._mixture[row][0]] if len(self._names) > 1 else ""
+
+    def epochs(self, state: SamplerState) -> dict[str, float]:
+        """Epochs over the windows of each store, and over all windows under the empty name."""
+        rows = state[STATE]["rows"]
+        epochs = {"": rows / sum(windows.rows for windows in self._windows)}
+        if len(self._names) > 1:
+            counts = zip(self._names, self._mixture.counts(rows), self._windows, strict=True)
+            epochs |= {name: count / windows.rows for name, count, windows in counts}
+        return epochs
+
+    def close(self) -> None:
+        """Do nothing: windows are read on demand."""
+
+
+def build_store_sampler(
+    data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int, rounded: bool = False
+) -> WindowSampler:
+    """Open the stores of `data.paths`; `rounded` is as in `Mixture`. Raises UserError if one cannot be used."""
+    manifests = [read_manifest(path) for path in data.paths]
+    windows = [ShuffledWindows(manifest, seq_len, seed, number) for number, manifest in enumerate(manifests)]
+    corpus: dict[str, Any] = {
+        "data.paths": [manifest.fingerprint for manifest in manifests],
+        "data.weights": list(data.weights),
+        "experiment.seed": seed,
+        "training.seq_len": seq_len,
+    }
+    mixture = Mixture(data.weights or [windows_.rows for windows_ in windows], rounded=rounded)
+    if mixture.period > ROUNDED_PERIOD and not rounded:
+        corpus[MIXTURE] = "exact"
+    named = dict(zip(store_names(data.paths), windows, strict=True))
+    return WindowSampler(named, mixture, corpus, dp_rank=dp_rank, dp_degree=dp_degree)
+
+
+class Windows(Protocol):
+    """Windows of one store, numbered over all epochs."""
+
+    @property
+    def rows(self) -> float:
+        """Windows per epoch."""
+        ...
+
+    def read(self, number: int, window: np.ndarray, /) -> list[int]:
+        """Fill `window` [seq_len + 1] with window `number`; returns its document starts (each in 1..seq_len)."""
+        ...
+
+
+class ShuffledWindows:
+    """Windows of one store, reshuffled every epoch. Raises UserError if the store is smaller than a window.
+
+    `number` distinguishes the stores of a mixture, so that stores of equal size have different orders.
+    """
+
+    def __init__(self, manifest: Manifest, seq_len: int, seed: int, number: int) -> None:
+        self._tokens = TokenSplit(manifest, "train")
+        self._seq_len = seq_len
+        self.rows, self._rest = divmod(len(self._tokens) - 1, seq_len)
+        if self.rows < 1:
+            reason = f"{manifest.path} has {len(self._tokens)} training tokens, and a row takes {seq_len + 1}"
+            violation = Violation("training.seq_len", seq_len, reason, "a shorter one, or a larger store")
+            raise UserError("The token store is too small.", [violation])
+        self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(self.rows, "windows", seed, number, epoch))
+        self._shift = lru_cache(maxsize=4)(
+            lambda epoch: int(unit_hash(f"shift/{seed}/{number}/{epoch}") * (self._rest + 1))
+        )
+
+    def read(self, number: int, window: np.ndarray) -> list[int]:
+        """Fill `window` [seq_len + 1] with the window of index `number` over all epochs; returns its document starts
+        (each in 1..seq_len)."""
+        epoch, rank = divmod(number, self.rows)
+        return self._tokens.read(self._shift(epoch) + self._order(epoch)[rank] * self._seq_len, window)
+
+
+class RepeatedTokens:
+    """Windows of a split that is shorter than one, read over and over in its own order."""
+
+    def __init__(self, tokens: TokenSplit, seq_len: int) -> None:
+        self._tokens, self._seq_len = tokens, seq_len
+        self.rows = len(tokens) / seq_len
+
+    def read(self, number: int, window: np.ndarray) -> list[int]:
+        """Fill `window` with the tokens from `number * seq_len` on; returns its document starts."""
+        starts, filled = list[int](), 0
+        while filled < len(window):
+            begin = (number * self._seq_len + filled) % len(self._tokens)
+            part = window[filled : filled + len(self._tokens) - begin]
+            starts += [filled] * (begin == 0 and filled > 0)
+            starts += [filled + start for start in self._tokens.read(begin, part)]
+            filled += len(part)
+        return starts

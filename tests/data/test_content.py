@@ -9,7 +9,7 @@ import pytest
 from tests.data.corpora import experiment
 from tests.data.test_train_loader import loader
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.sources import content
+from titan_exp.data.sources import base
 from titan_exp.data.sources.base import CONTENT, build_source, known_identity
 from titan_exp.data.sources.text import TextSource
 
@@ -52,9 +52,9 @@ def test_a_byte_changes_it_and_a_move_does_not(corpus: Path, tmp_path: Path, off
 
 
 def test_large_corpora_are_sampled_at_both_ends_and_between(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content, "WHOLE_BYTES", 10_000)
-    monkeypatch.setattr(content, "SAMPLES", 5)
-    monkeypatch.setattr(content, "SAMPLE_BYTES", 100)
+    monkeypatch.setattr(base, "WHOLE_BYTES", 10_000)
+    monkeypatch.setattr(base, "SAMPLES", 5)
+    monkeypatch.setattr(base, "SAMPLE_BYTES", 100)
     before = fingerprint(corpus)
     assert "5 samples" in before
     for name, offset in (("00.txt", 0), ("39.txt", 999), ("19.txt", 980)):  # of a sample at 19950
@@ -69,24 +69,24 @@ def test_large_corpora_are_sampled_at_both_ends_and_between(corpus: Path, monkey
 
 
 def test_many_files_are_sampled(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content, "WHOLE_FILES", 39)
+    monkeypatch.setattr(base, "WHOLE_FILES", 39)
     assert "samples" in fingerprint(corpus)
 
 
 def test_unchanged_files_are_not_read_again(corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fingerprint(corpus)
     assert not cache.exists()  # the files are too new: a write in the same tick would not be seen
-    monkeypatch.setattr(content, "SETTLED", -time.time())
+    monkeypatch.setattr(base, "SETTLED", -time.time())
     before = fingerprint(corpus)
     assert [path.read_text() for path in cache.iterdir()] == [before]
-    monkeypatch.setattr(content.CorpusContent, "_checksum", lambda self: "read again")
+    monkeypatch.setattr(base.CorpusContent, "_checksum", lambda self: "read again")
     assert fingerprint(corpus) == before
     edit(corpus / "17.txt", 3)
     assert "read again" in fingerprint(corpus)
 
 
 def test_without_a_cache_folder(corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content, "SETTLED", -time.time())
+    monkeypatch.setattr(base, "SETTLED", -time.time())
     cache.parent.parent.mkdir()
     cache.parent.write_text("a file")
     assert "40 files" in fingerprint(corpus)

@@ -18,7 +18,7 @@ from tests.launch.test_run_plan import planned
 from titan_exp.cli.main import main
 from titan_exp.compare.runs import read_run
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.sources import content
+from titan_exp.data.sources import base
 from titan_exp.data.sources.base import known_identity
 from titan_exp.launch.provenance.changes import (
     attempt_changes,
@@ -175,7 +175,7 @@ def test_the_command_line_says_so(lab: Path, capfd: pytest.CaptureFixture[str], 
 
 
 def test_large_corpora_touched_since(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content, "WHOLE_BYTES", 10)
+    monkeypatch.setattr(base, "WHOLE_BYTES", 10)
     plan = finish(plan_of(lab))
     assert printed(plan) == []
     os.utime(lab.parent / "corpus/a.txt", (time.time() + 60, time.time() + 60))

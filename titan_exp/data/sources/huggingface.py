@@ -13,8 +13,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import LOADERS, corpus_entries, matching_files
 from titan_exp.config.schema.builtins import SourceDescription
-from titan_exp.data.sources.base import Source
-from titan_exp.data.sources.content import CorpusContent
+from titan_exp.data.sources.base import CorpusContent, Source
 from titan_exp.data.sources.text import FileSource
 
 if TYPE_CHECKING:

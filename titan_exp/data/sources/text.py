@@ -17,7 +17,7 @@ from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import SPLIT_FURTHER, distinct_files, is_binary, matching_files
 from titan_exp.config.schema.builtins import SourceDescription
 from titan_exp.data.data_warning import warn
-from titan_exp.data.sources.content import CorpusContent
+from titan_exp.data.sources.base import CorpusContent
 
 
 class FileSource:

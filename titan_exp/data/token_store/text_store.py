@@ -25,6 +25,7 @@ from titan_exp.config.paths.user_folder import user_folder
 from titan_exp.config.schema.builtins import sources
 from titan_exp.data.sources.base import (
     STREAMING,
+    CorpusContent,
     RandomAccessSource,
     Source,
     builtin_source,
@@ -32,7 +33,6 @@ from titan_exp.data.sources.base import (
     fingerprint,
     held_out_fraction,
 )
-from titan_exp.data.sources.content import CorpusContent
 from titan_exp.data.store_folder import explain_disk_errors
 from titan_exp.data.token_store.build_store import write_store
 from titan_exp.data.token_store.corpus import Corpus

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from titan_exp.cli.shell.output_file import OutputFile
+from titan_exp.cli.shell.hydra_command import OutputFile
 from titan_exp.config.command_line.options import HELP, options_help, take_options
 from titan_exp.config.command_line.verb_options import CompareOptions
 from titan_exp.config.errors.user_error import UserError

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_exp.cli.plan_commands.device import device_for
-from titan_exp.cli.shell.hydra_command import run_with_hydra
-from titan_exp.cli.shell.output_file import OutputFile
+from titan_exp.cli.shell.hydra_command import OutputFile, run_with_hydra
 from titan_exp.config.command_line.options import HELP, SWITCHES, VALUED, options_help, take_options
 from titan_exp.config.command_line.verb_options import PlanOptions
 from titan_exp.config.errors.user_error import UserError, nearest

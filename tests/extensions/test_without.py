@@ -48,6 +48,7 @@ for words in (
     "train training.objective=rectified_flow",
     "train data.source=latents",
     "generate guidance=3",
+    "help replica-groups",
 ):
     assert main(words.split()) == 2
 """
@@ -86,7 +87,7 @@ def run_there(core: Path, *words: str, limit: float) -> subprocess.CompletedProc
 def test_the_core_plans_trains_resumes_and_compares(core: Path):
     done = run_there(core, "-c", JOURNEY, limit=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name, count in (("transformers", 1), ("analysis", 2), ("diffusion", 9), ("replica_groups", 4)):
+    for name, count in (("transformers", 1), ("analysis", 2), ("diffusion", 9), ("replica_groups", 5)):
         assert done.stderr.count(f"it comes with the extension {name}, which this installation lacks") == count
 
 

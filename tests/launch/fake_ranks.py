@@ -45,9 +45,11 @@ def succeed(path: str) -> None:
     folder = RunFolder(path)
     write_surroundings(folder)
     print(f"hello from rank {rank()} → its log", flush=True)
+    began = f"began-{folder.read_attempts()[-1].attempt}"
+    (folder.path / f"{began}-{rank()}").touch()
     if rank() == 0:
-        names = [f"seen-{other}.json" for other in range(int(os.environ["WORLD_SIZE"]))]
-        wait_until(lambda: all((folder.path / name).exists() for name in names))  # as collectives make it
+        peers = [folder.path / f"{began}-{other}" for other in range(int(os.environ["WORLD_SIZE"]))]
+        wait_until(lambda: all(peer.exists() for peer in peers))  # as collectives make it, in each attempt anew
         for step in (1, 2):
             log(folder, step)
 

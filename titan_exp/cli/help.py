@@ -6,7 +6,7 @@ from pathlib import Path
 
 import titan_exp
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
-from titan_exp.config.extension import extension_folders, provided
+from titan_exp.config.extension import extension_folders, lacking, provided
 
 
 def run(argv: Sequence[str]) -> int:
@@ -14,6 +14,8 @@ def run(argv: Sequence[str]) -> int:
     topic = argv[0] if len(argv) == 1 else " ".join(argv)
     found = guides()
     if topic not in found:
+        if reason := lacking(f"help {topic}"):
+            raise UserError(f"titan-exp help {topic}: {reason}.")
         verbs = [*(path.stem for path in Path(__file__).parent.glob("*.py")), *provided("verbs")]
         help_of_verb = f"The verb is described by titan-exp {topic} --help." if topic in verbs else ""
         offer = help_of_verb or did_you_mean(topic, found) or f"The guides are {listed(sorted(found), 'and')}."

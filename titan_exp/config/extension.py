@@ -232,6 +232,7 @@ def provided_words(extension: Extension) -> Iterator[str]:
         yield f"{path.parent.name}={path.stem}"
     for path in sorted(extension.folder.glob("sweeps/*.yaml")):
         yield f"sweep {path.stem}"
+    yield from (f"help {path.stem}" for path in sorted(extension.folder.glob("guides/*.md")))
     yield from (f"model.architecture={name}" for name in extension.families)
     yield from (f"training.objective={name}" for name in extension.objectives)
     yield from (f"data.source={name}" for name in extension.sources)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.extension import loaded
 
 if TYPE_CHECKING:
@@ -98,8 +99,12 @@ class Worlds(ABC):
 
 @cache
 def worlds_launch() -> Worlds | None:
-    """Launch of runs with several worlds; None if no installed extension provides one."""
-    return next((kind() for kind in loaded("worlds")), None)
+    """Launch of runs with several worlds; None if no installed extension provides one. Raises UserError if two do."""
+    kinds = list(loaded("worlds"))
+    if len(kinds) > 1:
+        modules = listed([kind.__module__ for kind in kinds], "and")
+        raise UserError(f"A run has one launch of its worlds, and {modules} are installed. Uninstall all but one.")
+    return kinds[0]() if kinds else None
 
 
 def several_worlds() -> Worlds:

@@ -1,4 +1,4 @@
-"""Files that somebody else wrote, read without following, waiting or growing: JSON by type, YAML by one strict loader."""
+"""Files that somebody else wrote, read without following, waiting or growing: JSON by type, YAML by a strict loader."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Groups `experiment`, `paths`, `data`, `checkpoint`, `tracking`, `profiling`, `plan` and `cluster`, around the steps."""
+"""Groups `experiment`, `paths`, `data`, `checkpoint`, `tracking`, `profiling`, `plan`, `cluster`: around the steps."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

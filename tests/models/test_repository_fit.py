@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.models.convert import hf_config
 from titan_exp.models.convert.hf_config import repository_lines
 
 transformers = pytest.importorskip("transformers")
@@ -176,3 +178,13 @@ def test_what_a_family_cannot_compute_is_said():
     assert line.startswith("cannot be converted: config.json: use_sliding_window=True")
     (line,) = repository_lines(qwen3(36, 4096, 32, 8, 12288) | {"quantization_config": {"quant_method": "awq"}}, "x")
     assert "quant_method='awq'" in line
+
+
+def test_two_families_that_read_one_model_type_are_named(monkeypatch: pytest.MonkeyPatch):
+    built_in = hf_config.component
+    monkeypatch.setattr(
+        hf_config, "builtin_components", lambda _: {"mine": "my.family", "llama": "titan_exp.models.llama"}
+    )
+    monkeypatch.setattr(hf_config, "component", lambda group, _: built_in(group, "llama"))
+    with pytest.raises(UserError, match="the families mine and llama both read the model_type 'llama'"):
+        list(repository_lines({"model_type": "llama"}, "anybody/theirs"))

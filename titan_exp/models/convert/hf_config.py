@@ -180,12 +180,16 @@ def other_family() -> tuple[str, HuggingFace] | None:
 
 
 def _families() -> dict[str, HuggingFace]:
-    found: dict[str, HuggingFace] = {}
+    found: dict[str, tuple[str, HuggingFace]] = {}
     for name in builtin_components("model"):
         family: HuggingFace | None = getattr(component("model", name), "huggingface", None)
-        if family is not None:
-            found |= dict.fromkeys((family.model_type, *family.other_types), family)
-    return found
+        for kind in () if family is None else (family.model_type, *family.other_types):
+            if (other := found.setdefault(kind, (name, family)))[0] != name:
+                raise UserError(
+                    f"config.json: the families {other[0]} and {name} both read the model_type {kind!r}. "
+                    "Give one of them another model_type, or uninstall the extension that brings it."
+                )
+    return {kind: family for kind, (_, family) in found.items()}
 
 
 def _family(values: Mapping[str, Any], architecture: str | None) -> HuggingFace:

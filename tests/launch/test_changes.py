@@ -30,6 +30,7 @@ from titan_exp.launch.provenance.changes import (
 )
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, refresh_snapshot
 from titan_exp.tracking.run_folder.attempts import StateName
+from titan_exp.tracking.run_folder.provenance_records import code_record
 from titan_exp.tracking.run_folder.run_folder import RunState
 
 
@@ -205,7 +206,7 @@ def test_the_next_attempt_says_what_changed(lab: Path) -> None:
     report_changes([plan], lines.append)
     assert lines == [f"Code changed since attempt 1:\n  {line}"]
     # Both versions are kept.
-    first, second = (json.loads((folder / "code.json").read_text()) for folder in codes(plan))
+    first, second = (code_record(json.loads((folder / "code.json").read_text())) for folder in codes(plan))
     assert code_changes(first, second) == [line]
     assert "return 1\n" in plan.folder.diff.read_text()
 
@@ -287,7 +288,7 @@ def test_comparison_counts_changes_of_user_code(lab: Path) -> None:
 def test_records_without_files_and_with_many(
     before: Mapping[str, Any], after: Mapping[str, Any], expected: list[str]
 ) -> None:
-    assert code_changes(before, after) == expected
+    assert code_changes(code_record(before), code_record(after)) == expected
 
 
 def test_a_large_diff_is_named_with_its_files(lab: Path) -> None:

@@ -70,6 +70,24 @@ def test_diff_restores_the_code(repository: Path) -> None:
     assert "new.py" in git(repository, "ls-files", "--others")  # the user's index is as it was
 
 
+def test_no_program_of_a_repository_runs(repository: Path) -> None:
+    ran, program = repository / "ran", repository / "program"
+    program.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    program.chmod(0o755)
+    hook = repository / ".git" / "hooks" / "post-index-change"
+    hook.parent.mkdir(exist_ok=True)
+    hook.symlink_to(program)
+    git(repository, "config", "diff.external", str(program))
+    git(repository, "config", "diff.shown.textconv", str(program))
+    git(repository, "config", "core.fsmonitor", str(program))
+    (repository / ".gitattributes").write_text("*.py diff=shown\n")
+    ran.unlink(missing_ok=True)
+    (repository / "package" / "model.py").write_text("layers = 8\n")
+    (repository / "package" / "new.py").write_text("")
+    assert "+layers = 8" in read_code_version(repository / "package")[1]
+    assert not ran.exists()
+
+
 def test_credentials_in_the_diff_are_masked(repository: Path) -> None:
     (repository / "package" / "model.py").write_text(f"token = '{TOKEN}'\n")
     (repository / "new.env").write_text("WANDB_API_KEY=" + "0123456789abcdef" * 2 + "01234567\n")

@@ -201,7 +201,7 @@ def read_run(path: str | Path) -> Run:
     """Read a run folder in any state. Raises UserError if it has no configuration or a damaged file."""
     folder = RunFolder(path)
     config = read_values(folder.config)
-    code = read_code(folder.code) or {}
+    code = read_code(folder.code)
     attempts = folder.read_attempts()
     rows = read_history(folder.path)
     ancestor = next(ancestors(folder.path), None)
@@ -213,8 +213,8 @@ def read_run(path: str | Path) -> Run:
     known = [(attempt, seconds) for attempt, seconds in spans if seconds is not None]
     return Run(
         study=str((config.get("experiment") or {}).get("name") or folder.path.resolve().parent.name),
-        run_id=code.get("run_id") or folder.path.resolve().name,
-        experiment_id=code.get("experiment_id"),
+        run_id=(code and code.run_id) or folder.path.resolve().name,
+        experiment_id=code and code.experiment_id,
         state=state,
         reason=reason,
         config=config,
@@ -223,8 +223,8 @@ def read_run(path: str | Path) -> Run:
         seconds=sum(seconds for _, seconds in known) if known else None,
         device_seconds=sum(seconds * attempt.world_size for attempt, seconds in known) if known else None,
         device=_device(folder.env),
-        commit=code.get("commit"),
-        dirty=any(part.get("dirty") for part in code.get("imported", ())) or code.get("dirty"),
+        commit=code and code.parts[0].commit,
+        dirty=code and code.dirty,
         overrides=read_overrides(folder.overrides) or (),
         source=str(path),
         lost_seconds=None if (worlds := summarize_worlds(folder)) is None else worlds.lost,

@@ -160,7 +160,7 @@ def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
         **({} if signature is None else {plan.folder.signature.name: signature}),
         plan.folder.overrides.name: overrides_text(list(map(mask_override, plan.overrides))),
         plan.folder.nondefault.name: _nondefault(plan, config),
-        plan.folder.code.name: provenance.code_json(ids, plan.experiment),
+        plan.folder.code.name: provenance.code_record(plan.experiment, **ids).to_json(),
         plan.folder.diff.name: provenance.patch(plan.experiment),
         plan.folder.env.name: json.dumps(provenance.environment, indent=2) + "\n",
     }

@@ -53,7 +53,7 @@ def run(plan: RunPlan, *, console: RunConsole | None = None) -> RunOutcome:
     with explain_write_errors(plan.folder.path), acquire_run(plan.folder, "launcher", console.echo):
         if (done := _if_done(plan, console)) is not None:
             return done
-        execution = _Execution(plan, _open_attempt(plan, plan.folder.read_state(), console), console)
+        execution = _Execution(plan, _open_attempt(plan, plan.folder.read_state(), console, renew=existed), console)
         result = execution.run()
     summary = replace(summarize(execution.folder), state=result.state)
     _report(replace(plan, folder=execution.folder), summary, result, console)
@@ -75,13 +75,15 @@ def _if_done(plan: RunPlan, console: RunConsole) -> RunOutcome | None:
     return RunOutcome(0, summary)
 
 
-def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole) -> int:
-    """Record the intent to start; returns the attempt number."""
+def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole, *, renew: bool) -> int:
+    """Record the intent to start, with `renew` or after another attempt in a folder of the present code; returns the
+    attempt number."""
     folder, worlds = plan.folder, plan.layout.cluster.worlds
     size = plan.layout.world_size * worlds
     last = state.attempt if state else 0
     close_dead_attempts(folder)
-    refresh_snapshot(plan, last)
+    if renew or last:
+        refresh_snapshot(plan, last)
     attempt = folder.add_attempt(world_size=size, hosts=[socket.gethostname()]).attempt
     # A rank of the previous attempt that is still starting either sees this row and exits, or is awaited here.
     wait_for_orphans(folder, console.echo)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,9 @@ from titan_exp.data.sources.base import known_identity, require_same_data
 from titan_exp.launch.executor import RunPlan
 from titan_exp.launch.provenance.git import checksums
 from titan_exp.launch.provenance.provenance import read_provenance
-from titan_exp.launch.provenance.recorded_code import recorded_parts, recorded_version
 from titan_exp.rules.continue_from import local_checkpoint, recorded_data
 from titan_exp.tracking.number_format import format_bytes
-from titan_exp.tracking.run_folder.provenance_records import read_code
+from titan_exp.tracking.run_folder.provenance_records import CodeRecord, CodeVersion, read_code
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 LARGE_PATCH = 1_000_000
@@ -30,21 +29,23 @@ NAMES = 5
 DATA_NAMES = {"data.content": "data files", "data.paths": "token stores", "data.tokenizer": "tokenizer"}
 
 
-def code_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def code_changes(before: CodeRecord, after: CodeRecord) -> list[str]:
     """Differences between two code records (`code.json`), a line per repository or package.
 
     Code is the same if its files are: a commit that changes other files of a repository does not count.
     """
-    old, new = recorded_parts(before), recorded_parts(after)
-    lines = [_change(name, old[name], new[name]) for name in old if name in new]
+    old, new = ({part.name: part for part in record.parts} for record in (before, after))
+    lines = [_change(old[name], new[name]) for name in old if name in new]
     lines += [f"{name}: no longer imported" for name in old if name not in new]
-    lines += [f"{name}: imported now, not before ({recorded_version(new[name])})" for name in new if name not in old]
+    lines += [f"{name}: imported now, not before ({new[name].state})" for name in new if name not in old]
     return [line for line in lines if line is not None]
 
 
 def attempt_changes(folder: RunFolder, attempt: int) -> tuple[str, list[str]]:
     """Start that attempt `attempt` continues, and the code changes since: the last attempt, or the parent run."""
-    present = read_code(folder.code) or {}
+    present = read_code(folder.code)
+    if present is None:
+        return "", []
     if attempt > 1:
         kept = read_code(folder.attempt_logs(attempt - 1) / folder.code.name)
         return f"attempt {attempt - 1}", [] if kept is None else code_changes(kept, present)
@@ -59,18 +60,15 @@ def attempt_changes(folder: RunFolder, attempt: int) -> tuple[str, list[str]]:
 def edited_code(folder: RunFolder) -> list[str]:
     """Recorded files that were edited before this process imported them, a line per repository. Snapshots do not
     change: they replace titan_exp and the repository of the current folder."""
-    record = read_code(folder.code) or {}
-    parts, frozen = recorded_parts(record), record.get("frozen") or {}
-    if frozen:
-        del parts["titan_exp"]
-    lines = []
-    for name, part in parts.items():
-        place = Path(part.get("path") or "/")
-        copied = frozen.get("own") is not None and place in (Path.cwd(), *Path.cwd().parents)
+    record, lines = read_code(folder.code), []
+    frozen = record.frozen if record else None
+    for part in record.parts[1 if frozen else 0 :] if record else ():
+        place = Path(part.path or "/")
+        copied = frozen and frozen.get("own") is not None and place in (Path.cwd(), *Path.cwd().parents)
         if place.is_dir() and not copied:
-            present = checksums(place, part.get("files") or {})
-            edited = sorted(file for file, digest in (part.get("files") or {}).items() if present.get(file) != digest)
-            lines += [f"{name}: {_count(edited)}"] if edited else []
+            present = checksums(place, part.files)
+            edited = sorted(file for file, checksum in part.files.items() if present.get(file) != checksum)
+            lines += [f"{part.name}: {_count(edited)}"] if edited else []
     return lines
 
 
@@ -148,19 +146,16 @@ def refuse_other_data(experiment: Experiment, folder: RunFolder) -> None:
             require_same_data(recorded, present, {*recorded} & {*present}, restart)
 
 
-def _change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    before, after = recorded_version(old), recorded_version(new)
-    files, present = old.get("files") or {}, new.get("files") or {}
-    if files and present:
-        changed = sorted(file for file in {*files, *present} if files.get(file) != present.get(file))
+def _change(old: CodeVersion, new: CodeVersion) -> str | None:
+    names = ""
+    if old.files and new.files:
+        changed = sorted(file for file in {*old.files, *new.files} if old.files.get(file) != new.files.get(file))
         if not changed:
             return None
         names = f"; {_count(changed)}"
-    elif (before, old.get("diff")) == (after, new.get("diff")):
+    elif (old.state, old.diff) == (new.state, new.diff):
         return None
-    else:
-        names = ""
-    return f"{name}: {before}{names}" if before == after else f"{name}: from {before} to {after}{names}"
+    return f"{old.name}: {old.state if old.state == new.state else f'from {old.state} to {new.state}'}{names}"
 
 
 def _count(files: Sequence[str]) -> str:

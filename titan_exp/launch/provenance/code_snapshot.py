@@ -15,7 +15,7 @@ from pathlib import Path
 import titan_exp
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.foreign_code import import_paths
-from titan_exp.launch.provenance.git import run_git
+from titan_exp.launch.provenance.git import KNOWN, list_files
 from titan_exp.launch.provenance.user_modules import is_installed, scope, user_modules
 from titan_exp.tracking.run_folder.files import mkdir_below
 from titan_exp.tracking.run_folder.folder_owner import own_folder
@@ -110,7 +110,7 @@ def _own_files(here: Path, modules: Mapping[str, Path]) -> tuple[list[str] | Non
 
 def _files(root: Path, names: Sequence[str]) -> list[str]:
     """Files below `root / name`: tracked and untracked ones in a repository, else all."""
-    found = _tracked(root, [*names]) if _tracked(root, ["titan_exp"], others=False) else None
+    found = _tracked(root, [*names]) if _tracked(root, ["titan_exp"], "--cached") else None
     if found is None:
         found = [
             path.relative_to(root).as_posix()
@@ -122,12 +122,10 @@ def _files(root: Path, names: Sequence[str]) -> list[str]:
     return [name for name in found if "__pycache__" not in name.split("/")]
 
 
-def _tracked(folder: Path, patterns: Sequence[str], *, others: bool = True) -> list[str] | None:
-    """Tracked files that match, with `others` untracked ones too; None outside a repository."""
-    kinds = ["--cached", "--others", "--exclude-standard"] if others else ["--cached"]
-    listed = run_git(folder, "ls-files", "-z", *kinds, "--", *patterns)
-    # The index also lists deleted files.
-    return None if listed is None else sorted({name for name in listed.split("\0") if (folder / name).is_file()})
+def _tracked(folder: Path, patterns: Sequence[str], *kinds: str) -> list[str] | None:
+    """Existing files that git knows and that match; None outside a repository."""
+    names = list_files(folder, patterns, *(kinds or KNOWN))
+    return None if names is None else [name for name in names if (folder / name).is_file()]
 
 
 def _keep(runs: Path, root: Path, names: Sequence[str], *, write: bool) -> Path:

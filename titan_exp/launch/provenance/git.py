@@ -1,19 +1,19 @@
 """Versions of code: commit, diff and checksums of a git repository, or checksums of files without one."""
 
-import hashlib
 import os
 import re
 import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 import titan_exp
 from titan_exp.launch.provenance.secrets import MASK, mask
 from titan_exp.tracking.run_folder.files import temporary_folder
+from titan_exp.tracking.run_folder.provenance_records import CodeVersion, digest
 
 NEW_FILE_LIMIT, NEW_FILES_LIMIT = 1_000_000, 10_000_000
 """Maximum bytes of one untracked file, and of all untracked files, in the diff; larger ones are only listed."""
@@ -24,36 +24,12 @@ DIFF_OPTIONS = (
     *("--src-prefix=a/", "--dst-prefix=b/"),
 )
 """Options of git diff against a user's settings with which the patch would not apply."""
+RUN_NOTHING = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false")
+"""Options of git against hooks and watchers of a repository. Its filters, as those of LFS, make the diff what it is."""
+KNOWN, NEW = ("--cached", "--others", "--exclude-standard"), ("--others", "--exclude-standard")
+"""Options of git ls-files: tracked and untracked files, and the latter alone."""
 GIT_TIMEOUT = 60
 """Timeout in seconds: a repository on a slow network disk must not block a launch."""
-
-
-@dataclass(frozen=True)
-class CodeVersion:
-    """Version of titan_exp, or of a part of the user's code: a repository, an installed package, or loose files."""
-
-    name: str
-    """Name of the package or repository; unique in a run."""
-    path: str
-    """Top folder of the repository; else the folder that holds the package or the files."""
-    version: str | None = None
-    """Version of the installed package."""
-    commit: str | None = None
-    """Full hash of HEAD; None without a repository."""
-    branch: str | None = None
-    """Branch; None if HEAD is detached."""
-    remote: str | None = None
-    """URL of the remote `origin`, without credentials."""
-    dirty: bool | None = None
-    """True if the working tree differs from the commit, including untracked files."""
-    left_out: tuple[str, ...] = ()
-    """Untracked files too large for the diff, and nested repositories."""
-    masked: bool = False
-    """True if credentials were masked in the diff, so that it does not apply."""
-    diff: str | None = None
-    """Checksum of the diff before masking; None without one."""
-    files: dict[str, str] = field(default_factory=dict)
-    """Checksums of the code's files, by name relative to `path`; empty if there are more than `FILES_LIMIT`."""
 
 
 def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
@@ -64,7 +40,7 @@ def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
     folder = package or Path(titan_exp.__file__).resolve().parent
     version = package_version()
     root = run_git(folder, "rev-parse", "--show-toplevel")
-    if root is None or not run_git(folder, "ls-files", "--", "."):
+    if root is None or not list_files(folder, ["."], "--cached"):
         return read_files("titan_exp", folder.parent, [folder], version=version)[0], ""
     code, patch = read_repository("titan_exp", Path(root.strip()), [folder], untracked=["."])
     return replace(code, version=version), patch
@@ -83,9 +59,7 @@ def repository_of(path: Path) -> Path | None:
     """Top folder of the repository of a file or folder, unless it is ignored there; None without one."""
     folder = path if path.is_dir() else path.parent
     root = run_git(folder, "rev-parse", "--show-toplevel")
-    kinds = ("--cached", "--others", "--exclude-standard")
-    listed = None if root is None else run_git(folder, "ls-files", *kinds, "--", str(path))
-    return Path(root.strip()) if root is not None and listed else None
+    return Path(root.strip()) if root is not None and list_files(folder, [str(path)], *KNOWN) else None
 
 
 def read_repository(
@@ -100,7 +74,6 @@ def read_repository(
     patch, left_out = _diff(top, base, untracked or inside)
     masked = mask(patch)
     branch = run_git(top, "symbolic-ref", "--quiet", "--short", "HEAD")
-    names = run_git(top, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *inside) or ""
     return CodeVersion(
         name=name,
         path=str(top),
@@ -110,8 +83,8 @@ def read_repository(
         dirty=bool(patch or left_out),
         left_out=tuple(left_out),
         masked=masked.count(MASK) > patch.count(MASK),
-        diff=_digest(patch.encode(errors="surrogateescape")) if patch else None,
-        files=checksums(top, filter(None, names.split("\0"))),
+        diff=digest(patch.encode(errors="surrogateescape")) if patch else None,
+        files=checksums(top, list_files(top, inside, *KNOWN) or ()),
     ), masked
 
 
@@ -149,13 +122,9 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
         return {}
     sizes = {name: (folder / name).stat().st_size for name in found}
     return {
-        name: _digest((folder / name).read_bytes()) if size <= NEW_FILE_LIMIT else f"{size} bytes"
+        name: digest((folder / name).read_bytes()) if size <= NEW_FILE_LIMIT else f"{size} bytes"
         for name, size in sizes.items()
     }
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=6).hexdigest()
 
 
 def _remote(top: Path) -> str | None:
@@ -194,8 +163,7 @@ def _diff(top: Path, base: str, untracked: Sequence[str]) -> tuple[str, list[str
 def _new_files(top: Path, folders: Sequence[str]) -> tuple[list[str], list[str]]:
     """Untracked files within the size limits, and the others."""
     taken, left_out, room = [], [], NEW_FILES_LIMIT
-    listed = run_git(top, "ls-files", "--others", "--exclude-standard", "-z", "--", *folders) or ""
-    for name in filter(None, listed.split("\0")):
+    for name in list_files(top, folders, *NEW) or ():
         path = top / name
         # A name that ends in a slash is a nested repository.
         size = 0 if path.is_symlink() else path.stat().st_size if path.is_file() else room + 1
@@ -207,11 +175,17 @@ def _new_files(top: Path, folders: Sequence[str]) -> tuple[list[str], list[str]]
     return taken, left_out
 
 
+def list_files(folder: Path, patterns: Sequence[str], *kinds: str) -> list[str] | None:
+    """Names of files that match, relative to a folder, deleted ones of the index too; None outside a repository."""
+    listed = run_git(folder, "ls-files", "-z", *kinds, "--", *patterns)
+    return None if listed is None else sorted({*filter(None, listed.split("\0"))})
+
+
 def run_git(folder: Path, *arguments: str, stdin: str = "", **environment: str) -> str | None:
     """Output of git; None if it fails or times out. Non-UTF-8 bytes are kept (surrogateescape)."""
     try:
         answer = subprocess.run(
-            ["git", "-C", str(folder), "-c", "core.quotepath=off", *_trusted(folder), *arguments],
+            ["git", "-C", str(folder), "-c", "core.quotepath=off", *RUN_NOTHING, *_trusted(folder), *arguments],
             capture_output=True,
             input=stdin.encode(errors="surrogateescape"),
             timeout=GIT_TIMEOUT,

@@ -1,7 +1,6 @@
 """Provenance of runs: versions and diffs of titan_exp and of the user's code, environment. Read once per launch."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -11,11 +10,10 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.provenance.environment import read_environment
-from titan_exp.launch.provenance.git import CodeVersion, read_code_version, read_files, read_repository, repository_of
+from titan_exp.launch.provenance.git import read_code_version, read_files, read_repository, repository_of
 from titan_exp.launch.provenance.user_modules import is_installed, scope, user_modules
+from titan_exp.tracking.run_folder.provenance_records import CodeRecord, CodeVersion
 
-IMPORTED = "imported"
-"""Key of the user's code in code.json."""
 PART = "# code of "
 """Begin of the line before each part of diff.patch; git apply skips such lines."""
 
@@ -38,16 +36,11 @@ class Provenance:
             self._imported[names] = _read_user_code(names, self.code)
         return self._imported[names]
 
-    def code_json(self, ids: Mapping[str, str], experiment: Experiment) -> str:
-        """Content of code.json for the run with these ids."""
-        return json.dumps({**ids, **self.code_record(experiment)}, indent=1) + "\n"
-
-    def code_record(self, experiment: Experiment) -> dict[str, Any]:
-        """Versions of titan_exp, and of the user's code under `IMPORTED`, as JSON values."""
-        frozen = {} if self.frozen is None else {"frozen": asdict(self.frozen)}
-        imported = [asdict(version) for version, _ in self.imported(experiment)]
-        named = {"import_paths": import_paths(experiment), IMPORTED: imported} if imported else {}
-        return json.loads(json.dumps({**asdict(self.code), **frozen, **named}))
+    def code_record(self, experiment: Experiment, **ids: str) -> CodeRecord:
+        """Versions of titan_exp and of the user's code, with ids of the run."""
+        imported = [version for version, _ in self.imported(experiment)]
+        frozen = None if self.frozen is None else asdict(self.frozen)
+        return CodeRecord((self.code, *imported), import_paths(experiment), frozen, **ids)
 
     def patch(self, experiment: Experiment) -> str:
         """Content of diff.patch: a part per repository, each after a line that names it."""

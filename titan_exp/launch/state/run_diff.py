@@ -1,12 +1,10 @@
 """Differences between two runs, for `titan-exp diff`: configuration, code, environment, data."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from titan_exp.config.errors.user_error import shown
-from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.schema.identity_keys import flatten, has_effect, same_value
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.launch.provenance.changes import code_changes
@@ -53,7 +51,7 @@ class RunDiff:
 def diff_runs(a: RunFolder, b: RunFolder) -> RunDiff:
     """Compare two run folders. Raises UserError if a configuration cannot be read. Imports and resolves nothing."""
     configs = [flatten(read_values(folder.config)) for folder in (a, b)]
-    codes = _code_records(a, b)
+    codes = [read_code(folder.code) for folder in (a, b)]
     environments = [read_environment_record(folder.env) for folder in (a, b)]
     data = [_data(folder) for folder in (a, b)]
     names = ["/".join(folder.path.absolute().parts[-2:]) for folder in (a, b)]
@@ -95,18 +93,6 @@ def diff_lines(diff: RunDiff) -> Iterator[str]:
     if same:
         yield f"\nthe same: {', '.join(same)}"
     yield from diff.unknown
-
-
-def _code_records(*folders: RunFolder) -> list[dict[str, Any] | None]:
-    """Contents of code.json. Older versions recorded no checksum of the diff, which then stands for itself."""
-    records = [read_code(folder.code) for folder in folders]
-    if any(record is not None and "diff" not in record for record in records):
-        for folder, record in zip(folders, records, strict=True):
-            if record is not None:
-                record["diff"] = None
-                with suppress(FileNotFoundError):
-                    record["diff"] = read_file(folder.diff).hex()
-    return records
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -52,10 +53,12 @@ class Heartbeat:
         return max(0.0, time.time() - self.time)
 
 
-def read_json(path: Path, kind: Any = dict) -> Any:
-    """Read a JSON object from a file, of a type as in `of_kind`; None if missing. Raises UserError if it is none."""
+def read_json(path: Path, kind: Any = dict, made: Callable[[Any], Any] | None = None) -> Any:
+    """Read a JSON object from a file, of a type as in `of_kind`, or what `made` makes of it; None if missing. Raises
+    UserError if it is none, or `made` raises ValueError."""
     try:
-        return parse_json(read_file(path), kind)
+        value = parse_json(read_file(path), kind)
+        return value if made is None else made(value)
     except FileNotFoundError:
         return None
     except ValueError as error:

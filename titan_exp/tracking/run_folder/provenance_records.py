@@ -1,11 +1,12 @@
 """Records of a run: what was typed, which code ran, which run it continues."""
 
+import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypedDict
@@ -13,7 +14,7 @@ from typing import Any, TypedDict
 from yaml import YAMLError
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.foreign_file import load_node, of_kind, read_text
+from titan_exp.config.paths.foreign_file import load_node, of_kind, read_file, read_text
 from titan_exp.tracking.run_folder.attempts import read_json
 from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, read_metrics
@@ -38,37 +39,86 @@ def for_shell(override: str) -> str:
     return f'"{override}"' if "'" in override and not re.search(r'["$`\\!\n]', override) else shlex.quote(override)
 
 
-class CodePart(TypedDict, total=False):
-    """Version of titan_exp, or of a repository or package of the user's."""
-
-    version: str | None
-    commit: str | None
-    branch: str | None
-    dirty: bool | None
-    path: str | None
-    diff: str | None
-    files: dict[str, str] | None
-
-
-class NamedPart(CodePart):
-    """Version of a part of the user's code."""
+@dataclass(frozen=True)
+class CodePart:
+    """titan_exp, or a part of the user's code: a repository, an installed package, or loose files."""
 
     name: str
+    """Name of the package or repository; unique in a run."""
+    version: str | None = None
+    """Version of the installed package."""
+    commit: str | None = None
+    """Full hash of HEAD; None without a repository."""
+    branch: str | None = None
+    """Branch; None if HEAD is detached."""
+    dirty: bool | None = None
+    """True if the working tree differs from the commit, including untracked files."""
+
+    @property
+    def state(self) -> str:
+        """Commit of a repository, or version of a package, as text."""
+        if self.commit:
+            return f"commit {self.commit[:10]}{' with uncommitted changes' if self.dirty else ''}"
+        return f"version {self.version}" if self.version else "no commit"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.state}{f' ({self.branch})' if self.branch else ''}"
 
 
-class Frozen(TypedDict, total=False):
-    """Import folders of a code snapshot."""
+@dataclass(frozen=True)
+class CodeVersion(CodePart):
+    """Part of a run's code, with what tells its content."""
 
-    own: str | None
+    path: str | None = None
+    """Top folder of the repository; else the folder that holds the package or the files."""
+    remote: str | None = None
+    """URL of the remote `origin`, without credentials."""
+    left_out: tuple[str, ...] = ()
+    """Untracked files too large for the diff, and nested repositories."""
+    masked: bool = False
+    """True if credentials were masked in the diff, so that it does not apply."""
+    diff: str | None = None
+    """Checksum of the diff before masking; None without one."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Checksums of the code's files, by name relative to `path`; empty if there are too many."""
 
 
-class CodeRecord(CodePart, total=False):
-    """Content of `code.json`: ids of the run, the version of titan_exp, and those of the user's code."""
+@dataclass(frozen=True)
+class CodeRecord:
+    """Content of `code.json`: code of a run, and its ids."""
 
-    run_id: str | None
-    experiment_id: str | None
-    frozen: Frozen | None
-    imported: list[NamedPart]
+    parts: tuple[CodeVersion, ...]
+    """titan_exp, then the user's repositories and packages."""
+    import_paths: Mapping[str, str] = field(default_factory=dict)
+    """Names of the user's code by key of the configuration."""
+    frozen: Mapping[str, Any] | None = None
+    """Import folders of the code snapshot; None if ranks import the code in place."""
+    run_id: str | None = None
+    experiment_id: str | None = None
+
+    @property
+    def dirty(self) -> bool | None:
+        """True if a part differs from its commit; None if that is unknown."""
+        return any(part.dirty for part in self.parts[1:]) or self.parts[0].dirty
+
+    def to_json(self) -> str:
+        """Text of `code.json`, where titan_exp's fields are not nested."""
+        own, *imported = map(asdict, self.parts)
+        frozen = {} if self.frozen is None else {"frozen": self.frozen}
+        users = {"import_paths": self.import_paths, "imported": imported} if imported else {}
+        ids = {"run_id": self.run_id, "experiment_id": self.experiment_id}
+        return json.dumps({**ids, **own, **frozen, **users}, indent=1) + "\n"
+
+
+def code_record(values: Mapping[str, Any]) -> CodeRecord:
+    """Code record of the object in `code.json`, also of other versions of titan_exp. Raises ValueError if a value is of
+    another type."""
+    parts = [{**values, "name": "titan_exp"}, *of_kind(list[dict], values.get("imported") or [])]
+    return of_kind(CodeRecord, _known(CodeRecord, {**values, "parts": [_known(CodeVersion, part) for part in parts]}))
+
+
+def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {each.name: values[each.name] for each in fields(kind) if values.get(each.name) is not None}
 
 
 class EnvironmentRecord(TypedDict, total=False):
@@ -82,9 +132,22 @@ class EnvironmentRecord(TypedDict, total=False):
     environment: dict[str, Any] | None
 
 
-def read_code(path: Path) -> dict[str, Any] | None:
+def read_code(path: Path) -> CodeRecord | None:
     """Code record of a run; None if missing. Raises UserError if it is damaged."""
-    return read_json(path, CodeRecord)  # type: ignore[return-value]
+
+    def made(values: dict[str, Any]) -> CodeRecord:
+        patch = b""
+        if "diff" not in values:  # older versions recorded no checksum of it
+            with suppress(FileNotFoundError):
+                patch = read_file(path.with_name("diff.patch"))
+        return code_record({"diff": digest(patch) if patch else None, **values})
+
+    return read_json(path, made=made)
+
+
+def digest(content: bytes) -> str:
+    """Checksum of a file or diff in `code.json`."""
+    return hashlib.blake2b(content, digest_size=6).hexdigest()
 
 
 def read_environment_record(path: Path) -> dict[str, Any] | None:

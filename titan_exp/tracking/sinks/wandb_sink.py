@@ -186,17 +186,17 @@ def _config(
     config = {group: values for group, values in resolved.items() if group not in VOLATILE}
     study = resolved["experiment"]["name"]
     config["experiment"] = {"name": study, "seed": resolved["experiment"]["seed"]}
-    code = read_code(folder.code) or {}
+    code = read_code(folder.code)
     axis, value = _axis(folder, run_id)
     config["run"] = {
         "study": study,
         "axis": axis,
         "value": value,
-        "experiment_id": code.get("experiment_id"),
+        "experiment_id": code and code.experiment_id,
         "run_id": run_id,
         "world_size": world_size,
-        "commit": code.get("commit"),
-        "dirty": any(part.get("dirty") for part in code.get("imported", ())) or code.get("dirty"),
+        "commit": code and code.parts[0].commit,
+        "dirty": code and code.dirty,
     }
     if ancestor is not None:
         lineage = ancestor.lineage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -85,13 +86,19 @@ def report_changes(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> Non
         echo("\n  ".join([heading if len(plans) == 1 else f"{count} {heading}", *lines]))
 
 
+def patched_files(patch: str) -> dict[str, str]:
+    """Parts of a diff.patch by the names of their files."""
+    _, *parts = re.split(r'^diff --git "?a/(.+?)"? "?b/', patch, flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
 def report_large_patch(folder: RunFolder, echo: Callable[[str], None]) -> None:
     """Print the largest files of a run's diff.patch if that is large, as every run has a copy."""
     size = folder.diff.stat().st_size
     if size < LARGE_PATCH:
         return
-    parts = folder.diff.read_bytes().split(b"\ndiff --git a/")[1:]
-    largest = [part.partition(b" b/")[0].decode(errors="replace") for part in sorted(parts, key=len, reverse=True)]
+    parts = patched_files(folder.diff.read_bytes().decode(errors="replace"))
+    largest = sorted(parts, key=lambda name: len(parts[name]), reverse=True)
     echo(
         f"{folder.diff} has {format_bytes(size)}, most of it of {_named(largest)}. Every run keeps a copy: commit "
         "large files, or list them in .gitignore to leave them out."

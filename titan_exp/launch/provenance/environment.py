@@ -27,6 +27,7 @@ _FIELD = re.compile(r"^(Name|Version):[ \t]*(\S+)[ \t\r]*$", re.MULTILINE)
 def read_environment() -> dict[str, Any]:
     """Versions, hardware, host and selected environment variables, as JSON values. Imports no torch."""
     packages = _packages()
+    variables = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -38,16 +39,8 @@ def read_environment() -> dict[str, Any]:
         "cores_usable": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": _gpus(),
-        "environment": _environment(),
+        "environment": {name: mask(value) for name, value in variables.items() if not is_secret_variable(name)},
         "packages": packages,
-    }
-
-
-def _environment() -> dict[str, str]:
-    return {
-        name: mask(value)
-        for name, value in sorted(os.environ.items())
-        if VARIABLES.fullmatch(name) and not is_secret_variable(name)
     }
 
 

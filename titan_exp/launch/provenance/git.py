@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -96,20 +96,15 @@ def read_files(
     found = {file for path in scopes for file in (path.rglob("*.py") if path.is_dir() else [path])}
     names = sorted(file.relative_to(folder).as_posix() for file in found if file.is_file())
     names = [file for file in names if "__pycache__" not in file]
-    patch, left_out, room = "", [], NEW_FILES_LIMIT
-    for file in names if save else ():
-        text = (folder / file).read_bytes().decode(errors="surrogateescape")
-        if len(text) > min(room, NEW_FILE_LIMIT) or not file.endswith(".py"):
-            left_out.append(file)
-        else:
-            room -= len(text)
-            patch += _new_file_patch(file, text)
+    sizes = {file: (folder / file).stat().st_size for file in names if save and file.endswith(".py")}
+    texts = {file: (folder / file).read_bytes().decode(errors="surrogateescape") for file in _within_limits(sizes)}
+    patch = "".join(_new_file_patch(file, text) for file, text in texts.items())
     masked = mask(patch)
     return CodeVersion(
         name=name,
         path=str(folder),
         version=version,
-        left_out=tuple(left_out),
+        left_out=tuple(file for file in names if save and file not in texts),
         masked=masked.count(MASK) > patch.count(MASK),
         files=checksums(folder, names),
     ), masked
@@ -148,7 +143,10 @@ def _new_file_patch(name: str, text: str) -> str:
 
 def _diff(top: Path, base: str, untracked: Sequence[str]) -> tuple[str, list[str]]:
     """Patch of changed and untracked files, and the omitted files. Works on a copy of the index."""
-    taken, left_out = _new_files(top, untracked)
+    new = {name: top / name for name in list_files(top, untracked, *NEW) or ()}
+    # A nested repository is listed as a folder.
+    sizes = {name: path.lstat().st_size if path.is_symlink() or path.is_file() else None for name, path in new.items()}
+    taken = _within_limits(sizes)
     with temporary_folder() as folder:
         index = {"GIT_INDEX_FILE": str(folder / "index")}
         original = top / (run_git(top, "rev-parse", "--git-path", "index") or "").strip()
@@ -157,22 +155,17 @@ def _diff(top: Path, base: str, untracked: Sequence[str]) -> tuple[str, list[str
             shutil.copy2(original, index["GIT_INDEX_FILE"])
         names = "\0".join(taken)
         run_git(top, "add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul", stdin=names, **index)
-        return run_git(top, "diff", *DIFF_OPTIONS, base, **index) or "", left_out
+        return run_git(top, "diff", *DIFF_OPTIONS, base, **index) or "", sorted({*new} - {*taken})
 
 
-def _new_files(top: Path, folders: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Untracked files within the size limits, and the others."""
-    taken, left_out, room = [], [], NEW_FILES_LIMIT
-    for name in list_files(top, folders, *NEW) or ():
-        path = top / name
-        # A name that ends in a slash is a nested repository.
-        size = 0 if path.is_symlink() else path.stat().st_size if path.is_file() else room + 1
-        if size > min(room, NEW_FILE_LIMIT):
-            left_out.append(name)
-        else:
+def _within_limits(sizes: Mapping[str, int | None]) -> list[str]:
+    """Names of files, with their bytes, for which a diff has room."""
+    taken, room = [], NEW_FILES_LIMIT
+    for name, size in sizes.items():
+        if size is not None and size <= min(room, NEW_FILE_LIMIT):
             room -= size
             taken.append(name)
-    return taken, left_out
+    return taken
 
 
 def list_files(folder: Path, patterns: Sequence[str], *kinds: str) -> list[str] | None:

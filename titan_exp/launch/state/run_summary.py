@@ -1,18 +1,32 @@
 """Summary of one run, for `titan-exp show`: configuration, code, lineage, state, checkpoints, next commands."""
 
 import shlex
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.nondefault import nondefault_overrides
 from titan_exp.config.paths.checkpoint_files import COMPLETE_NAME, METADATA_FILE, step_of
+from titan_exp.config.paths.foreign_file import read_text
 from titan_exp.config.schema.typed_config import read_values
-from titan_exp.launch.provenance.recorded_code import RecordedCode, read_recorded_code
+from titan_exp.launch.provenance.changes import patched_files
 from titan_exp.launch.state.run_lookup import RunEntry
 from titan_exp.launch.state.status_rows import StatusRow, status_rows
 from titan_exp.tracking.run_folder.attempts import Attempt
-from titan_exp.tracking.run_folder.provenance_records import ancestors, children, read_overrides
+from titan_exp.tracking.run_folder.provenance_records import CodePart, ancestors, children, read_code, read_overrides
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class RecordedCode:
+    """Code of a run."""
+
+    parts: tuple[CodePart, ...]
+    """titan_exp, then the user's repositories and packages."""
+    changed: tuple[str, ...]
+    """Files that differ from their commits."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,7 @@ def summarize_run(entry: RunEntry, name: str) -> RunSummary:
     summary = RunSummary(
         status,
         tuple(nondefault_overrides(values) if recorded is None else recorded),
-        read_recorded_code(folder),
+        _recorded_code(folder),
         tuple(Relative(ancestor.lineage.name, ancestor.lineage.step) for ancestor in ancestors(folder.path)),
         tuple(Relative("/".join(path.parts[-2:]), lineage.step) for path, lineage in children(folder.path)),
         tuple(folder.read_attempts()),
@@ -77,6 +91,16 @@ def summarize_run(entry: RunEntry, name: str) -> RunSummary:
     )
     commands = [*_commands_for_state(summary, entry, name), *_commands_from_checkpoints(summary, values, name)]
     return RunSummary(**{**vars(summary), "commands": tuple(commands)})
+
+
+def _recorded_code(folder: RunFolder) -> RecordedCode:
+    """Code of a run; without parts if it was not recorded."""
+    record, patch = read_code(folder.code), ""
+    with suppress(FileNotFoundError, UserError):
+        patch = read_text(folder.diff)
+    names = [each.name for each in fields(CodePart)]
+    parts = [CodePart(*(getattr(part, name) for name in names)) for part in (record.parts if record else ())]
+    return RecordedCode(tuple(parts), tuple(patched_files(patch)))
 
 
 def _checkpoints(folder: Path) -> list[SavedCheckpoint]:

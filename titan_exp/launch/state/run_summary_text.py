@@ -4,8 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from titan_exp.launch.provenance.recorded_code import RecordedCode
-from titan_exp.launch.state.run_summary import RunSummary
+from titan_exp.launch.state.run_summary import RecordedCode, RunSummary
 from titan_exp.launch.state.status_rows import StatusRow
 from titan_exp.launch.summary import known_metrics
 from titan_exp.tracking.number_format import format_bytes, format_duration, format_items

@@ -8,10 +8,9 @@ from typing import Any
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.foreign_code import import_paths
-from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
+from titan_exp.launch.provenance.code_snapshot import CodeSnapshot, is_installed, scope, user_modules
 from titan_exp.launch.provenance.environment import read_environment
 from titan_exp.launch.provenance.git import read_code_version, read_files, read_repository, repository_of
-from titan_exp.launch.provenance.user_modules import is_installed, scope, user_modules
 from titan_exp.tracking.run_folder.provenance_records import CodeRecord, CodeVersion
 
 PART = "# code of "

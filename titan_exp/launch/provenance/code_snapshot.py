@@ -1,6 +1,8 @@
 """The user's code that a configuration names, and the copy of all code at submission.
 
-Modules are found by import path in source files, with the modules that these import; nothing is imported, so dynamic imports (`importlib`) are not seen. Snapshots are content-addressed, so that later edits do not affect a queued job and all runs of a sweep share one."""
+Modules are found by import path in source files, without importing anything; dynamic imports are not seen.
+Snapshots are content-addressed: later edits do not affect a queued job, and all runs of a sweep share one.
+"""
 
 import ast
 import functools
@@ -39,7 +41,7 @@ def user_modules(names: Iterable[str]) -> dict[str, Path]:
         if not named and _is_package_installed(name.partition(".")[0]):
             continue
         for module, file in _modules(name):
-            if module in found or _is_own(file):
+            if module in found or Path(titan_exp.__file__).resolve().parent in file.resolve().parents:
                 continue
             found[module] = file
             if not is_installed(file):
@@ -93,10 +95,6 @@ def _imports(module: str, file: Path) -> Iterator[str]:
 def _is_package_installed(package: str) -> bool:
     _, _, spec = locate(package)
     return spec is None or bool(spec.has_location and spec.origin and is_installed(Path(spec.origin).absolute()))
-
-
-def _is_own(file: Path) -> bool:
-    return Path(titan_exp.__file__).resolve().parent in file.resolve().parents
 
 
 @functools.cache

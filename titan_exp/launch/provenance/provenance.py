@@ -1,4 +1,6 @@
-"""Provenance of runs: versions and diffs of titan_exp and of the user's code, and the environment of a launch: versions of packages, hardware, and variables that affect the computation. Read once per launch."""
+"""Provenance of runs, read once per launch: versions and diffs of titan_exp and of the user's code, and the environment
+with versions of packages, hardware, and variables that affect the computation.
+"""
 
 import os
 import platform

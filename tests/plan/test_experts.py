@@ -107,7 +107,7 @@ def test_mfu_counts_active_parameters():
 
 def test_all_to_all_takes_the_slower_link():
     device = device_named("h100")
-    size, share = 2**30, 1e9 * device.link_efficiency
+    size, share = 2**30, 1e9 * device.link_share
     inside = message_seconds("all-to-all", size, range(8), device, 8)
     assert inside == pytest.approx(size * 7 / 8 / device.link_gbs / share)
     across = message_seconds("all-to-all", size, range(32), device, 8)

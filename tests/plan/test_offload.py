@@ -207,7 +207,7 @@ def test_copies_take_time_and_host_operators_do_not(capsys: pytest.CaptureFixtur
     assert rank.time is not None
     assert other.time is not None
     copied = sum(rank.trace.costs.messages["host", way] for way in ("to the GPU", "to the host"))
-    seconds = copied / (64e9 * device_named("h100").link_efficiency)
+    seconds = copied / (64e9 * device_named("h100").link_share)
     assert rank.time.behind - other.time.behind == pytest.approx(seconds)
     # A lone rank gathers nothing, and waits for its parameters.
     alone = planned("parallelism.dp_shard=1", OFFLOADED).ranks[0]

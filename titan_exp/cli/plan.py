@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 USAGE = """\
 titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--trace FILE] [--kernels] [--full] [--json] [--trust]
              [key=value ...]
-titan-exp plan search ...                  rank all layouts of a cluster by speed; --help there
-titan-exp plan calibrate [STUDY|RUN ...]   fit a device's constants to finished runs; --help there
+titan-exp plan search ...   rank all layouts of a cluster by speed; --help there
   for example: titan-exp plan model=llama3_8b cluster=slurm_h100 parallelism.dp_shard=64 compile=none \\
       training.global_batch_size=64 training.seq_len=8192 training.mixed_precision=bf16
 
@@ -34,9 +33,6 @@ titan-exp plan calibrate [STUDY|RUN ...]   fit a device's constants to finished 
 DOES_NOT_FIT = 3
 """Exit code of a run that does not fit."""
 
-VERBS = ("search", "calibrate")
-"""Sub-verbs of `titan-exp plan`."""
-
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
@@ -45,9 +41,10 @@ def run(argv: Sequence[str]) -> int:
 
         return run_search(argv[1:])
     if argv[:1] == ["calibrate"]:
-        from titan_exp.cli.plan_commands.calibrate import calibrate_command
-
-        return calibrate_command(argv[1:])
+        raise UserError(
+            "titan-exp plan calibrate: there is no such verb any more, since titan-exp doctor measures the rates that a plan "
+            "takes. Run titan-exp doctor on a machine with such devices, with the same paths.runs."
+        )
     if set(argv) & set(HELP):
         print(options_help(USAGE, PlanOptions), end="")
         return 0
@@ -58,11 +55,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def require_no_verb(overrides: Sequence[str]) -> None:
-    """Raise UserError if the first override is a sub-verb of `plan`, or a misspelling of one."""
+    """Raise UserError if the first override is a misspelling of the sub-verb of `plan`."""
     for word in overrides[:1]:
-        meant = nearest(word, VERBS, 1) if word.isalpha() else []
-        if meant:
-            raise UserError(f"titan-exp plan {word}: did you mean titan-exp plan {meant[0]}? An override is key=value.")
+        if word.isalpha() and nearest(word, ["search"], 1):
+            raise UserError(f"titan-exp plan {word}: did you mean titan-exp plan search? An override is key=value.")
 
 
 def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: str) -> int:

@@ -1,12 +1,9 @@
 """Device and memory of a run: rates, capacity, number of processes that share it. Imports no torch.
 
-GPU rates come from the device table, CPU rates from `titan-exp doctor`. Measured rates override the table, and
-constants of `titan-exp plan calibrate`, stored next to them, override both.
+GPU rates come from the device table, CPU rates from `titan-exp doctor`, whose rates of a GPU override the table.
 """
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,17 +23,14 @@ from titan_exp.config.machine.devices import (
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.parallel.expert_parallel.symmetric_room import symmetric_bytes
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
-from titan_exp.tracking.device_rates import DeviceRates, rates_file, read_rates
+from titan_exp.tracking.device_rates import DeviceRates, read_rates
 from titan_exp.tracking.number_format import GIB
-from titan_exp.tracking.run_folder.files import write_atomically
 
 CPU_OVERHEAD_GB = 0.45
 """Default memory of a CPU rank beside its tensors, measured with torch 2.13: Python, torch and the processes that
 launch a run; the heap keeps little of freed tensors (`return_freed_memory`)."""
 SAVE_PROCESS_GB = 0.25
 """Memory of the process that writes with `checkpoint.mode=async_process`, measured with torch 2.13."""
-FITTED = ("matmul_factor", "bandwidth_factor", "link_factor", "launch_us", "overhead_gb")
-"""Fields of `Device` that `titan-exp plan calibrate` fits."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ class DeviceMemory:
 
 
 def device_memory_of(layout: ResolvedLayout, spec: ModelSpec | None, runs: Path) -> DeviceMemory:
-    """Device and memory of a run; `runs/.cache` holds measured rates and fitted constants."""
+    """Device and memory of a run; `runs/.cache` holds measured rates."""
     cache = runs / ".cache"
     if layout.device_type == "cuda":
         return gpu_memory(layout.cluster, cache, layout, spec)
@@ -105,7 +99,7 @@ def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: i
     share = min(1.0, threads / cores)
     matmul, bandwidth = measured.tflops[dtype] * share, measured.copy / 1e3 / processes
     link = measured.link or measured.copy / 2
-    device = Device(
+    return Device(
         name,
         host_memory() or 0,
         matmul,
@@ -120,30 +114,28 @@ def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: i
         launches_ahead=False,
         # Attention is measured in bf16.
         attention=_attention(measured, share) if dtype == "bf16" else {},
-        overhead_gb=CPU_OVERHEAD_GB,
     )
-    return replace(device, **read_constants(cache, name))
 
 
 def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
-    """GPU of the device table with its cluster's links, and with measured rates and fitted constants from `cache`."""
+    """GPU of the device table with its cluster's links, and with measured rates from `cache`."""
     device = replace(device, **_given(cluster, "link_gbs", "network_gbs"))
     measured = next(filter(None, (read_rates(cache, name) for name in device.driver_names)), None)
-    if measured is not None:
-        # Data-sheet peaks stay, since they define MFU.
-        changed: dict[str, Any] = {
-            "gemm": {**device.gemm, **measured.tflops},
-            "attention": {**device.attention, **_attention(measured)},
-            "sources": {**device.sources, "measured": f"titan-exp doctor, {measured.when}"},
-        }
-        if measured.copy is not None:
-            share = device.elementwise_tbs / device.copy_tbs
-            changed |= {"copy_tbs": measured.copy / 1e3, "elementwise_tbs": share * measured.copy / 1e3}
-        if measured.link is not None:
-            changed["link_share"] = min(1.0, measured.link / device.link_gbs)
-        costs = ("message_us", "launch_us", "context_gib", "communicator_gib")
-        device = replace(device, **changed, **_given(measured, *costs))
-    return replace(device, **read_constants(cache, device.name))
+    if measured is None:
+        return device
+    # Data-sheet peaks stay, since they define MFU.
+    changed: dict[str, Any] = {
+        "gemm": {**device.gemm, **measured.tflops},
+        "attention": {**device.attention, **_attention(measured)},
+        "sources": {**device.sources, "measured": f"titan-exp doctor, {measured.when}"},
+    }
+    if measured.copy is not None:
+        share = device.elementwise_tbs / device.copy_tbs
+        changed |= {"copy_tbs": measured.copy / 1e3, "elementwise_tbs": share * measured.copy / 1e3}
+    if measured.link is not None:
+        changed["link_share"] = min(1.0, measured.link / device.link_gbs)
+    costs = ("message_us", "launch_us", "context_gib", "communicator_gib")
+    return replace(device, **changed, **_given(measured, *costs))
 
 
 def gpu_memory(cluster: ClusterConfig, cache: Path, layout: ResolvedLayout, spec: ModelSpec | None) -> DeviceMemory:
@@ -171,29 +163,6 @@ def memory_of_gpu(device: Device, layout: ResolvedLayout, spec: ModelSpec | None
     return DeviceMemory(device, device.memory, 1, overhead_of(layout, spec, device), device.name)
 
 
-def constants_file(cache: Path, device: str) -> Path:
-    """Path of a device's fitted constants."""
-    return rates_file(cache, device).with_suffix(".calibration.json")
-
-
-def read_constants(cache: Path, device: str) -> dict[str, float]:
-    """Read the fitted constants of a device; empty if the file is missing or invalid."""
-    try:
-        found = json.loads(constants_file(cache, device).read_text(encoding="utf-8"))
-        return {name: float(found[name]) for name in FITTED if found.get(name) is not None}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
-
-def write_constants(cache: Path, device: str, values: Mapping[str, Any]) -> Path:
-    """Write fitted constants and notes about the fit; returns the file. Raises OSError if the disk is full or
-    read-only."""
-    path = constants_file(cache, device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps({"device": device, **values}, indent=1) + "\n", durable=False)
-    return path
-
-
 def _given(source: object, *names: str) -> dict[str, Any]:
     """Attributes of these names that are not None."""
     return {name: value for name in names if (value := getattr(source, name)) is not None}
@@ -209,15 +178,14 @@ def _attention(measured: DeviceRates, share: float = 1.0) -> dict[str, dict[int,
 
 
 def _cpu_memory(cluster: ClusterConfig, world: int, dtype: str, cache: Path) -> DeviceMemory:
-    processes = min(world, node_size(cluster, world))
+    processes, overhead = min(world, node_size(cluster, world)), round(CPU_OVERHEAD_GB * 1e9)
     if cluster.is_remote:
-        overhead, unknown = round(CPU_OVERHEAD_GB * 1e9), "the memory of a node is not known; set cluster.memory_gb"
         if not cluster.memory_gb:
+            unknown = "the memory of a node is not known; set cluster.memory_gb"
             return DeviceMemory(None, None, processes, overhead, "a node", unknown)
         return DeviceMemory(None, cluster.memory_gb * GIB, processes, overhead, "a node (cluster.memory_gb)")
     name, processes = cpu_name(), processes * cluster.worlds
     device = cpu_device(name, cache, dtype=dtype, threads=process_threads(cluster, world), processes=processes)
-    overhead = round(read_constants(cache, name).get("overhead_gb", CPU_OVERHEAD_GB) * 1e9)
     capacity = host_memory()
     unknown = "" if capacity else "the system does not report its memory"
     return DeviceMemory(device, capacity, processes, overhead, "this machine", unknown)

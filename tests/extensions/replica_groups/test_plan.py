@@ -112,7 +112,7 @@ def test_a_step_waits_for_the_sums(method: str, steps: int):
     assert alone.ranks[0].time is not None
     assert alone.ranks[0].time.exchange == 0
     # One of two groups sends as much as it sums, and copies it to the host and back.
-    seconds = sent / DEVICE.link_efficiency * (1 / 0.5e9 + 2 / (DEVICE.host_gbs * 1e9)) / steps
+    seconds = sent / DEVICE.link_share * (1 / 0.5e9 + 2 / (DEVICE.host_gbs * 1e9)) / steps
     assert time.exchange == pytest.approx(seconds, rel=0.2)
     assert time.exchange > 0.9 * seconds  # and latency
     assert plan.step_seconds == time.total

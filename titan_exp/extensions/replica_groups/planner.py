@@ -84,7 +84,7 @@ class GroupExchange(Exchange):
         calls = math.ceil(part / BUCKET_BYTES)
         seconds = message_seconds("all-reduce", round(part), range(self.groups), device, 1, calls=calls)
         if device_type(self.experiment.cluster) == "cuda":
-            seconds += 2 * part / (device.host_gbs * 1e9 * device.link_efficiency)
+            seconds += 2 * part / (device.host_gbs * 1e9 * device.link_share)
         return fragments * max(0.0, seconds - delay * step) / interval
 
     def beside(self, rank: "FakeRank") -> Sequence[Beside]:

@@ -80,23 +80,16 @@ class Device:
     head_dim: int = 128
     """Head size of the run."""
 
-    matmul_factor: float = 1.0
-    """Factor of the rates of matmuls and attention. `titan-exp plan calibrate` fits this and the following."""
-    bandwidth_factor: float = 1.0
-    link_factor: float = 1.0
-    overhead_gb: float | None = None
-    """Memory of a process beyond its tensors, GB (10^9 bytes); None for the context and NCCL's buffers."""
-
     @property
     def matmul_rate(self) -> float:
         """Sustained FLOP/s of bf16 matmuls."""
-        return self.gemm["bf16"] * 1e12 * self.matmul_factor
+        return self.gemm["bf16"] * 1e12
 
     @property
     def fp8_rate(self) -> float:
         """Sustained FLOP/s of the recipe's fp8 matmuls; tensorwise float8's for others, bf16's without fp8 support."""
         tflops = self.gemm.get(self.recipe, self.gemm.get("float8_tensorwise", self.gemm["bf16"]))
-        return tflops * 1e12 * self.matmul_factor
+        return tflops * 1e12
 
     @property
     def attention_rates(self) -> tuple[float, float]:
@@ -106,22 +99,17 @@ class Device:
         if not by_size:
             return self.matmul_rate, self.matmul_rate
         forward, backward = by_size[min(by_size, key=lambda size: abs(size - self.head_dim))]
-        return forward * 1e12 * self.matmul_factor, backward * 1e12 * self.matmul_factor
+        return forward * 1e12, backward * 1e12
 
     @property
     def bandwidth(self) -> float:
         """Sustained bytes per second of elementwise kernels."""
-        return self.elementwise_tbs * 1e12 * self.bandwidth_factor
+        return self.elementwise_tbs * 1e12
 
     @property
     def copy_bandwidth(self) -> float:
         """Sustained bytes per second of copies and passes over all weights."""
-        return self.copy_tbs * 1e12 * self.bandwidth_factor
-
-    @property
-    def link_efficiency(self) -> float:
-        """Share of a link's rate that messages reach, with calibration."""
-        return self.link_share * self.link_factor
+        return self.copy_tbs * 1e12
 
     def launch_seconds(self, operators: float, compute: float) -> float:
         """Seconds that launching operators adds to `compute` seconds of their kernels."""
@@ -130,8 +118,6 @@ class Device:
 
     def overhead(self, process_groups: int = 0) -> int:
         """Bytes of a process beyond its tensors, with NCCL's buffers of `process_groups`."""
-        if self.overhead_gb is not None:
-            return round(self.overhead_gb * 1e9)
         return round((self.context_gib + process_groups * self.communicator_gib) * GIB)
 
 

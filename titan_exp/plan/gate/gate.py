@@ -14,7 +14,7 @@ from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.caching_allocator import STEPS
-from titan_exp.plan.device_memory import FITTED, SAVE_PROCESS_GB, DeviceMemory, device_memory_of
+from titan_exp.plan.device_memory import SAVE_PROCESS_GB, DeviceMemory, device_memory_of
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
 from titan_exp.plan.gate.upper_bound import upper_bound
 from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction
@@ -158,7 +158,6 @@ def plan_record(memory_check: MemoryCheck) -> dict[str, Any] | None:
         "overhead_bytes": memory.overhead,
         "memory": (prediction.ranks[0].allocated + (process if device_type(experiment.cluster) == "cpu" else 0)) / GIB,
         "tokens_per_second": speed and speed * ResolvedLayout.of(experiment).devices,
-        "constants": memory.device and {name: getattr(memory.device, name) for name in FITTED},
         **asdict(prediction),
     }
 

@@ -36,6 +36,8 @@ IRRELEVANT_KEYS = {
 """Keys of relevant groups without effect on predictions."""
 ON_OFF_KEYS = {"training": ("max_grad_norm", "z_loss"), "optimizer": ("weight_decay",)}
 """Keys compared only as set or unset."""
+STEP_KEYS = ("model.architecture", "parametrization.name", "training.objective", "training.parts", "tracking.metrics")
+"""Keys that may name user-defined code of a step, beside `optimizer.name`, whose `max_state` is None then."""
 RELEVANT_GROUPS = (
     *("model", "training", "parallelism", "optimizer", "parametrization", "quantization"),
     *("grad_clip", "weight_average", "activation_checkpoint", "compile"),
@@ -43,15 +45,9 @@ RELEVANT_GROUPS = (
 
 
 def cache_key(experiment: Experiment, device: Device | None) -> str | None:
-    """Cache key of a prediction; None with user-defined code."""
-    own = {"model.architecture", "parametrization.name"} & import_paths(experiment).keys()
-    if own or experiment.optimizer.max_state is None:
+    """Cache key of a prediction, by its code and every value that affects it; None with user-defined code."""
+    if import_paths(experiment, STEP_KEYS) or experiment.optimizer.max_state is None:
         return None
-    return hashlib.sha256(f"{_code()} {prediction_inputs(experiment, device)}".encode()).hexdigest()[:24]
-
-
-def prediction_inputs(experiment: Experiment, device: Device | None) -> str:
-    """Canonical JSON of every value that affects a prediction, except the code."""
     config = to_dict(experiment)
     inputs: dict[str, Any] = {group: config[group] for group in RELEVANT_GROUPS}
     for group, names in IRRELEVANT_KEYS.items():
@@ -67,7 +63,8 @@ def prediction_inputs(experiment: Experiment, device: Device | None) -> str:
     expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
     inputs["cluster"] = [layout.device_type, layout.node_size, expandable, experiment.cluster.worlds]
     inputs["device"] = None if device is None else asdict(device)
-    return json.dumps(inputs, sort_keys=True)
+    inputs["metrics"] = experiment.tracking.metrics
+    return hashlib.sha256(f"{_code()} {json.dumps(inputs, sort_keys=True)}".encode()).hexdigest()[:24]
 
 
 def get(cache: Path, key: str) -> Prediction | None:

@@ -50,7 +50,7 @@ def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device,
     exposed, behind = 0.0, 0.0
     for (axis, kind), size in costs.messages.items():
         if axis == AXIS:
-            seconds = size / (device.host_gbs * 1e9 * device.link_efficiency)
+            seconds = size / (device.host_gbs * 1e9 * device.link_share)
             exposed, behind = (exposed + seconds, behind) if kind == WAITED_FOR else (exposed, behind + seconds)
             continue
         calls = costs.calls.get((axis, kind), 0)
@@ -167,8 +167,8 @@ def message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, 
         # Through the links of the node and the adapter at once; ranks of the smallest part send the most outside.
         outside = (len(ranks) - min(nodes.values())) / len(ranks)
         slower = max((others - outside) / rate, outside / device.network_gbs)
-        return latency + size * slower / 1e9 / device.link_efficiency
+        return latency + size * slower / 1e9 / device.link_share
     if len(nodes) > 1:
         # The adapters of all ranks of the group work in parallel.
         rate = min(rate, device.network_gbs * len(ranks) / len(nodes))
-    return latency + size * (rounds * others or 1.0) / (rate * 1e9 * device.link_efficiency)
+    return latency + size * (rounds * others or 1.0) / (rate * 1e9 * device.link_share)

@@ -74,7 +74,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     return {
         "device": plan.device and asdict(plan.device),
         "world_size": plan.layout.world_size,
-        **plan.exchange.values(plan),
+        **plan.exchange.values(plan.weights),
         "ranks": [_rank_json(rank) for rank in plan.ranks],
         "at_most": plan.at_most,
         **{name: value for name, value in vars(plan.prediction).items() if name != "ranks"},
@@ -267,7 +267,7 @@ def _speed(plan: Plan) -> Iterator[str]:
     yield f"{format_si(flops, 'FLOP')} per rank and step"
     seconds = plan.checkpoint_bytes_per_node / 1e9
     yield f"checkpoint: {format_si(plan.checkpoint_bytes, 'B')}, {seconds:.2g} s at 1 GB/s per node"
-    yield from plan.exchange.lines(plan)
+    yield from plan.exchange.lines(plan.weights)
     times = [rank.time for rank in plan.ranks if rank.time is not None]
     if not times or plan.step_seconds is None:
         return

@@ -135,6 +135,11 @@ class Plan:
         return Prediction(ranks, self.bubble, self.step_seconds, self.tokens_per_second, self.mfu)
 
     @property
+    def weights(self) -> dict[int, int]:
+        """Bytes of parameters on the device, by predicted pipeline rank."""
+        return {rank.pipeline_rank: rank.trace.persistent["parameters"] for rank in self.ranks}
+
+    @property
     def largest(self) -> RankPlan:
         """Predicted pipeline rank that needs the most memory."""
         return max(self.ranks, key=lambda rank: rank.bytes)
@@ -234,7 +239,8 @@ def predict(
             seconds = replace(seconds, exchange=waited)
         kernels, allocator = class_times(trace.costs, rated), None if replayed is None else replayed.result()
         saved = round(weights * exchange.saved_numbers(state / max(1, weights)))
-        trace = trace if cuda else exchange.traced_on_cpu(trace)
+        if not cuda:
+            trace = replace(trace, peak=exchange.peak_on_cpu(trace.peak, trace.persistent, trace.gradients))
         return RankPlan(number, trace, seconds, allocator, expandable, kernels, saved)
 
     load, worst = experiment.plan.worst_expert_load, None

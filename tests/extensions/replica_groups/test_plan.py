@@ -92,7 +92,7 @@ def test_sent_bytes_are_those_of_a_run(tmp_path: Path, words: list[str]):
     plan = predict(load_experiment(tmp_path / "config.yaml", trust=True), None)
     found = [sum(json.loads(path.read_text())) for path in tmp_path.glob("sent-*")]
     assert len(found) == plan.layout.devices
-    assert sum(found) == plan.exchange.values(plan)["sent_bytes_per_token"] * plan.tokens_per_step * STEPS
+    assert sum(found) == plan.exchange.values(plan.weights)["sent_bytes_per_token"] * plan.tokens_per_step * STEPS
 
 
 def cuda(words: str) -> Experiment:

@@ -57,7 +57,7 @@ class FakeRank:
     @property
     def exchanges(self) -> Sequence[Beside]:
         """What an exchange between worlds does beside some steps."""
-        return exchange_of(self.experiment).beside(self)
+        return exchange_of(self.experiment).beside(self.state, self.parts)
 
     @property
     def evaluations(self) -> Sequence[Beside]:

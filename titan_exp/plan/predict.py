@@ -23,9 +23,8 @@ from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_re
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.sample import Samples
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
-from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.plan_json import Prediction, RankPrediction, RankTime
-from titan_exp.plan.planner_processes import Call, PlannerProcesses
+from titan_exp.plan.planner_processes import Call, PlannerProcesses, no_garbage_collection
 from titan_exp.plan.supported import attention_kernel, check_supported, with_run_kernels
 from titan_exp.plan.time.roofline import ClassTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.fake_world import FakeRank, fake_rank, pipeline_ranks
@@ -223,7 +222,8 @@ def predict(
     rated = None if cuda and experiment.training.mixed_precision == "fp32" else device
     expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
     numbers = [rank for rank in range(layout.parallelism.pp) if pipeline_ranks is None or rank in pipeline_ranks]
-    processes = PlannerProcesses(min(len(numbers), usable_cores() if cores is None else cores))
+    # This process works, too.
+    processes = PlannerProcesses(min(len(numbers), usable_cores() if cores is None else cores) - 1)
     traces = partial(_traces, experiment, device, processes=processes, full=full, falls_back=falls_back)
 
     def replay(trace: Trace) -> Call[Reserved] | None:

@@ -4,12 +4,9 @@ Child processes keep torch out of the launcher and isolate failures of user-defi
 traces share a process.
 """
 
-import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -26,7 +23,7 @@ from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.gate.prediction_cache import cache_key, get, put
 from titan_exp.plan.plan_json import NotPredicted, Prediction, merge_ranks
-from titan_exp.plan.planner_processes import make_killable
+from titan_exp.plan.planner_processes import PlannerProcesses
 from titan_exp.plan.supported import check_supported
 
 MAX_PROCESSES = 8
@@ -97,21 +94,15 @@ def _say(predicted: Sequence[PredictionRequest], say: Callable[[str], None]) -> 
 def _predict_in_processes(pending: dict[str, PredictionRequest]) -> dict[str, Prediction | NotPredicted]:
     groups = {key: _rank_groups(request) for key, request in pending.items()}
     processes = min(usable_cores(), sum(map(len, groups.values())), MAX_PROCESSES)
-    context = multiprocessing.get_context("spawn")
-    others, deadline = set(multiprocessing.active_children()), time.monotonic()
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker)
-    futures, found = dict[str, list[Future[Prediction | None]]](), dict[str, Prediction | NotPredicted]()
-    try:
-        for key, request in pending.items():
-            futures[key] = [pool.submit(_predict_ranks, request, ranks) for ranks in groups[key]]
+    deadline, found = time.monotonic(), dict[str, Prediction | NotPredicted]()
+    with PlannerProcesses(processes, alone=True) as pool:
+        futures = {
+            key: [pool.submit(_predict_ranks, request, ranks) for ranks in groups[key]]
+            for key, request in pending.items()
+        }
         for key, parts in futures.items():
             deadline += pending[key].experiment.plan.seconds
             found[key] = _merge(pending[key], parts, deadline)
-    finally:
-        if any(not part.done() for parts in futures.values() for part in parts):
-            for worker in set(multiprocessing.active_children()) - others:
-                worker.kill()
-        pool.shutdown(cancel_futures=True)
     return found
 
 
@@ -176,13 +167,3 @@ def _merge(
 
 def _not_predicted(error: UserError) -> NotPredicted:
     return NotPredicted("; ".join(str(violation).partition("\n")[0] for violation in error.violations) or str(error))
-
-
-def _start_worker() -> None:
-    """Silence a worker, give it one thread, and end it with its parent or at Ctrl-C."""
-    make_killable()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    null = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(null, stream)
-    os.environ["OMP_NUM_THREADS"] = "1"

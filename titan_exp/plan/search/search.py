@@ -29,8 +29,7 @@ from titan_exp.plan.device_memory import room_of
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 from titan_exp.plan.extrapolate.sample import trace_samples
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
-from titan_exp.plan.garbage_collection import no_garbage_collection
-from titan_exp.plan.planner_processes import start_forkserver, start_worker
+from titan_exp.plan.planner_processes import no_garbage_collection, start_forkserver, start_worker
 from titan_exp.plan.predict import as_traced
 from titan_exp.plan.search.estimates import Estimates
 from titan_exp.plan.search.layout_checks import LayoutChecks

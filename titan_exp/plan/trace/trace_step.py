@@ -16,7 +16,7 @@ from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels, workspaces
 from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel
 from titan_exp.plan.exchange import Beside
-from titan_exp.plan.garbage_collection import no_garbage_collection
+from titan_exp.plan.planner_processes import no_garbage_collection
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.graph_capture import CAPTURE, FakeRecorder
 from titan_exp.plan.trace.inductor import compile_as_for_cuda, reset_dynamo, skip_inductor_kernels

@@ -15,8 +15,8 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence, sequence_cuts
-from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.gate.gate import MemoryCheck
+from titan_exp.plan.planner_processes import no_garbage_collection
 from titan_exp.plan.predict import Plan, RankPlan, traced_rank
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
 from titan_exp.plan.visualize import glossary

@@ -226,7 +226,12 @@ def test_cache_key_ignores_keys_that_change_no_prediction(tmp_path: Path, monkey
     assert cache_key(first, None) == cache_key(same, None)
     assert cache_key(first, DEVICES["h100"]) != cache_key(first, None)
     for other in (
-        *("training.seq_len=128", "training.max_grad_norm=null", "parallelism.dp_shard=2"),
+        *(
+            "tracking.metrics=[max_logit]",
+            "training.seq_len=128",
+            "training.max_grad_norm=null",
+            "parallelism.dp_shard=2",
+        ),
         *("optimizer.state_precision=int8", "activation_checkpoint=full", "data.document_mask=true"),
     ):
         assert cache_key(resolved("model=llama_debug", "cluster.device=cpu", other), None) != cache_key(first, None), (
@@ -236,6 +241,8 @@ def test_cache_key_ignores_keys_that_change_no_prediction(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     own = resolved("model=llama_debug", "cluster.device=cpu", "optimizer.name=optimizers_of_a_user.Signum")
     assert cache_key(own, None) is None
+    (tmp_path / "metrics_of_a_user.py").write_text("Rows = object\n")
+    assert cache_key(replace(first, tracking=replace(first.tracking, metrics=["metrics_of_a_user.Rows"])), None) is None
     assert get(tmp_path, "x") is None
     put(tmp_path, "x", synthetic(1.0, 2.0))
     assert get(tmp_path, "x") == synthetic(1.0, 2.0)

@@ -26,17 +26,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_kernels
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.search.layout_checks import LayoutChecks
-from titan_exp.plan.search.layouts import (
-    KEYS,
-    REFINED,
-    Candidate,
-    SearchSpace,
-    _enumerate,
-    fixed_keys,
-    search_space,
-    train_command,
-)
+from titan_exp.plan.search.layouts import KEYS, REFINED, Candidate, SearchSpace, fixed_keys, train_command
 from titan_exp.plan.search.moves import moves
 from titan_exp.plan.search.search import interrupt_after
 from titan_exp.rules import EVERY_RULE, violations

@@ -42,8 +42,8 @@ def run(argv: Sequence[str]) -> int:
         return run_search(argv[1:])
     if argv[:1] == ["calibrate"]:
         raise UserError(
-            "titan-exp plan calibrate: there is no such verb any more, since titan-exp doctor measures the rates that a plan "
-            "takes. Run titan-exp doctor on a machine with such devices, with the same paths.runs."
+            "titan-exp plan calibrate: there is no such verb any more, since titan-exp doctor measures the rates that "
+            "a plan uses. Run titan-exp doctor on a machine with such devices, with the same paths.runs."
         )
     if set(argv) & set(HELP):
         print(options_help(USAGE, PlanOptions), end="")

@@ -58,7 +58,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
     searched, or no layout fits."""
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.plan.planner_processes import start_forkserver
-    from titan_exp.plan.search.layouts import fixed_keys, search_space, train_command
+    from titan_exp.plan.search.layouts import SearchSpace, fixed_keys, train_command
     from titan_exp.plan.supported import check_supported, with_run_kernels
 
     experiment = to_experiment(cfg)
@@ -82,7 +82,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
         )
     _check_homogeneous(on_one_device)
     start_forkserver()
-    space = search_space(experiment, gpus, fixed_keys(typed), _recipes(options.recipe_names, typed))
+    space = SearchSpace(experiment, gpus, fixed_keys(typed), _recipes(options.recipe_names, typed))
 
     from titan_exp.plan.search.search import LayoutSearch
     from titan_exp.plan.search.search_table import print_search, search_json, steps_for
@@ -95,9 +95,9 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
     more = {} if tokens is None else {"training.steps": steps_for(experiment.training, tokens)}
     commands = [train_command(row.candidate, typed, more) for row in result.rows]
     if options.json:
-        print(json.dumps(search_json(result, space, commands, tokens), indent=2))
+        print(json.dumps(search_json(result, commands, tokens), indent=2))
     else:
-        print_search(result, space, device, commands, tokens)
+        print_search(result, device, commands, tokens)
     return 0
 
 

@@ -14,15 +14,11 @@ from titan_exp.config.layout.axes import DEGREES
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.exchange import exchange_of
 from titan_exp.plan.plan_table import print_lines, print_unwrapped, table_of
-from titan_exp.plan.search.layout_cost import LayoutCost, short_key
-from titan_exp.plan.search.layouts import SearchSpace
-from titan_exp.plan.search.search import SearchResult
+from titan_exp.plan.search.search import LayoutCost, SearchResult, short_key
 from titan_exp.tracking.number_format import GIB
 
 
-def print_search(
-    result: SearchResult, space: SearchSpace, device: Device, commands: Sequence[str], tokens: int | None
-) -> None:
+def print_search(result: SearchResult, device: Device, commands: Sequence[str], tokens: int | None) -> None:
     """Print a search result on a terminal, with the command of each row, and GPU-hours if the run's number of tokens is
     known."""
     console, first = Terminal(), result.rows[0].candidate
@@ -31,15 +27,13 @@ def print_search(
     step = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
     console.print(f"{first.experiment.model.name} on {devices}: {step}", highlight=False)
     print_unwrapped(console, _table(result, tokens))
-    print_lines(console, [*_left_out(result, space), "\nTo launch them:"])
+    print_lines(console, [*_left_out(result), "\nTo launch them:"])
     print_lines(console, (f"{number:>3}  {command}" for number, command in enumerate(commands, 1)))
     took = f"\n{result.planned} layouts planned in {result.seconds:.0f} s"
     console.print(took, style="dim", highlight=False)
 
 
-def search_json(
-    result: SearchResult, space: SearchSpace, commands: Sequence[str], tokens: int | None
-) -> dict[str, Any]:
+def search_json(result: SearchResult, commands: Sequence[str], tokens: int | None) -> dict[str, Any]:
     """Search result as JSON values in bytes and seconds."""
     return {
         "layouts": [
@@ -59,9 +53,9 @@ def search_json(
             }
             for row, front, command in zip(result.rows, result.front, commands, strict=True)
         ],
-        "tried": space.tried,
+        "tried": result.tried,
         "left_out": {
-            "by_rules": {example.field: count for count, example in space.left_out},
+            "by_rules": {example.field: count for count, example in result.left_out},
             "not_known": dict(result.unknown),
             "estimated_not_to_fit": result.floor,
             "does_not_fit": result.too_large,
@@ -90,7 +84,7 @@ def steps_for(training: TrainingConfig, tokens: int) -> int:
 
 def _table(result: SearchResult, tokens: int | None) -> Table:
     rows, layouts = result.rows, [row.candidate for row in result.rows]
-    degrees = [*DEGREES, *(["ep", "etp"] if layouts[0].experts is not None else [])]
+    degrees = [*DEGREES, *(["ep", "etp"] if layouts[0].spec and layouts[0].spec.has_experts else [])]
     columns: list[tuple[str, Iterable[object]]] = [
         ("", range(1, len(rows) + 1)),
         ("tokens/s/GPU", (f"{row.tokens_per_second:,.0f}" for row in rows)),
@@ -110,22 +104,22 @@ def _table(result: SearchResult, tokens: int | None) -> Table:
     return table_of(headings, zip(*cells, strict=True), {"", "schedule", "recompute", "more"})
 
 
-def _left_out(result: SearchResult, space: SearchSpace) -> list[str]:
-    broken, rooms = sum(count for count, _ in space.left_out), sorted({f"{row.room / GIB:.1f}" for row in result.rows})
+def _left_out(result: SearchResult) -> list[str]:
+    broken, rooms = sum(count for count, _ in result.left_out), sorted({f"{row.room / GIB:.1f}" for row in result.rows})
     room = " to ".join(dict.fromkeys((rooms[0], rooms[-1])))
     return [
         "* on the Pareto front: no faster layout needs less memory. Times are estimates; GiB are reserved by torch's "
         f"allocator, for which {room} GiB of the device are left beside CUDA's context and NCCL's buffers.",
         *["~ with the allocator under pressure, which waits for the GPU."] * any(row.retries for row in result.rows),
-        f"{broken:,} of {space.tried:,} layouts break a rule" + (":" if broken else "."),
-        *(f"    {count:>6,}  {example.field}, for example: {example.reason}" for count, example in space.left_out[:4]),
+        f"{broken:,} of {result.tried:,} tried layouts break a rule" + (":" if broken else "."),
+        *(f"    {count:>6,}  {example.field}, for example: {example.reason}" for count, example in result.left_out[:4]),
         *(
             f"  {count:,} cannot be extrapolated, because {reason}: titan-exp plan predicts one of them;"
             for reason, count in result.unknown
         ),
         f"  {result.floor:,} are estimated not to fit, and "
         f"{result.too_large:,} of {result.planned:,} planned ones do not fit;",
-        f"  {result.slower:,} are not looked at, and some may be faster: the search was stopped."
+        f"  {result.slower:,} are not planned, and some may be faster: the search was stopped."
         if result.stopped
-        else f"  {result.slower:,} are estimated to be slower than the last row.",
+        else f"  {result.slower:,} are not planned: their compute alone takes as long as the first row's step.",
     ]

@@ -8,12 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.plan import (
     test_descent,
-    test_estimates,
     test_extrapolate,
     test_extrapolated_trace,
     test_graph_capture,
@@ -33,8 +31,7 @@ from titan_exp.plan.extrapolate import eligibility, layer_kinds, sample, schedul
 from titan_exp.plan.extrapolate.allocation_events import EventComposer
 from titan_exp.plan.extrapolate.schedule_simulation import _SampledActions
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
-from titan_exp.plan.search.layout_columns import LayoutColumns
-from titan_exp.plan.search.search import LayoutSearch
+from titan_exp.plan.search.search import LayoutCost, LayoutSearch
 from titan_exp.plan.time import roofline
 from titan_exp.plan.trace import dispatch_mode
 from titan_exp.plan.trace.dispatch_mode import CostMode
@@ -62,14 +59,8 @@ def a_ring_has_one_hop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "ROUNDS", {})
 
 
-def messages_have_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LayoutColumns, "message_seconds", lambda self, *_: 0 * self.tp)
-
-
-def sent_activations_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = LayoutColumns.of
-    without = classmethod(lambda cls, candidates: replace(plain(candidates), passing=np.zeros(len(candidates))))
-    monkeypatch.setattr(LayoutColumns, "of", without)
+def memory_has_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayoutCost, "priced_rank", LayoutCost.rank)
 
 
 def periods_need_not_continue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,8 +243,6 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
         modules_in_fp32_are_matched_as_in_the_first_layer,
     ),
     (bytes_of_kernels, views_are_launches),
-    (test_estimates.test_estimates_are_near_the_planned_costs, messages_have_no_rate),
-    (test_estimates.test_estimates_are_near_the_planned_costs, sent_activations_are_released),
     (partial(test_unroll.test_a_deep_sequence_follows_from_three_shallow_ones, 50), periods_need_not_continue),
     (tied_pipeline_in_passes, tied_gradients_are_not_summed),
     (tied_pipeline_in_passes, a_step_has_one_pass),
@@ -265,6 +254,7 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (frozen_layers, parameter_groups_keep_their_patterns),
     (pipeline_of_kinds_in_turn, the_first_of_a_kind_is_repeated),
     (descent, the_descent_moves_nowhere),
+    (descent, memory_has_no_price),
     (symmetric_messages, messages_beside_matmuls_are_free),
     (gathered, waits_copy),
     (exchanges, all_room_is_filled),

@@ -11,7 +11,16 @@ from tests.plan.test_search import LONG, composed
 from titan_exp.plan.cuda.devices import Device, device_named
 from titan_exp.plan.device_memory import room_of
 from titan_exp.plan.search import search
-from titan_exp.plan.search.layouts import Candidate, SearchSpace, _degrees, fixed_keys, micro_batches
+from titan_exp.plan.search.layouts import (
+    MICRO_BATCH,
+    MODE,
+    MODES,
+    Candidate,
+    SearchSpace,
+    _degrees,
+    fixed_keys,
+    micro_batches,
+)
 from titan_exp.plan.search.moves import moves, with_values
 from titan_exp.plan.search.search import LayoutCost
 from titan_exp.rules import violations
@@ -76,8 +85,10 @@ def enumerated(space: SearchSpace) -> list[Candidate]:
     for degrees in _degrees(space.run.parallelism, space.gpus, space.fixed):
         rows = space.run.training.global_batch_size // (degrees["dp_replicate"] * degrees["dp_shard"])
         values = {f"parallelism.{key}": value for key, value in degrees.items()}
-        for mode, size in product(("none", "selective", "full"), micro_batches(rows)):
-            more = {"activation_checkpoint.mode": mode, "training.micro_batch_size": size}
+        typed = space.run.training.micro_batch_size, space.run.activation_checkpoint.mode
+        sizes = [typed[0]] if MICRO_BATCH in space.fixed else micro_batches(rows)
+        for mode, size in product([typed[1]] if MODE in space.fixed else MODES, sizes):
+            more = {MODE: mode, MICRO_BATCH: size}
             found.append(space.candidate(with_values(space.run, values | more)))
     return [each for each in found if not violations(each.experiment)]
 

@@ -21,8 +21,8 @@ from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.gate.gate import check_memory
 from titan_exp.plan.gate.prediction_cache import cache_key
 from titan_exp.plan.predict import Plan, predict
-from titan_exp.plan.search.layout_cost import LayoutCost
 from titan_exp.plan.search.layouts import Candidate
+from titan_exp.plan.search.search import LayoutCost
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 WORDS = "training.micro_batch_size=1 "
@@ -51,7 +51,7 @@ def test_a_group_computes_its_share(groups: int, micro_batches: int):
 
 def test_a_search_ranks_layouts_of_one_group():
     experiment = experiment_of(GROUPS.format(2))
-    candidate = Candidate(0, experiment, model_spec(experiment.model))
+    candidate = Candidate(experiment, model_spec(experiment.model))
     assert (candidate.layout.gradient_accumulation, candidate.layout.devices) == (4, 2)
     cost = LayoutCost(candidate, 2.0, 0.0, 0, 0, "", 1, 0, 0)
     assert cost.tokens_per_second == alone().tokens_per_step / 2.0 / 2

@@ -17,8 +17,7 @@ from titan_exp.launch.memory_gate import gate_run
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, plan_run
 from titan_exp.plan.gate import gate as gate_module
 from titan_exp.plan.gate.gate import GIB
-from titan_exp.plan.gate.predicted import read_predicted_metrics
-from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction
+from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, read_predicted_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 SMALL = ["model=llama_debug", "cluster.device=cpu", "training.steps=10", "plan.predict=always"]

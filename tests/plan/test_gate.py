@@ -23,8 +23,8 @@ from titan_exp.plan.gate.gate import GIB, MemoryCheck, check_memory, explain_oom
 from titan_exp.plan.gate.prediction_cache import cache_key, get, put
 from titan_exp.plan.gate.suggestions import suggestions
 from titan_exp.plan.gate.upper_bound import upper_bound
-from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks
 from titan_exp.plan.predict import predict
+from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks
 
 H100 = ["cluster=slurm_h100", "compile=none", "training.mixed_precision=bf16"]
 

@@ -22,8 +22,8 @@ from titan_exp.config.secrets import concealed
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.gate.prediction_cache import cache_key, get, put
-from titan_exp.plan.plan_json import NotPredicted, Prediction, merge_ranks
 from titan_exp.plan.planner_processes import PlannerProcesses
+from titan_exp.plan.prediction import NotPredicted, Prediction, merge_ranks
 from titan_exp.plan.supported import check_supported
 
 MAX_PROCESSES = 8

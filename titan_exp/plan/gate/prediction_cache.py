@@ -21,7 +21,7 @@ from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.exchange import exchange_of
-from titan_exp.plan.plan_json import Prediction, from_json
+from titan_exp.plan.prediction import Prediction, from_json
 from titan_exp.tracking.run_folder.files import write_atomically
 
 FOLDER = "plan"

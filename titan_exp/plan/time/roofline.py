@@ -20,7 +20,7 @@ from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel.runtime import build_schedule
 from titan_exp.plan.cuda.cpu_offload import AXIS, WAITED_FOR
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.plan_json import RankTime
+from titan_exp.plan.prediction import RankTime
 from titan_exp.plan.trace.dispatch_mode import WORLD, OpCosts
 from titan_exp.plan.trace.kernel_classes import (
     ATTENTION,

@@ -88,9 +88,9 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
             f"Use 0 to {experiment.parallelism.pp - 1}."
         )
 
-    from titan_exp.plan.gate.batch_predict import FAILED
     from titan_exp.plan.gate.check_user_code import check_user_code, failing_user_code
     from titan_exp.plan.gate.gate import MemoryCheck
+    from titan_exp.plan.gate.predictions import FAILED
     from titan_exp.plan.plan_table import plan_to_json, print_plan
     from titan_exp.plan.predict import predict
 

@@ -19,7 +19,7 @@ from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_vers
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.gate.gate import check_memory
-from titan_exp.plan.gate.prediction_cache import cache_key
+from titan_exp.plan.gate.predictions import cache_key
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.search.search import LayoutCost

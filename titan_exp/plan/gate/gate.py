@@ -15,7 +15,7 @@ from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.caching_allocator import STEPS
 from titan_exp.plan.device_memory import SAVE_PROCESS_GB, DeviceMemory, device_memory_of
-from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
+from titan_exp.plan.gate.predictions import PredictionRequest, predict_many
 from titan_exp.plan.gate.upper_bound import upper_bound
 from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction
 from titan_exp.tracking.number_format import GIB, format_bytes

@@ -181,8 +181,8 @@ def plans(path: str) -> list[dict[str, Any]]:
     from titan_exp.plan.cuda.devices import DEVICES
     from titan_exp.plan.extrapolate.allocation_events import EventComposer
     from titan_exp.plan.extrapolate.stages import ExtrapolationError
-    from titan_exp.plan.plan_table import plan_to_json
     from titan_exp.plan.predict import predict
+    from titan_exp.plan.tables import plan_to_json
 
     def fail(*_: Any) -> None:
         raise ExtrapolationError("a storage is released twice")

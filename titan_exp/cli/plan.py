@@ -91,8 +91,8 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     from titan_exp.plan.gate.check_user_code import check_user_code, failing_user_code
     from titan_exp.plan.gate.gate import MemoryCheck
     from titan_exp.plan.gate.predictions import FAILED
-    from titan_exp.plan.plan_table import plan_to_json, print_plan
     from titan_exp.plan.predict import predict
+    from titan_exp.plan.tables import plan_to_json, print_plan
 
     page = None if options.html is None else OutputFile("--html", options.html, "plan.html")
     trace = None if options.trace is None else OutputFile("--trace", options.trace, "plan.json")

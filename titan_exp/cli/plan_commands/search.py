@@ -85,7 +85,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
     space = SearchSpace(experiment, gpus, fixed_keys(typed), _recipes(options.recipe_names, typed))
 
     from titan_exp.plan.search.search import LayoutSearch
-    from titan_exp.plan.search.search_table import print_search, search_json, steps_for
+    from titan_exp.plan.tables import print_search, search_json, steps_for
 
     with _progress() as show:
         result = LayoutSearch(space, device, options.limit, show).run(options.seconds)

@@ -11,8 +11,9 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.paths.yaml_file import read_yaml
+from titan_exp.tracking.number_format import GIB
 
-GIB = 2**30
+
 TABLE = Path(__file__).with_name("device_table")
 """Folder of the device files; a file's name is the device's command-line name."""
 

@@ -21,8 +21,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layo
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.caching_allocator import MIB
-from titan_exp.plan.cuda.devices import DEVICES, device_named
-from titan_exp.plan.device_memory import overhead_of
+from titan_exp.plan.cuda.devices import DEVICES, device_named, overhead_of
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.tables import plan_to_json, print_plan, print_unwrapped
 from titan_exp.rules import check

@@ -8,8 +8,7 @@ from math import log2
 import pytest
 
 from tests.plan.test_search import LONG, composed
-from titan_exp.plan.cuda.devices import Device, device_named
-from titan_exp.plan.device_memory import room_of
+from titan_exp.plan.cuda.devices import Device, device_named, room_of
 from titan_exp.plan.search import search
 from titan_exp.plan.search.layouts import (
     MICRO_BATCH,

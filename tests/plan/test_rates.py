@@ -11,9 +11,8 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, pipeline_seconds, timeline
 from titan_exp.config.machine.devices import gpu_memory_bytes
-from titan_exp.plan import device_memory
-from titan_exp.plan.cuda.devices import DEVICES
-from titan_exp.plan.device_memory import cpu_device, gpu_memory, refine_gpu
+from titan_exp.plan.cuda import devices
+from titan_exp.plan.cuda.devices import DEVICES, cpu_device, gpu_memory, refine_gpu
 from titan_exp.plan.supported import with_run_kernels
 from titan_exp.plan.time.roofline import message_seconds, rank_time, schedule_and_bubble
 from titan_exp.plan.trace.dispatch_mode import OpCosts
@@ -198,7 +197,7 @@ def test_memory_is_what_the_driver_reports(tmp_path: Path, monkeypatch: pytest.M
     tool.write_text('#!/bin/sh\necho "81559, 551"\necho "81559, 600"\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(device_memory, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"] * 2)
+    monkeypatch.setattr(devices, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"] * 2)
     gpu_memory_bytes.cache_clear()
     layout = ResolvedLayout.of(experiment_of("cluster=local parallelism.dp_shard=2"))
     present = gpu_memory(layout.cluster, tmp_path, layout, None)

@@ -256,7 +256,7 @@ def best_row(gpus: int, words: list[str], between: float) -> "LayoutCost":
 
     The device has memory between what the first layout needs with selective and no recomputation.
     """
-    from titan_exp.plan.device_memory import memory_of_gpu
+    from titan_exp.plan.cuda.devices import memory_of_gpu
     from titan_exp.plan.extrapolate.eligibility import unsupported_reason
     from titan_exp.plan.gate.gate import MemoryCheck
     from titan_exp.plan.predict import predict

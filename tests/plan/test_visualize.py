@@ -23,8 +23,7 @@ from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, timeline
 from titan_exp.parallel.pipeline_parallel.runtime import build_schedule
-from titan_exp.plan.cuda.devices import DEVICES
-from titan_exp.plan.device_memory import memory_of_gpu
+from titan_exp.plan.cuda.devices import DEVICES, memory_of_gpu
 from titan_exp.plan.gate.gate import MemoryCheck
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.trace.fake_world import fake_rank

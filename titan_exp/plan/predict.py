@@ -15,9 +15,8 @@ from titan_exp.config.machine.devices import device_type, usable_cores, uses_exp
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.models.spec.lookup import model_spec, with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reserved, steady_reserved
-from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.cuda.devices import Device, room_of
 from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_capability
-from titan_exp.plan.device_memory import room_of
 from titan_exp.plan.exchange import Exchange, exchange_of
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator

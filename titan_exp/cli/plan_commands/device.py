@@ -7,7 +7,7 @@ from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.groups.experiment import Experiment
 
 if TYPE_CHECKING:
-    from titan_exp.plan.device_memory import DeviceMemory
+    from titan_exp.plan.cuda.devices import DeviceMemory
 
 
 def device_for(experiment: Experiment, key: str | None) -> "DeviceMemory":
@@ -15,8 +15,7 @@ def device_for(experiment: Experiment, key: str | None) -> "DeviceMemory":
     table lacks the GPU."""
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
     from titan_exp.models.spec.lookup import model_spec
-    from titan_exp.plan.cuda.devices import DEVICES, device_named
-    from titan_exp.plan.device_memory import device_memory_of, memory_of_gpu, refine_gpu
+    from titan_exp.plan.cuda.devices import DEVICES, device_memory_of, device_named, memory_of_gpu, refine_gpu
 
     layout, spec = ResolvedLayout.of(experiment), model_spec(experiment.model)
     runs = Path(experiment.paths.runs).expanduser()

@@ -15,7 +15,7 @@ from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.plan.cuda.caching_allocator import STEPS
-from titan_exp.plan.device_memory import SAVE_PROCESS_GB, DeviceMemory, device_memory_of, symmetric_memory
+from titan_exp.plan.cuda.devices import SAVE_PROCESS_GB, DeviceMemory, device_memory_of, symmetric_memory
 from titan_exp.plan.exchange import exchange_of
 from titan_exp.plan.gate.predictions import PredictionRequest, predict_many
 from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction

@@ -16,8 +16,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.machine.devices import usable_cores
-from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.device_memory import room_of
+from titan_exp.plan.cuda.devices import Device, room_of
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.planner_processes import PlannerProcesses

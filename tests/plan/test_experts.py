@@ -15,7 +15,7 @@ from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.search.layouts import SearchSpace, fixed_keys
 from titan_exp.plan.time.roofline import message_seconds, rank_time
 from titan_exp.plan.trace.dispatch_mode import OpCosts
-from titan_exp.plan.trace.kernel_classes import EXPERT_MATMULS
+from titan_exp.plan.trace.op_costs import EXPERT_MATMULS
 
 MOE = "model=qwen3_moe_debug"
 LAYERS, DIM, VOCAB, EXPERTS, CHOSEN, WIDTH = 4, 64, 320, 8, 3, 64

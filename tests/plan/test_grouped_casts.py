@@ -14,7 +14,7 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda import grouped_casts
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.predict import predict
-from titan_exp.plan.trace.kernel_classes import EXPERT_MATMULS
+from titan_exp.plan.trace.op_costs import EXPERT_MATMULS
 from titan_exp.rules import check
 
 EXPERTS, ROWS, COLUMNS = 3, 256, 384

@@ -22,15 +22,15 @@ from titan_exp.plan.cuda.cpu_offload import AXIS, WAITED_FOR
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.prediction import RankTime
 from titan_exp.plan.trace.dispatch_mode import WORLD, OpCosts
-from titan_exp.plan.trace.kernel_classes import (
+from titan_exp.plan.trace.op_costs import (
     ATTENTION,
     ATTENTION_BACKWARD,
+    BESIDE,
     EXPERT_MATMULS,
     KERNEL_CLASSES,
     MEASURES,
     STREAMS,
 )
-from titan_exp.plan.trace.symmetric_messages import BESIDE
 
 BEHIND_COMPUTE = ("fsdp", "efsdp", "dp_replicate")
 """Mesh axes whose collectives overlap with compute."""

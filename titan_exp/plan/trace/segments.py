@@ -17,8 +17,8 @@ from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.models.blocks.transformer import iter_numbered_blocks
 from titan_exp.parallel.step_observer import StepObserver
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
-from titan_exp.plan.trace.kernel_classes import COMPUTE_WEIGHTS, EMBEDDING, GRADIENTS, LOSS, NORM, OPTIMIZER
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Change, MemoryTracker, local
+from titan_exp.plan.trace.op_costs import COMPUTE_WEIGHTS, EMBEDDING, GRADIENTS, LOSS, NORM, OPTIMIZER
 from titan_exp.plan.trace.step_position import (
     BETWEEN,
     GRADIENT_SUM,

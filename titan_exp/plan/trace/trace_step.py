@@ -20,8 +20,8 @@ from titan_exp.plan.planner_processes import no_garbage_collection
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.graph_capture import CAPTURE, FakeRecorder
 from titan_exp.plan.trace.inductor import compile_as_for_cuda, reset_dynamo, skip_inductor_kernels
-from titan_exp.plan.trace.kernel_classes import COMPUTE_WEIGHTS, EMBEDDING
 from titan_exp.plan.trace.memory_tracker import Moment
+from titan_exp.plan.trace.op_costs import COMPUTE_WEIGHTS, EMBEDDING
 from titan_exp.plan.trace.phases import track_phases
 from titan_exp.plan.trace.segments import SegmentObserver, SegmentTracker
 from titan_exp.trainer.train_state import TrainState

@@ -71,7 +71,7 @@ def both_ways(path: str, beyond_limit: bool) -> list[tuple[dict[str, Any], dict[
     """Full and extrapolated trace of each pipeline rank, on CUDA and on the run's own device."""
     from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
     from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
-    from titan_exp.plan.trace.inductor import uses_inductor
+    from titan_exp.plan.trace.torch_patches import uses_inductor
     from titan_exp.plan.trace.trace_step import trace_step
 
     experiment, found = load_experiment(path, trust=True), []

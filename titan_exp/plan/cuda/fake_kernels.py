@@ -17,10 +17,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.grouped_casts import fake_casts
 from titan_exp.plan.cuda.mem_efficient_attention import workspace_bytes
-from titan_exp.plan.trace.torch_patches import replaced_attributes
+from titan_exp.plan.trace.torch_patches import GPU, replaced_attributes
 from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, MIN_CAPABILITY, Hardware, assume_hardware
 
 FLASH_ROWS, FLASH_WIDTH = 128, 32

@@ -45,7 +45,6 @@ from titan_exp.plan.extrapolate.stages import (
 )
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import DEVICE, fake_rank
-from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.segments import (
     GradientKey,
     Segment,
@@ -65,6 +64,7 @@ from titan_exp.plan.trace.step_position import (
     TIED_SUM,
     StepPosition,
 )
+from titan_exp.plan.trace.torch_patches import uses_inductor
 from titan_exp.plan.trace.trace_step import trace_step
 from titan_exp.tracking.run_folder.files import temporary_folder
 

@@ -18,7 +18,6 @@ from titan_exp.config.layout.pipeline_schedules import Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel.runtime import build_schedule
-from titan_exp.plan.cuda.cpu_offload import AXIS, WAITED_FOR
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.prediction import RankTime
 from titan_exp.plan.trace.dispatch_mode import WORLD, OpCosts
@@ -31,6 +30,7 @@ from titan_exp.plan.trace.op_costs import (
     MEASURES,
     STREAMS,
 )
+from titan_exp.plan.trace.torch_patches import AXIS, WAITED_FOR
 
 BEHIND_COMPUTE = ("fsdp", "efsdp", "dp_replicate")
 """Mesh axes whose collectives overlap with compute."""

@@ -24,11 +24,10 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch, MicroBatch
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
-from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
 from titan_exp.plan.exchange import Beside, exchange_of
 from titan_exp.plan.trace.graph_capture import FakeRecorder
 from titan_exp.plan.trace.op_costs import assumes_symmetric_memory
-from titan_exp.plan.trace.torch_patches import replaced_attributes, restored_compiler_settings
+from titan_exp.plan.trace.torch_patches import GPU, gpu_beside_host, replaced_attributes, restored_compiler_settings
 from titan_exp.trainer.objective.base import MetricSums
 from titan_exp.trainer.part import Parts
 from titan_exp.trainer.parts import acting_parts

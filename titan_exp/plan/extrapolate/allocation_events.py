@@ -12,8 +12,7 @@ from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
 from titan_exp.plan.extrapolate.sample import AllocationSite, Sample, StorageKey
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.trace.memory_tracker import HOST, MemoryTracker
-from titan_exp.plan.trace.segments import GradientKey, Segment
-from titan_exp.plan.trace.step_position import NOWHERE, StepPosition
+from titan_exp.plan.trace.segments import NOWHERE, GradientKey, Segment, StepPosition
 
 
 class EventComposer:

@@ -26,8 +26,7 @@ from titan_exp.plan.time.roofline import axis_ranks
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import pipeline_ranks
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
-from titan_exp.plan.trace.segments import NOT_TRACKED, GradientKey, sum_costs
-from titan_exp.plan.trace.step_position import END, PROLOGUES, RESULT, StepPosition
+from titan_exp.plan.trace.segments import END, NOT_TRACKED, PROLOGUES, RESULT, GradientKey, StepPosition, sum_costs
 from titan_exp.plan.trace.trace_step import HostUsage, Trace
 
 MAX_MICRO_BATCHES = 8

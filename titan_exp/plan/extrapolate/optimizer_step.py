@@ -17,6 +17,8 @@ from titan_exp.plan.extrapolate.unroll import Token, unroll
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.segments import (
+    OPTIMIZER_STEP,
+    TIED_SUM,
     AllocationEvent,
     GradientKey,
     Segment,
@@ -24,7 +26,6 @@ from titan_exp.plan.trace.segments import (
     category_bytes,
     sum_costs,
 )
-from titan_exp.plan.trace.step_position import OPTIMIZER_STEP, TIED_SUM
 from titan_exp.plan.trace.trace_step import trace_step
 
 _TRACES: dict[tuple[str, int, bool], "OptimizerStepTrace"] = {}

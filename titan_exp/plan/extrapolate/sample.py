@@ -46,14 +46,6 @@ from titan_exp.plan.extrapolate.stages import (
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import DEVICE, fake_rank
 from titan_exp.plan.trace.segments import (
-    GradientKey,
-    Segment,
-    SegmentTracker,
-    Totals,
-    join_segments,
-    sum_costs,
-)
-from titan_exp.plan.trace.step_position import (
     BETWEEN,
     GROUP,
     OPTIMIZER_STEP,
@@ -62,7 +54,13 @@ from titan_exp.plan.trace.step_position import (
     REST,
     SUM,
     TIED_SUM,
+    GradientKey,
+    Segment,
+    SegmentTracker,
     StepPosition,
+    Totals,
+    join_segments,
+    sum_costs,
 )
 from titan_exp.plan.trace.torch_patches import uses_inductor
 from titan_exp.plan.trace.trace_step import trace_step

@@ -19,8 +19,7 @@ from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.graph_capture import CAPTURE, FakeRecorder
 from titan_exp.plan.trace.memory_tracker import Moment
 from titan_exp.plan.trace.op_costs import COMPUTE_WEIGHTS, EMBEDDING
-from titan_exp.plan.trace.phases import track_phases
-from titan_exp.plan.trace.segments import SegmentObserver, SegmentTracker
+from titan_exp.plan.trace.segments import SegmentObserver, SegmentTracker, track_phases
 from titan_exp.plan.trace.torch_patches import GPU, compile_as_for_cuda, reset_dynamo, skip_inductor_kernels
 from titan_exp.trainer.train_state import TrainState
 

@@ -35,7 +35,7 @@ from titan_exp.plan.search.search import LayoutCost, LayoutSearch
 from titan_exp.plan.time import roofline
 from titan_exp.plan.trace import dispatch_mode
 from titan_exp.plan.trace.dispatch_mode import CostMode
-from titan_exp.plan.trace.graph_capture import FakeRecorder
+from titan_exp.plan.trace.fake_world import FakeRecorder
 from titan_exp.plan.trace.segments import SegmentObserver
 from titan_exp.quantization import hardware_support
 from titan_exp.tracking.run_folder.files import temporary_folder

@@ -16,7 +16,7 @@ from titan_exp.plan.cuda.fake_kernels import efficient_kernel, fake_cuda_kernels
 from titan_exp.plan.exchange import Beside
 from titan_exp.plan.planner_processes import no_garbage_collection
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
-from titan_exp.plan.trace.graph_capture import CAPTURE, FakeRecorder
+from titan_exp.plan.trace.fake_world import CAPTURE, FakeRecorder
 from titan_exp.plan.trace.memory_tracker import Moment
 from titan_exp.plan.trace.op_costs import COMPUTE_WEIGHTS, EMBEDDING
 from titan_exp.plan.trace.segments import SegmentObserver, SegmentTracker, track_phases

@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan import predict
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate import eligibility, layer_kinds, sample, schedule_simulation, unroll
+from titan_exp.plan.extrapolate import eligibility, sample, schedule_simulation, unroll
 from titan_exp.plan.extrapolate.allocation_events import EventComposer
 from titan_exp.plan.extrapolate.schedule_simulation import _SampledActions
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
@@ -82,10 +82,10 @@ def views_are_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def modules_in_fp32_are_matched_as_in_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    match = layer_kinds._matching
-    monkeypatch.setattr(layer_kinds, "_REPETITIONS", {})
+    match = eligibility._matching
+    monkeypatch.setattr(eligibility, "_REPETITIONS", {})
     monkeypatch.setattr(
-        layer_kinds, "_matching", lambda names, prefix, patterns: match(names, prefix and "blocks.0.", patterns)
+        eligibility, "_matching", lambda names, prefix, patterns: match(names, prefix and "blocks.0.", patterns)
     )
 
 
@@ -122,13 +122,13 @@ def the_last_stage_has_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def last_layers_repeat_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_kinds, "last_layers", lambda experiment: 0)
+    monkeypatch.setattr(eligibility, "last_layers", lambda experiment: 0)
 
 
 def parameter_groups_keep_their_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain: Any = layer_kinds.with_layers
+    plain: Any = eligibility.with_layers
     monkeypatch.setattr(
-        layer_kinds, "with_layers", lambda run, layers: replace(plain(run, layers), optimizer=run.optimizer)
+        eligibility, "with_layers", lambda run, layers: replace(plain(run, layers), optimizer=run.optimizer)
     )
 
 

@@ -11,7 +11,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.models.spec.lookup import model_spec, parameter_roles
-from titan_exp.plan.extrapolate.layer_kinds import last_layers, repetition, with_layers
+from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, with_layers
 
 MASKED = "cluster=slurm_h100 compile=none cluster.device=cuda training.mixed_precision=bf16 "
 CUDA = MASKED + "model.attention_backend=flash "

@@ -22,12 +22,15 @@ from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec
 from titan_exp.plan.extrapolate.eligibility import (
     SAMPLED_MICRO_BATCHES,
+    last_blocks,
+    last_layers,
     recompute_modes,
+    repetition,
     sampled_edge,
     sampled_layers,
     sampled_stages,
+    small_run,
 )
-from titan_exp.plan.extrapolate.layer_kinds import last_blocks, last_layers, repetition, small_run
 from titan_exp.plan.extrapolate.schedule_simulation import KINDS
 from titan_exp.plan.extrapolate.stages import (
     FIRST,

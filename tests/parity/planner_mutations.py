@@ -27,10 +27,9 @@ from tests.ranks import run_ranks
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan import predict
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate import eligibility, sample, schedule_simulation, unroll
+from titan_exp.plan.extrapolate import eligibility, sample, schedule, unroll
 from titan_exp.plan.extrapolate.allocation_events import EventComposer
-from titan_exp.plan.extrapolate.schedule_simulation import _SampledActions
-from titan_exp.plan.extrapolate.stages import ExtrapolationError
+from titan_exp.plan.extrapolate.schedule import ExtrapolationError, _SampledActions
 from titan_exp.plan.search.search import LayoutCost, LayoutSearch
 from titan_exp.plan.time import roofline
 from titan_exp.plan.trace import dispatch_mode
@@ -94,8 +93,8 @@ def tied_gradients_are_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_step_has_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain: Any = schedule_simulation._simulate
-    monkeypatch.setattr(schedule_simulation, "_simulate", lambda *args, **flags: plain(*args[:3], 1, **flags))
+    plain: Any = schedule._simulate
+    monkeypatch.setattr(schedule, "_simulate", lambda *args, **flags: plain(*args[:3], 1, **flags))
 
 
 def a_second_backward_pass_repeats_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +104,8 @@ def a_second_backward_pass_repeats_the_first(monkeypatch: pytest.MonkeyPatch) ->
         is_second = actions._seen.count(kind) == 1
         return 0 * following(actions, kind) if is_second and kind != "F" else following(actions, kind)
 
-    plain: Any = schedule_simulation._simulate
-    monkeypatch.setattr(schedule_simulation, "_simulate", plain.__wrapped__)
+    plain: Any = schedule._simulate
+    monkeypatch.setattr(schedule, "_simulate", plain.__wrapped__)
     monkeypatch.setattr(_SampledActions, "next", repeated)
 
 

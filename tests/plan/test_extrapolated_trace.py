@@ -180,7 +180,7 @@ def plans(path: str) -> list[dict[str, Any]]:
     """The same run planned by extrapolation, in full, and after a failed extrapolation."""
     from titan_exp.plan.cuda.devices import DEVICES
     from titan_exp.plan.extrapolate.allocation_events import EventComposer
-    from titan_exp.plan.extrapolate.stages import ExtrapolationError
+    from titan_exp.plan.extrapolate.schedule import ExtrapolationError
     from titan_exp.plan.predict import predict
     from titan_exp.plan.tables import plan_to_json
 

@@ -21,7 +21,7 @@ from titan_exp.plan.exchange import Exchange, exchange_of
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.sample import Samples
-from titan_exp.plan.extrapolate.stages import ExtrapolationError
+from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 from titan_exp.plan.planner_processes import Call, PlannerProcesses, no_garbage_collection
 from titan_exp.plan.prediction import Prediction, RankPrediction, RankTime
 from titan_exp.plan.supported import attention_kernel, check_supported, with_run_kernels

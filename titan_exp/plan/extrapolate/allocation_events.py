@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
 from titan_exp.plan.extrapolate.sample import AllocationSite, Sample, StorageKey
-from titan_exp.plan.extrapolate.stages import ExtrapolationError
+from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 from titan_exp.plan.trace.memory_tracker import HOST, MemoryTracker
 from titan_exp.plan.trace.segments import NOWHERE, GradientKey, Segment, StepPosition
 

@@ -14,13 +14,16 @@ from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK
 from titan_exp.plan.extrapolate.allocation_events import EventComposer
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace, trace_optimizer_step
 from titan_exp.plan.extrapolate.sample import Samples, trace_samples
-from titan_exp.plan.extrapolate.schedule_simulation import (
+from titan_exp.plan.extrapolate.schedule import (
+    ExtrapolationError,
+    SampledPart,
     ScheduledAction,
     ScheduleSimulation,
+    StageShape,
     microbatch_loop,
     simulate_rank,
+    stages_of,
 )
-from titan_exp.plan.extrapolate.stages import ExtrapolationError, SampledPart, StageShape, stages_of
 from titan_exp.plan.planner_processes import Call
 from titan_exp.plan.time.roofline import axis_ranks
 from titan_exp.plan.trace.dispatch_mode import OpCosts

@@ -31,9 +31,9 @@ from titan_exp.plan.extrapolate.eligibility import (
     sampled_stages,
     small_run,
 )
-from titan_exp.plan.extrapolate.schedule_simulation import KINDS
-from titan_exp.plan.extrapolate.stages import (
+from titan_exp.plan.extrapolate.schedule import (
     FIRST,
+    KINDS,
     LAST,
     MIDDLE,
     OTHER_RANK,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from titan_exp.plan.extrapolate.stages import ExtrapolationError
+from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 
 
 class Token(NamedTuple):

@@ -18,7 +18,7 @@ from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.machine.devices import usable_cores
 from titan_exp.plan.cuda.devices import Device, room_of
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
-from titan_exp.plan.extrapolate.stages import ExtrapolationError
+from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 from titan_exp.plan.planner_processes import PlannerProcesses
 from titan_exp.plan.predict import predict
 from titan_exp.plan.search.layouts import (

@@ -28,7 +28,7 @@ from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan import predict
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate import eligibility, sample, schedule, unroll
-from titan_exp.plan.extrapolate.allocation_events import EventComposer
+from titan_exp.plan.extrapolate.extrapolated_trace import EventComposer
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError, _SampledActions
 from titan_exp.plan.search.search import LayoutCost, LayoutSearch
 from titan_exp.plan.time import roofline

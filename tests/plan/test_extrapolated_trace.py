@@ -179,7 +179,7 @@ def test_extrapolated_plan_equals_the_full_plan(tmp_path: Path):
 def plans(path: str) -> list[dict[str, Any]]:
     """The same run planned by extrapolation, in full, and after a failed extrapolation."""
     from titan_exp.plan.cuda.devices import DEVICES
-    from titan_exp.plan.extrapolate.allocation_events import EventComposer
+    from titan_exp.plan.extrapolate.extrapolated_trace import EventComposer
     from titan_exp.plan.extrapolate.schedule import ExtrapolationError
     from titan_exp.plan.predict import predict
     from titan_exp.plan.tables import plan_to_json

@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan import predict
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate import eligibility, sample, schedule, unroll
+from titan_exp.plan.extrapolate import eligibility, optimizer_step, sample, schedule
 from titan_exp.plan.extrapolate.extrapolated_trace import EventComposer
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError, _SampledActions
 from titan_exp.plan.search.search import LayoutCost, LayoutSearch
@@ -63,7 +63,7 @@ def memory_has_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def periods_need_not_continue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unroll, "_continues", lambda *_: True)
+    monkeypatch.setattr(optimizer_step, "_continues", lambda *_: True)
 
 
 def the_descent_moves_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:

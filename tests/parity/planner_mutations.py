@@ -25,13 +25,12 @@ from tests.plan import (
 from tests.plan.layouts import experiment_of
 from tests.ranks import run_ranks
 from titan_exp.config.schema.typed_config import to_yaml
-from titan_exp.plan import predict
+from titan_exp.plan import predict, roofline
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate import eligibility, optimizer_step, sample, schedule
 from titan_exp.plan.extrapolate.extrapolated_trace import EventComposer
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError, _SampledActions
 from titan_exp.plan.search.search import LayoutCost, LayoutSearch
-from titan_exp.plan.time import roofline
 from titan_exp.plan.trace import dispatch_mode
 from titan_exp.plan.trace.dispatch_mode import CostMode
 from titan_exp.plan.trace.fake_world import FakeRecorder

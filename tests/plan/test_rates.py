@@ -13,8 +13,8 @@ from titan_exp.config.layout.schedule_timeline import COST, pipeline_seconds, ti
 from titan_exp.config.machine.devices import gpu_memory_bytes
 from titan_exp.plan.cuda import devices
 from titan_exp.plan.cuda.devices import DEVICES, cpu_device, gpu_memory, refine_gpu
+from titan_exp.plan.roofline import message_seconds, rank_time, schedule_and_bubble
 from titan_exp.plan.supported import with_run_kernels
-from titan_exp.plan.time.roofline import message_seconds, rank_time, schedule_and_bubble
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.tracking.device_rates import DeviceRates, write_rates
 

@@ -24,8 +24,8 @@ from titan_exp.plan.extrapolate.sample import Samples
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 from titan_exp.plan.planner_processes import Call, PlannerProcesses, no_garbage_collection
 from titan_exp.plan.prediction import Prediction, RankPrediction, RankTime
+from titan_exp.plan.roofline import ClassTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.supported import attention_kernel, check_supported, with_run_kernels
-from titan_exp.plan.time.roofline import ClassTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.fake_world import FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.op_costs import assume_expert_load
 from titan_exp.plan.trace.torch_patches import uses_inductor

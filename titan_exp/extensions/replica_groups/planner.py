@@ -74,7 +74,7 @@ class GroupExchange(Exchange):
         """Sums by TCP between nodes and over the host's memory: of gradients, or of the step's part of a
         synchronization, less the steps that train meanwhile."""
         from titan_exp.extensions.replica_groups.buckets import BUCKET_BYTES
-        from titan_exp.plan.time.roofline import message_seconds
+        from titan_exp.plan.roofline import message_seconds
 
         if self.groups == 1:
             return 0.0

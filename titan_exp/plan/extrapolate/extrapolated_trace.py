@@ -21,7 +21,7 @@ from titan_exp.plan.extrapolate.schedule import (
     stages_of,
 )
 from titan_exp.plan.planner_processes import Call
-from titan_exp.plan.time.roofline import axis_ranks
+from titan_exp.plan.roofline import axis_ranks
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import pipeline_ranks
 from titan_exp.plan.trace.memory_tracker import HOST, MemoryTracker

@@ -14,7 +14,7 @@ from titan_exp.models.spec.lookup import mtp_depth
 from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 from titan_exp.parallel.pipeline_parallel.stage import NODES_LIVE_ALONE
 from titan_exp.plan.extrapolate.eligibility import recompute_modes, stage_sizes
-from titan_exp.plan.time.roofline import schedule_and_bubble
+from titan_exp.plan.roofline import schedule_and_bubble
 
 WHOLE, FIRST, MIDDLE, LAST = "whole", "first", "middle", "last"
 """Kinds of stages: whole model; with the embedding, middle, with the head."""

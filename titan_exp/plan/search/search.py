@@ -21,6 +21,7 @@ from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 from titan_exp.plan.planner_processes import PlannerProcesses
 from titan_exp.plan.predict import predict
+from titan_exp.plan.roofline import pipeline_bubble
 from titan_exp.plan.search.layouts import (
     DEGREE_KEYS,
     MICRO_BATCH,
@@ -32,7 +33,6 @@ from titan_exp.plan.search.layouts import (
 )
 from titan_exp.plan.search.moves import Move, moves
 from titan_exp.plan.supported import check_supported
-from titan_exp.plan.time.roofline import pipeline_bubble
 from titan_exp.rules import EVERY_RULE
 from titan_exp.rules.rule import find_violations
 from titan_exp.tracking.number_format import format_bytes

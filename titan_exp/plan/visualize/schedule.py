@@ -10,7 +10,7 @@ from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, Timeline, timeline
 from titan_exp.plan.predict import Plan
-from titan_exp.plan.time.roofline import schedule_and_bubble
+from titan_exp.plan.roofline import schedule_and_bubble
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 """Names of actions by kind."""

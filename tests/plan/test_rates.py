@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.plan.layouts import experiment_of
-from titan_exp.cli.plan_commands.device import device_for
+from titan_exp.cli.plan import device_for
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, pipeline_seconds, timeline

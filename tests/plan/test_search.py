@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.test_plan import planned
 from tests.ranks import run_ranks
-from titan_exp.cli.plan_commands.search import search_options
+from titan_exp.cli.plan import search_options
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import CONF_DIR
 from titan_exp.config.groups.experiment import Experiment

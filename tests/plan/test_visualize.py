@@ -28,7 +28,7 @@ from titan_exp.plan.gate.gate import MemoryCheck
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
-from titan_exp.plan.visualize import glossary as words_module
+from titan_exp.plan.visualize import draw as words_module
 from titan_exp.plan.visualize.draw import html_page, token_ranges
 from titan_exp.plan.visualize.schedule import schedule_of, schedule_text, trace_json
 from titan_exp.plan.visualize.shards import read_shards, sharded_dims

@@ -1,4 +1,4 @@
-"""Prediction as plain values: passed between processes, cached, written to plan.json, and read back. Imports no torch."""
+"""Prediction as plain values: between processes, cached, written to plan.json, and read back. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

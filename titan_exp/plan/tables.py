@@ -1,4 +1,4 @@
-"""Output of titan-exp plan and plan search: tables and lines for a terminal, or JSON."""
+"""Output of `titan-exp plan` and `plan search`: tables and lines for a terminal, or JSON."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -1,4 +1,14 @@
-"""Fake CUDA kernels: saved tensors, results and workspaces of kernels that differ between CUDA and CPU."""
+"""Fake CUDA kernels: saved tensors, results and workspaces of kernels that differ between CUDA and CPU.
+
+Each replaces a torch function while a step is traced for CUDA, and returns fake tensors of the kernel's sizes. Each
+was compared with its kernel on real GPUs. Casts of torchao's grouped matmuls have the shapes and strides of torchao
+0.18, whose own fake kernels exist only beside a GPU.
+
+Memory-efficient attention (CUTLASS): outputs follow torch's meta functions, the backward workspace
+`_efficient_attention_backward` and `Params::workspace_size` (aten/src/ATen/native/transformers/cuda, identical in torch
+2.11 to 2.15). The choice of kernel depends on shared memory limits known only at compile time, so the largest workspace
+of all candidates is counted: a tight upper bound.
+"""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator

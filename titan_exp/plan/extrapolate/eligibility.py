@@ -1,4 +1,7 @@
-"""Kinds of layers, and eligibility for extrapolation: identical layers and micro-batches, and a speedup. Imports no torch."""
+"""Eligibility for extrapolation: layers and micro-batches that are alike, and a speedup. Imports no torch.
+
+Equal layers have the same spec, quantized linears, fp32 modules and parameter groups.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

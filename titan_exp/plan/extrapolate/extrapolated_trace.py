@@ -1,4 +1,10 @@
-"""Extrapolated traces: allocation events and costs of a full step, composed from samples of a small model."""
+"""Extrapolated traces: composed from samples of a small model, equal to full traces in every allocation.
+
+A storage released but not allocated by a segment was allocated nearby: in the forward pass of the same block, in the
+next block, or in the first micro-batch. It is looked up at the same relative position in the full step; if missing,
+`ExtrapolationError` is raised. Pipeline ranks share the samples, and ranks with equal layer counts share setup and
+optimizer step.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -1,4 +1,8 @@
-"""Fake process group and fake tensors: build and run any rank of any layout in one process."""
+"""Fake process group and fake tensors: build and run any rank of any layout in one process.
+
+The trainer's own `assemble` and `train_step` run on torch's `fake` process group and in its `FakeTensorMode`. Of a CUDA
+graph, a pass's memory is the graph's own pool, and its replays launch nothing.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

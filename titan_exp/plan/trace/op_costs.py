@@ -1,4 +1,9 @@
-"""Operator costs: FLOPs, bytes, classes of kernels, messages and received rows. Unknown operators raise an error."""
+"""Operator costs: FLOPs, bytes, classes of kernels, and messages. Unknown operators raise an error.
+
+Rows that a rank receives for its experts depend on the data: uniform routing sends every rank of an expert-parallel
+group as many rows as it sends itself. Async tensor parallelism fuses messages with matmuls: torch's compiler decides
+which, also for fake tensors, if it believes that there is NCCL and symmetric memory.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,12 @@
-"""Temporary changes of torch: patched attributes where it has no hook, its compiler's settings, inductor without kernels, and a fake GPU beside the host."""
+"""Temporary changes of torch: monkey patches, used only if it has no hook, and settings of its compiler.
+
+Code of this package is never patched: it has extension points (`StepObserver`, `P2PTransport`, `Hardware`).
+
+Inductor's wrapper code runs on fake tensors. It allocates, reuses and frees buffers, so saved activations and memory
+within a block follow inductor's own decisions, for a CPU. On CUDA fusion may differ; the partition into forward and
+backward does not. FSDP2's own `CPUOffloadPolicy` code decides by the device of fake tensors what it copies: the fake GPU
+is named as a second CPU, because torch without CUDA cannot run backward on CUDA tensors.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -19,7 +19,7 @@ from titan_exp.plan.gate.gate import MemoryCheck
 from titan_exp.plan.planner_processes import no_garbage_collection
 from titan_exp.plan.predict import Plan, RankPlan, traced_rank
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
-from titan_exp.plan.visualize import glossary
+from titan_exp.plan.visualize.glossary import MEANINGS, WORDS, device_noun, facts
 from titan_exp.plan.visualize.schedule import schedule_data
 from titan_exp.plan.visualize.shards import RankShards, read_shards
 from titan_exp.tracking.html import render_page
@@ -35,19 +35,19 @@ MIN_POINTS = 100
 
 def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:
     """Page of a plan made by `command`."""
-    degrees = {axis: getattr(plan.experiment.parallelism, axis) for axis in glossary.AXES}
+    degrees = {axis: getattr(plan.experiment.parallelism, axis) for axis in MEANINGS}
     return render_page(
         "titan_exp.plan.visualize",
         SCRIPTS,
         _page_data(plan),
         plan=plan,
         processes=plan.layout.world_size,
-        device=glossary.device_noun(plan.layout),
+        device=device_noun(plan.layout),
         degrees=degrees,
-        facts=list(glossary.facts(plan, memory_check)),
+        facts=list(facts(plan, memory_check)),
         command=command,
         items=format_items,
-        axes=dict(sorted(glossary.AXES.items(), key=lambda entry: degrees[entry[0]] == 1)),
+        axes=dict(sorted(MEANINGS.items(), key=lambda entry: degrees[entry[0]] == 1)),
     )
 
 
@@ -66,7 +66,7 @@ def _page_data(plan: Plan) -> dict[str, Any]:
             "experts": shards.experts,
             "sharding": shards.sharding,
             "node": layout.node_size,
-            "device": glossary.device_noun(layout),
+            "device": device_noun(layout),
         },
         "stages": [_pieces(layers) for layers in layout.stage_layers],
         "layers": layout.layers,
@@ -77,7 +77,7 @@ def _page_data(plan: Plan) -> dict[str, Any]:
         "ranks": {rank.pipeline_rank: _rank(rank, shards_by_rank[rank.pipeline_rank], moments) for rank in plan.ranks},
         "step": plan.step_seconds,
         "bubble": plan.bubble,
-        "words": glossary.WORDS,
+        "words": WORDS,
     }
 
 

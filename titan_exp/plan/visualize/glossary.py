@@ -16,10 +16,10 @@ def _explanation(degree: str) -> str:
     return f"{of_degree[0].meaning} Communication: {'; '.join(axis.collectives for axis in of_degree)}."
 
 
-AXES = {degree: _explanation(degree) for degree in (*reversed(axes.DEGREES), "ep", "etp")}
+MEANINGS = {degree: _explanation(degree) for degree in (*reversed(axes.DEGREES), "ep", "etp")}
 """Degrees, from the innermost mesh axis (adjacent ranks) outwards, then those of experts."""
 
-WORDS = {"axes": AXES} | json.loads((Path(__file__).parent / "page" / "glossary.json").read_text(encoding="utf-8"))
+WORDS = {"axes": MEANINGS} | json.loads((Path(__file__).parent / "page" / "glossary.json").read_text(encoding="utf-8"))
 """Explanations that the page's scripts show: of axes, kinds of communication, parts of a step's time, and categories of
 memory."""
 

@@ -29,9 +29,15 @@ from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
 from titan_exp.plan.visualize import draw as words_module
-from titan_exp.plan.visualize.draw import html_page, token_ranges
-from titan_exp.plan.visualize.schedule import schedule_of, schedule_text, trace_json
-from titan_exp.plan.visualize.shards import read_shards, sharded_dims
+from titan_exp.plan.visualize.draw import (
+    html_page,
+    read_shards,
+    schedule_of,
+    schedule_text,
+    sharded_dims,
+    token_ranges,
+    trace_json,
+)
 
 EVIL = '</script><script>window.broken=1</script><img src=x onerror="window.broken=1">'
 LAYOUT = (

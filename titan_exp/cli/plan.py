@@ -139,7 +139,7 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
         page.write(html_page(plan, memory_check, command))
         print(f"page: {page.path}", file=messages)
     if trace is not None:
-        from titan_exp.plan.visualize.schedule import trace_json
+        from titan_exp.plan.visualize.draw import trace_json
 
         trace.write(trace_json(plan))
         print(f"trace: {trace.path} (open it at ui.perfetto.dev)", file=messages)

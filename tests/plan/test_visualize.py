@@ -276,10 +276,10 @@ def test_the_trace_is_the_schedule(tmp_path: Path):
 
 
 def test_every_degree_is_explained_from_the_table_of_axes():
-    assert list(words_module.AXES) == [*reversed(DEGREES), "ep", "etp"]
+    assert list(words_module.MEANINGS) == [*reversed(DEGREES), "ep", "etp"]
     for axis in AXES:
-        assert words_module.AXES[axis.key].startswith(axis.meaning)
-        assert axis.collectives in words_module.AXES[axis.key]
+        assert words_module.MEANINGS[axis.key].startswith(axis.meaning)
+        assert axis.collectives in words_module.MEANINGS[axis.key]
 
 
 def test_every_memory_category_has_a_sentence_and_a_colour():

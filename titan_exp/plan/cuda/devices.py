@@ -1,4 +1,5 @@
-"""Accelerators, and the device of a run: capacity, peaks, sustained rates and memory of its processes. Imports no torch.
+"""Accelerators, and the device of a run: capacity, peaks, sustained rates and memory of its processes. Imports no
+torch.
 
 Every group of values has a source in its file of `device_table`; unmeasured rates say so. Peaks are dense (no sparsity)
 with fp32 accumulation; link rates are per device and direction. CPU rates come from `titan-exp doctor`, whose rates of

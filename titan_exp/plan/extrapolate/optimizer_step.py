@@ -2,8 +2,8 @@
 
 It depends only on a rank's layers, so it is traced without forward and backward, with empty gradients. That of a deep
 model without a pipeline is unrolled from those of three small ones, each a period of layers larger. A sequence has runs
-of periods, to each of which a larger model adds one at the end. Numbers in it, such as the number of an allocation or its
-size, are linear in the period and in the number of periods.
+of periods, to each of which a larger model adds one at the end. Numbers in it, such as the number of an allocation or
+its size, are linear in the period and in the number of periods.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,8 @@
 """Predictions before a launch: each distinct run once, its pipeline ranks in parallel child processes, cached on disk.
 
 Child processes keep torch out of the launcher and isolate failures of user-defined models. Pipeline ranks that share
-traces share a process. The cache's key has the options that affect memory or speed, unlike learning rate, seed and name,
-a digest of this package's code, and the versions of torch and torchao.
+traces share a process. The cache's key has the options that affect memory or speed, unlike learning rate, seed and
+name, a digest of this package's code, and the versions of torch and torchao.
 """
 
 import hashlib

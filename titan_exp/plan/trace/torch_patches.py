@@ -4,8 +4,8 @@ Code of this package is never patched: it has extension points (`StepObserver`, 
 
 Inductor's wrapper code runs on fake tensors. It allocates, reuses and frees buffers, so saved activations and memory
 within a block follow inductor's own decisions, for a CPU. On CUDA fusion may differ; the partition into forward and
-backward does not. FSDP2's own `CPUOffloadPolicy` code decides by the device of fake tensors what it copies: the fake GPU
-is named as a second CPU, because torch without CUDA cannot run backward on CUDA tensors.
+backward does not. FSDP2's own `CPUOffloadPolicy` code decides by the device of fake tensors what it copies: the fake
+GPU is named as a second CPU, because torch without CUDA cannot run backward on CUDA tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """Token exchange of balanced routing for a rank of expert parallelism alone, whose counts no other rank sends.
 
 A fake process group receives nothing, and the stub device computes no counts. Plans assume that a rank receives as many
-rows as it sends (`titan_exp.plan.trace.received_rows`); so does this exchange, on CUDA. Only sizes are right.
+rows as it sends (`titan_exp.plan.trace.op_costs`); so does this exchange, on CUDA. Only sizes are right.
 """
 
 import torch.distributed as dist

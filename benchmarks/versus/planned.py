@@ -9,7 +9,7 @@ from benchmarks.versus.job import Job
 from titan_exp.config.machine.devices import command_lines, gpu_names
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
 from titan_exp.plan.predict import predict
-from titan_exp.plan.time.roofline import ClassTime
+from titan_exp.plan.roofline import ClassTime
 
 GIB = 2**30
 CLUSTER = ("cluster=slurm", "cluster.device=cuda", "cluster.nodes=1", "cluster.gpus_per_node=1")

@@ -17,7 +17,6 @@ VERBS = {
     "train": 10,
     "plan": 3,
     "plan search": 2,
-    "plan calibrate": 1,
     "sweep": 2,
     "status": 1,
     "compare": 2,

@@ -21,10 +21,9 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layo
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.caching_allocator import MIB
-from titan_exp.plan.cuda.devices import DEVICES, device_named
-from titan_exp.plan.device_memory import overhead_of
-from titan_exp.plan.plan_table import plan_to_json, print_plan, print_unwrapped
+from titan_exp.plan.cuda.devices import DEVICES, device_named, overhead_of
 from titan_exp.plan.predict import Plan, predict
+from titan_exp.plan.tables import plan_to_json, print_plan, print_unwrapped
 from titan_exp.rules import check
 from titan_exp.tracking.number_format import GIB
 from titan_exp.tracking.throughput import PEAK_TFLOPS
@@ -203,9 +202,13 @@ def test_options_are_told_from_overrides():
 
 
 def test_a_verb_misspelt_is_no_override(capsys: pytest.CaptureFixture[str]):
-    for word, meant in (("serch", "search"), ("calibrat", "calibrate")):
-        assert main(["plan", word, "model=llama3_8b"]) == 2
-        assert f"did you mean titan-exp plan {meant}?" in capsys.readouterr().err
+    assert main(["plan", "serch", "model=llama3_8b"]) == 2
+    assert "did you mean titan-exp plan search?" in capsys.readouterr().err
+
+
+def test_calibration_is_refused_with_the_verb_that_measures(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "calibrate", "study"]) == 2
+    assert "Run titan-exp doctor" in capsys.readouterr().err
 
 
 def test_devices_are_those_that_mfu_is_counted_by():

@@ -120,20 +120,6 @@ def test_a_module_without_a_dot_is_code(key: str, name: str, trained: Path, tmp_
     assert not canary.exists()
 
 
-def test_calibration_leaves_foreign_runs_out(
-    trained: Path, tmp_path: Path, canary: Path, capsys: pytest.CaptureFixture[str]
-):
-    path = foreign(trained, tmp_path / "runs" / "name", "data.source", "canary_code.corpus")
-    RunFolder(path).write_state(RunState("done", 3, 0.0, 1, None))
-    words = ["plan", "calibrate", f"paths.runs={tmp_path / 'runs'}"]
-    assert main(words) == 2
-    assert "1 left out: launched by another user" in capsys.readouterr().err
-    assert main([*words, "--trust"]) == 2
-    assert "has not been measured" in (said := capsys.readouterr().err)
-    assert "another user" not in said
-    assert not canary.exists()
-
-
 @pytest.mark.parametrize("export", ["export", "export.pt"])
 def test_exports_of_foreign_code(export: str, trained: Path, tmp_path: Path, canary: Path):
     path, target = foreign(trained, tmp_path, "model.architecture", "canary_code.family"), str(tmp_path / export)

@@ -5,18 +5,16 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
-from titan_exp.plan.planner_processes import make_killable
+from titan_exp.plan.planner_processes import PlannerProcesses
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_do_not_outlive_a_command_that_is_killed(method: str):
-    words = [sys.executable, "-c", f"from tests.plan.test_child_process import command; command({method!r})"]
+@pytest.mark.parametrize("alone", [True, False])
+def test_workers_do_not_outlive_a_command_that_is_killed(alone: bool):
+    words = [sys.executable, "-c", f"from tests.plan.test_child_process import command; command({alone})"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as began:
         assert began.stdout is not None
         worker = int(began.stdout.readline())
@@ -29,9 +27,9 @@ def test_workers_do_not_outlive_a_command_that_is_killed(method: str):
     assert not _runs(worker)
 
 
-def command(method: str) -> None:
+def command(alone: bool) -> None:
     """Start a long-running worker and wait for it."""
-    with ProcessPoolExecutor(1, get_context(method), make_killable) as pool:
+    with PlannerProcesses(1, alone=alone) as pool:
         print(pool.submit(os.getpid).result(60), flush=True)
         pool.submit(_work).result()
 

@@ -14,9 +14,9 @@ from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, P2POp, P2PQueue, P2PTransport
 from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.extrapolate.schedule_simulation import KINDS, _simulate
-from titan_exp.plan.plan_table import print_plan
+from titan_exp.plan.extrapolate.schedule import KINDS, _simulate
 from titan_exp.plan.predict import Plan, predict
+from titan_exp.plan.tables import print_plan
 from titan_exp.rules import check
 
 MICROBATCHES = 8

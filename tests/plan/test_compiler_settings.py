@@ -67,7 +67,7 @@ def compiled_operators() -> list[list[list[str]]]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from titan_exp.ops.moe.grouped_mm import grouped_linear
-    from titan_exp.plan.trace.inductor import compile_as_for_cuda, skip_inductor_kernels
+    from titan_exp.plan.trace.torch_patches import compile_as_for_cuda, skip_inductor_kernels
 
     class Names(TorchDispatchMode):
         found: list[str]

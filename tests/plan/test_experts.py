@@ -12,10 +12,10 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.predict import Plan, predict
-from titan_exp.plan.search.layouts import Candidate, search_space
-from titan_exp.plan.time.roofline import message_seconds, rank_time
+from titan_exp.plan.roofline import message_seconds, rank_time
+from titan_exp.plan.search.layouts import SearchSpace, fixed_keys
 from titan_exp.plan.trace.dispatch_mode import OpCosts
-from titan_exp.plan.trace.kernel_classes import EXPERT_MATMULS
+from titan_exp.plan.trace.op_costs import EXPERT_MATMULS
 
 MOE = "model=qwen3_moe_debug"
 LAYERS, DIM, VOCAB, EXPERTS, CHOSEN, WIDTH = 4, 64, 320, 8, 3, 64
@@ -107,7 +107,7 @@ def test_mfu_counts_active_parameters():
 
 def test_all_to_all_takes_the_slower_link():
     device = device_named("h100")
-    size, share = 2**30, 1e9 * device.link_efficiency
+    size, share = 2**30, 1e9 * device.link_share
     inside = message_seconds("all-to-all", size, range(8), device, 8)
     assert inside == pytest.approx(size * 7 / 8 / device.link_gbs / share)
     across = message_seconds("all-to-all", size, range(32), device, 8)
@@ -137,21 +137,19 @@ TYPED = (
 ONE = ["parallelism.pp=1", "parallelism.dp_replicate=1", "parallelism.cp=1", "parallelism.tp=1"]
 
 
-def candidates(*more: str) -> list[Candidate]:
-    fixed = {word.partition("=")[0] for word in (*ONE, "training.micro_batch_size=", "activation_checkpoint.mode=")}
-    return search_space(to_experiment(compose([*TYPED, *ONE, *more])), GPUS, fixed).candidates
+def degrees_of_experts(*more: str) -> list[tuple[int, int]]:
+    """Degrees etp and ep of the layouts among which a search has its seeds."""
+    space = SearchSpace(to_experiment(compose([*TYPED, *ONE, *more])), GPUS, fixed_keys([*TYPED, *ONE, *more]))
+    return [(layout.parallelism.etp, layout.parallelism.ep) for layout in space._layouts("full")]
 
 
-def test_search_space_has_every_degree_of_experts():
-    assert [candidate.parallelism.ep for candidate in candidates()] == [1, 2, 4]
+def test_a_search_tries_every_degree_of_experts():
+    assert degrees_of_experts() == [(1, 1), (1, 2), (1, 4)]
     # Channels of all experts divided by tp leave half of the ranks.
-    degrees = [(candidate.parallelism.etp, candidate.parallelism.ep) for candidate in candidates("parallelism.tp=2")]
-    assert degrees == [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]
+    assert degrees_of_experts("parallelism.tp=2") == [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]
     # Three experts per rank and more: neither 4 ranks nor 2 divide 9.
-    odd = candidates("model.moe.experts=9")
-    assert [candidate.parallelism.ep for candidate in odd] == [1]
-    dense = search_space(to_experiment(compose([*TYPED, *ONE, "model=llama_debug"])), GPUS, frozenset()).candidates
-    assert {candidate.parallelism.ep for candidate in dense} == {1}
+    assert degrees_of_experts("model.moe.experts=9") == [(1, 1)]
+    assert degrees_of_experts("model=llama_debug") == [(1, 1)]
 
 
 @pytest.mark.night

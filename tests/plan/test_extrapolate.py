@@ -11,7 +11,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.models.spec.lookup import model_spec, parameter_roles
-from titan_exp.plan.extrapolate.layer_kinds import last_layers, repetition, with_layers
+from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, with_layers
 
 MASKED = "cluster=slurm_h100 compile=none cluster.device=cuda training.mixed_precision=bf16 "
 CUDA = MASKED + "model.attention_backend=flash "
@@ -345,7 +345,7 @@ def test_axes_equal_those_of_the_mesh(tmp_path: Path):
 
 
 def axes_both_ways(path: str) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    from titan_exp.plan.time.roofline import axis_ranks
+    from titan_exp.plan.roofline import axis_ranks
     from titan_exp.plan.trace.dispatch_mode import OpCosts, ranks_by_axis
     from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
 

@@ -71,7 +71,7 @@ def both_ways(path: str, beyond_limit: bool) -> list[tuple[dict[str, Any], dict[
     """Full and extrapolated trace of each pipeline rank, on CUDA and on the run's own device."""
     from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
     from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
-    from titan_exp.plan.trace.inductor import uses_inductor
+    from titan_exp.plan.trace.torch_patches import uses_inductor
     from titan_exp.plan.trace.trace_step import trace_step
 
     experiment, found = load_experiment(path, trust=True), []
@@ -179,10 +179,10 @@ def test_extrapolated_plan_equals_the_full_plan(tmp_path: Path):
 def plans(path: str) -> list[dict[str, Any]]:
     """The same run planned by extrapolation, in full, and after a failed extrapolation."""
     from titan_exp.plan.cuda.devices import DEVICES
-    from titan_exp.plan.extrapolate.allocation_events import EventComposer
-    from titan_exp.plan.extrapolate.stages import ExtrapolationError
-    from titan_exp.plan.plan_table import plan_to_json
+    from titan_exp.plan.extrapolate.extrapolated_trace import EventComposer
+    from titan_exp.plan.extrapolate.schedule import ExtrapolationError
     from titan_exp.plan.predict import predict
+    from titan_exp.plan.tables import plan_to_json
 
     def fail(*_: Any) -> None:
         raise ExtrapolationError("a storage is released twice")

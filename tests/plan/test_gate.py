@@ -18,13 +18,11 @@ from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.gate import gate as gate_module
 from titan_exp.plan.gate import suggestions as suggestions_module
-from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
-from titan_exp.plan.gate.gate import GIB, MemoryCheck, check_memory, explain_oom, plan_record
-from titan_exp.plan.gate.prediction_cache import cache_key, get, put
+from titan_exp.plan.gate.gate import GIB, MemoryCheck, check_memory, explain_oom, plan_record, upper_bound
+from titan_exp.plan.gate.predictions import PredictionRequest, cache_key, get, predict_many, put
 from titan_exp.plan.gate.suggestions import suggestions
-from titan_exp.plan.gate.upper_bound import upper_bound
-from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks
 from titan_exp.plan.predict import predict
+from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks
 
 H100 = ["cluster=slurm_h100", "compile=none", "training.mixed_precision=bf16"]
 
@@ -134,7 +132,7 @@ def test_small_models_are_not_predicted(tmp_path: Path, stub_predictor):
 
 def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, stub_predictor, monkeypatch: pytest.MonkeyPatch):
     stub_predictor(lambda _: synthetic(4.0, 2.0))
-    monkeypatch.setattr("titan_exp.plan.device_memory.host_memory", lambda: 14 * GIB)
+    monkeypatch.setattr("titan_exp.plan.cuda.devices.host_memory", lambda: 14 * GIB)
     four = resolved(
         *("model=llama_debug", "cluster.device=cpu", "parallelism.dp_shard=2", "parallelism.pp=2"),
         *("plan.predict=always", "parallelism.pp_microbatches=2"),
@@ -143,7 +141,7 @@ def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, stub_predic
     # Two of each pipeline rank, and 0.45 GB for each process.
     assert memory_check.needed == 2 * (4 + 2) * GIB + 4 * 450_000_000
     assert memory_check.fits
-    monkeypatch.setattr("titan_exp.plan.device_memory.host_memory", lambda: 13 * GIB)
+    monkeypatch.setattr("titan_exp.plan.cuda.devices.host_memory", lambda: 13 * GIB)
     (memory_check,) = check_memory([four], tmp_path)
     assert memory_check.fits is False
     said = explain_oom(memory_check)
@@ -164,7 +162,7 @@ def test_an_asynchronous_save_on_a_cpu_holds_a_copy_of_the_state(
         (memory_check,) = check_memory([resolved(*words, f"checkpoint.mode={mode}")], tmp_path)
         needed[mode] = (memory_check.needed or 0) - 450_000_000
     assert needed == {"async": 7 * GIB, "async_process": 7 * GIB + 250_000_000, "sync": 4 * GIB, "off": 4 * GIB}
-    monkeypatch.setattr("titan_exp.plan.device_memory.host_memory", lambda: 6 * GIB)
+    monkeypatch.setattr("titan_exp.plan.cuda.devices.host_memory", lambda: 6 * GIB)
     (memory_check,) = check_memory([resolved(*words)], tmp_path)
     assert memory_check.fits is False
     assert "activations 4 GiB, copy of the state while a checkpoint is written 3 GiB" in explain_oom(memory_check)
@@ -226,7 +224,12 @@ def test_cache_key_ignores_keys_that_change_no_prediction(tmp_path: Path, monkey
     assert cache_key(first, None) == cache_key(same, None)
     assert cache_key(first, DEVICES["h100"]) != cache_key(first, None)
     for other in (
-        *("training.seq_len=128", "training.max_grad_norm=null", "parallelism.dp_shard=2"),
+        *(
+            "tracking.metrics=[max_logit]",
+            "training.seq_len=128",
+            "training.max_grad_norm=null",
+            "parallelism.dp_shard=2",
+        ),
         *("optimizer.state_precision=int8", "activation_checkpoint=full", "data.document_mask=true"),
     ):
         assert cache_key(resolved("model=llama_debug", "cluster.device=cpu", other), None) != cache_key(first, None), (
@@ -236,6 +239,8 @@ def test_cache_key_ignores_keys_that_change_no_prediction(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     own = resolved("model=llama_debug", "cluster.device=cpu", "optimizer.name=optimizers_of_a_user.Signum")
     assert cache_key(own, None) is None
+    (tmp_path / "metrics_of_a_user.py").write_text("Rows = object\n")
+    assert cache_key(replace(first, tracking=replace(first.tracking, metrics=["metrics_of_a_user.Rows"])), None) is None
     assert get(tmp_path, "x") is None
     put(tmp_path, "x", synthetic(1.0, 2.0))
     assert get(tmp_path, "x") == synthetic(1.0, 2.0)

@@ -11,10 +11,10 @@ from tests.ranks import run_ranks
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.plan.cuda import grouped_casts
+from titan_exp.plan.cuda import fake_kernels
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.predict import predict
-from titan_exp.plan.trace.kernel_classes import EXPERT_MATMULS
+from titan_exp.plan.trace.op_costs import EXPERT_MATMULS
 from titan_exp.rules import check
 
 EXPERTS, ROWS, COLUMNS = 3, 256, 384
@@ -53,7 +53,7 @@ def _both() -> dict[str, tuple[list[Any], list[Any]]]:
     from torchao.prototype.moe_training.kernels import mxfp8
     from torchao.prototype.moe_training.kernels.mxfp8 import quant
 
-    modules = (grouped_casts._IN[f"moe_training.{name}_grouped_mm"] for name in ("fp8", "mxfp8"))
+    modules = (fake_kernels._IN[f"moe_training.{name}_grouped_mm"] for name in ("fp8", "mxfp8"))
     found, names = {}, {name: cast for module in modules for name, cast in module.items()}
     with FakeTensorMode():
         matrix = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16)

@@ -18,9 +18,9 @@ from tests.ranks import run_ranks
 from titan_exp.ops.adamw import adamw_update
 from titan_exp.ops.loss.cross_entropy import row_statistics, write_row_gradient
 from titan_exp.plan.cuda.devices import DEVICES
-from titan_exp.plan.plan_table import plan_to_json, print_plan
 from titan_exp.plan.predict import predict
-from titan_exp.plan.time.roofline import class_times, rank_time
+from titan_exp.plan.roofline import class_times, rank_time
+from titan_exp.plan.tables import plan_to_json, print_plan
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.op_costs import count_bytes
 

@@ -15,8 +15,8 @@ from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels
-from titan_exp.plan.plan_table import print_plan
 from titan_exp.plan.predict import Plan, predict
+from titan_exp.plan.tables import print_plan
 from titan_exp.rules import check
 
 SMALL = [

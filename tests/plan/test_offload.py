@@ -13,8 +13,8 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.plan_table import plan_to_json, print_plan
 from titan_exp.plan.predict import Plan, predict
+from titan_exp.plan.tables import plan_to_json, print_plan
 from titan_exp.plan.trace.trace_step import Trace
 from titan_exp.rules import check
 
@@ -207,7 +207,7 @@ def test_copies_take_time_and_host_operators_do_not(capsys: pytest.CaptureFixtur
     assert rank.time is not None
     assert other.time is not None
     copied = sum(rank.trace.costs.messages["host", way] for way in ("to the GPU", "to the host"))
-    seconds = copied / (64e9 * device_named("h100").link_efficiency)
+    seconds = copied / (64e9 * device_named("h100").link_share)
     assert rank.time.behind - other.time.behind == pytest.approx(seconds)
     # A lone rank gathers nothing, and waits for its parameters.
     alone = planned("parallelism.dp_shard=1", OFFLOADED).ranks[0]

@@ -1,6 +1,7 @@
-"""Cached operators on fake tensors: views begin where they would without the cache."""
+"""Cached operators on fake tensors: views begin where they would without the cache, and a step is that of torch."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.plan.layouts import experiment_of
+from tests.plan.test_extrapolate import BF16
+from tests.ranks import run_ranks
+from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.plan.trace.op_cache import OpCache
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -57,3 +62,34 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
         tensor.dtype,
         tensor.untyped_storage().nbytes(),
     )
+
+
+MEMO = "model.layers=3 parallelism.dp_shard=2 parallelism.tp=2 parallelism.cp=2 activation_checkpoint=selective " + BF16
+
+
+@pytest.mark.night
+def test_cached_operators_equal_torch(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text(to_yaml(experiment_of(MEMO)))
+    ((plain, cached, size),) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"))
+    assert size > 100
+    assert cached == plain
+
+
+def both_ways(path: str) -> tuple[dict[str, object], dict[str, object], int]:
+    """A trace by torch alone, one from the operator cache, and the number of cached operators."""
+    from titan_exp.plan.trace import dispatch_mode
+    from titan_exp.plan.trace.fake_world import fake_rank
+    from titan_exp.plan.trace.trace_step import trace_step
+
+    class EmptyCache(OpCache):
+        def get(self, key: object) -> None:
+            return None
+
+    experiment, found = load_experiment(path), []
+    memo = OpCache()
+    for cache in (EmptyCache(), memo, memo):
+        dispatch_mode._OP_CACHE = cache
+        with fake_rank(experiment, 0) as fake:
+            trace = trace_step(fake.state, fake.step)
+        found.append({"costs": trace.costs, "kept": trace.persistent, "moments": trace.timeline})
+    return found[0], found[2], sum(cached is not None for cached in memo._cached.values())

@@ -6,16 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests.plan.layouts import experiment_of
-from titan_exp.cli.plan_commands.device import device_for
+from titan_exp.cli.plan import device_for
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, pipeline_seconds, timeline
 from titan_exp.config.machine.devices import gpu_memory_bytes
-from titan_exp.plan import device_memory
-from titan_exp.plan.cuda.devices import DEVICES
-from titan_exp.plan.device_memory import gpu_memory, refine_gpu, write_constants
+from titan_exp.plan.cuda import devices
+from titan_exp.plan.cuda.devices import DEVICES, cpu_device, gpu_memory, refine_gpu
+from titan_exp.plan.roofline import message_seconds, rank_time, schedule_and_bubble
 from titan_exp.plan.supported import with_run_kernels
-from titan_exp.plan.time.roofline import message_seconds, rank_time, schedule_and_bubble
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.tracking.throughput import DeviceRates, write_rates
 
@@ -167,13 +166,28 @@ def test_measured_rates_replace_those_of_the_table(tmp_path: Path):
     assert device.attention["flash"] == H100.attention["flash"], "not measured"
     assert device.copy_bandwidth == pytest.approx(2.68e12)
     assert device.bandwidth / device.copy_bandwidth == pytest.approx(H100.bandwidth / H100.copy_bandwidth)
-    assert device.link_gbs * device.link_efficiency == pytest.approx(360)
+    assert device.link_gbs * device.link_share == pytest.approx(360)
     assert (device.launch_us, device.context_gib, device.message_us) == (4.0, 0.5, H100.message_us)
     assert device.bf16_tflops == H100.bf16_tflops, "MFU is of the maker's peak"
-    # Fitted factors apply to measured rates.
-    write_constants(tmp_path, H100.name, {"matmul_factor": 0.5})
-    fitted = refine_gpu(H100, in_cluster().cluster, tmp_path)
-    assert (fitted.matmul_rate, fitted.copy_tbs) == (350e12, device.copy_tbs)
+
+
+def test_a_measured_cpu_is_a_device(tmp_path: Path):
+    assert cpu_device("Some CPU, 4 cores", tmp_path, dtype="fp32", threads=4, processes=1) is None
+    attention = {"flash": {"64": [0.04, 0.03]}}
+    rates = DeviceRates("Some CPU, 4 cores", "", "", {"fp32": 0.2}, attention, copy=40.0, link=3.0)
+    write_rates(tmp_path, rates)
+    assert cpu_device("Some CPU, 4 cores", tmp_path, dtype="bf16", threads=4, processes=1) is None
+    whole = cpu_device("Some CPU, 4 cores", tmp_path, dtype="fp32", threads=4, processes=1)
+    half = cpu_device("Some CPU, 4 cores", tmp_path, dtype="fp32", threads=2, processes=2)
+    assert whole is not None
+    assert half is not None
+    assert (whole.bf16_tflops, half.bf16_tflops) == (0.2, 0.1)
+    assert (whole.copy_tbs, half.copy_tbs, half.link_gbs) == (0.04, 0.02, 3.0)
+    assert half.attention_rates == (half.matmul_rate, half.matmul_rate), "measured in bf16 only"
+    write_rates(tmp_path, replace(rates, tflops={"bf16": 0.4}))
+    halved = cpu_device("Some CPU, 4 cores", tmp_path, dtype="bf16", threads=2, processes=2)
+    assert halved is not None
+    assert halved.attention_rates == pytest.approx((0.02e12, 0.015e12))
 
 
 def test_memory_is_what_the_driver_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -183,7 +197,7 @@ def test_memory_is_what_the_driver_reports(tmp_path: Path, monkeypatch: pytest.M
     tool.write_text('#!/bin/sh\necho "81559, 551"\necho "81559, 600"\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(device_memory, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"] * 2)
+    monkeypatch.setattr(devices, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"] * 2)
     gpu_memory_bytes.cache_clear()
     layout = ResolvedLayout.of(experiment_of("cluster=local parallelism.dp_shard=2"))
     present = gpu_memory(layout.cluster, tmp_path, layout, None)

@@ -11,8 +11,8 @@ from tests.plan.layouts import experiment_of
 from tests.plan.test_extrapolate import ACCUMULATED, BF16, CUDA, EXPERTS
 from tests.ranks import run_ranks
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
-from titan_exp.plan.extrapolate.stages import ExtrapolationError
-from titan_exp.plan.extrapolate.unroll import Token, unroll
+from titan_exp.plan.extrapolate.optimizer_step import Token, unroll
+from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 
 DEEP = "model.layers=26 "
 STEPS = {

@@ -23,16 +23,21 @@ from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, timeline
 from titan_exp.parallel.pipeline_parallel.runtime import build_schedule
-from titan_exp.plan.cuda.devices import DEVICES
-from titan_exp.plan.device_memory import memory_of_gpu
+from titan_exp.plan.cuda.devices import DEVICES, memory_of_gpu
 from titan_exp.plan.gate.gate import MemoryCheck
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
-from titan_exp.plan.visualize import glossary as words_module
-from titan_exp.plan.visualize.draw import html_page, token_ranges
-from titan_exp.plan.visualize.schedule import schedule_of, schedule_text, trace_json
-from titan_exp.plan.visualize.shards import read_shards, sharded_dims
+from titan_exp.plan.visualize import draw as words_module
+from titan_exp.plan.visualize.draw import (
+    html_page,
+    read_shards,
+    schedule_of,
+    schedule_text,
+    sharded_dims,
+    token_ranges,
+    trace_json,
+)
 
 EVIL = '</script><script>window.broken=1</script><img src=x onerror="window.broken=1">'
 LAYOUT = (
@@ -271,10 +276,10 @@ def test_the_trace_is_the_schedule(tmp_path: Path):
 
 
 def test_every_degree_is_explained_from_the_table_of_axes():
-    assert list(words_module.AXES) == [*reversed(DEGREES), "ep", "etp"]
+    assert list(words_module.MEANINGS) == [*reversed(DEGREES), "ep", "etp"]
     for axis in AXES:
-        assert words_module.AXES[axis.key].startswith(axis.meaning)
-        assert axis.collectives in words_module.AXES[axis.key]
+        assert words_module.MEANINGS[axis.key].startswith(axis.meaning)
+        assert axis.collectives in words_module.MEANINGS[axis.key]
 
 
 def test_every_memory_category_has_a_sentence_and_a_colour():

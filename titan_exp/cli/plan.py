@@ -3,25 +3,55 @@
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.cli.plan_commands.device import device_for
 from titan_exp.cli.shell.hydra_command import OutputFile, run_with_hydra
 from titan_exp.config.command_line.options import HELP, SWITCHES, VALUED, options_help, take_options
-from titan_exp.config.command_line.verb_options import PlanOptions
-from titan_exp.config.errors.user_error import UserError, nearest
-from titan_exp.config.machine.devices import device_type
+from titan_exp.config.command_line.verb_options import PlanOptions, PlanSearchOptions
+from titan_exp.config.errors.user_error import UserError, listed, nearest
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.optimizer import keeps_fp32_moments
+from titan_exp.config.layout.axes import DEGREES, ONE_DEVICE
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import device_type, offered_devices
+from titan_exp.tracking.number_format import format_bytes
 
 if TYPE_CHECKING:
+    from titan_exp.config.groups.parallelism import QuantizationConfig
+    from titan_exp.plan.cuda.devices import Device, DeviceMemory
     from titan_exp.plan.gate.gate import MemoryCheck
+    from titan_exp.plan.search.search import SearchResult
+
+
+def device_for(experiment: Experiment, key: str | None) -> "DeviceMemory":
+    """Device and memory of a run with a resolved layout, from `--device` or the cluster. Raises UserError if the device
+    table lacks the GPU."""
+    from titan_exp.config.layout.resolved_layout import ResolvedLayout
+    from titan_exp.models.spec.lookup import model_spec
+    from titan_exp.plan.cuda.devices import DEVICES, device_memory_of, device_named, memory_of_gpu, refine_gpu
+
+    layout, spec = ResolvedLayout.of(experiment), model_spec(experiment.model)
+    runs = Path(experiment.paths.runs).expanduser()
+    if key is not None:
+        device = refine_gpu(device_named(key), experiment.cluster, runs / ".cache")
+        return memory_of_gpu(device, layout, spec)
+    found = device_memory_of(layout, spec, runs)
+    if found.device is None and layout.device_type == "cuda":
+        raise UserError(
+            f"plan: cluster.gpu_type={experiment.cluster.gpu_type or 'null'} is not in the planner's device table. "
+            f"Use --device {listed(DEVICES)}."
+        )
+    return found
+
 
 USAGE = """\
 titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--trace FILE] [--kernels] [--full] [--json] [--trust]
              [key=value ...]
-titan-exp plan search ...                  rank all layouts of a cluster by speed; --help there
-titan-exp plan calibrate [STUDY|RUN ...]   fit a device's constants to finished runs; --help there
+titan-exp plan search ...   rank all layouts of a cluster by speed; --help there
   for example: titan-exp plan model=llama3_8b cluster=slurm_h100 parallelism.dp_shard=64 compile=none \\
       training.global_batch_size=64 training.seq_len=8192 training.mixed_precision=bf16
 
@@ -33,20 +63,16 @@ titan-exp plan calibrate [STUDY|RUN ...]   fit a device's constants to finished 
 DOES_NOT_FIT = 3
 """Exit code of a run that does not fit."""
 
-VERBS = ("search", "calibrate")
-"""Sub-verbs of `titan-exp plan`."""
-
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     if argv[:1] == ["search"]:
-        from titan_exp.cli.plan_commands.search import run_search
-
         return run_search(argv[1:])
     if argv[:1] == ["calibrate"]:
-        from titan_exp.cli.plan_commands.calibrate import calibrate_command
-
-        return calibrate_command(argv[1:])
+        raise UserError(
+            "titan-exp plan calibrate: there is no such verb any more, since titan-exp doctor measures the rates that "
+            "a plan uses. Run titan-exp doctor on a machine with such devices, with the same paths.runs."
+        )
     if set(argv) & set(HELP):
         print(options_help(USAGE, PlanOptions), end="")
         return 0
@@ -57,11 +83,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def require_no_verb(overrides: Sequence[str]) -> None:
-    """Raise UserError if the first override is a sub-verb of `plan`, or a misspelling of one."""
+    """Raise UserError if the first override is a misspelling of the sub-verb of `plan`."""
     for word in overrides[:1]:
-        meant = nearest(word, VERBS, 1) if word.isalpha() else []
-        if meant:
-            raise UserError(f"titan-exp plan {word}: did you mean titan-exp plan {meant[0]}? An override is key=value.")
+        if word.isalpha() and nearest(word, ["search"], 1):
+            raise UserError(f"titan-exp plan {word}: did you mean titan-exp plan search? An override is key=value.")
 
 
 def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: str) -> int:
@@ -91,11 +116,11 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
             f"Use 0 to {experiment.parallelism.pp - 1}."
         )
 
-    from titan_exp.plan.gate.batch_predict import FAILED
     from titan_exp.plan.gate.check_user_code import check_user_code, failing_user_code
     from titan_exp.plan.gate.gate import MemoryCheck
-    from titan_exp.plan.plan_table import plan_to_json, print_plan
+    from titan_exp.plan.gate.predictions import FAILED
     from titan_exp.plan.predict import predict
+    from titan_exp.plan.tables import plan_to_json, print_plan
 
     page = None if options.html is None else OutputFile("--html", options.html, "plan.html")
     trace = None if options.trace is None else OutputFile("--trace", options.trace, "plan.json")
@@ -113,7 +138,7 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
         page.write(html_page(plan, memory_check, command))
         print(f"page: {page.path}", file=messages)
     if trace is not None:
-        from titan_exp.plan.visualize.schedule import trace_json
+        from titan_exp.plan.visualize.draw import trace_json
 
         trace.write(trace_json(plan))
         print(f"trace: {trace.path} (open it at ui.perfetto.dev)", file=messages)
@@ -134,3 +159,162 @@ def _verdict(memory_check: "MemoryCheck", options: PlanOptions) -> int:
         runs = Path(memory_check.experiment.paths.runs).expanduser()
         print(explain_changes(memory_check, runs, print))
     return DOES_NOT_FIT
+
+
+SEARCH_USAGE = """\
+titan-exp plan search [--gpus N] [--tokens N] [--global-batch-size N] [--limit K] [--seconds N] [--device NAME]
+             [--recipes LIST] [--json] ...
+  for example: titan-exp plan search model=llama3_405b cluster=slurm_h100 --gpus 512 --global-batch-size 512 \\
+      training.seq_len=8192 training.mixed_precision=bf16 --tokens 15e12
+
+  Ranks every layout that fits by predicted speed: parallel degrees, pipeline schedules, micro-batch sizes and
+  activation checkpointing; near the fastest also chunks of the loss, resharding, stages per rank, the method of context
+  parallelism and compile. Typed keys stay fixed, as in parallelism.tp=8; all other overrides are as in train."""
+
+
+def run_search(argv: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    if set(argv) & set(HELP):
+        print(options_help(SEARCH_USAGE, PlanSearchOptions), end="")
+        return 0
+    options, overrides = search_options(argv)
+    task = lambda cfg, typed: search_command(cfg, options, typed)  # noqa: E731
+    return run_with_hydra(overrides, task, trust=options.trust)
+
+
+def search_options(argv: Sequence[str]) -> tuple[PlanSearchOptions, list[str]]:
+    """Split the arguments into options of `plan search` and overrides. Raises UserError about an invalid option."""
+    options, overrides = take_options(PlanSearchOptions, argv, others=(*SWITCHES, *VALUED), verb="plan search")
+    if options.global_batch_size is not None:
+        overrides.append(f"training.global_batch_size={options.global_batch_size}")
+    return options, overrides
+
+
+def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -> int:
+    """Search the layouts of a composed run and print them; returns the exit code. Raises UserError if the run cannot be
+    searched, or no layout fits."""
+    from titan_exp.config.schema.typed_config import to_experiment
+    from titan_exp.plan.planner_processes import start_forkserver
+    from titan_exp.plan.search.layouts import SearchSpace, fixed_keys, train_command
+    from titan_exp.plan.supported import check_supported, with_run_kernels
+
+    experiment = to_experiment(cfg)
+    if device_type(experiment.cluster) == "cpu":
+        raise UserError(
+            "plan search ranks layouts by speed and has no speed model for CPUs. Use cluster=slurm_h100, or "
+            "cluster=slurm with --device h100."
+        )
+    parallelism = replace(experiment.parallelism, **ONE_DEVICE, pp_microbatches=None)
+    on_one_device = resolve_layout(replace(experiment, parallelism=parallelism), 1)
+    device = device_for(on_one_device, options.device).device
+    assert device is not None, "a GPU is in the device table, or refused"
+    gpus = options.gpus or offered_devices(experiment.cluster)
+    # Refuse unsupported options that no layout changes before the search.
+    check_supported(experiment, device)
+    device = with_run_kernels(device, experiment)
+    if experiment.training.mixed_precision == "fp32":
+        raise UserError(
+            "plan search ranks layouts by speed and has no speed model for fp32 on GPUs "
+            "(training.mixed_precision=fp32). Use bf16; titan-exp plan predicts one fp32 layout."
+        )
+    _check_homogeneous(on_one_device)
+    start_forkserver()
+    space = SearchSpace(experiment, gpus, fixed_keys(typed), _recipes(options.recipe_names, typed))
+
+    from titan_exp.plan.search.search import LayoutSearch
+    from titan_exp.plan.tables import print_search, search_json, steps_for
+
+    with _progress() as show:
+        result = LayoutSearch(space, device, options.limit, show).run(options.seconds)
+    if not result.rows:
+        raise UserError(_explain_no_fit(result, device, gpus))
+    tokens = None if options.tokens is None else int(options.tokens)
+    more = {} if tokens is None else {"training.steps": steps_for(experiment.training, tokens)}
+    commands = [train_command(row.candidate, typed, more) for row in result.rows]
+    if options.json:
+        print(json.dumps(search_json(result, commands, tokens), indent=2))
+    else:
+        print_search(result, device, commands, tokens)
+    return 0
+
+
+def _recipes(names: Sequence[str], typed: Sequence[str]) -> "dict[str, QuantizationConfig]":
+    """Options of the group `quantization` by name, with typed keys of it. Raises UserError if there is none."""
+    from titan_exp.config.extension import shipped_options
+    from titan_exp.config.hydra.compose import compose
+    from titan_exp.config.schema.typed_config import to_experiment
+    from titan_exp.plan.search.layouts import RECIPE
+
+    known = [*shipped_options(RECIPE)]
+    for name in names:
+        if name not in known:
+            raise UserError(f"--recipes {name}: unknown recipe. Use {listed(known)}.")
+    keys = [word for word in typed if word.startswith(f"{RECIPE}.")]
+    return {name: to_experiment(compose([f"{RECIPE}={name}", *keys])).quantization for name in names}
+
+
+def _check_homogeneous(experiment: Experiment) -> None:
+    """Check that layers are homogeneous, since a search extrapolates from a few."""
+    from titan_exp.plan.extrapolate.eligibility import unsupported_reason
+
+    reason = unsupported_reason(experiment)
+    if reason is not None:
+        raise UserError(
+            f"plan search extrapolates from a few layers, which does not work here: {reason}. "
+            "titan-exp plan predicts one layout."
+        )
+
+
+def _explain_no_fit(result: "SearchResult", device: "Device", gpus: int) -> str:
+    capacity = format_bytes(device.memory)
+    if result.stopped:
+        found = "no layout was planned" if not result.planned else f"none of {result.planned} planned layouts fits"
+        return (
+            f"plan search: {found} in {result.seconds:.0f} s, on {gpus} x {device.name} with {capacity}. "
+            "Use more --seconds, or fix some keys, as in parallelism.tp=8."
+        )
+    if result.smallest is None and result.unknown and not result.floor:
+        return (
+            f"plan search: no layout can be extrapolated, because {result.unknown[0][0]}. "
+            "titan-exp plan predicts one layout."
+        )
+    if result.smallest is None:
+        return (
+            f"plan search: nothing fits on {gpus} x {device.name}: parameters, gradients and activations alone need "
+            f"more than its {capacity} in every layout. Use more GPUs (--gpus), or optimizer.state_precision=bf16."
+        )
+    smallest = result.smallest.candidate.experiment
+    degrees = " ".join(f"{name}={getattr(smallest.parallelism, name)}" for name in DEGREES)
+    fixes = ["more GPUs (--gpus)"]
+    if not smallest.training.has_given_chunks:
+        fixes.append("training.loss_chunk_tokens=2048")
+    if keeps_fp32_moments(smallest.optimizer):
+        fixes.append("optimizer.state_precision=bf16")
+    return (
+        f"plan search: nothing fits on {gpus} x {device.name} with {capacity}. The smallest planned "
+        f"layout needs {format_bytes(result.smallest.reserved)} in {result.smallest.peak_where} ({degrees}, "
+        f"training.micro_batch_size={smallest.training.micro_batch_size}, "
+        f"activation_checkpoint.mode={smallest.activation_checkpoint.mode}). "
+        f"Use {listed([*fixes, 'a shorter training.seq_len'])}."
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Progress line on a terminal, or a line for every best layout so far; yields the function that updates it."""
+    if not sys.stderr.isatty():
+        shown = ""
+
+        def show(line: str) -> None:
+            nonlocal shown
+            _, _, layout = line.partition("; ")
+            if layout not in ("", shown):
+                shown = layout
+                print(layout, file=sys.stderr, flush=True)
+
+        yield show
+        return
+    from titan_exp.config.command_line.terminal import Terminal
+
+    with Terminal(stderr=True).status("starting") as status:
+        yield status.update

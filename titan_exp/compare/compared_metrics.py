@@ -12,7 +12,7 @@ from typing import Literal
 from titan_exp.compare.runs import Run
 from titan_exp.compare.statistics import moving_average
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
-from titan_exp.plan.gate.predicted import PredictedMetrics
+from titan_exp.plan.prediction import PredictedMetrics
 from titan_exp.tracking.run_folder.metrics_jsonl import tail_mean
 from titan_exp.tracking.sinks.sink import REPORTED
 

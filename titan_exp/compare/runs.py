@@ -13,7 +13,7 @@ from titan_exp.compare.statistics import Delta, Estimate
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.launch.worlds import summarize_worlds
-from titan_exp.plan.gate.predicted import PredictedMetrics, read_predicted_metrics
+from titan_exp.plan.prediction import PredictedMetrics, read_predicted_metrics
 from titan_exp.tracking.number_format import format_items
 from titan_exp.tracking.run_folder.attempts import read_json
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows

@@ -1,6 +1,6 @@
 """Exchange between the worlds of a run, and memory beside its steps, as the planner counts them. Imports no torch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +9,9 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.plan.cuda.devices import Device
 
 if TYPE_CHECKING:
-    from titan_exp.plan.predict import Plan
-    from titan_exp.plan.trace.fake_world import FakeRank
-    from titan_exp.plan.trace.trace_step import Trace
+    from titan_exp.plan.trace.memory_tracker import Moment
+    from titan_exp.trainer.part import Part
+    from titan_exp.trainer.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,21 @@ class Exchange:
         so many seconds without."""
         return 0.0
 
-    def beside(self, rank: "FakeRank") -> Sequence[Beside]:
-        """What it does in the phase."""
+    def beside(self, state: "TrainState", parts: "Iterable[Part]") -> Sequence[Beside]:
+        """What it does in the phase, on a rank with parts that follow its update."""
         return ()
 
-    def traced_on_cpu(self, trace: "Trace") -> "Trace":
-        """Trace of a rank on a CPU, with a peak within the exchange."""
-        return trace
+    def peak_on_cpu(self, peak: "Moment", persistent: Mapping[str, int], gradients: int) -> "Moment":
+        """Peak of a rank on a CPU, which may be within the exchange. Its step has the given peak, `persistent` bytes by
+        category before and after it, and bytes of reduced gradients."""
+        return peak
 
-    def lines(self, plan: "Plan") -> Iterator[str]:
-        """Lines of a plan about it."""
+    def lines(self, weights: Mapping[int, int]) -> Iterator[str]:
+        """Lines of a plan about it; `weights` are bytes of parameters by predicted pipeline rank."""
         yield from ()
 
-    def values(self, plan: "Plan") -> dict[str, Any]:
-        """Values of a plan about it, for its JSON."""
+    def values(self, weights: Mapping[int, int]) -> dict[str, Any]:
+        """Values of a plan about it, for its JSON; `weights` as in `lines`."""
         return {}
 
 

@@ -1,14 +1,15 @@
-"""Processes beside this one for parts of a prediction, from a fork server that imports the planner. They end with this
-one, even when it is killed. Imports no torch, so that the server does while a command is composed."""
+"""Processes of the planner: for ranks of a plan, plans of a search, and predictions before a launch. They end with this
+one, even when it is killed. Imports no torch: the launcher is without it, and the server imports it meanwhile."""
 
 import gc
+import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
@@ -16,7 +17,6 @@ from threading import RLock, Thread
 from typing import Any, Generic, TypeVar
 
 from titan_exp.plan.cuda.caching_allocator import Events, Reserved, steady_reserved
-from titan_exp.plan.garbage_collection import no_garbage_collection
 
 MIN_EVENTS = 30_000
 """Events of a step whose replay takes longer than handing them to another process."""
@@ -26,7 +26,7 @@ T = TypeVar("T")
 class Call(Generic[T]):
     """Call of a function, in a process of `pool` or here."""
 
-    def __init__(self, pool: ProcessPoolExecutor | None, function: Callable[..., T], *args: object) -> None:
+    def __init__(self, pool: "PlannerProcesses | None", function: Callable[..., T], *args: object) -> None:
         self._function, self._args = function, args
         self._future: Future[T] | None = None
         if pool is not None:
@@ -41,27 +41,69 @@ class Call(Generic[T]):
         return self._function(*self._args)
 
 
-class PlannerProcesses(ExitStack):
-    """Processes on `cores` cores, this one included; started at the first call, until the `with` block ends."""
+class PlannerProcesses:
+    """Up to `processes` processes, started at the first call. They end with the `with` block, those that still work at
+    once: a plan may take a minute.
 
-    def __init__(self, cores: int) -> None:
-        super().__init__()
-        self._processes = cores - 1
+    They come from a server that has imported the planner, and stays; with `alone`, each imports it, and the run's code.
+    """
+
+    def __init__(self, processes: int, *, alone: bool = False) -> None:
+        self._processes, self._alone, self._futures = processes, alone, list[Future[Any]]()
+
+    def submit(self, function: Callable[..., T], *args: object) -> Future[T]:
+        """Begin to call a function of a module."""
+        future = self._pool.submit(function, *args)
+        self._futures.append(future)
+        return future
 
     def call(self, function: Callable[..., T], *args: object) -> Call[T]:
-        """Begin to call a function of a module; its result is not changed by where it runs."""
-        return Call(self._pool if self._processes > 0 else None, function, *args)
+        """Begin to call a function whose result is not changed by where it runs: here, if there are no processes."""
+        return Call(self if self._processes > 0 else None, function, *args)
 
     def replay(self, setup: Events, step: Events, *, expandable: bool, capacity: int | None) -> Call[Reserved]:
         """Begin to replay a rank's events, as `steady_reserved` does."""
-        pool = self._pool if self._processes > 0 and len(step) > MIN_EVENTS else None
-        return Call(pool, _replay, setup, step, expandable, capacity)
+        is_long = self._processes > 0 and len(step) > MIN_EVENTS
+        return Call(self if is_long else None, _replay, setup, step, expandable, capacity)
 
     @cached_property
     def _pool(self) -> ProcessPoolExecutor:
-        pool = ProcessPoolExecutor(self._processes, start_forkserver(), start_worker)
-        self.push(lambda kind, *_: pool.shutdown(wait=kind is None, cancel_futures=True))
-        return pool
+        self._others = set(multiprocessing.active_children())
+        context = multiprocessing.get_context("spawn") if self._alone else start_forkserver()
+        return ProcessPoolExecutor(self._processes, context, _start_worker)
+
+    def __enter__(self) -> "PlannerProcesses":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if "_pool" not in vars(self):
+            return
+        if not all(future.done() or future.cancel() for future in self._futures):
+            for worker in set(multiprocessing.active_children()) - self._others:
+                worker.kill()
+        self._pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect garbage, then none in the `with` block, as in the trainer's steps: reference cycles stay allocated.
+
+    Collections visit all of the many objects that a plan makes, and those of torch, again and again.
+    """
+    collecting, frozen = gc.isenabled(), gc.get_freeze_count()
+    # Within such a block, only what was made since the last collection is visited.
+    gc.collect(2 if collecting else 1)
+    gc.disable()
+    if not frozen:
+        # Collections within the block visit what is made in it.
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
+        if collecting:
+            gc.enable()
 
 
 def _replay(setup: Events, step: Events, expandable: bool, capacity: int | None) -> Reserved:
@@ -84,23 +126,25 @@ def start_forkserver() -> Any:
     return context
 
 
-def start_worker() -> None:
-    """End this process when its parent ends, and leave Ctrl-C, which reaches all processes of a terminal, to it."""
-    # Collections would visit, and thereby copy, all objects of the server.
-    gc.freeze()
-    make_killable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def make_killable() -> None:
-    """End this process when its parent ends, and let it leave no semaphore, of which Python would warn.
+def _start_worker() -> None:
+    """Silence this process, give it one thread, end it with its parent, and leave Ctrl-C to that, which reaches all
+    processes of a terminal.
 
     Else workers of a killed process pool finish their current work, which may take minutes.
     """
     from tqdm import tqdm
 
-    # The default lock of torch's progress bars is a semaphore of the system.
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+    # Collections would visit, and thereby copy, all objects of the server.
+    gc.freeze()
+    # The default lock of torch's progress bars is a semaphore of the system, of whose leak Python would warn.
     tqdm.set_lock(RLock())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.disable(logging.INFO)
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(null, stream)
     parent = multiprocessing.parent_process()
     assert parent is not None, "called in a child process"
 

@@ -15,22 +15,20 @@ from titan_exp.config.machine.devices import device_type, usable_cores, uses_exp
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.models.spec.lookup import model_spec, with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reserved, steady_reserved
-from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.cuda.devices import Device, room_of
 from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_capability
-from titan_exp.plan.device_memory import room_of
 from titan_exp.plan.exchange import Exchange, exchange_of
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.sample import Samples
-from titan_exp.plan.extrapolate.stages import ExtrapolationError
-from titan_exp.plan.garbage_collection import no_garbage_collection
-from titan_exp.plan.plan_json import Prediction, RankPrediction, RankTime
-from titan_exp.plan.planner_processes import Call, PlannerProcesses
+from titan_exp.plan.extrapolate.schedule import ExtrapolationError
+from titan_exp.plan.planner_processes import Call, PlannerProcesses, no_garbage_collection
+from titan_exp.plan.prediction import Prediction, RankPrediction, RankTime
+from titan_exp.plan.roofline import ClassTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.supported import attention_kernel, check_supported, with_run_kernels
-from titan_exp.plan.time.roofline import ClassTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.fake_world import FakeRank, fake_rank, pipeline_ranks
-from titan_exp.plan.trace.inductor import uses_inductor
-from titan_exp.plan.trace.received_rows import assume_expert_load
+from titan_exp.plan.trace.op_costs import assume_expert_load
+from titan_exp.plan.trace.torch_patches import uses_inductor
 from titan_exp.plan.trace.trace_step import Trace, trace_step
 
 T = TypeVar("T")
@@ -135,6 +133,11 @@ class Plan:
         return Prediction(ranks, self.bubble, self.step_seconds, self.tokens_per_second, self.mfu)
 
     @property
+    def weights(self) -> dict[int, int]:
+        """Bytes of parameters on the device, by predicted pipeline rank."""
+        return {rank.pipeline_rank: rank.trace.persistent["parameters"] for rank in self.ranks}
+
+    @property
     def largest(self) -> RankPlan:
         """Predicted pipeline rank that needs the most memory."""
         return max(self.ranks, key=lambda rank: rank.bytes)
@@ -218,7 +221,8 @@ def predict(
     rated = None if cuda and experiment.training.mixed_precision == "fp32" else device
     expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
     numbers = [rank for rank in range(layout.parallelism.pp) if pipeline_ranks is None or rank in pipeline_ranks]
-    processes = PlannerProcesses(min(len(numbers), usable_cores() if cores is None else cores))
+    # This process works, too.
+    processes = PlannerProcesses(min(len(numbers), usable_cores() if cores is None else cores) - 1)
     traces = partial(_traces, experiment, device, processes=processes, full=full, falls_back=falls_back)
 
     def replay(trace: Trace) -> Call[Reserved] | None:
@@ -234,7 +238,8 @@ def predict(
             seconds = replace(seconds, exchange=waited)
         kernels, allocator = class_times(trace.costs, rated), None if replayed is None else replayed.result()
         saved = round(weights * exchange.saved_numbers(state / max(1, weights)))
-        trace = trace if cuda else exchange.traced_on_cpu(trace)
+        if not cuda:
+            trace = replace(trace, peak=exchange.peak_on_cpu(trace.peak, trace.persistent, trace.gradients))
         return RankPlan(number, trace, seconds, allocator, expandable, kernels, saved)
 
     load, worst = experiment.plan.worst_expert_load, None

@@ -19,10 +19,10 @@ from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_vers
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.gate.gate import check_memory
-from titan_exp.plan.gate.prediction_cache import cache_key
+from titan_exp.plan.gate.predictions import cache_key
 from titan_exp.plan.predict import Plan, predict
-from titan_exp.plan.search.layout_cost import LayoutCost
 from titan_exp.plan.search.layouts import Candidate
+from titan_exp.plan.search.search import LayoutCost
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 WORDS = "training.micro_batch_size=1 "
@@ -51,7 +51,7 @@ def test_a_group_computes_its_share(groups: int, micro_batches: int):
 
 def test_a_search_ranks_layouts_of_one_group():
     experiment = experiment_of(GROUPS.format(2))
-    candidate = Candidate(0, experiment, model_spec(experiment.model))
+    candidate = Candidate(experiment, model_spec(experiment.model))
     assert (candidate.layout.gradient_accumulation, candidate.layout.devices) == (4, 2)
     cost = LayoutCost(candidate, 2.0, 0.0, 0, 0, "", 1, 0, 0)
     assert cost.tokens_per_second == alone().tokens_per_step / 2.0 / 2
@@ -92,7 +92,7 @@ def test_sent_bytes_are_those_of_a_run(tmp_path: Path, words: list[str]):
     plan = predict(load_experiment(tmp_path / "config.yaml", trust=True), None)
     found = [sum(json.loads(path.read_text())) for path in tmp_path.glob("sent-*")]
     assert len(found) == plan.layout.devices
-    assert sum(found) == plan.exchange.values(plan)["sent_bytes_per_token"] * plan.tokens_per_step * STEPS
+    assert sum(found) == plan.exchange.values(plan.weights)["sent_bytes_per_token"] * plan.tokens_per_step * STEPS
 
 
 def cuda(words: str) -> Experiment:
@@ -112,7 +112,7 @@ def test_a_step_waits_for_the_sums(method: str, steps: int):
     assert alone.ranks[0].time is not None
     assert alone.ranks[0].time.exchange == 0
     # One of two groups sends as much as it sums, and copies it to the host and back.
-    seconds = sent / DEVICE.link_efficiency * (1 / 0.5e9 + 2 / (DEVICE.host_gbs * 1e9)) / steps
+    seconds = sent / DEVICE.link_share * (1 / 0.5e9 + 2 / (DEVICE.host_gbs * 1e9)) / steps
     assert time.exchange == pytest.approx(seconds, rel=0.2)
     assert time.exchange > 0.9 * seconds  # and latency
     assert plan.step_seconds == time.total

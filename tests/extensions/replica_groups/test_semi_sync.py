@@ -73,7 +73,7 @@ def test_groups_are_the_reference(tmp_path, expected, words, layout):
     assert len({row["participants"] for row in found.rows}) == 1
     plan = predict(load_experiment(tmp_path / "run" / "config.yaml", trust=True), None)
     # Planned per token of whole sequences, of which some predict none here.
-    planned = plan.exchange.values(plan)["sent_bytes_per_token"] * 2 * plan.tokens_per_step
+    planned = plan.exchange.values(plan.weights)["sent_bytes_per_token"] * 2 * plan.tokens_per_step
     counts = [row["tokens"] for row in found.rows[1::2]]
     sent = [
         row["sent_bytes_per_token"] * (row["tokens"] - before)
@@ -91,10 +91,12 @@ def test_streaming_groups_are_the_reference(tmp_path, expected):
         if "sent_bytes_per_token" in row:  # after the outer steps of a fragment: 2, 4, 6 and 8
             sent.append(row["sent_bytes_per_token"] * (row["tokens"] - before))
             before = row["tokens"]
-    planned = plan.exchange.values(plan)["sent_bytes_per_token"] * 4 * plan.tokens_per_step
+    planned = plan.exchange.values(plan.weights)["sent_bytes_per_token"] * 4 * plan.tokens_per_step
     assert sent[0] + sent[1] == pytest.approx(planned, rel=1e-12)
     assert sent[2:] == pytest.approx(sent[:2], rel=1e-12)
-    assert max(sent) / 4 == pytest.approx(plan.exchange.values(plan)["sent_bytes_at_once"], rel=1e-12)  # of four ranks
+    assert max(sent) / 4 == pytest.approx(
+        plan.exchange.values(plan.weights)["sent_bytes_at_once"], rel=1e-12
+    )  # of four ranks
 
 
 PASSES = ["training.global_batch_size=8", "parallelism.pp=2", "parallelism.pp_microbatches=2"]
@@ -141,7 +143,7 @@ def assert_sent_bytes_are_planned(path: Path, found: Curve) -> None:
         if "sent_bytes_per_token" in row:
             sent.append(row["sent_bytes_per_token"] * (row["tokens"] - before))
             before = row["tokens"]
-    planned = plan.exchange.values(plan)["sent_bytes_per_token"] * config.interval * plan.tokens_per_step
+    planned = plan.exchange.values(plan.weights)["sent_bytes_per_token"] * config.interval * plan.tokens_per_step
     assert sum(sent[-config.fragments :]) == pytest.approx(planned, rel=1e-12)
 
 

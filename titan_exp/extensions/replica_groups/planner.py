@@ -4,12 +4,13 @@ Imports torch only where a step has been traced.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, share_of_world
 from titan_exp.config.machine.devices import device_type
 from titan_exp.extensions.replica_groups.config import SemiSyncConfig, fragments_of, semi_sync_of
 from titan_exp.models.spec.lookup import model_spec
@@ -19,9 +20,9 @@ from titan_exp.plan.exchange import Beside, Exchange
 from titan_exp.tracking.number_format import format_bytes
 
 if TYPE_CHECKING:
-    from titan_exp.plan.predict import Plan
-    from titan_exp.plan.trace.fake_world import FakeRank
-    from titan_exp.plan.trace.trace_step import Trace
+    from titan_exp.plan.trace.memory_tracker import Moment
+    from titan_exp.trainer.part import Part
+    from titan_exp.trainer.train_state import TrainState
 
 SYNCHRONIZATION = "synchronization"
 """Phase of what semi-synchronous training does between two steps."""
@@ -73,7 +74,7 @@ class GroupExchange(Exchange):
         """Sums by TCP between nodes and over the host's memory: of gradients, or of the step's part of a
         synchronization, less the steps that train meanwhile."""
         from titan_exp.extensions.replica_groups.outer_optimizer import BUCKET_BYTES
-        from titan_exp.plan.time.roofline import message_seconds
+        from titan_exp.plan.roofline import message_seconds
 
         if self.groups == 1:
             return 0.0
@@ -84,52 +85,58 @@ class GroupExchange(Exchange):
         calls = math.ceil(part / BUCKET_BYTES)
         seconds = message_seconds("all-reduce", round(part), range(self.groups), device, 1, calls=calls)
         if device_type(self.experiment.cluster) == "cuda":
-            seconds += 2 * part / (device.host_gbs * 1e9 * device.link_efficiency)
+            seconds += 2 * part / (device.host_gbs * 1e9 * device.link_share)
         return fragments * max(0.0, seconds - delay * step) / interval
 
-    def beside(self, rank: "FakeRank") -> Sequence[Beside]:
+    def beside(self, state: "TrainState", parts: "Iterable[Part]") -> Sequence[Beside]:
         """The largest synchronization: a fragment in flight, its outer step, and a checkpoint. The trainer's own code
         runs; messages between groups are not traced."""
         from titan_exp.extensions.replica_groups.outer_optimizer import OuterSteps
         from titan_exp.extensions.replica_groups.semi_sync import LargestSynchronization
 
-        outer = next((part.outer for part in rank.parts if isinstance(part, OuterSteps)), None)
+        outer = next((part.outer for part in parts if isinstance(part, OuterSteps)), None)
         if outer is None:
             return ()
         saves = self.experiment.checkpoint.mode != "off"
-        model = rank.state.model.parts, rank.state.optimizer
-        largest = LargestSynchronization(outer, self.config, *model, saves=saves)
+        largest = LargestSynchronization(outer, self.config, state.model.parts, state.optimizer, saves=saves)
         sends, ends = [largest.send], [largest.apply, largest.collect]
         if self.config.delay:
             return (Beside("communication", SYNCHRONIZATION, ends, before=sends),)
         return (Beside("communication", SYNCHRONIZATION, [*sends, *ends]),)
 
-    def traced_on_cpu(self, trace: "Trace") -> "Trace":
+    def peak_on_cpu(self, peak: "Moment", persistent: Mapping[str, int], gradients: int) -> "Moment":
         """The peak may be the sum of gradients over the groups, with a copy of a bucket."""
         from titan_exp.extensions.replica_groups.outer_optimizer import BUCKET_BYTES
         from titan_exp.plan.trace.memory_tracker import Moment
 
         if self.groups == 1 or self.config.enabled:
-            return trace
-        held = {**trace.persistent, "gradients": trace.gradients}
-        sizes = {**dict.fromkeys(trace.peak.by_category, 0), **held}
-        sizes["communication"] = sizes.get("communication", 0) + min(trace.gradients, BUCKET_BYTES)
+            return peak
+        sizes = {**dict.fromkeys(peak.by_category, 0), **persistent, "gradients": gradients}
+        sizes["communication"] = sizes.get("communication", 0) + min(gradients, BUCKET_BYTES)
         moment = Moment(sum(sizes.values()), sizes, "sum over the groups")
-        return replace(trace, peak=max(trace.peak, moment, key=lambda peak: peak.bytes))
+        return max(peak, moment, key=lambda each: each.bytes)
 
-    def sent_per_token(self, plan: "Plan") -> float | None:
+    @cached_property
+    def _layout(self) -> ResolvedLayout:
+        """Layout of a group, with its share of a step."""
+        return ResolvedLayout.of(share_of_world(self.experiment))
+
+    @property
+    def _tokens_per_step(self) -> int:
+        return self.experiment.training.global_batch_size * self.experiment.training.seq_len
+
+    def sent_per_token(self, weights: Mapping[int, int]) -> float | None:
         """Bytes that the groups send for every token; None of one. If weights do not divide evenly over ranks, an upper
         bound."""
         from titan_exp.extensions.replica_groups.outer_optimizer import ring_bytes
 
         if self.groups == 1:
             return None
-        predicted = sum(rank.trace.persistent["parameters"] for rank in plan.ranks)
-        weights = plan.layout.world_size * predicted // len(plan.ranks)
+        held = self._layout.world_size * sum(weights.values()) // len(weights)
         steps = self.config.interval if self.config.enabled else 1
-        return self.groups * ring_bytes(weights, self.groups) / (steps * plan.tokens_per_step)
+        return self.groups * ring_bytes(held, self.groups) / (steps * self._tokens_per_step)
 
-    def sent_at_once(self, plan: "Plan") -> float | None:
+    def sent_at_once(self, weights: Mapping[int, int]) -> float | None:
         """Bytes that a rank sends in the largest synchronization, of one fragment; None in synchronous training, and
         for models without a description."""
         from titan_exp.extensions.replica_groups.outer_optimizer import ring_bytes
@@ -137,23 +144,22 @@ class GroupExchange(Exchange):
         spec = model_spec(self.experiment.model)
         if not self.config.enabled or spec is None:
             return None
-        weights = {rank.pipeline_rank: rank.trace.persistent["parameters"] for rank in plan.ranks}
-        sizes = (largest_fragment(self.config, spec, plan.layout, rank) * size for rank, size in weights.items())
+        sizes = (largest_fragment(self.config, spec, self._layout, rank) * size for rank, size in weights.items())
         return ring_bytes(max(sizes), self.config.groups)
 
-    def values(self, plan: "Plan") -> dict[str, Any]:
+    def values(self, weights: Mapping[int, int]) -> dict[str, Any]:
         """Number of groups, and what they send."""
-        sent = {"sent_bytes_per_token": self.sent_per_token(plan), "sent_bytes_at_once": self.sent_at_once(plan)}
+        sent = {"sent_bytes_per_token": self.sent_per_token(weights), "sent_bytes_at_once": self.sent_at_once(weights)}
         return {"replica_groups": self.groups, **sent}
 
-    def lines(self, plan: "Plan") -> Iterator[str]:
+    def lines(self, weights: Mapping[int, int]) -> Iterator[str]:
         """What the groups send, and when."""
-        config, rate, most = self.config, self.sent_per_token(plan), self.sent_at_once(plan)
+        config, rate, most = self.config, self.sent_per_token(weights), self.sent_at_once(weights)
         if rate is None:
             return
         interval = config.interval if config.enabled else 1
-        size = format_bytes(rate * interval * plan.tokens_per_step / plan.layout.devices)
-        who = "each rank" if plan.layout.parallelism.pp == 1 else "the mean rank"
+        size = format_bytes(rate * interval * self._tokens_per_step / self._layout.devices)
+        who = "each rank" if self._layout.parallelism.pp == 1 else "the mean rank"
         when = f"every {interval} steps" if config.enabled else "in every step"
         parts = ""
         if config.fragments > 1 and most is not None:

@@ -13,7 +13,7 @@ from titan_exp.config.schema.typed_config import load_group
 from titan_exp.launch.state.run_lookup import RunEntry
 from titan_exp.launch.state.run_status import RunStatus, run_statuses
 from titan_exp.launch.worlds import WorldsSummary, summarize_worlds
-from titan_exp.plan.gate.predicted import read_predicted_metrics
+from titan_exp.plan.prediction import read_predicted_metrics
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.provenance_records import Lineage, read_environment_record
 from titan_exp.tracking.run_folder.run_folder import RunFolder

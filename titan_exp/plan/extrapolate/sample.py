@@ -22,15 +22,18 @@ from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec
 from titan_exp.plan.extrapolate.eligibility import (
     SAMPLED_MICRO_BATCHES,
+    last_blocks,
+    last_layers,
     recompute_modes,
+    repetition,
     sampled_edge,
     sampled_layers,
     sampled_stages,
+    small_run,
 )
-from titan_exp.plan.extrapolate.layer_kinds import last_blocks, last_layers, repetition, small_run
-from titan_exp.plan.extrapolate.schedule_simulation import KINDS
-from titan_exp.plan.extrapolate.stages import (
+from titan_exp.plan.extrapolate.schedule import (
     FIRST,
+    KINDS,
     LAST,
     MIDDLE,
     OTHER_RANK,
@@ -45,16 +48,7 @@ from titan_exp.plan.extrapolate.stages import (
 )
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import DEVICE, fake_rank
-from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.segments import (
-    GradientKey,
-    Segment,
-    SegmentTracker,
-    Totals,
-    join_segments,
-    sum_costs,
-)
-from titan_exp.plan.trace.step_position import (
     BETWEEN,
     GROUP,
     OPTIMIZER_STEP,
@@ -63,8 +57,15 @@ from titan_exp.plan.trace.step_position import (
     REST,
     SUM,
     TIED_SUM,
+    GradientKey,
+    Segment,
+    SegmentTracker,
     StepPosition,
+    Totals,
+    join_segments,
+    sum_costs,
 )
+from titan_exp.plan.trace.torch_patches import uses_inductor
 from titan_exp.plan.trace.trace_step import trace_step
 from titan_exp.tracking.run_folder.files import temporary_folder
 

@@ -13,12 +13,55 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.plan.cuda.caching_allocator import STEPS
-from titan_exp.plan.device_memory import FITTED, SAVE_PROCESS_GB, DeviceMemory, device_memory_of
-from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
-from titan_exp.plan.gate.upper_bound import upper_bound
-from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction
+from titan_exp.plan.cuda.devices import SAVE_PROCESS_GB, DeviceMemory, device_memory_of, symmetric_memory
+from titan_exp.plan.exchange import exchange_of
+from titan_exp.plan.gate.predictions import PredictionRequest, predict_many
+from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction
 from titan_exp.tracking.number_format import GIB, format_bytes
+
+BYTES_PER_PARAMETER = 128
+"""20 for weight, gradient and three numbers of optimizer state; 28 for FSDP's gathered and reduced copies; 20 for
+temporaries of the update and of clipping; 28 for the copies of an asynchronous save; 32 as margin."""
+BYTES_PER_STATE = 12
+"""Each further number of optimizer state, its copy in a save, and a temporary."""
+PROCESS_OVERHEAD = {"cpu": 2**30, "cuda": 4 * 2**30}
+"""Non-tensor bytes: Python and torch on a CPU (a third to a half of it, measured); on CUDA the context, and the
+workspaces and buffers of cuBLAS and NCCL."""
+
+
+def upper_bound(experiment: Experiment) -> int | None:
+    """Upper bound of any rank's process in bytes; None with a user-defined model or optimizer."""
+    spec = model_spec(experiment.model)
+    state = experiment.optimizer.max_state
+    if spec is None or state is None:
+        return None
+    layout, seq = ResolvedLayout.of(experiment), experiment.training.seq_len
+    # Through symmetric memory, every tensor of rows has room for those of all ranks.
+    room = layout.parallelism.ep if layout.parallelism.symmetric_exchange else 1
+    blocks = sum(_numbers_per_token(layer, seq, room) for layer in spec.blocks)
+    ends = (6 * spec.vocab_size + 4 * spec.dim) * (1 + len(spec.mtp_layers))
+    rows = layout.micro_batch_size if layout.parallelism.pp == 1 else layout.sequences_per_dp_rank
+    # Recipes keep quantized copies in addition to their sources.
+    recipe = 1 if experiment.quantization.recipe == "none" else 2
+    # A CUDA graph keeps its memory in addition to an evaluation's.
+    passes = 2 if experiment.compile.cuda_graphs else 1
+    numbers = state + experiment.weight_average.enabled + exchange_of(experiment).most_numbers(state)
+    per_parameter = BYTES_PER_PARAMETER + BYTES_PER_STATE * max(0, numbers - 3)
+    tensors = int(per_parameter * spec.parameters) + passes * 4 * rows * seq * (blocks + ends)
+    compiler = 2**30 if experiment.compile.enabled else 0
+    beside = PROCESS_OVERHEAD[layout.device_type] + compiler + symmetric_memory(layout, spec)
+    return recipe * tensors + beside
+
+
+def _numbers_per_token(layer: LayerSpec, seq: int, room: int) -> int:
+    """Upper bound of elements that a block keeps per token, with their gradients: eight times each linear's output
+    (rotated, cast, split), of experts for `room` times the rows, and all attention scores."""
+    rows = ((linear, room if linear.experts > 1 else 1) for linear in layer.linears)
+    outputs = sum(linear.outputs * linear.active_experts * times for linear, times in rows)
+    scores = 0 if layer.attention is None else 6 * layer.attention.heads * seq
+    return 8 * outputs + scores
 
 
 @dataclass(frozen=True)
@@ -158,7 +201,6 @@ def plan_record(memory_check: MemoryCheck) -> dict[str, Any] | None:
         "overhead_bytes": memory.overhead,
         "memory": (prediction.ranks[0].allocated + (process if device_type(experiment.cluster) == "cpu" else 0)) / GIB,
         "tokens_per_second": speed and speed * ResolvedLayout.of(experiment).devices,
-        "constants": memory.device and {name: getattr(memory.device, name) for name in FITTED},
         **asdict(prediction),
     }
 

@@ -1,42 +1,31 @@
-"""Search space of layouts: valid combinations of searched keys on a number of GPUs. Imports no torch."""
+"""Layouts of a search: searched keys, seeds on a number of GPUs, and launch commands. Imports no torch."""
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from operator import attrgetter
 from shlex import quote
 from typing import Any
 
-from titan_exp.config.errors.user_error import UserError, Violation, divisors, shown
+from titan_exp.config.errors.user_error import UserError, divisors, shown
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ParallelismConfig, QuantizationConfig
-from titan_exp.config.layout.axes import DEGREES, regroups_experts
+from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_kernels, share_of_world
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.plan.search.layout_checks import LayoutChecks
-from titan_exp.rules import EVERY_RULE
-from titan_exp.rules.rule import Rule, find_violations
 
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 """Searched schedules. GPipe and LoopedBFS have the same bubbles with more micro-batches in flight."""
-MODES = ("none", "selective", "full")
-"""Searched values of activation_checkpoint.mode."""
 MAX_MICRO_BATCH = 8
 """Largest searched micro-batch in sequences."""
 SCHEDULE, EP, ETP = "parallelism.pp_schedule", "parallelism.ep", "parallelism.etp"
-KEYS = (
-    *(f"parallelism.{degree}" for degree in DEGREES),
-    SCHEDULE,
-    EP,
-    ETP,
-    "training.micro_batch_size",
-    "activation_checkpoint.mode",
-)
-"""Enumerated keys, unless fixed on the command line."""
+MICRO_BATCH, MODE = "training.micro_batch_size", "activation_checkpoint.mode"
+DEGREE_KEYS = (*(f"parallelism.{degree}" for degree in DEGREES), EP, ETP)
+KEYS = (*DEGREE_KEYS[:-2], SCHEDULE, EP, ETP, MICRO_BATCH, MODE)
+"""Searched keys, unless fixed on the command line, of which commands give every value."""
 REFINED = (
     "activation_checkpoint.every",
     "activation_checkpoint.budget",
@@ -47,17 +36,19 @@ REFINED = (
     "parallelism.reshard_after_forward",
     "training.loss_chunk_tokens",
 )
-"""Keys that are searched near the fastest layouts, unless fixed."""
+"""Searched keys, unless fixed, of which commands give the values that the typed run does not have."""
 RECIPE = "quantization"
 """Group of recipes, searched like `REFINED` if asked for."""
+MODES = ("none", "selective", "full")
+"""Modes of recomputation, the fastest first, of which seeds have the first that the rules allow."""
+SEED_PIPELINES, SEED_TOKENS = (2, 8), 2**14
+"""Degrees of the seeds' pipelines, and most tokens of their micro-batches."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Layout of the search space."""
+    """Layout of a search."""
 
-    number: int
-    """Index in the search space."""
     experiment: Experiment
     spec: ModelSpec | None
     refined: tuple[tuple[str, Any], ...] = ()
@@ -70,8 +61,8 @@ class Candidate:
 
     @cached_property
     def base(self) -> tuple[Any, ...]:
-        """Values of enumerated keys."""
-        return _values_of(KEYS, self.experiment)
+        """Values of `KEYS`."""
+        return values_of(KEYS, self.experiment)
 
     @cached_property
     def layout(self) -> ResolvedLayout:
@@ -91,55 +82,81 @@ class Candidate:
     @property
     def values(self) -> dict[str, Any]:
         """Values of searched keys that make the typed run this one."""
-        idle = [*([SCHEDULE] if self.parallelism.pp == 1 else []), *([EP, ETP] if self.experts is None else [])]
+        has_experts = self.spec is not None and self.spec.has_experts
+        idle = [*([SCHEDULE] if self.parallelism.pp == 1 else []), *([] if has_experts else [EP, ETP])]
         values = {key: value for key, value in zip(KEYS, self.base, strict=True) if key not in idle}
         return values | dict(self.refined)
-
-    @property
-    def shards(self) -> int:
-        """Number of FSDP shards of parameters."""
-        return self.parallelism.dp_shard * self.parallelism.cp
-
-    @cached_property
-    def experts(self) -> tuple[int, int, bool, bool] | None:
-        """Degrees `ep` and `etp`, and whether experts are sharded over other ranks than other weights, and over more
-        than one; None without experts.
-
-        Layouts that differ in it gather other weights, send other messages and copy other rows.
-        """
-        parallelism = self.parallelism
-        if self.spec is None or not self.spec.has_experts:
-            return None
-        shards = parallelism.dp_shard * parallelism.cp * parallelism.tp // (parallelism.ep * parallelism.etp)
-        return parallelism.ep, parallelism.etp, regroups_experts(parallelism), shards > 1
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Search space of valid layouts."""
+    """Searched keys of a run on a number of GPUs."""
 
-    candidates: list[Candidate]
-    """Layouts that break no rule."""
-    tried: int
-    """Number of enumerated layouts."""
-    left_out: list[tuple[int, Violation]]
-    """Number of layouts that break a rule by key, with an example, the most frequent first."""
-    fixed: frozenset[str]
+    run: Experiment
+    """Typed run, with its kernels resolved."""
+    gpus: int
+    fixed: frozenset[str] = frozenset()
     """Keys that keep the run's values."""
     recipes: Mapping[str, QuantizationConfig] = field(default_factory=dict)
     """Recipes to choose from, by name."""
 
-    def moved(self, candidate: Candidate, experiment: Experiment, recipe: str | None = None) -> Candidate:
-        """Candidate near another one; `recipe` is a new one."""
-        typed = zip(REFINED, _values_of(REFINED, experiment), _values_of(REFINED, self.base), strict=True)
-        refined = {key: value for key, value, before in typed if value != before}
-        recipe = recipe or dict(candidate.refined).get(RECIPE)
-        return Candidate(-1, experiment, candidate.spec, (*refined.items(), *([(RECIPE, recipe)] if recipe else [])))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "run", resolve_kernels(self.run))
 
-    @property
-    def base(self) -> Experiment:
-        """An enumerated run, of which no `REFINED` key differs from the typed one."""
-        return self.candidates[0].experiment
+    def candidate(self, experiment: Experiment, recipe: str | None = None) -> Candidate:
+        """Layout with its differences from the typed run; `recipe` is another one than the typed one."""
+        typed = zip(REFINED, values_of(REFINED, experiment), values_of(REFINED, self.run), strict=True)
+        refined = {key: value for key, value, before in typed if value != before}
+        more = [(RECIPE, recipe)] if recipe else []
+        return Candidate(experiment, model_spec(experiment.model), (*refined.items(), *more))
+
+    def seeds(self, mode: str) -> Iterator[Iterator[Candidate]]:
+        """Layouts that are like each seed of a search, the most alike first; they may break rules.
+
+        Seeds are FSDP alone, and with tensor parallelism in a node, replicas, context, pipeline and expert parallelism.
+        Raises UserError if no product of degrees is the number of GPUs.
+        """
+        layouts = list(self._layouts(mode))
+        if not layouts:
+            given = [key for key in sorted(self.fixed) if key.partition(".")[2] in DEGREES]
+            degrees = " ".join(f"{key}={attrgetter(key)(self.run)}" for key in given)
+            raise UserError(
+                f"plan search: {degrees} does not divide {self.gpus} GPUs. Use another --gpus, or leave a degree out, "
+                "which searches it."
+            )
+        node = ResolvedLayout.of(layouts[0]).node_size
+        plain = [{}, {"tp": node}, {"dp_replicate": max(2, self.gpus // node)}, {"cp": 2}, {"ep": node}]
+        pipelines = [{"pp": pp, **more} for pp in SEED_PIPELINES for more in ({}, {"tp": node}, {"ep": node})]
+        experts = any(layout.parallelism.ep > 1 for layout in layouts)
+        for ideal in (*plain, *pipelines):
+            if experts or "ep" not in ideal:
+                yield (self.candidate(each) for each in sorted(layouts, key=lambda each: _distance(each, ideal)))
+
+    def _layouts(self, mode: str) -> Iterator[Experiment]:
+        """Products of degrees, with one schedule, size of micro-batches, and `mode` of recomputation."""
+        run, fixed = self.run, self.fixed
+        checkpointing = run.activation_checkpoint if MODE in fixed else replace(run.activation_checkpoint, mode=mode)
+        for degrees in _degrees(run.parallelism, self.gpus, fixed):
+            rows = math.gcd(*run.training.batch_sizes) // (degrees["dp_replicate"] * degrees["dp_shard"])
+            # Micro-batches are small where they fill a pipeline.
+            most = 1 if degrees["pp"] > 1 else SEED_TOKENS * degrees["cp"] // run.training.seq_len
+            size = micro_batches(rows, min(MAX_MICRO_BATCH, max(1, most)))[-1]
+            batch = {} if MICRO_BATCH in fixed else {"micro_batch_size": size}
+            schedule = run.parallelism.pp_schedule if SCHEDULE in fixed or degrees["pp"] == 1 else SCHEDULES[0]
+            for ep, etp in expert_degrees(run, degrees, fixed):
+                yield replace(
+                    run,
+                    parallelism=replace(run.parallelism, **degrees, pp_schedule=schedule, ep=ep, etp=etp),
+                    training=replace(run.training, **batch),
+                    activation_checkpoint=checkpointing,
+                )
+
+
+def _distance(layout: Experiment, ideal: Mapping[str, int]) -> float:
+    """Doublings of degrees between a layout and an ideal one, which uses no axis that it does not name."""
+    own = layout.parallelism
+    searched = ("dp_replicate", "tp", "cp", "pp", "ep", "etp")
+    return sum(abs(math.log2(getattr(own, key) / ideal.get(key, 1))) for key in searched)
 
 
 def fixed_keys(overrides: Sequence[str]) -> frozenset[str]:
@@ -149,61 +166,11 @@ def fixed_keys(overrides: Sequence[str]) -> frozenset[str]:
     return frozenset(key for key in (*KEYS, *REFINED, RECIPE) if key in typed or key.partition(".")[0] in groups)
 
 
-def search_space(
-    experiment: Experiment, gpus: int, fixed: Collection[str], recipes: Mapping[str, QuantizationConfig] | None = None
-) -> SearchSpace:
-    """Enumerate the layouts of a run on a number of GPUs; `fixed` keys keep the run's values. Raises UserError with the
-    most frequent violations if every layout breaks a rule."""
-    candidates, broken, spec = list[Candidate](), defaultdict[str, list[Violation]](list), model_spec(experiment.model)
-    checks = LayoutChecks([partial(_first_violation, rule) for rule in EVERY_RULE], KEYS)
-    for layout in _enumerate(experiment, gpus, fixed):
-        if (wrong := checks.first(layout)) is None:
-            candidates.append(Candidate(len(candidates), layout, spec))
-        else:
-            broken[wrong.field].append(wrong)
-    left_out = [(len(alike), alike[0]) for alike in sorted(broken.values(), key=len, reverse=True)]
-    tried = len(candidates) + sum(count for count, _ in left_out)
-    if not tried:
-        given = [key for key in sorted(fixed) if key.partition(".")[2] in DEGREES]
-        degrees = " ".join(f"{key}={attrgetter(key)(experiment)}" for key in given)
-        raise UserError(
-            f"plan search: {degrees} does not divide {gpus} GPUs. Use another --gpus, or leave a degree out, which "
-            "searches it."
-        )
-    if not candidates:
-        most = [example for _, example in left_out[:3]]
-        raise UserError(f"plan search: each of {tried} layouts on {gpus} GPUs breaks a rule.", most)
-    return SearchSpace(candidates, tried, left_out, frozenset(fixed), recipes or {})
-
-
-def _first_violation(rule: Rule, experiment: Experiment) -> Violation | None:
-    return next(iter(find_violations((rule,), experiment)), None)
-
-
 def train_command(candidate: Candidate, typed: Sequence[str], more: Mapping[str, Any]) -> str:
     """Launch command of a layout: typed overrides, searched keys, and `more` keys with values."""
     values = {**candidate.values, **more}
     kept = [word for word in typed if word.lstrip("+").partition("=")[0] not in values]
     return " ".join(["titan-exp train", *map(quote, kept), *(f"{key}={shown(value)}" for key, value in values.items())])
-
-
-def _enumerate(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Iterator[Experiment]:
-    experiment = resolve_kernels(experiment)
-    parallelism, training, checkpointing = experiment.parallelism, experiment.training, experiment.activation_checkpoint
-    modes = [checkpointing.mode] if "activation_checkpoint.mode" in fixed else MODES
-    for degrees in _degrees(parallelism, gpus, fixed):
-        schedules = [parallelism.pp_schedule] if SCHEDULE in fixed or degrees["pp"] == 1 else SCHEDULES
-        rows = math.gcd(*training.batch_sizes) // (degrees["dp_replicate"] * degrees["dp_shard"])
-        typed = "training.micro_batch_size" in fixed
-        sizes = [training.micro_batch_size] if typed else micro_batches(rows)
-        kinds = [
-            replace(parallelism, **degrees, pp_schedule=schedule, ep=ep, etp=etp)
-            for schedule, (ep, etp) in product(schedules, expert_degrees(experiment, degrees, fixed))
-        ]
-        batches = [replace(training, micro_batch_size=size) for size in sizes]
-        saved = [replace(checkpointing, mode=mode) for mode in modes]
-        for kind, batch, mode in product(kinds, batches, saved):
-            yield replace(experiment, parallelism=kind, training=batch, activation_checkpoint=mode)
 
 
 def expert_degrees(
@@ -219,9 +186,9 @@ def expert_degrees(
             yield ep, etp
 
 
-def micro_batches(sequences: int) -> list[int]:
+def micro_batches(sequences: int, most: int = MAX_MICRO_BATCH) -> list[int]:
     """Searched sizes of micro-batches for a data-parallel rank with so many sequences."""
-    return [size for size in divisors(max(1, sequences)) if size <= MAX_MICRO_BATCH]
+    return [size for size in divisors(max(1, sequences)) if size <= most]
 
 
 def _degrees(parallelism: ParallelismConfig, gpus: int, fixed: Collection[str]) -> Iterator[dict[str, int]]:
@@ -236,5 +203,6 @@ def _degrees(parallelism: ParallelismConfig, gpus: int, fixed: Collection[str]) 
             yield {**dict(zip(searched, values, strict=True)), last: left}
 
 
-def _values_of(keys: Sequence[str], experiment: Experiment) -> tuple[Any, ...]:
+def values_of(keys: Sequence[str], experiment: Experiment) -> tuple[Any, ...]:
+    """Values of keys."""
     return attrgetter(*keys)(experiment)

@@ -1,119 +1,148 @@
-"""Moves of a local search: to layouts that differ in a single key, or in a prime factor of two degrees."""
+"""Moves to other layouts: a new value of a single key, or a prime factor from one degree to another. A search descends
+along them, and a run that does not fit is answered with some of them. Imports no torch."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any, TypeVar
 
-from titan_exp.config.errors.user_error import UserError, divisors
+from titan_exp.config.errors.user_error import divisors
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.optimizer import keeps_fp32_moments
+from titan_exp.config.groups.parallelism import QuantizationConfig
 from titan_exp.config.layout.axes import DEGREES
-from titan_exp.config.layout.resolved_layout import LOSS_CHUNK_TOKENS, ResolvedLayout, resolve_kernels
-from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.eligibility import unsupported_reason
+from titan_exp.config.layout.resolved_layout import (
+    LOSS_CHUNK_TOKENS,
+    ResolvedLayout,
+    resolve_kernels,
+    share_of_world,
+)
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.search.layouts import (
     EP,
     ETP,
+    MAX_MICRO_BATCH,
+    MICRO_BATCH,
+    MODE,
     RECIPE,
+    SCHEDULE,
     SCHEDULES,
-    Candidate,
-    SearchSpace,
     expert_degrees,
     micro_batches,
 )
-from titan_exp.plan.supported import check_supported
-from titan_exp.rules import EVERY_RULE
-from titan_exp.rules.rule import find_violations
 
 T = TypeVar("T")
 
 BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-"""Searched values of activation_checkpoint.budget; a move goes to the next."""
+"""Values of activation_checkpoint.budget; a move goes to the next."""
 MAX_EVERY = 8
-"""Largest searched value of activation_checkpoint.every."""
+"""Largest value of activation_checkpoint.every."""
+LOSS_CHUNK = "training.loss_chunk_tokens"
 LEAST_CHUNK = 2048
-"""Fewest searched tokens of training.loss_chunk_tokens; more are doubled, up to those of a micro-batch."""
+"""Fewest tokens of `LOSS_CHUNK`; more are doubled, up to those of a micro-batch."""
 RESHARDED = ("always", "all_but_last", "never")
 """Values of parallelism.reshard_after_forward, the least memory first."""
 CP_METHODS = ("ring", "allgather", "ulysses")
 """Values of parallelism.cp_method."""
 
-IDLE_AFTER = {"activation_checkpoint.mode": ("every", "budget"), "parallelism.pp_schedule": ("pp_layers_per_stage",)}
+IDLE_AFTER = {MODE: ("every", "budget"), SCHEDULE: ("pp_layers_per_stage",)}
 """Keys of the same group that a new value of a key makes meaningless."""
 _RECOMPUTED = {"none": 0, "full": 2}
 """Rank of modes by the share of recomputed work; some of the others, 1, do not compare."""
 
-Move = tuple[int, Experiment, str | None]
-"""Direction, moved run and new recipe. The direction is 1 for more memory and no more time, -1 for the opposite, 0 if
-neither is known."""
+
+@dataclass(frozen=True)
+class Move:
+    """Move from a run to another."""
+
+    values: Mapping[str, Any]
+    """New values of keys, with the recipe's name as that of `RECIPE`."""
+    experiment: Experiment
+    """Moved run, which may break rules."""
+    direction: int = 0
+    """1 for more memory and no more time, -1 for the opposite, 0 if neither is known."""
 
 
-def moves(candidate: Candidate, space: SearchSpace, device: Device) -> Iterator[tuple[int, Candidate]]:
-    """Neighbours of a layout that break no rule and can be extrapolated, each with the direction of its move."""
-    for direction, experiment, recipe in (*_degrees(candidate, space), *_keys(candidate, space)):
-        if not any(find_violations(EVERY_RULE, experiment)) and _is_supported(experiment, device):
-            yield direction, space.moved(candidate, experiment, recipe)
+def moves(
+    run: Experiment,
+    fixed: Collection[str] = (),
+    recipes: Mapping[str, QuantizationConfig] | None = None,
+    typed: Experiment | None = None,
+) -> Iterator[Move]:
+    """Moves on as many devices, `fixed` keys excluded, to one of `recipes`, too. Keys without meaning after a move get
+    their values in the `typed` run."""
+    yield from _degree_moves(run, fixed)
+    for key, values in _values(run).items():
+        group, _, name = key.partition(".")
+        idle = [other for other in IDLE_AFTER.get(key, ()) if f"{group}.{other}" not in fixed]
+        others = {f"{group}.{other}": getattr(getattr(typed or run, group), other) for other in idle}
+        for direction, value in values if key not in fixed else ():
+            yield _move(run, {key: value}, direction, others)
+    for name, quantization in (recipes or {}).items() if RECIPE not in fixed else ():
+        if quantization.recipe != run.quantization.recipe:
+            yield Move({RECIPE: name}, resolve_kernels(replace(run, quantization=quantization)))
 
 
-def _is_supported(experiment: Experiment, device: Device) -> bool:
-    with suppress(UserError):
-        check_supported(experiment, device)
-        return unsupported_reason(experiment) is None
-    return False
+def further_moves(run: Experiment) -> Iterator[Move]:
+    """Moves to less memory that no search makes: to more devices, other numerics, and slower checkpoints."""
+    for degree, factors in (("dp_shard", (2, 4)), ("tp", (2,)), ("pp", (2,))):
+        for factor in factors:
+            yield _move(run, {f"parallelism.{degree}": factor * getattr(run.parallelism, degree)}, -1)
+    if keeps_fp32_moments(run.optimizer):
+        yield _move(run, {"optimizer.state_precision": "int8"}, -1)
+    if run.checkpoint.mode.startswith("async"):
+        yield _move(run, {"checkpoint.mode": "sync"}, -1)
 
 
-def _degrees(candidate: Candidate, space: SearchSpace) -> Iterator[Move]:
+def with_values(run: Experiment, values: Mapping[str, Any]) -> Experiment:
+    """Run with other values of keys."""
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        run = replace(run, **{group: replace(getattr(run, group), **{name: value})})
+    return run
+
+
+def _move(
+    run: Experiment, values: Mapping[str, Any], direction: int = 0, others: Mapping[str, Any] | None = None
+) -> Move:
+    return Move(values, with_values(run, {**(others or {}), **values}), direction)
+
+
+def _degree_moves(run: Experiment, fixed: Collection[str]) -> Iterator[Move]:
     """Prime factors that move from one degree to another, and other degrees of experts."""
-    own, experiment = candidate.parallelism, candidate.experiment
-    for one, other in permutations([key for key in DEGREES if f"parallelism.{key}" not in space.fixed], 2):
+    own, spec = run.parallelism, model_spec(run.model)
+    for one, other in permutations([key for key in DEGREES if f"parallelism.{key}" not in fixed], 2):
         for prime in divisors(getattr(own, one)):
             if len(divisors(prime)) == 2:
-                degrees = {one: getattr(own, one) // prime, other: getattr(own, other) * prime}
-                yield 0, replace(experiment, parallelism=replace(own, **degrees)), None
-    if candidate.experts is not None:
+                fewer, more = getattr(own, one) // prime, getattr(own, other) * prime
+                yield _move(run, {f"parallelism.{one}": fewer, f"parallelism.{other}": more})
+    if spec is not None and spec.has_experts:
         degrees = {key: getattr(own, key) for key in DEGREES}
-        for ep, etp in expert_degrees(experiment, degrees, space.fixed & {EP, ETP}):
+        for ep, etp in expert_degrees(run, degrees, {EP, ETP} & set(fixed)):
             if (ep != own.ep) + (etp != own.etp) == 1:
-                yield 0, replace(experiment, parallelism=replace(own, ep=ep, etp=etp)), None
+                yield _move(run, {EP: ep, ETP: etp})
 
 
-def _keys(candidate: Candidate, space: SearchSpace) -> Iterator[Move]:
-    """Other values of single keys. Keys without meaning after a move get their typed values."""
-    experiment = candidate.experiment
-    for key, values in _values(candidate).items():
-        group, _, name = key.partition(".")
-        idle = [other for other in IDLE_AFTER.get(key, ()) if f"{group}.{other}" not in space.fixed]
-        typed = {other: getattr(getattr(space.base, group), other) for other in idle}
-        for direction, value in values if key not in space.fixed else ():
-            changed = replace(getattr(experiment, group), **typed, **{name: value})
-            yield direction, replace(experiment, **{group: changed}), None
-    for name, quantization in space.recipes.items():
-        if quantization.recipe != experiment.quantization.recipe and RECIPE not in space.fixed:
-            yield 0, resolve_kernels(replace(experiment, quantization=quantization)), name
-
-
-def _values(candidate: Candidate) -> dict[str, Iterable[tuple[int, Any]]]:
+def _values(run: Experiment) -> dict[str, Iterable[tuple[int, Any]]]:
     """Directions and new values of moves, by key."""
-    own, layout, compiled = candidate.parallelism, candidate.layout, candidate.experiment.compile
-    checkpointing = candidate.experiment.activation_checkpoint
+    layout, compiled = ResolvedLayout.of(share_of_world(run)), run.compile
+    own, checkpointing, mode = layout.parallelism, run.activation_checkpoint, run.activation_checkpoint.mode
     modes = ["none", "selective", "every_n", "full", *(["budget"] if compiled.compiles("blocks") else [])]
-    rank = _RECOMPUTED.get(candidate.mode, 1)
-    next_every = [(step, checkpointing.every + step) for step in (-1, 1)] if candidate.mode == "every_n" else []
-    has_budget = candidate.mode == "budget" or checkpointing.automatic is not None
+    rank = _RECOMPUTED.get(mode, 1)
+    next_every = [(step, checkpointing.every + step) for step in (-1, 1)] if mode == "every_n" else []
+    has_budget = mode == "budget" or checkpointing.automatic is not None
     budgets = sorted({*BUDGETS, checkpointing.budget}) if has_budget else [checkpointing.budget]
-    policies = RESHARDED if candidate.shards > 1 else (layout.reshard_policy,)
+    policies = RESHARDED if own.dp_shard * own.cp > 1 else (layout.reshard_policy,)
     # Symmetric memory reaches over the links of a node.
     may_be_async = compiled.enabled and 1 < own.tp <= layout.node_size
+    size = layout.micro_batch_size
     return {
-        "training.micro_batch_size": _others(layout.micro_batch_size, micro_batches(layout.common_share)),
-        "activation_checkpoint.mode": [
-            (rank - _RECOMPUTED.get(mode, 1), mode) for mode in modes if mode != candidate.mode
-        ],
+        MODE: [(rank - _RECOMPUTED.get(other, 1), other) for other in modes if other != mode],
+        MICRO_BATCH: _others(size, micro_batches(layout.common_share, max(size, MAX_MICRO_BATCH))),
         "activation_checkpoint.every": [(step, every) for step, every in next_every if 1 < every <= MAX_EVERY],
         "activation_checkpoint.budget": _beside(checkpointing.budget, budgets),
-        "training.loss_chunk_tokens": _loss_chunks(layout),
-        "parallelism.pp_schedule": _others(own.pp_schedule, SCHEDULES) if own.pp > 1 else (),
+        LOSS_CHUNK: _loss_chunks(layout),
+        SCHEDULE: _others(own.pp_schedule, SCHEDULES) if own.pp > 1 else (),
         "parallelism.pp_layers_per_stage": _interleaved(layout) if own.pp > 1 and own.pp_layers is None else (),
         "parallelism.reshard_after_forward": _beside(layout.reshard_policy, policies),
         "parallelism.cp_method": _others(own.cp_method, CP_METHODS) if own.cp > 1 else (),
@@ -144,9 +173,10 @@ def _interleaved(layout: ResolvedLayout) -> Iterator[tuple[int, int]]:
 
 
 def _loss_chunks(layout: ResolvedLayout) -> Iterator[tuple[int, int | str]]:
-    """Half and twice the tokens of a chunk of logits."""
+    """Half and twice the tokens of a chunk of logits; of whole logits, the smallest chunk."""
     tokens = layout.micro_batch_size * layout.training.seq_len // layout.parallelism.cp
     if layout.loss_chunk_tokens is None:
+        yield from [(-1, LEAST_CHUNK)] * (tokens > LEAST_CHUNK)
         return
     chunk = min(tokens, layout.loss_chunk_tokens)
     for other in (chunk // 2, min(2 * chunk, tokens)):

@@ -1,70 +1,135 @@
-"""Search of layouts: best-first over the enumerated keys, then coordinate descent over all keys from the best rows.
+"""Search of layouts: descent along moves from about a dozen seeds, by the costs that `titan-exp plan` predicts.
 
-Estimates, scaled from the nearest samples (`estimates.py`), choose the layouts that `titan-exp plan` predicts; its
-times rank them, and the gate's rule decides which fit.
+The gate's rule decides which layouts fit. The fastest one that fits has no neighbour that is faster and fits, and whose
+compute or state alone does not speak against it.
 """
 
-import logging
-import math
-import multiprocessing
 import os
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import product
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.resolved_layout import ResolvedLayout, share_of_world
+from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.machine.devices import usable_cores
-from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.device_memory import room_of
+from titan_exp.plan.cuda.devices import Device, room_of
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
-from titan_exp.plan.extrapolate.sample import trace_samples
-from titan_exp.plan.extrapolate.stages import ExtrapolationError
-from titan_exp.plan.garbage_collection import no_garbage_collection
-from titan_exp.plan.planner_processes import start_forkserver, start_worker
-from titan_exp.plan.predict import as_traced
-from titan_exp.plan.search.estimates import Estimates
-from titan_exp.plan.search.layout_checks import LayoutChecks
-from titan_exp.plan.search.layout_cost import LayoutCost, planned_cost
-from titan_exp.plan.search.layouts import KEYS, Candidate, SearchSpace
-from titan_exp.plan.search.moves import moves
-from titan_exp.plan.search.profile import Profile, profile_of
+from titan_exp.plan.extrapolate.schedule import ExtrapolationError
+from titan_exp.plan.planner_processes import PlannerProcesses
+from titan_exp.plan.predict import predict
+from titan_exp.plan.roofline import pipeline_bubble
+from titan_exp.plan.search.layouts import (
+    DEGREE_KEYS,
+    MICRO_BATCH,
+    MODES,
+    RECIPE,
+    SCHEDULE,
+    Candidate,
+    SearchSpace,
+)
+from titan_exp.plan.search.moves import Move, moves
+from titan_exp.plan.supported import check_supported
+from titan_exp.rules import EVERY_RULE
+from titan_exp.rules.rule import find_violations
+from titan_exp.tracking.number_format import format_bytes
 
-SLOWER = 1.1
-"""Neighbours of the fastest layout are planned unless they are estimated to take at least so many times as long."""
-
-REFUSED, EXCESS = 2, 1.3
-"""Number of layouts per round that are faster than the best but do not fit, from which the descent goes towards less
-memory, if they need no more than so many times the device's."""
-
-PLAIN = ("dp_shard", "tp", "dp_replicate", "pp", "cp", "ep")
-"""Axes of plain layouts: FSDP alone, and with one other axis, tensor parallelism within a node. One of each is planned
-before the search follows its estimates, so that one that is cut off early has them."""
-
+NEARLY_FULL = 0.03
+"""Share of the room that must be left for pipeline ranks in the middle not to be planned, which need less."""
+DESCENTS = 2
+"""Number of seeds from which the search descends."""
+CERTAIN = 0.95
+"""Share of a bound by compute or state that holds whatever else a move changes."""
 LONGEST_SCHEDULE = 2**13
 """Maximum number of forward passes (stages times micro-batches) of a simulated schedule; longer ones take seconds."""
 
+_SAME_WORK = (*DEGREE_KEYS, SCHEDULE, MICRO_BATCH)
+"""Keys whose moves leave a device's share of the computation as it is."""
 Key = tuple[Any, ...]
 
 
-class Evaluated(NamedTuple):
-    """Sampled or planned layout."""
+@dataclass(frozen=True)
+class LayoutCost:
+    """Planned cost of a layout."""
 
     candidate: Candidate
-    profile: Profile | None = None
-    """Profile of its samples, if it has any."""
-    cost: LayoutCost | None = None
-    unknown: str = ""
-    """Reason that it cannot be extrapolated, or empty."""
+    step_seconds: float
+    bubble: float
+    peak_bytes: int
+    """Peak of allocated tensors on the fullest rank."""
+    peak_rank: int
+    peak_where: str
+    """Phase of the peak, e.g. `forward, block 3`."""
+    room: int
+    """Device memory without the CUDA context and NCCL's buffers."""
+    reserved: int
+    """Peak of the allocator's reserved memory."""
+    retries: int
+    """Allocations that find the device full and give cached memory back."""
+    compute: float = 0.0
+    """Seconds of kernels in a step, on the pipeline rank with the least."""
+    state: int = 0
+    """Bytes of parameters and optimizer state on that rank."""
+
+    @property
+    def fits(self) -> bool:
+        """True if the gate lets the layout start."""
+        return self.reserved <= self.room
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sort key: layouts that fit by time, then the others by memory."""
+        return not self.fits, self.step_seconds if self.fits else self.reserved / self.room
+
+    @property
+    def priced_rank(self) -> tuple[bool, float]:
+        """Sort key: time, multiplied by the share of the memory that it needs, where it does not fit."""
+        return False, self.step_seconds * max(1.0, self.reserved / self.room)
+
+    def __str__(self) -> str:
+        values = (f"{short_key(key)}={shown(value)}" for key, value in self.candidate.values.items())
+        degrees = " ".join(value for value in values if not value.endswith("=1"))
+        return f"{self.tokens_per_second:,.0f} tokens/s/GPU, {format_bytes(self.reserved)} reserved: {degrees}"
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput per device."""
+        training = self.candidate.experiment.training
+        return training.global_batch_size * training.seq_len / self.step_seconds / self.candidate.layout.devices
+
+
+def planned_cost(candidate: Candidate, device: Device) -> LayoutCost:
+    """Cost of a layout. Raises ExtrapolationError if it cannot be extrapolated."""
+    room, degree = room_of(candidate.layout, candidate.spec, device), candidate.parallelism.pp
+    # The fullest and the slowest rank are among them: those between the second and the last keep fewer micro-batches in
+    # flight than the second, and have no more layers.
+    extremes = {0, min(1, degree - 1), degree - 1}
+    plan = predict(candidate.experiment, device, extremes, cores=1, falls_back=False)
+    ranks = plan.ranks
+    if len(ranks) < degree and (1 - NEARLY_FULL) * room < max(rank.bytes for rank in ranks) <= room:
+        others = set(range(degree)) - extremes
+        ranks += predict(candidate.experiment, device, others, cores=1, falls_back=False).ranks
+    largest = max(ranks, key=lambda rank: rank.bytes)
+    assert plan.step_seconds is not None, "the device's rates are known"
+    assert largest.allocator is not None, "it is planned for CUDA"
+    peak, retries = largest.trace.peak, max(rank.allocator.retries for rank in ranks if rank.allocator is not None)
+    compute = min(rank.time.matmuls + rank.time.elementwise for rank in ranks if rank.time is not None)
+    kept = min(rank.trace.persistent["parameters"] + rank.trace.persistent["optimizer"] for rank in ranks)
+    where = largest.pipeline_rank, peak.where, room
+    return LayoutCost(
+        candidate, plan.step_seconds, plan.bubble, peak.bytes, *where, largest.bytes, retries, compute, kept
+    )
+
+
+Rank = Callable[[LayoutCost], tuple[bool, float]]
+
+
+def short_key(key: str) -> str:
+    """Last word of a searched key, or its group if that is switched on."""
+    return key.removesuffix(".enabled").rpartition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -77,19 +142,23 @@ class SearchResult:
     """True for each row on the Pareto front of speed and memory."""
     smallest: LayoutCost | None
     """Planned layout that needs the least memory."""
+    tried: int
+    """Number of layouts that were seeds or neighbours."""
+    left_out: list[tuple[int, Violation]]
+    """Number of these that break a rule by key, with an example, the most frequent first."""
     planned: int
     """Number of planned layouts."""
     too_large: int
     """Number of these layouts that do not fit."""
     floor: int
-    """Layouts whose estimated memory does not fit."""
+    """Layouts whose state alone does not fit."""
     slower: int
-    """Layouts whose estimated time exceeds the last row's."""
+    """Layouts that are not planned: their compute alone takes as long as the best, or the search was stopped."""
     unknown: list[tuple[str, int]]
     """Layouts that cannot be extrapolated, counted by reason."""
     seconds: float
     stopped: bool = False
-    """True if Ctrl-C or the time limit ended the search: rows are the fastest so far, and `slower` may be faster."""
+    """True if Ctrl-C or the time limit ended the search: rows are the fastest so far."""
 
 
 class LayoutSearch:
@@ -100,157 +169,139 @@ class LayoutSearch:
 
     def __init__(self, space: SearchSpace, device: Device, limit: int, show: Callable[[str], None]) -> None:
         self._space, self._device, self._limit, self._show = space, device, limit, show
-        checks = LayoutChecks((_too_long, unsupported_reason), KEYS)
-        reasons = [checks.first(candidate.experiment) for candidate in space.candidates]
-        self._unknown = Counter(reason for reason in reasons if reason is not None)
-        supported = [each for each, reason in zip(space.candidates, reasons, strict=True) if reason is None]
-        self._candidates = [replace(each, number=number) for number, each in enumerate(supported)]
-        self._room = np.array([room_of(each.layout, each.spec, device) for each in self._candidates])
-        self._numbers = {each.base: each.number for each in self._candidates}
-        self._open = np.ones(len(supported), dtype=bool)
-        self._sampled = set[int]()
-        self._costs: dict[Key, LayoutCost] = {}
-        self._expanded, self._refused = set[Key](), set[Key]()
-        self._plain: dict[str, list[int]] = {axis: [] for axis in PLAIN}
-        """Layouts of each plain kind that has no planned one yet."""
-        for each in self._candidates:
-            if (kind := _plain_kind(each, space.fixed)) is not None:
-                self._plain[kind].append(each.number)
-
-    @cached_property
-    def _estimates(self) -> Estimates:
-        return Estimates(self._candidates, self._device)
+        self._valid: dict[Key, bool] = {}
+        """Layouts that were proposed, and whether they can be planned."""
+        self._broken: dict[str, list[Violation]] = defaultdict(list)
+        self._unknown, self._costs = Counter[str](), dict[Key, LayoutCost]()
+        self._large = set[Key]()
 
     def run(self, seconds: float | None = None) -> SearchResult:
-        """Run the search, for up to `seconds`; Ctrl-C ends it early, too. Raises UserError if an option of a layout is
-        not supported."""
+        """Run the search, for up to `seconds`; Ctrl-C ends it early, too. Raises UserError if every layout breaks a
+        rule."""
         began, stopped = time.perf_counter(), False
-        cores = usable_cores()
-        pool = ProcessPoolExecutor(cores, start_forkserver(), _start_worker)
-        # A pool that is interrupted while it starts cannot be shut down.
-        pool.submit(os.getpid)
-        try:
-            with interrupt_after(seconds):
-                self._search(pool, cores)
-        except KeyboardInterrupt:
-            stopped = True
-            # Running plans may take a minute.
-            for worker in multiprocessing.active_children():
-                worker.kill()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        with PlannerProcesses(usable_cores()) as pool:
+            # A pool that is interrupted while it starts cannot be shut down.
+            pool.submit(os.getpid)
+            try:
+                with interrupt_after(seconds):
+                    self._search(pool)
+            except KeyboardInterrupt:
+                stopped = True
         rows, costs = self._fastest()[: self._limit], list(self._costs.values())
         front = [all(row.reserved < faster.reserved for faster in rows[:place]) for place, row in enumerate(rows)]
-        smallest, too_large = (
-            min(costs, key=lambda cost: cost.reserved, default=None),
-            sum(not cost.fits for cost in costs),
-        )
-        floor = int((self._open & (self._estimates.least_bytes > self._room)).sum()) if self._candidates else 0
-        left_out = too_large, floor, int(self._open.sum()) - floor, self._unknown.most_common()
-        return SearchResult(rows, front, smallest, len(costs), *left_out, time.perf_counter() - began, stopped)
+        smallest = min(costs, key=lambda cost: cost.reserved, default=None)
+        left_out = [(len(alike), alike[0]) for alike in sorted(self._broken.values(), key=len, reverse=True)]
+        floor = len(self._large - self._costs.keys())
+        others = sum(self._valid.values()) - len(costs) - floor
+        counts = len(costs), sum(not cost.fits for cost in costs), floor, others
+        took = time.perf_counter() - began
+        unknown = self._unknown.most_common()
+        return SearchResult(rows, front, smallest, len(self._valid), left_out, *counts, unknown, took, stopped)
 
-    def _search(self, pool: ProcessPoolExecutor, cores: int) -> None:
-        seeds, known = self._seeds(), -1
-        while known != (known := len(self._costs)):
-            self._explore(pool, cores, seeds)
-            self._refine(pool)
-        # Where nothing fits, the peak of the smallest layout tells what is missing.
-        while not self._fastest() and self._open.any() and known == len(self._costs):
-            smallest = int(np.where(self._open, self._estimates.bytes, np.inf).argmin())
-            self._add(self._begin(pool, self._candidates[smallest]))
+    def _search(self, pool: PlannerProcesses) -> None:
+        seeds = sorted(self._planned(pool, self._seeds()), key=lambda cost: cost.priced_rank)
+        for seed in seeds[:DESCENTS]:
+            # Layouts that are fast and nearly fit lie between slow ones and those that are fast and fit.
+            priced = self._descend(pool, seed, lambda cost: cost.priced_rank)
+            self._descend(pool, priced, lambda cost: cost.rank)
 
     def _seeds(self) -> list[Candidate]:
-        """Layouts sampled first: simple ones of every mode of activation checkpointing, with and without a pipeline and
-        tensor parallelism in a node."""
-        simplest: dict[tuple[str, bool, bool], dict[int, Candidate]] = defaultdict(dict)
-        for each in sorted(self._candidates, key=_simplicity):
-            of_kind = simplest[each.mode, each.parallelism.pp > 1, each.parallelism.tp > 1]
-            of_kind.setdefault(each.layout.micro_batch_size, each)
-        seeds = list[Candidate]()
-        modes = list(dict.fromkeys(each.mode for each in self._candidates))[::-1]  # the least memory first
-        for mode, pipeline, split in product(modes, (True, False), (False, True)):
-            sizes = sorted(by_size := simplest[mode, pipeline, split])
-            # Two sizes of micro-batches separate bytes of experts' weights from those of tokens.
-            two = self._candidates[0].experts is not None and not split
-            seeds += [by_size[size] for size in ({*sizes[:1], *sizes[-1:]} if two else sizes[:1])]
-        return seeds
+        """Valid layouts that are the most alike to those of the space's seeds."""
+        for mode in MODES:
+            firsts = (next(filter(self._is_valid, alike), None) for alike in self._space.seeds(mode))
+            if found := {seed.identity: seed for seed in firsts if seed is not None}:
+                return list(found.values())
+        if self._unknown:
+            return []
+        most = [alike[0] for alike in sorted(self._broken.values(), key=len, reverse=True)[:3]]
+        raise UserError(
+            f"plan search: each of {len(self._valid)} layouts on {self._space.gpus} GPUs breaks a rule.", most
+        )
 
-    def _begin(self, pool: ProcessPoolExecutor, candidate: Candidate) -> Future[Evaluated]:
-        """Begin to plan an enumerated layout, or to sample it if its estimate is from a layout that is far."""
-        if self._estimates.near[candidate.number] or candidate.number in self._sampled:
-            return pool.submit(_plan, candidate, self._device)
-        self._sampled.add(candidate.number)
-        return pool.submit(_sample, candidate, self._device)
+    def _is_valid(self, candidate: Candidate) -> bool:
+        """True if a layout breaks no rule and can be planned."""
+        known = self._valid.get(candidate.identity)
+        if known is None:
+            wrong = next(iter(find_violations(EVERY_RULE, candidate.experiment)), None)
+            reason = None if wrong is not None else self._reason(candidate)
+            known = self._valid[candidate.identity] = wrong is None and reason is None
+            if wrong is not None:
+                self._broken[wrong.field].append(wrong)
+            elif reason is not None:
+                self._unknown[reason] += 1
+        return known
 
-    def _add(self, future: Future[Evaluated]) -> None:
-        """Use a sampled or planned layout."""
-        candidate, profile, cost, unknown = future.result()
-        if profile is not None:
-            self._estimates.add(profile, cost)
-        if cost is not None:
-            self._costs[candidate.identity] = cost
-            if candidate.number >= 0:
-                self._open[candidate.number] = False
-        elif candidate.number < 0:
-            self._refused.add(candidate.identity)
-        elif unknown:
-            self._open[candidate.number] = False
-            self._unknown[unknown] += 1
-        fastest = "".join(f"; fastest so far: {cost}" for cost in self._fastest()[:1])
-        self._show(f"{len(self._costs)} layouts planned{fastest}")
+    def _reason(self, candidate: Candidate) -> str | None:
+        """Reason against planning a layout."""
+        layout = candidate.layout
+        if layout.parallelism.pp > 1 and layout.stage_count * layout.gradient_accumulation > LONGEST_SCHEDULE:
+            return f"their schedules have more than {LONGEST_SCHEDULE:,} forward passes"
+        try:
+            check_supported(candidate.experiment, self._device)
+        except UserError as error:
+            return "; ".join(violation.reason for violation in error.violations)
+        return unsupported_reason(candidate.experiment)
 
-    def _explore(self, pool: ProcessPoolExecutor, cores: int, seeds: list[Candidate]) -> None:
-        """Plan enumerated layouts in the order of their estimates until no other can enter the rows.
-
-        All `seeds` are begun, and taken off their list, before a second layout is planned: the first is a row to show.
-        """
-        running: dict[Future[Evaluated], int] = {}
-        shown = False
+    def _descend(self, pool: PlannerProcesses, at: LayoutCost, rank: Rank) -> LayoutCost:
+        """Layout without a neighbour of a lower rank, from one on by the first such neighbours that are found."""
         while True:
-            found = len(self._fastest())
-            # Layouts with better estimates may suffice: wait for their plans before planning slower ones.
-            while len(running) < cores and (seeds or not running or not found + len(running) >= self._limit > found):
-                candidate = self._next_plain(running.values())
-                if candidate is None and not (seeds and shown):
-                    candidate = self._next(running.values(), near=bool(seeds))
-                shown = shown or candidate is not None
-                if candidate is None and not seeds:
-                    break
-                candidate = candidate or seeds.pop(0)
-                if not self._open[candidate.number] or candidate.number in running.values():
-                    continue  # a seed that is a plain layout, too
-                running[self._begin(pool, candidate)] = candidate.number
-            if not running:
-                return
+            near = list(self._near(at))
+            lower = [cost for each in near if (cost := self._costs.get(each.identity)) and rank(cost) < rank(at)]
+            if not lower:
+                planned = self._planned(pool, near, until=lambda cost, at=at: rank(cost) < rank(at))
+                lower = [cost for cost in planned if rank(cost) < rank(at)]
+            if not lower:
+                return at
+            at = min(lower, key=rank)
+
+    def _near(self, start: LayoutCost) -> Iterator[Candidate]:
+        """Neighbours of a layout that may be better, those with the same degrees first."""
+        space, recipe = self._space, dict(start.candidate.refined).get(RECIPE)
+        found = list(moves(start.candidate.experiment, space.fixed, space.recipes, space.run))
+        for move in sorted(found, key=lambda move: any(key in DEGREE_KEYS for key in move.values)):
+            if move.direction < 0 if start.fits else move.direction > 0:
+                continue
+            moved = space.candidate(move.experiment, move.values.get(RECIPE, recipe))
+            if self._is_valid(moved) and (not start.fits or self._may_be_faster(start, move, moved)):
+                yield moved
+
+    def _may_be_faster(self, start: LayoutCost, move: Move, moved: Candidate) -> bool:
+        """False if a move's compute alone takes as long as the step of the best layout, or its state does not fit."""
+        if moved.mode != start.candidate.mode or not any(key in _SAME_WORK for key in move.values):
+            return True
+        own, other = start.candidate.parallelism, moved.parallelism
+        if moved.spec is not None and not moved.spec.has_experts:
+            shards = [each.dp_shard * each.cp * each.tp * each.pp for each in (own, other)]
+            if CERTAIN * start.state * shards[0] / shards[1] > room_of(moved.layout, moved.spec, self._device):
+                self._large.add(moved.identity)
+                return False
+        least = start.compute / (1 - pipeline_bubble(moved.layout))
+        return CERTAIN * least < min(start.step_seconds, *(cost.step_seconds for cost in self._fastest()[:1]))
+
+    def _planned(
+        self,
+        pool: PlannerProcesses,
+        candidates: Iterable[Candidate],
+        until: Callable[[LayoutCost], bool] = lambda _: False,
+    ) -> Iterator[LayoutCost]:
+        """Costs of layouts that are not planned yet, as they come; after one with `until`, no other is begun."""
+        queue = [each for each in candidates if each.identity not in self._costs]
+        running, over = dict[Future[LayoutCost | str], Candidate](), False
+        while running or (queue and not over):
+            while queue and not over and len(running) < usable_cores():
+                candidate = queue.pop(0)
+                running[pool.submit(_plan, candidate, self._device)] = candidate
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                del running[future]
-                self._add(future)
-
-    def _next(self, running: Iterable[int], *, near: bool = False) -> Candidate | None:
-        """Layout with the best estimate that may still enter the rows, or None; without those of which a running plan
-        tells more than the finished ones, and with `near` only of those whose estimates are near."""
-        if not self._candidates:
-            return None
-        estimates, allowed = self._estimates, self._open & ~self._estimates.awaiting(running)
-        allowed &= estimates.near | (not near)
-        rows = self._fastest()
-        slowest = rows[self._limit - 1].step_seconds if len(rows) >= self._limit else math.inf
-        allowed = allowed & (estimates.least_bytes <= self._room) & (estimates.least_seconds <= slowest)
-        number = int(np.where(allowed, estimates.seconds, np.inf).argmin())
-        return self._candidates[number] if allowed[number] else None
-
-    def _next_plain(self, running: Collection[int]) -> Candidate | None:
-        """Layout with the best estimate among those of a plain kind that is neither planned nor being traced, or None;
-        also before the first estimate."""
-        estimates = self._estimates
-        for kind, numbers in list(self._plain.items()):
-            alike = [number for number in numbers if self._open[number]]
-            fitting = [number for number in alike if 0 < estimates.least_bytes[number] <= self._room[number]]
-            if len(alike) < len(numbers) or (estimates.seconds.any() and not fitting):
-                del self._plain[kind]
-            elif fitting and not set(numbers) & set(running):
-                return self._candidates[min(fitting, key=lambda number: estimates.seconds[number])]
-        return None
+                candidate, cost = running.pop(future), future.result()
+                if isinstance(cost, str):
+                    self._valid[candidate.identity] = False
+                    self._unknown[cost] += 1
+                    continue
+                self._costs[candidate.identity] = cost
+                fastest = "".join(f"; fastest so far: {best}" for best in self._fastest()[:1])
+                self._show(f"{len(self._costs)} layouts planned{fastest}")
+                over = over or until(cost)
+                yield cost
 
     def _fastest(self) -> list[LayoutCost]:
         """Layouts that fit, fastest first; of those that only refine the same layout, the fastest."""
@@ -258,69 +309,6 @@ class LayoutSearch:
         for cost in sorted((cost for cost in self._costs.values() if cost.fits), key=lambda cost: cost.step_seconds):
             found.setdefault(cost.candidate.base, cost)
         return list(found.values())
-
-    def _refine(self, pool: ProcessPoolExecutor) -> None:
-        """Coordinate descent over all keys from the fastest layout, and from faster ones that do not fit."""
-        while starts := [cost for cost in self._starts() if cost.candidate.identity not in self._expanded]:
-            self._expanded |= {cost.candidate.identity for cost in starts}
-            near = {moved.identity: moved for start in starts for moved in self._near(start)}
-            for future in as_completed([pool.submit(_plan, moved, self._device) for moved in near.values()]):
-                self._add(future)
-
-    def _starts(self) -> list[LayoutCost]:
-        best = self._fastest()[:1]
-        limit = best[0].step_seconds if best else math.inf
-        refused = [cost for cost in self._costs.values() if cost.step_seconds < limit and not cost.fits]
-        close = [cost for cost in refused if cost.reserved <= EXCESS * cost.room]
-        return [*best, *sorted(close, key=lambda cost: cost.step_seconds if best else cost.reserved)[:REFUSED]]
-
-    def _near(self, start: LayoutCost) -> Iterator[Candidate]:
-        """Moves from a layout that may be faster and fit."""
-        for direction, moved in moves(start.candidate, self._space, self._device):
-            useful = direction >= 0 if start.fits else direction <= 0 and moved.base[:-1] == start.candidate.base[:-1]
-            known = moved.identity in self._costs or moved.identity in self._refused
-            if useful and not known and _too_long(moved.experiment) is None:
-                number = self._numbers.get(moved.base, -1)
-                if not start.fits or self._may_be_faster(start, number):
-                    yield moved if moved.refined else replace(moved, number=number)
-
-    def _may_be_faster(self, start: LayoutCost, number: int) -> bool:
-        """True if an enumerated layout, or one refined like `start`, may be nearly as fast and fit, by estimates."""
-        own, estimates = self._numbers.get(start.candidate.base, -1), self._estimates
-        if number in (-1, own) or own == -1:
-            return True
-        seconds = start.step_seconds * estimates.least_seconds[number] / estimates.seconds[own]
-        needed = start.reserved + estimates.least_bytes[number] - estimates.bytes[own]
-        return bool(seconds <= SLOWER * start.step_seconds and needed <= self._room[number])
-
-
-def _plain_kind(candidate: Candidate, fixed: Collection[str]) -> str | None:
-    """Axis that a plain layout uses besides FSDP and typed degrees; None for other layouts."""
-    own = candidate.parallelism
-    used = [axis for axis in PLAIN[1:] if f"parallelism.{axis}" not in fixed and getattr(own, axis) > 1]
-    if len(used) > 1 or own.tp > max(1, candidate.layout.node_size) or (own.dp_shard == 1 and "pp" not in used):
-        return None
-    return used[0] if used else PLAIN[0]
-
-
-def _simplicity(candidate: Candidate) -> tuple[object, ...]:
-    """Sort key: few axes in use, whose messages estimates of others lack, so that these are tried."""
-    parallelism = candidate.parallelism
-    return (
-        parallelism.dp_shard == 1,
-        parallelism.cp,
-        parallelism.ep,
-        parallelism.etp,
-        abs(parallelism.tp - candidate.layout.node_size) if parallelism.tp > 1 else 0,
-        parallelism.pp,
-    )
-
-
-def _too_long(experiment: Experiment) -> str | None:
-    layout = ResolvedLayout.of(share_of_world(experiment))
-    if layout.parallelism.pp == 1 or layout.stage_count * layout.gradient_accumulation <= LONGEST_SCHEDULE:
-        return None
-    return f"their schedules have more than {LONGEST_SCHEDULE:,} forward passes"
 
 
 @contextmanager
@@ -339,27 +327,9 @@ def interrupt_after(seconds: float | None) -> Iterator[None]:
             signal.signal(signal.SIGALRM, before)
 
 
-def _start_worker() -> None:
-    """Silence the log of model builds."""
-    start_worker()
-    logging.disable(logging.INFO)
-
-
-def _sample(candidate: Candidate, device: Device) -> Evaluated:
-    """Profile of a layout that is not planned."""
-    with no_garbage_collection(), suppress(ExtrapolationError):
-        samples = trace_samples(as_traced(candidate.experiment, device), cuda=True)
-        return Evaluated(candidate, profile_of(candidate, samples))
-    return Evaluated(candidate)
-
-
-def _plan(candidate: Candidate, device: Device) -> Evaluated:
-    """Profile and planned cost of a layout; without them for a move that cannot be extrapolated."""
+def _plan(candidate: Candidate, device: Device) -> LayoutCost | str:
+    """Planned cost of a layout, or the reason for which it cannot be extrapolated."""
     try:
-        cost, samples = planned_cost(candidate, device)
+        return planned_cost(candidate, device)
     except ExtrapolationError as error:
-        return Evaluated(candidate, unknown=str(error))
-    if candidate.number < 0:
-        return Evaluated(candidate, cost=cost)
-    profile = _sample(candidate, device).profile if samples is None else profile_of(candidate, samples)
-    return Evaluated(candidate, profile, cost)
+        return str(error)

@@ -25,22 +25,24 @@ from titan_exp.ops.matmul_flops import GROUPED
 from titan_exp.parallel.collectives import group_named
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.plan.cuda.caching_allocator import GRAPH
-from titan_exp.plan.cuda.cpu_offload import AXIS, TO_GPU, TO_HOST, WAITED_FOR
-from titan_exp.plan.trace.kernel_classes import MEASURES, kernel_class, kernel_kind
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
 from titan_exp.plan.trace.op_cache import CachedOp, OpCache
 from titan_exp.plan.trace.op_costs import (
     MATMULS,
+    MEASURES,
     SCALED_MATMULS,
     count_bytes,
     count_flops,
     decomposed_workspace,
+    exchanged_rows,
+    filled_share,
+    kernel_class,
+    kernel_kind,
     parse_message,
+    symmetric_message,
     unknown_operator,
 )
-from titan_exp.plan.trace.received_rows import exchanged_rows, filled_share
-from titan_exp.plan.trace.symmetric_messages import symmetric_message
-from titan_exp.plan.trace.torch_patches import replaced_attributes
+from titan_exp.plan.trace.torch_patches import AXIS, TO_GPU, TO_HOST, WAITED_FOR, replaced_attributes
 
 WORLD = "world"
 """Name of the group of all ranks, if no mesh axis has them all."""

@@ -1,6 +1,7 @@
 """Fake process group and fake tensors: build and run any rank of any layout in one process.
 
-The trainer's own `assemble` and `train_step` run on torch's `fake` process group and in its `FakeTensorMode`.
+The trainer's own `assemble` and `train_step` run on torch's `fake` process group and in its `FakeTensorMode`. Of a CUDA
+graph, a pass's memory is the graph's own pool, and its replays launch nothing.
 """
 
 import functools
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # registers shape-only collectives
+import torch.distributed._tools.fake_collectives
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
@@ -24,16 +25,52 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch, MicroBatch
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
-from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
 from titan_exp.plan.exchange import Beside, exchange_of
-from titan_exp.plan.trace.graph_capture import FakeRecorder
-from titan_exp.plan.trace.symmetric_messages import assumes_symmetric_memory
-from titan_exp.plan.trace.torch_patches import replaced_attributes, restored_compiler_settings
+from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
+from titan_exp.plan.trace.op_costs import assumes_symmetric_memory
+from titan_exp.plan.trace.segments import sum_costs
+from titan_exp.plan.trace.torch_patches import GPU, gpu_beside_host, replaced_attributes, restored_compiler_settings
+from titan_exp.trainer.cuda_graphs import Recording
 from titan_exp.trainer.objective.base import MetricSums
 from titan_exp.trainer.part import Parts
 from titan_exp.trainer.parts import acting_parts
 from titan_exp.trainer.train_state import TrainState, assemble
 from titan_exp.trainer.train_step import train_step
+
+CAPTURE = torch.cpu.Stream()
+"""Current stream of captured passes."""
+
+
+class FakeRecorder:
+    """Runs the first pass as a warm-up, on a stream of its own, and the next ones as if captured; replays only count
+    their costs."""
+
+    def __init__(self) -> None:
+        self.mode: CostMode | None = None
+        """Mode that records operators, if any does."""
+        self._stream = torch.cpu.Stream()
+
+    def warmup(self, work: Callable[[], None]) -> None:
+        """Run the work."""
+        with torch.cpu.stream(self._stream):  # type: ignore[arg-type]  # torch's annotation lacks its own CPU stream
+            work()
+        self._stream = CAPTURE
+
+    def record(self, work: Callable[[], None]) -> Recording:
+        """Run the work."""
+        before = self._costs()
+        self.warmup(work)
+        once = sum_costs([self._costs(), sum_costs([before], -1)])
+
+        def replay() -> None:
+            if self.mode is not None:
+                self.mode.costs = sum_costs([self.mode.costs, once])
+
+        return Recording(replay, "a plan")
+
+    def _costs(self) -> OpCosts:
+        return sum_costs([] if self.mode is None else [self.mode.costs])
+
 
 DEVICE = torch.device("cpu")
 """Device of fake tensors. Torch without CUDA cannot run backward on fake CUDA tensors."""
@@ -57,7 +94,7 @@ class FakeRank:
     @property
     def exchanges(self) -> Sequence[Beside]:
         """What an exchange between worlds does beside some steps."""
-        return exchange_of(self.experiment).beside(self)
+        return exchange_of(self.experiment).beside(self.state, self.parts)
 
     @property
     def evaluations(self) -> Sequence[Beside]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_exp.plan.cuda.caching_allocator import Events
-from titan_exp.plan.cuda.cpu_offload import PINNED, power_of_two
+from titan_exp.plan.trace.torch_patches import PINNED, power_of_two
 
 CATEGORIES = (
     "parameters",

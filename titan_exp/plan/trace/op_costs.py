@@ -1,17 +1,140 @@
-"""Operator costs: FLOPs of matmuls and attention, bytes of messages. Unknown operators raise an error."""
+"""Operator costs: FLOPs, bytes, classes of kernels, and messages. Unknown operators raise an error.
 
-from collections.abc import Sequence
-from typing import Any
+Rows that a rank receives for its experts depend on the data: uniform routing sends every rank of an expert-parallel
+group as many rows as it sends itself. Async tensor parallelism fuses messages with matmuls: torch's compiler decides
+which, also for fake tensors, if it believes that there is NCCL and symmetric memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.ops.matmul_flops import matmul_flops
-from titan_exp.plan.trace.received_rows import EXCHANGES
-from titan_exp.plan.trace.symmetric_messages import GATHERS, SCATTERS
+from titan_exp.ops.matmul_flops import GROUPED, matmul_flops
+from titan_exp.parallel.collectives import group_named
+from titan_exp.plan.trace.torch_patches import replaced_attributes
+
+_LOAD: ContextVar[float] = ContextVar("expert load", default=1.0)
+"""Received rows divided by sent ones."""
+EXCHANGES = ("titan_exp.all_to_all_rows", "titan_exp.return_rows")
+"""Operators that exchange tokens between the ranks of an expert-parallel group."""
+SYMMETRIC_EXCHANGES = ("titan_exp.symmetric_dispatch", "titan_exp.symmetric_return")
+"""The same through symmetric memory, whose results have room for more rows than come."""
+
+
+@contextmanager
+def assume_expert_load(load: float) -> Iterator[None]:
+    """Assume in the `with` block that this rank's experts receive `load` times the mean rows of a rank."""
+    token = _LOAD.set(load)
+    try:
+        yield
+    finally:
+        _LOAD.reset(token)
+
+
+def exchanged_rows(operator: Any, args: tuple[Any, ...]) -> Any:
+    """Result of a token exchange on fake tensors, whose counts are unknown; None for another call."""
+    name = str(operator._overloadpacket)
+    if name not in EXCHANGES + SYMMETRIC_EXCHANGES or type(args[0]) is not FakeTensor:
+        return None
+    if name in SYMMETRIC_EXCHANGES:
+        return operator(*args)  # not its body, which needs symmetric memory
+    rows, _, _, size, _ = args
+    return rows.new_empty((_received(rows) if size is None else size, *rows.shape[1:]))
+
+
+def filled_share(operator: Any, args: tuple[Any, ...]) -> float | None:
+    """Share of the room for received rows that is filled; None for a call that makes no such room."""
+    if str(operator._overloadpacket) != SYMMETRIC_EXCHANGES[0]:
+        return None
+    rows, _, room, _ = args
+    return min(1.0, _received(rows) / room)
+
+
+def _received(rows: Tensor) -> int:
+    return round(rows.shape[0] * _LOAD.get())
+
+
+GATHERS = ("symm_mem.fused_all_gather_matmul", "symm_mem.fused_all_gather_scaled_matmul")
+"""Operators that gather tokens and multiply each piece as it comes."""
+SCATTERS = ("symm_mem.fused_matmul_reduce_scatter", "symm_mem.fused_scaled_matmul_reduce_scatter")
+"""Operators that send each piece of a product as it is computed, and sum the received ones."""
+COPIES = 2
+"""Copies of an exchange beside its own kernel, a few small kernels left out."""
+BESIDE = " beside "
+"""Separates the kind of a message from the shapes of the weights [inputs, outputs] beside which it is sent."""
+
+
+class SymmetricMessage(NamedTuple):
+    """Message of an operator that does more than send it."""
+
+    kind: str
+    """`all-gather beside 4096 x 1536`, `all-to-all`."""
+    group: str
+    """Name of the process group."""
+    size: int
+    """Bytes gathered, to scatter, or sent."""
+    flops: int
+    """FLOPs of its matmuls."""
+    temporary: int
+    """Bytes allocated and freed within the call: pieces received but not returned."""
+    moved: int
+    """Bytes read and written outside of matmuls and messages: sums of received pieces, copies to and from symmetric
+    memory."""
+    launches: int
+    """Matmuls and copies."""
+
+
+@contextmanager
+def assumes_symmetric_memory() -> Iterator[None]:
+    """Let the fake process group have symmetric memory in the `with` block."""
+    with replaced_attributes(
+        (dist, "is_nccl_available", lambda: True),
+        (symmetric_memory, "is_nvshmem_available", lambda: True),
+        (symmetric_memory, "set_backend", lambda _: None),
+        (symmetric_memory, "is_symm_mem_enabled_for_group", lambda _: True),
+        (symmetric_memory, "enable_symm_mem_for_group", lambda _: None),
+    ):
+        yield
+
+
+def symmetric_message(operator: Any, args: Sequence[Any], out: Any) -> SymmetricMessage | None:
+    """Message of an operator through symmetric memory; None for other operators."""
+    name = str(operator._overloadpacket)
+    if name in SYMMETRIC_EXCHANGES:
+        return _exchange(args, out)
+    if name not in GATHERS + SCATTERS:
+        return None
+    left, weights = args[0], args[1] if isinstance(args[1], Sequence) else [args[1]]
+    group = next(arg for arg in reversed(args) if isinstance(arg, str))
+    shapes = ", ".join(f"{inputs} x {outputs}" for inputs, outputs in (weight.shape for weight in weights))
+    degree, flops = group_named(group).size(), 2 * left.numel() * sum(weight.shape[1] for weight in weights)
+    launches = degree * (len(weights) + 1)
+    if name in SCATTERS:
+        piece = out.numel() * out.element_size()
+        size = degree * piece
+        return SymmetricMessage(f"reduce-scatter{BESIDE}{shapes}", group, size, flops, size, size + piece, launches)
+    piece = left.numel() * left.element_size()
+    temporary = 0 if isinstance(out[0], Tensor) else degree * piece
+    kind = f"all-gather{BESIDE}{shapes}"
+    return SymmetricMessage(kind, group, degree * piece, degree * flops, temporary, 2 * piece, launches)
+
+
+def _exchange(args: Sequence[Any], out: Any) -> SymmetricMessage:
+    """Token exchange: rows are copied to symmetric memory, and results from it. Only rows that are sent travel, and not
+    all the room for received ones, which one of the two tensors is."""
+    sent, result = args[0], out if isinstance(out, Tensor) else out[0]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in (sent, result)]
+    return SymmetricMessage("all-to-all", args[-1], min(sizes), 0, 0, 2 * sum(sizes), COPIES)
+
 
 KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_exp")
 """Namespaces of traceable operators; operators of other libraries may allocate untraced memory."""
@@ -167,3 +290,75 @@ _ATTENTION = {
     _aten._scaled_dot_product_efficient_attention_backward: (1, 5, 11),
 }
 """Index of the query argument, number of matmuls, and index of the causal flag."""
+
+
+BLOCK_MATMULS, EXPERT_MATMULS = "matmuls in blocks", "matmuls of experts"
+HEAD_MATMULS = "matmuls of the head"
+ATTENTION, ATTENTION_BACKWARD = "attention, forward", "attention, backward"
+BLOCKS, BLOCKS_BACKWARD = "elementwise in blocks, forward", "elementwise in blocks, backward"
+LOSS, EMBEDDING = "loss", "embedding"
+COMPUTE_WEIGHTS, GRADIENTS = "compute weights", "gradients"
+NORM, OPTIMIZER = "norm and clip", "optimizer"
+KERNEL_CLASSES = (
+    BLOCK_MATMULS,
+    EXPERT_MATMULS,
+    HEAD_MATMULS,
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    BLOCKS,
+    BLOCKS_BACKWARD,
+    LOSS,
+    EMBEDDING,
+    COMPUTE_WEIGHTS,
+    GRADIENTS,
+    NORM,
+    OPTIMIZER,
+)
+"""Classes in order. Forward passes are those of recomputation too. `compute weights` are copies of weights in another
+dtype or gathered; `gradients` are casts and sums after backward, and copies for their reduction. Experts' matmuls count
+FLOPs and bytes, since few rows per expert are bound by reading its weights."""
+STREAMS = (COMPUTE_WEIGHTS, GRADIENTS, NORM, OPTIMIZER)
+"""Classes of kernels that stream over all weights or gradients, as a copy does."""
+MEASURES = ("flops", "fp8_flops", "bytes", "launches")
+"""Measures of a class; float8 matmuls count in `flops` too. A multi-tensor operator is one launch."""
+
+_FSDP = {"all_gather_copy_in": COMPUTE_WEIGHTS, "split_with_sizes_copy": COMPUTE_WEIGHTS, "chunk_cat": GRADIENTS}
+"""Classes of FSDP2's own operators."""
+
+
+def kernel_kind(operator: Any, flops: int) -> str:
+    """Kind of an operator: `matmul`, `cast` or `elementwise`, or the only class in which it occurs."""
+    name = operator._schema.name.partition("::")[2]
+    if "attention" in name:
+        return ATTENTION_BACKWARD if "backward" in name else ATTENTION
+    if "embedding" in name:
+        return EMBEDDING
+    if operator.namespace == "fsdp":
+        return next((found for part, found in _FSDP.items() if part in name), "elementwise")
+    if str(operator._overloadpacket) in GROUPED:
+        return EXPERT_MATMULS
+    if flops:
+        return "matmul"
+    return "cast" if name == "_to_copy" else "elementwise"
+
+
+def kernel_class(kind: str, where: str, outside_passes: str) -> str:
+    """Class of a kernel of a kind in a phase of the step.
+
+    `outside_passes` is the class of elementwise kernels outside forward and backward passes, else empty.
+    """
+    in_block = ", block" in where
+    if kind in KERNEL_CLASSES:
+        found = kind
+    elif kind == "matmul":
+        found = BLOCK_MATMULS if in_block else HEAD_MATMULS
+    elif outside_passes:
+        found = GRADIENTS if kind == "cast" and outside_passes == NORM else outside_passes
+    elif where.startswith("backward"):
+        # After the first block, gradients of weights that are used twice are summed.
+        found = BLOCKS_BACKWARD if in_block else GRADIENTS
+    elif in_block:
+        found = BLOCKS
+    else:
+        found = LOSS if where.startswith("forward") and "embedding" not in where else EMBEDDING
+    return found

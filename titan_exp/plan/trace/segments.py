@@ -3,7 +3,8 @@
 A segment does not depend on what was allocated before it, so segments of a small model can be repeated in a large one.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,22 +18,55 @@ from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.models.blocks.transformer import iter_numbered_blocks
 from titan_exp.parallel.step_observer import StepObserver
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
-from titan_exp.plan.trace.kernel_classes import COMPUTE_WEIGHTS, EMBEDDING, GRADIENTS, LOSS, NORM, OPTIMIZER
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Change, MemoryTracker, local
-from titan_exp.plan.trace.step_position import (
-    BETWEEN,
-    GRADIENT_SUM,
-    GROUP,
-    NOWHERE,
-    OPTIMIZER_STEP,
-    PROLOGUE,
-    PROLOGUES,
-    REDUCE,
-    REST,
-    RESULT,
-    TIED_SUM,
-    StepPosition,
-)
+from titan_exp.plan.trace.op_costs import COMPUTE_WEIGHTS, EMBEDDING, GRADIENTS, LOSS, NORM, OPTIMIZER
+
+NOWHERE = -1
+"""Stage number outside all stages, e.g. of the loss."""
+PROLOGUE, REDUCE, GROUP, REST, END = "prologue", "reduce", "group", "rest", "end"
+"""Parts of a step outside actions: before the first; a stage's gradient reduction, its FSDP parameter groups, and the
+rest of it; the place of reduced gradients."""
+TIED_SUM, OPTIMIZER_STEP = "sum of tied gradients", "optimizer step"
+"""Last parts of a step: the sum of tied gradients between stages; from summed gradients to the next step."""
+BETWEEN, SUM, RESULT = " between", " sum", " result"
+"""Suffixes of an action's parts: messages after it; the sums of FSDP parameter groups' gradients in a split backward
+pass; the storage of its result."""
+GRADIENT_SUM = "sum of gradients"
+"""Phase of the sum of a parameter group's gradients in a split backward pass."""
+
+
+class StepPosition(NamedTuple):
+    """Position in a step."""
+
+    step: int
+    """-1 for the build, 0 for the first step, 1 for the second."""
+    stage: int
+    """Pipeline stage."""
+    micro: int | None
+    """Micro-batch; None for parts that run once per step."""
+    part: str
+    """Part of the step: `F before`, `F block`, `F after` and so on for an action."""
+    block: int | None
+    """Block of the stage; None outside blocks, -1 for the group of the stage's other parameters."""
+
+    def next_group(self, part: str) -> "StepPosition":
+        """Position of the next FSDP parameter group of a part."""
+        return self._replace(part=part, block=self.block + 1 if self.part == part and self.block is not None else 0)
+
+    def next_phase(self, phase: str) -> "StepPosition":
+        """Position at which a phase begins."""
+        action = self.part[:1]
+        if phase == GRADIENT_SUM:
+            return self.next_group(action + SUM)
+        if self.micro is not None and ", block " in phase:
+            kind = action if action in "IW" else phase[0].upper()
+            return self._replace(part=f"{kind} block", block=int(phase.partition(", block ")[2]))
+        return self if self.block is None else self._replace(part=f"{action} after", block=None)
+
+
+PROLOGUES = [StepPosition(step, NOWHERE, None, PROLOGUE, None) for step in (0, 1)]
+"""Position before the first action, for each step."""
+
 
 CategoryBytes = NDArray[np.int64]
 """Bytes by category, in the order of `CATEGORIES`."""
@@ -338,3 +372,58 @@ def join_segments(segments: Sequence[Totals]) -> Totals:
             height = int(peak.sum())
         net = net + segment.net
     return Totals(net, peak, sum_costs([segment.costs for segment in segments]))
+
+
+@contextmanager
+def track_phases(
+    tracker: MemoryTracker,
+    parts: Sequence[nn.Module],
+    compute_weights: Iterable[Tensor] = (),
+) -> Iterator[None]:
+    """Set a tracker's phase and categories by hooks on modules, for the `with` block."""
+    hooks: list[Any] = []
+    for part in parts:
+        tracker.set_category(part.parameters(), "parameters")
+        tracker.set_category(part.buffers(), "other")
+        hooks += _on_part(tracker, part)
+    tracker.set_category(compute_weights, "gathered parameters")
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _on_part(tracker: MemoryTracker, part: nn.Module) -> list[Any]:
+    blocks = list(iter_numbered_blocks(part))
+    head = getattr(part, "head", None)
+    ends = "head and loss" if head is not None else "the stage's ends"
+
+    def at(category: str, where: str) -> Callable[..., None]:
+        def set_phase(*_: Any) -> None:
+            tracker.begin_phase(category, where, "")
+
+        return set_phase
+
+    hooks = [part.register_forward_pre_hook(at("activations", "forward, embedding"), prepend=True)]
+    after_blocks = at("loss" if head is not None else "activations", f"backward, {ends}")
+    for place, (number, block) in enumerate(blocks):
+        hooks.append(block.register_forward_pre_hook(at("activations", f"forward, block {number}"), prepend=True))
+        done = after_blocks if place == 0 else None
+        hooks.append(block.register_forward_hook(_backward_of(at("activations", f"backward, block {number}"), done)))
+        hooks.append(block.register_forward_hook(lambda _, inputs, output: tracker.mark_block_output(output)))
+    if head is not None:
+        hooks.append(head.register_forward_pre_hook(at("loss", f"forward, {ends}"), prepend=True))
+    return hooks
+
+
+def _backward_of(begins: Callable[[], None], ends: Callable[[], None] | None) -> Callable[..., None]:
+    """Forward hook that marks a block's backward pass, from its output's gradient to its input's."""
+
+    def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda _: begins())
+            if isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
+                inputs[0].register_hook(lambda _: ends() if ends else None)
+
+    return hook

@@ -1,15 +1,29 @@
 """Temporary changes of torch: monkey patches, used only if it has no hook, and settings of its compiler.
 
 Code of this package is never patched: it has extension points (`StepObserver`, `P2PTransport`, `Hardware`).
+
+Inductor's wrapper code runs on fake tensors. It allocates, reuses and frees buffers, so saved activations and memory
+within a block follow inductor's own decisions, for a CPU. On CUDA fusion may differ; the partition into forward and
+backward does not. FSDP2's own `CPUOffloadPolicy` code decides by the device of fake tensors what it copies: the fake
+GPU is named as a second CPU, because torch without CUDA cannot run backward on CUDA tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 import torch._dynamo.config as dynamo
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.utils.flop_counter import flop_registry
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.parallelism import CompileConfig
 
 _ABSENT = object()
 
@@ -46,3 +60,150 @@ def restored_compiler_settings() -> Iterator[None]:
             for name, value in settings.get_config_copy().items():
                 if value != values[name]:
                     setattr(settings, name, values[name])
+
+
+GPU = torch.device("cpu", 1)
+"""Device of the fake GPU."""
+AXIS = "host"
+"""Axis name of copies between host and GPU."""
+TO_GPU, WAITED_FOR, TO_HOST = "to the GPU", "to the GPU, waited for", "to the host"
+"""Kinds of copies. FSDP2 copies parameters and gradients on its own streams; on a single rank, which gathers nothing,
+parameters are copied on the compute stream (`WAITED_FOR`)."""
+PINNED = ("parameters", "gradients")
+"""Categories in pinned host memory: the trainer uses `CPUOffloadPolicy(pin_memory=True)` on CUDA. FSDP2 pins parameters
+before the first step (`FSDPParam.reset_sharded_param`); torch pins the target of non-blocking copies of gradients
+(`foreach_reduce`, ATen's `_to_copy`). Optimizer state is created like its parameter, but not pinned."""
+
+
+@contextmanager
+def gpu_beside_host() -> Iterator[None]:
+    """Let FSDP2 use the fake GPU as its device in the `with` block, so that its copies are traced."""
+
+    def device_of(plain: Callable[[Any], torch.device], mesh: Any) -> torch.device:
+        return GPU if mesh.device_type == GPU.type else plain(mesh)
+
+    replacement = partial(device_of, _fully_shard._get_device_from_mesh)
+    with replaced_attributes((_fully_shard, "_get_device_from_mesh", replacement)):
+        yield
+
+
+def power_of_two(size: int) -> int:
+    """Smallest power of two that is at least `size`."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def uses_inductor(config: CompileConfig) -> bool:
+    """True if inductor compiles parts of a run."""
+    return config.enabled and config.backend == "inductor"
+
+
+@contextmanager
+def reset_dynamo() -> Iterator[None]:
+    """Reset dynamo before and after the `with` block: guards fail on the other device name of offloaded runs."""
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+
+
+@contextmanager
+def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -> Iterator[None]:
+    """Skip inductor's kernels in the `with` block, so that its code runs on fake tensors. Nothing is cached.
+
+    `called` gets the bytes read and written by each skipped kernel; buffers are on `device`.
+
+    Raises:
+        UserError: inductor fails to generate CPU code.
+    """
+    import torch._inductor.config as inductor
+    from torch._C._dynamo import guards
+    from torch._inductor import cpp_builder, cpu_vec_isa
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
+    from torch._inductor.exc import InductorError
+    from torch._inductor.utils import fresh_cache
+
+    def kernel(_: Any, types: Sequence[str], source: str) -> Callable[..., None]:
+        # Buffers that a kernel reads and overwrites are named so in its signature.
+        signature = source[source.index("kernel(") :].split(")", 1)[0].split(",")
+        uses = [2 if "in_out_ptr" in argument else 1 for argument in signature]
+        assert len(uses) == len(types), "one type per argument"
+
+        def skipped(*args: Any) -> None:
+            tensors = [(arg, times) for arg, times in zip(args, uses, strict=True) if isinstance(arg, Tensor)]
+            called(sum(times * arg.numel() * arg.element_size() for arg, times in tensors))
+
+        return skipped
+
+    def empty(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    settings: dict[str, Any] = {"compile_threads": 1, "fx_graph_cache": False}
+    replacements = (
+        # Skip inductor's detection of compiler and vector instructions, which runs a C++ compiler.
+        (cpu_vec_isa, "valid_vec_isa_list", list),
+        (cpp_builder, "is_gcc", lambda: True),
+        (cpp_builder, "is_msvc_cl", lambda: False),
+        (guards, "_empty_strided_cpu", empty),
+        (guards, "_reinterpret_tensor", _reinterpreted),
+        (AsyncCompile, "cpp_pybinding", kernel),
+    )
+    types = dict(DTYPE_TO_CPP)
+    with reset_dynamo(), inductor.patch(settings), fresh_cache(), replaced_attributes(*replacements):
+        try:
+            # C++ code has no type of MXFP8's scales.
+            DTYPE_TO_CPP.setdefault(torch.float8_e8m0fnu, "uint8_t")
+            yield
+        except InductorError as error:
+            raise UserError(
+                f"plan: inductor failed to generate CPU code for a compiled part ({error}). Use compile=none to plan "
+                "the same run without compilation."
+            ) from error
+        finally:
+            DTYPE_TO_CPP.clear()
+            DTYPE_TO_CPP.update(types)
+
+
+@contextmanager
+def compile_as_for_cuda(*, beside: bool) -> Iterator[None]:
+    """Compile for a GPU in the `with` block: dynamo takes CUDA's branches, the partitioner takes flash attention of the
+    CPU for a GPU's, which it counts the FLOPs of, and does not recompute at will, and activation functions have no
+    buffers that they need on a CPU alone.
+
+    `beside` is True if host tensors exist in addition to those of the fake GPU.
+    """
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+    from torch._functorch import partitioners
+    from torch._inductor import ir
+
+    aten, known = torch.ops.aten, partitioners.get_default_op_list()
+    on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
+    kept = type(known.compute_intensive_ops)([*known.compute_intensive_ops, on_cpu])
+
+    def is_cuda(variable: Any, _: object) -> ConstantVariable:
+        return ConstantVariable.create(not beside or variable.device == GPU)
+
+    replacements = (
+        (TensorVariable, "method_attr_is_cuda", is_cuda),
+        (ir, "is_cpu", lambda _: False),  # there, exponentials and sigmoids that several operators read get buffers
+        (partitioners, "get_default_op_list", lambda: replace(known, compute_intensive_ops=kept)),
+    )
+    counted = dict(flop_registry)
+    try:
+        flop_registry[on_cpu] = counted[aten._scaled_dot_product_flash_attention]
+        with replaced_attributes(*replacements):
+            yield
+    finally:
+        flop_registry.clear()
+        flop_registry.update(counted)
+
+
+def _reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tensor:
+    # No view for autograd, as in torch: FSDP would warn of blocks that return one.
+    with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+        return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)

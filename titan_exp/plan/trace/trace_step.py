@@ -12,18 +12,15 @@ from torch import Tensor
 from titan_exp.parallel.activation_checkpoint import saved_calls
 from titan_exp.parallel.step_observer import observe_steps
 from titan_exp.plan.cuda.caching_allocator import GRAPH, MIN_BLOCK, Events
-from titan_exp.plan.cuda.cpu_offload import GPU
-from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels, workspaces
-from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel
+from titan_exp.plan.cuda.fake_kernels import efficient_kernel, fake_cuda_kernels, workspaces
 from titan_exp.plan.exchange import Beside
-from titan_exp.plan.garbage_collection import no_garbage_collection
+from titan_exp.plan.planner_processes import no_garbage_collection
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
-from titan_exp.plan.trace.graph_capture import CAPTURE, FakeRecorder
-from titan_exp.plan.trace.inductor import compile_as_for_cuda, reset_dynamo, skip_inductor_kernels
-from titan_exp.plan.trace.kernel_classes import COMPUTE_WEIGHTS, EMBEDDING
+from titan_exp.plan.trace.fake_world import CAPTURE, FakeRecorder
 from titan_exp.plan.trace.memory_tracker import Moment
-from titan_exp.plan.trace.phases import track_phases
-from titan_exp.plan.trace.segments import SegmentObserver, SegmentTracker
+from titan_exp.plan.trace.op_costs import COMPUTE_WEIGHTS, EMBEDDING
+from titan_exp.plan.trace.segments import SegmentObserver, SegmentTracker, track_phases
+from titan_exp.plan.trace.torch_patches import GPU, compile_as_for_cuda, reset_dynamo, skip_inductor_kernels
 from titan_exp.trainer.train_state import TrainState
 
 

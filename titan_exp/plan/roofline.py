@@ -18,19 +18,19 @@ from titan_exp.config.layout.pipeline_schedules import Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel.runtime import build_schedule
-from titan_exp.plan.cuda.cpu_offload import AXIS, WAITED_FOR
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.plan_json import RankTime
+from titan_exp.plan.prediction import RankTime
 from titan_exp.plan.trace.dispatch_mode import WORLD, OpCosts
-from titan_exp.plan.trace.kernel_classes import (
+from titan_exp.plan.trace.op_costs import (
     ATTENTION,
     ATTENTION_BACKWARD,
+    BESIDE,
     EXPERT_MATMULS,
     KERNEL_CLASSES,
     MEASURES,
     STREAMS,
 )
-from titan_exp.plan.trace.symmetric_messages import BESIDE
+from titan_exp.plan.trace.torch_patches import AXIS, WAITED_FOR
 
 BEHIND_COMPUTE = ("fsdp", "efsdp", "dp_replicate")
 """Mesh axes whose collectives overlap with compute."""
@@ -50,7 +50,7 @@ def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device,
     exposed, behind = 0.0, 0.0
     for (axis, kind), size in costs.messages.items():
         if axis == AXIS:
-            seconds = size / (device.host_gbs * 1e9 * device.link_efficiency)
+            seconds = size / (device.host_gbs * 1e9 * device.link_share)
             exposed, behind = (exposed + seconds, behind) if kind == WAITED_FOR else (exposed, behind + seconds)
             continue
         calls = costs.calls.get((axis, kind), 0)
@@ -167,8 +167,8 @@ def message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, 
         # Through the links of the node and the adapter at once; ranks of the smallest part send the most outside.
         outside = (len(ranks) - min(nodes.values())) / len(ranks)
         slower = max((others - outside) / rate, outside / device.network_gbs)
-        return latency + size * slower / 1e9 / device.link_efficiency
+        return latency + size * slower / 1e9 / device.link_share
     if len(nodes) > 1:
         # The adapters of all ranks of the group work in parallel.
         rate = min(rate, device.network_gbs * len(ranks) / len(nodes))
-    return latency + size * (rounds * others or 1.0) / (rate * 1e9 * device.link_efficiency)
+    return latency + size * (rounds * others or 1.0) / (rate * 1e9 * device.link_share)

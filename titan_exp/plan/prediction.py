@@ -1,13 +1,13 @@
-"""Prediction as plain values: passed between processes, cached, and written to plan.json.
-
-Imports no torch, so that commands that only read a prediction start fast.
-"""
+"""Prediction as plain values: between processes, cached, written to plan.json, and read back. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
+from titan_exp.tracking.run_folder.attempts import read_json
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -112,3 +112,27 @@ def merge_ranks(parts: Sequence[Prediction]) -> Prediction:
 def from_json(values: Mapping[str, Any]) -> Prediction:
     """Inverse of `asdict`. Raises TypeError or KeyError if the values do not form a prediction."""
     return Prediction(**{**values, "ranks": tuple(RankPrediction(**rank) for rank in values["ranks"])})
+
+
+@dataclass(frozen=True)
+class PredictedMetrics:
+    """Predicted counterparts of measured metrics; None if not predicted."""
+
+    memory: float | None = None
+    """Peak of rank 0 in GiB: of allocated tensors on a GPU, of the whole process on a CPU."""
+    tokens_per_second: float | None = None
+    """Throughput of the whole job."""
+
+
+def read_predicted_metrics(folder: RunFolder) -> PredictedMetrics:
+    """Read the predictions of a run; all None if plan.json is missing or damaged."""
+    try:
+        found = read_json(folder.plan, _Prediction) or {}
+    except UserError:
+        return PredictedMetrics()
+    return PredictedMetrics(found.get("memory"), found.get("tokens_per_second"))
+
+
+class _Prediction(TypedDict, total=False):
+    memory: float | None
+    tokens_per_second: float | None

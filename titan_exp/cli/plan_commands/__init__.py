@@ -1,1 +1,0 @@
-"""Sub-verbs of `titan-exp plan`."""

@@ -1,1 +1,0 @@
-"""Step time: roofline and calibration."""

@@ -1,11 +1,44 @@
-"""Autograd: needed gradients, outputs of functions, tensors beside the saved ones, recomputation in backward."""
+"""Autograd: operators, needed gradients, outputs of functions, tensors beside the saved ones, recomputation in backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+_OPERATORS = torch.library.Library("titan_exp", "FRAGMENT")
+
+
+def operator(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Operator `titan_exp::name` that a function computes on every device: one call for those that look at operators, the
+    compilers, the planner and selective recomputation, for which `torch.library.register_fake` registers its fake
+    results. With nobody looking the function is called without torch's dispatcher, which takes as long as a small kernel.
+
+    The first argument is a tensor. It has no gradient: autograd functions call it. `torch.library.custom_op` is for
+    others.
+    """
+
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        schema = torch.library.infer_schema(function, mutates_args=tuple(mutates_args))
+        _OPERATORS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _OPERATORS.impl(name, function, "CompositeExplicitAutograd")
+        defined = getattr(torch.ops.titan_exp, name).default
+
+        def call(first: Tensor, *others: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling() or _is_looked_at(first):
+                return defined(first, *others, **options)
+            return function(first, *others, **options)
+
+        return call
+
+    return define
+
+
+def _is_looked_at(tensor: Tensor) -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0 or isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def needs_input_grad(context: Any, count: int = 2) -> tuple[bool, ...]:
@@ -67,15 +100,20 @@ def is_recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+RECOMPUTED_BYTES = 2**20
+"""Least size of an output that is worth its recomputation: that of a smaller one takes longer than it frees memory."""
+
+
 def recompute_input(cheap: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], Tensor]) -> Tensor:
     """`consumer(cheap(x))`, where backward computes `cheap(x)` again instead of keeping it.
 
     For a norm, SwiGLU or permutation, whose own backward keeps `x` and whose output only a matmul keeps. Calls nest: if
     `x` is itself recomputed by a caller, it is not kept either. Compiled code is left as it is: `compile_blocks` lets
-    the partitioner recompute. So is code under activation checkpointing, whose hooks must see every saved tensor.
+    the partitioner recompute. So is code under activation checkpointing, whose hooks must see every saved tensor. An
+    output of less than `RECOMPUTED_BYTES` is kept.
     """
     y = cheap(x)
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or y.nbytes < RECOMPUTED_BYTES or not torch.is_grad_enabled():
         return consumer(y)
     hooks: Any = _top_saved_tensors_default_hooks(True)
     outer = None if hooks is None else hooks[0]

@@ -110,11 +110,34 @@ def rotate(
     sin: Float[Tensor, "batch_or_1 seq 1 half"],
 ) -> Float[Tensor, "batch seq heads head_dim"]:
     """Rotate each pair by its position's angle, in fp32; returns the input dtype."""
+    if not torch.compiler.is_compiling():
+        return _Rotate.apply(heads, cos, sin)  # type: ignore[return-value]  # a Tensor
     # Multiplied by sign and swapped rather than concatenated, which the compiler would not fuse.
     sign = torch.arange(-1, 2, 2, device=heads.device)[:, None]
     pairs = heads.float().unflatten(-1, (2, -1))
     rotated = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * (sin.unsqueeze(-2) * sign)
     return in_type(rotated.flatten(-2), heads.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(heads, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _rotated(gradients[0], *ctx.saved_tensors, sign=-1), None, None
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
+    """`rotate` by `sign` times the angle, in three passes, without a gradient."""
+    pairs = heads.float().view(*heads.shape[:-1], 2, -1)
+    rotated = pairs * cos.unsqueeze(-2)
+    (x, y), (rotated_x, rotated_y) = pairs.unbind(-2), rotated.unbind(-2)
+    rotated_x.addcmul_(y, sin, value=-sign)
+    rotated_y.addcmul_(x, sin, value=sign)
+    return rotated.flatten(-2).to(heads.dtype)
 
 
 def rotate_tail(
@@ -147,16 +170,17 @@ class _SplitRotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        query, key, value = (heads.flatten(2, 3) for heads in qkv.split((qkv.shape[3] - 2, 1, 1), dim=3))
+        query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+        query, key = (_rotated(heads, cos[..., None, :], sin[..., None, :]).flatten(2, 3) for heads in (query, key))
         # A view would keep the whole of `qkv`.
-        return rotate(query, cos, sin), rotate(key, cos, sin), value.clone(memory_format=torch.contiguous_format)
+        return query, key, value.flatten(2, 3).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         query, key, value = gradients
-        parts = (rotate(query, cos, -sin), rotate(key, cos, -sin), value)
-        return torch.cat([part.unflatten(2, (key.shape[2], -1)) for part in parts], dim=3), None, None
+        parts = (_rotated(query, cos, sin, sign=-1), _rotated(key, cos, sin, sign=-1), value)
+        return torch.cat([part.view(*key.shape[:3], -1, key.shape[3]) for part in parts], dim=3), None, None
 
 
 class TemperatureTable(nn.Module):

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from titan_exp.ops.autograd import needs_input_grad
+from titan_exp.ops.autograd import needs_input_grad, operator
 from titan_exp.ops.swiglu import GROUP, weighted_swiglu, weighted_swiglu_backward
 from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 from titan_exp.ops.triton_kernels import jit, runs_kernel, tl
@@ -83,7 +83,7 @@ def _has_kernel(left: Tensor, right: Tensor) -> bool:
     )
 
 
-@torch.library.custom_op("titan_exp::grouped_rows", mutates_args=())
+@operator("grouped_rows")
 def _grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(x, weight):
         out = F.grouped_mm(x.contiguous(), weight, offs=ends)
@@ -99,7 +99,7 @@ def _grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("titan_exp::grouped_outer", mutates_args=())
+@operator("grouped_outer")
 def _loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     out = _empty_outer(left, right, ends)
     for expert, rows in runs_of_experts(ends, left.shape[0]):
@@ -109,12 +109,12 @@ def _loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@_grouped_rows.register_fake
+@torch.library.register_fake("titan_exp::grouped_rows")
 def _empty_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
-@_loop_outer.register_fake
+@torch.library.register_fake("titan_exp::grouped_outer")
 def _empty_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
@@ -268,7 +268,7 @@ def _bias_of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:
     return torch.cat((bias, bias.new_zeros(1, bias.shape[1])))[expert]
 
 
-@torch.library.custom_op("titan_exp::add_expert_bias", mutates_args=())
+@operator("add_expert_bias")
 def _add_bias(rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
     out = rows.clone()
     for expert, part in runs_of_experts(ends, rows.shape[0]):
@@ -277,7 +277,7 @@ def _add_bias(rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) 
     return out
 
 
-@torch.library.custom_op("titan_exp::expert_bias_backward", mutates_args=())
+@operator("expert_bias_backward")
 def _bias_backward(
     gradient: Tensor, bias: Tensor | None, ends: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -294,12 +294,12 @@ def _bias_backward(
     return bias_grad, weights_grad
 
 
-@_add_bias.register_fake
+@torch.library.register_fake("titan_exp::add_expert_bias")
 def _empty_biased(rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
     return torch.empty_like(rows)
 
 
-@_bias_backward.register_fake
+@torch.library.register_fake("titan_exp::expert_bias_backward")
 def _empty_gradients(
     gradient: Tensor, bias: Tensor | None, ends: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:

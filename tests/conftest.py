@@ -98,8 +98,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Garbage collections of tests skip a million objects of the collected tests and of torch; models of tests recompute
-    outputs of any size, as large ones do."""
+    """Garbage collections of tests skip a million objects of the collected tests and of torch; models of tests
+    recompute outputs of any size, as large ones do."""
     if not session.config.option.collectonly:
         _skip_what_lives()
     if (autograd := sys.modules.get("titan_exp.ops.autograd")) is not None:

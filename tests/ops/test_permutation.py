@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.ranks import run_ranks
-from titan_exp.ops.autograd import recompute_input
 from titan_exp.ops import float8  # noqa: F401  # registers cast_tokens
+from titan_exp.ops.autograd import recompute_input
 from titan_exp.ops.moe.grouped_mm import grouped_linear, weighted_swiglu_linear
 from titan_exp.ops.moe.permutation import PaddedOrder, combine, permute, permute_weights, sort_by_expert
 from titan_exp.ops.swiglu import swiglu

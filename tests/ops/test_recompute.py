@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, rotate, split_rotated
 from titan_exp.ops import autograd
+from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, rotate, split_rotated
 from titan_exp.ops.autograd import recompute_input
 from titan_exp.ops.swiglu import swiglu
 

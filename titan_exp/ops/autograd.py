@@ -1,4 +1,4 @@
-"""Autograd: operators, needed gradients, outputs of functions, tensors beside the saved ones, recomputation in backward."""
+"""Autograd: operators, needed gradients, outputs of functions, tensors beside saved ones, recomputation in backward."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,14 +8,13 @@ from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor
 
-
 _OPERATORS = torch.library.Library("titan_exp", "FRAGMENT")
 
 
 def operator(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Operator `titan_exp::name` that a function computes on every device: one call for those that look at operators, the
-    compilers, the planner and selective recomputation, for which `torch.library.register_fake` registers its fake
-    results. With nobody looking the function is called without torch's dispatcher, which takes as long as a small kernel.
+    """Operator `titan_exp::name` that a function computes on every device: one call for those that look at operators,
+    compilers, the planner and selective recomputation, for which `torch.library.register_fake` registers fake results.
+    With nobody looking the function is called without the dispatcher, which takes as long as a small kernel.
 
     The first argument is a tensor. It has no gradient: autograd functions call it. `torch.library.custom_op` is for
     others.

@@ -90,22 +90,25 @@ def _grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         # The kernel leaves rows after the last end uninitialized.
         _zero_rows_after(out, ends)
         return out
-    out = _empty_rows(x, weight, ends)
-    last = 0
-    for expert, rows in runs_of_experts(ends, x.shape[0]):
-        torch.mm(x[rows], weight[expert], out=out[rows])
-        last = rows.stop
-    out[last:] = 0
+    out, sizes = _empty_rows(x, weight, ends), sizes_of_experts(ends, x.shape[0])
+    *parts, rest = out.split_with_sizes(sizes)
+    for part, rows, matrix in zip(parts, x.split_with_sizes(sizes), weight.unbind(), strict=False):
+        if rows.shape[0]:
+            torch.mm(rows, matrix, out=part)
+    if rest.shape[0]:
+        rest.zero_()
     return out
 
 
 @operator("grouped_outer")
 def _loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    out = _empty_outer(left, right, ends)
-    for expert, rows in runs_of_experts(ends, left.shape[0]):
-        torch.mm(left[rows].t(), right[rows], out=out[expert])
-    for expert in (ends.diff(prepend=ends.new_zeros(1)) == 0).nonzero().flatten().tolist():
-        out[expert] = 0
+    out, sizes = _empty_outer(left, right, ends), sizes_of_experts(ends, left.shape[0])
+    of_experts = out.unbind(), left.split_with_sizes(sizes), right.split_with_sizes(sizes)
+    for part, rows, columns in zip(*of_experts, strict=False):
+        if rows.shape[0]:
+            torch.mm(rows.t(), columns, out=part)
+        else:
+            part.zero_()
     return out
 
 
@@ -148,18 +151,27 @@ def zero_rows_after_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-o
             tl.store(out + row * width + column, zeros, mask=column < width)
 
 
-def runs_of_experts(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
-    """Experts that have rows, with their rows; of fake tensors, which have no values, equally many."""
-    start, experts = 0, ends.shape[0]
+def sizes_of_experts(ends: Tensor, tokens: int) -> list[int]:
+    """Numbers of rows of the experts, of fake tensors, which have no values, equally many; then that of the others."""
+    sizes, start, experts = [], 0, ends.shape[0]
     known = (
         [tokens * (expert + 1) // experts for expert in range(experts)] if type(ends) is FakeTensor else ends.tolist()
     )
     for expert, end in enumerate(known):
         if not start <= end <= tokens:
             raise ValueError(f"rows of expert {expert} end at {end}, after {start}: ends ascend, to at most {tokens}")
-        if end > start:
-            yield expert, slice(start, end)
+        sizes.append(end - start)
         start = end
+    return [*sizes, tokens - start]
+
+
+def runs_of_experts(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
+    """Experts that have rows, with their rows."""
+    start = 0
+    for expert, size in enumerate(sizes_of_experts(ends, tokens)[:-1]):
+        if size:
+            yield expert, slice(start, start + size)
+        start += size
 
 
 def weighted_swiglu_linear(

@@ -99,8 +99,9 @@ def is_recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-RECOMPUTED_BYTES = 2**20
-"""Least size of an output that is worth its recomputation: that of a smaller one takes longer than it frees memory."""
+RECOMPUTED_BYTES = 2**23
+"""Least size of an output that is recomputed. Below, a step waits for the host: on a GPU the kernels take less time than
+their launches, and the hooks on saved tensors take as long again."""
 
 
 def recompute_input(cheap: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], Tensor]) -> Tensor:

@@ -100,8 +100,8 @@ def is_recomputing() -> bool:
 
 
 RECOMPUTED_BYTES = 2**23
-"""Least size of an output that is recomputed. Below, a step waits for the host: on a GPU the kernels take less time than
-their launches, and the hooks on saved tensors take as long again."""
+"""Least size of an output that is recomputed. Below, a step waits for the host: a GPU computes it in less time than its
+launch takes, and the hooks on saved tensors take as long again."""
 
 
 def recompute_input(cheap: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], Tensor]) -> Tensor:

@@ -67,7 +67,7 @@ class Model(Protocol):
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters on this rank."""
+        """All parameters on this rank, masters of the compute weights."""
         ...
 
     def unique_parameters(self) -> Iterator[nn.Parameter]:

@@ -23,11 +23,11 @@ def operator(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Callab
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         schema = torch.library.infer_schema(function, mutates_args=tuple(mutates_args))
         _OPERATORS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _OPERATORS.impl(name, function, "CompositeExplicitAutograd")
+        _OPERATORS.impl(name, torch.no_grad()(function), "CompositeExplicitAutograd")
         defined = getattr(torch.ops.titan_exp, name).default
 
         def call(first: Tensor, *others: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling() or _is_looked_at(first):
+            if torch.compiler.is_compiling() or torch.is_grad_enabled() or _is_looked_at(first):
                 return defined(first, *others, **options)
             return function(first, *others, **options)
 

@@ -137,7 +137,7 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
     (first, second), (to_second, to_first) = rotated.unbind(-2), crossed.unbind(-2)
     first.sub_(to_first, alpha=sign)
     second.add_(to_second, alpha=sign)
-    return rotated.flatten(-2).to(heads.dtype)
+    return in_type(rotated.flatten(-2), heads.dtype)
 
 
 def rotate_tail(

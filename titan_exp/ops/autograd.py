@@ -14,7 +14,7 @@ _OPERATORS = torch.library.Library("titan_exp", "FRAGMENT")
 def operator(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Operator `titan_exp::name` that a function computes on every device: one call for those that look at operators,
     compilers, the planner and selective recomputation, for which `torch.library.register_fake` registers fake results.
-    With nobody looking the function is called without the dispatcher, which takes as long as a small kernel.
+    Where none of them looks, the function is called without the dispatcher, which takes as long as a small kernel.
 
     The first argument is a tensor. It has no gradient: autograd functions call it. `torch.library.custom_op` is for
     others.

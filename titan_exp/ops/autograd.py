@@ -8,23 +8,15 @@ from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor
 
-_OPERATORS = torch.library.Library("titan_exp", "FRAGMENT")
-
 
 def operator(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Operator `titan_exp::name` that a function computes on every device: one call for those that look at operators,
-    compilers, the planner and selective recomputation, for which `torch.library.register_fake` registers fake results.
-    Where none of them looks, the function is called without the dispatcher, which takes as long as a small kernel.
-
-    The first argument is a tensor. It has no gradient: autograd functions call it. `torch.library.custom_op` is for
-    others.
+    """Custom operator `titan_exp::name` without a gradient, for calls by autograd functions. Compilers, the planner and
+    selective recomputation look at operators; where none of them does, the function is called without the dispatcher,
+    which takes longer than a small kernel. The first argument is a tensor.
     """
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
-        schema = torch.library.infer_schema(function, mutates_args=tuple(mutates_args))
-        _OPERATORS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _OPERATORS.impl(name, torch.no_grad()(function), "CompositeExplicitAutograd")
-        defined = getattr(torch.ops.titan_exp, name).default
+        defined: Any = torch.library.custom_op(f"titan_exp::{name}", mutates_args=tuple(mutates_args))(function)
 
         def call(first: Tensor, *others: Any, **options: Any) -> Any:
             if torch.compiler.is_compiling() or torch.is_grad_enabled() or _is_looked_at(first):

@@ -110,33 +110,18 @@ def rotate(
     sin: Float[Tensor, "batch_or_1 seq 1 half"],
 ) -> Float[Tensor, "batch seq heads head_dim"]:
     """Rotate each pair by its position's angle, in fp32; returns the input dtype."""
-    if not torch.compiler.is_compiling():
-        return _Rotate.apply(heads, cos, sin)  # type: ignore[return-value]  # a Tensor
+    return _rotate(heads, cos, _signed(sin))
+
+
+def _signed(sin: Tensor) -> Tensor:
+    """Factors [..., 2, half] of the swapped pairs."""
+    return sin.unsqueeze(-2) * torch.arange(-1, 2, 2, device=sin.device)[:, None]
+
+
+def _rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     # Multiplied by sign and swapped rather than concatenated, which the compiler would not fuse.
-    sign = torch.arange(-1, 2, 2, device=heads.device)[:, None]
-    pairs = heads.float().unflatten(-1, (2, -1))
-    rotated = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * (sin.unsqueeze(-2) * sign)
-    return in_type(rotated.flatten(-2), heads.dtype)
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(heads, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _rotated(gradients[0], *ctx.saved_tensors, sign=-1), None, None
-
-
-def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
-    """`rotate` by `sign` times the angle, with the same bits in fewer passes, without a gradient."""
     pairs = heads.float().view(*heads.shape[:-1], 2, -1)
-    rotated, crossed = pairs * cos.unsqueeze(-2), pairs * sin.unsqueeze(-2)
-    (first, second), (to_second, to_first) = rotated.unbind(-2), crossed.unbind(-2)
-    first.sub_(to_first, alpha=sign)
-    second.add_(to_second, alpha=sign)
+    rotated = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * signed_sin
     return in_type(rotated.flatten(-2), heads.dtype)
 
 
@@ -170,17 +155,19 @@ class _SplitRotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
-        query, key = (_rotated(heads, cos[..., None, :], sin[..., None, :]).flatten(2, 3) for heads in (query, key))
+        query, key, value = (heads.flatten(2, 3) for heads in qkv.split((qkv.shape[3] - 2, 1, 1), dim=3))
+        signed = _signed(sin)
         # A view would keep the whole of `qkv`.
-        return query, key, value.flatten(2, 3).clone(memory_format=torch.contiguous_format)
+        value = value.clone(memory_format=torch.contiguous_format)
+        return _rotate(query, cos, signed), _rotate(key, cos, signed), value
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         query, key, value = gradients
-        parts = (_rotated(query, cos, sin, sign=-1), _rotated(key, cos, sin, sign=-1), value)
-        return torch.cat([part.view(*key.shape[:3], -1, key.shape[3]) for part in parts], dim=3), None, None
+        signed = _signed(-sin)
+        parts = (_rotate(query, cos, signed), _rotate(key, cos, signed), value)
+        return torch.cat([part.unflatten(2, (key.shape[2], -1)) for part in parts], dim=3), None, None
 
 
 class TemperatureTable(nn.Module):

@@ -134,8 +134,8 @@ def test_operators_keep_what_they_promise_the_compiler():
     x, weight, gradient = operands(torch.float32)
     ends = ends_of(*ENDS["none at the end, and nobody's"])
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(module._grouped_rows, (x, weight.mT, ends), test_utils=checks)
-    torch.library.opcheck(module._loop_outer, (gradient, x, ends), test_utils=checks)
+    torch.library.opcheck(torch.ops.titan_exp.grouped_rows.default, (x, weight.mT, ends), test_utils=checks)
+    torch.library.opcheck(torch.ops.titan_exp.grouped_outer.default, (gradient, x, ends), test_utils=checks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

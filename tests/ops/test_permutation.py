@@ -11,10 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.ranks import run_ranks
+from titan_exp.ops import float8  # noqa: F401  # registers cast_tokens
 from titan_exp.ops.autograd import recompute_input
-from titan_exp.ops.float8 import cast_tokens
-from titan_exp.ops.moe import permutation as module
-from titan_exp.ops.moe.grouped_mm import _add_bias, _bias_backward, grouped_linear, weighted_swiglu_linear
+from titan_exp.ops.moe.grouped_mm import grouped_linear, weighted_swiglu_linear
 from titan_exp.ops.moe.permutation import PaddedOrder, combine, permute, permute_weights, sort_by_expert
 from titan_exp.ops.swiglu import swiglu
 
@@ -250,19 +249,19 @@ def test_operators_keep_what_they_promise_the_compiler(dtype: torch.dtype):
     _, inverse, ends = sort_by_expert(drawn(9, 3, 4), 4)
     padded = PaddedOrder.sort(drawn(9, 3, 4), 4, 4)
     rows, weights, x = operands(9, 3, 6, dtype)
-    checks = ("test_schema", "test_faketensor")
+    checks, operators = ("test_schema", "test_faketensor"), torch.ops.titan_exp
     for operator, args in (
-        (module.copy_tokens, (x, inverse, None)),
-        (module.copy_tokens, (x, padded.inverse, padded.padding)),
-        (cast_tokens, (x, padded.inverse, padded.padding)),
-        (_add_bias, (rows, x[:4], ends, weights.flatten())),
-        (_bias_backward, (rows, x[:4], ends, weights.flatten())),
-        (_bias_backward, (rows, None, ends, None)),
-        (module._sum_rows_kernel, (rows, inverse, weights)),
-        (module._sum_rows_kernel, (rows, inverse, None)),
-        (module._combine_backward, (rows, x, inverse, weights, None)),
+        (operators.copy_tokens, (x, inverse, None)),
+        (operators.copy_tokens, (x, padded.inverse, padded.padding)),
+        (operators.cast_tokens, (x, padded.inverse, padded.padding)),
+        (operators.add_expert_bias, (rows, x[:4], ends, weights.flatten())),
+        (operators.expert_bias_backward, (rows, x[:4], ends, weights.flatten())),
+        (operators.expert_bias_backward, (rows, None, ends, None)),
+        (operators.sum_rows, (rows, inverse, weights)),
+        (operators.sum_rows, (rows, inverse, None)),
+        (operators.combine_backward, (rows, x, inverse, weights, None)),
     ):
-        torch.library.opcheck(operator, args, test_utils=checks)
+        torch.library.opcheck(operator.default, args, test_utils=checks)
 
 
 def test_shapes_are_known_without_numbers():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from titan_exp.ops import autograd
 from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, rotate, split_rotated
 from titan_exp.ops.autograd import recompute_input
 from titan_exp.ops.swiglu import swiglu
@@ -104,6 +105,13 @@ def test_an_output_is_recomputed_instead_of_kept():
         assert gradient is not None
         assert expected is not None
         assert torch.equal(gradient, expected)
+
+
+def test_a_small_output_is_kept(monkeypatch: pytest.MonkeyPatch):
+    linear, x, seen = layer()
+    monkeypatch.setattr(autograd, "RECOMPUTED_BYTES", 2 * 3 * 8 * 4 + 1)
+    run(linear, x, seen).square().sum().backward()
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -1,11 +1,35 @@
-"""Autograd: needed gradients, outputs of functions, tensors beside the saved ones, recomputation in backward."""
+"""Autograd: operators, needed gradients, outputs of functions, tensors beside saved ones, recomputation in backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def operator(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Custom operator `titan_exp::name` without a gradient, for calls by autograd functions. Compilers, the planner and
+    selective recomputation look at operators; where none of them does, the function is called without the dispatcher,
+    which takes longer than a small kernel. The first argument is a tensor.
+    """
+
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        defined: Any = torch.library.custom_op(f"titan_exp::{name}", mutates_args=tuple(mutates_args))(function)
+
+        def call(first: Tensor, *others: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling() or torch.is_grad_enabled() or _is_looked_at(first):
+                return defined(first, *others, **options)
+            return function(first, *others, **options)
+
+        return call
+
+    return define
+
+
+def _is_looked_at(tensor: Tensor) -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0 or isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def needs_input_grad(context: Any, count: int = 2) -> tuple[bool, ...]:
@@ -67,15 +91,21 @@ def is_recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+RECOMPUTED_BYTES = 2**23
+"""Least size of an output that is recomputed. Below, a step waits for the host: a GPU computes it in less time than its
+launch takes, and the hooks on saved tensors take as long again."""
+
+
 def recompute_input(cheap: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], Tensor]) -> Tensor:
     """`consumer(cheap(x))`, where backward computes `cheap(x)` again instead of keeping it.
 
     For a norm, SwiGLU or permutation, whose own backward keeps `x` and whose output only a matmul keeps. Calls nest: if
     `x` is itself recomputed by a caller, it is not kept either. Compiled code is left as it is: `compile_blocks` lets
-    the partitioner recompute. So is code under activation checkpointing, whose hooks must see every saved tensor.
+    the partitioner recompute. So is code under activation checkpointing, whose hooks must see every saved tensor. An
+    output of less than `RECOMPUTED_BYTES` is kept.
     """
     y = cheap(x)
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or y.nbytes < RECOMPUTED_BYTES or not torch.is_grad_enabled():
         return consumer(y)
     hooks: Any = _top_saved_tensors_default_hooks(True)
     outer = None if hooks is None else hooks[0]

@@ -18,10 +18,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from titan_exp.ops.autograd import operator
 from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
 GROUP = 32
 """Gate and up columns alternate in groups of this many, so that tensor-parallel slices hold matching halves of both."""
+WIDE = (torch.float32, torch.float64)
+"""Dtypes of products before they are rounded."""
 CHUNK = 2**18
 """Gates and ups that a thread of a CPU has at a time."""
 
@@ -56,24 +59,24 @@ class _SwiGLU(torch.autograd.Function):
         return _swiglu_backward(gate_up.contiguous(), gradient, ctx.group, **ctx.variant.numbers), None, None
 
 
-@torch.library.custom_op("titan_exp::swiglu", mutates_args=())
+@operator("swiglu")
 def _swiglu(gate_up: Tensor, group: int, *, alpha: float, limit: float | None, offset: float) -> Tensor:
     return swiglu_in_chunks(gate_up, None, group, SwiGLUVariant(alpha, limit, offset))
 
 
-@torch.library.custom_op("titan_exp::swiglu_backward", mutates_args=())
+@operator("swiglu_backward")
 def _swiglu_backward(
     gate_up: Tensor, gradient: Tensor, group: int, *, alpha: float, limit: float | None, offset: float
 ) -> Tensor:
     return swiglu_backward_in_chunks(gate_up, None, gradient, group, SwiGLUVariant(alpha, limit, offset))[0]
 
 
-@_swiglu.register_fake
+@torch.library.register_fake("titan_exp::swiglu")
 def _empty_output(gate_up: Tensor, group: int, **_: float | None) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-@_swiglu_backward.register_fake
+@torch.library.register_fake("titan_exp::swiglu_backward")
 def _empty_gradient(gate_up: Tensor, gradient: Tensor, group: int, **_: float | None) -> Tensor:
     return torch.empty_like(gate_up)
 
@@ -123,14 +126,14 @@ def weighted_swiglu_backward(
     return _weighted_swiglu_backward(gate_up.contiguous(), weights.contiguous(), gradient, group, **variant.numbers)
 
 
-@torch.library.custom_op("titan_exp::weighted_swiglu", mutates_args=())
+@operator("weighted_swiglu")
 def _weighted_swiglu(
     gate_up: Tensor, weights: Tensor, group: int, *, alpha: float, limit: float | None, offset: float
 ) -> Tensor:
     return swiglu_in_chunks(gate_up, weights, group, SwiGLUVariant(alpha, limit, offset))
 
 
-@torch.library.custom_op("titan_exp::weighted_swiglu_backward", mutates_args=("gradient",))
+@operator("weighted_swiglu_backward", mutates_args=("gradient",))
 def _weighted_swiglu_backward(
     gate_up: Tensor, weights: Tensor, gradient: Tensor, group: int, *, alpha: float, limit: float | None, offset: float
 ) -> tuple[Tensor, Tensor]:
@@ -140,12 +143,12 @@ def _weighted_swiglu_backward(
     return gate_up_grad, weights_grad
 
 
-@_weighted_swiglu.register_fake
+@torch.library.register_fake("titan_exp::weighted_swiglu")
 def _empty_weighted(gate_up: Tensor, weights: Tensor, group: int, **_: float | None) -> Tensor:
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
-@_weighted_swiglu_backward.register_fake
+@torch.library.register_fake("titan_exp::weighted_swiglu_backward")
 def _empty_gradients(
     gate_up: Tensor, weights: Tensor, gradient: Tensor, group: int, **_: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -157,14 +160,20 @@ def swiglu_in_chunks(gate_up: Tensor, weights: Tensor | None, group: int, varian
 
     Or a variant of it. The products are in at least fp32 and rounded once; SiLU is rounded before.
     """
+    if variant == SWIGLU and weights is None and _rows_of_chunk(gate_up) >= gate_up.shape[:-1].numel():
+        gate, up = halves(gate_up, group)
+        return (F.silu(_packed(gate)) * up).flatten(-2)
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     for rows, fused, result in _chunks(gate_up, out):
         if variant != SWIGLU:
             result.copy_(clamped_swiglu(fused, None if weights is None else weights[rows], group, variant))
             continue
         gate, up = halves(fused, group)
-        product = _wide(F.silu(_packed(gate))).mul_(_wide(up)).view_as(result)
-        torch.mul(product, 1 if weights is None else weights[rows, None], out=result)
+        silu = F.silu(_packed(gate))
+        if weights is None:
+            torch.mul(silu, up, out=result.view_as(silu))
+        else:
+            torch.mul(_wide(silu).mul_(_wide(up)).view_as(result), weights[rows, None], out=result)
     return out
 
 
@@ -184,10 +193,11 @@ def swiglu_backward_in_chunks(
             if weights_grad is not None and part_grad is not None:
                 weights_grad[rows] = part_grad
             continue
-        (narrow_gate, narrow_up), (gate_grad, up_grad) = halves(fused, group), halves(fused_grad, group)
-        gate, up, change = _packed(narrow_gate), _wide(narrow_up), _wide(upstream)
-        silu = _wide(F.silu(gate))
+        (gate, up), (gate_grad, up_grad) = halves(fused, group), halves(fused_grad, group)
+        gate, change = _packed(gate), upstream
+        silu = F.silu(gate)
         if weights is not None and weights_grad is not None:
+            silu, up, change = _wide(silu), _wide(up), _wide(upstream)
             weights_grad[rows], change = _weigh((silu * up).view_as(change), change, weights[rows, None], upstream)
         of_silu = change.view_as(silu)
         torch.mul(silu, of_silu, out=up_grad)
@@ -207,24 +217,26 @@ def _weigh(product: Tensor, change: Tensor, weights: Tensor, out: Tensor) -> tup
 
 def _packed(gate: Tensor) -> Tensor:
     """Gates that torch's SiLU reads fast."""
-    return gate if gate.dtype == torch.promote_types(gate.dtype, torch.float32) else gate.contiguous()
+    return gate if gate.dtype in WIDE else gate.contiguous()
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor if tensor.dtype in WIDE else tensor.float()
+
+
+def _rows_of_chunk(rows: Tensor) -> int:
+    """Rows that fit the caches of a CPU's threads; all on a GPU, and in the planner, which would trace every chunk."""
+    if rows.is_cuda or isinstance(rows, FakeTensor):
+        return max(1, rows.shape[:-1].numel())
+    return max(1, CHUNK * torch.get_num_threads() // max(1, rows.shape[-1]))
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Slices of rows, and those rows of each tensor: as many as fit the caches of a CPU's threads.
-
-    All rows on a GPU, and in the planner, which would trace every chunk.
-    """
+    """Slices of rows, and those rows of each tensor, as many as of a chunk of the first."""
     rows = [tensor.flatten(0, -2) for tensor in tensors]
-    count, width = rows[0].shape
-    whole = rows[0].is_cuda or isinstance(rows[0], FakeTensor)
-    size = count if whole else CHUNK * torch.get_num_threads() // max(1, width)
-    for start in range(0, count, max(1, size)):
-        chunk = slice(start, start + max(1, size))
+    count, size = rows[0].shape[0], _rows_of_chunk(rows[0])
+    for start in range(0, count, size):
+        chunk = slice(start, start + size)
         yield chunk, *(tensor[chunk] for tensor in rows)
 
 

@@ -46,6 +46,9 @@ def apply_activation_checkpointing(
     """
     blocks = list(iter_blocks(model))
     match config.mode:
+        case "none":
+            for mixture in mixtures(model):
+                mixture.router.recomputed = False
         case "full":
             _recompute_fully(blocks, random=random, compiled=compiled)
         case "every_n":

@@ -141,7 +141,9 @@ class GraphedModel(EagerModel):
         elif self._warmup_passes < WARMUP_STEPS:
             self._recorder.warmup(lambda: self._compute(inputs))
             self._warmup_passes += 1
-            self._gradients = [(weight, weight.grad) for weight in self.parameters() if weight.grad is not None]
+            # Those that the pass computes with, which may be copies.
+            used = self._module.parameters()
+            self._gradients = [(weight, weight.grad) for weight in used if weight.grad is not None]
         else:
             self._addresses = self._current_addresses()
             self._recording = self._recorder.record(lambda: self._compute(inputs))
@@ -174,7 +176,7 @@ class GraphedModel(EagerModel):
             )
 
     def _current_addresses(self) -> list[int]:
-        tensors = (*self.parameters(), *self._module.buffers())
+        tensors = (*self._module.parameters(), *self._module.buffers())
         return [tensor.data_ptr() for tensor in tensors if not isinstance(tensor, FakeTensor)]
 
 

@@ -67,7 +67,7 @@ class Model(Protocol):
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters on this rank."""
+        """All parameters on this rank, masters of the compute weights."""
         ...
 
     def unique_parameters(self) -> Iterator[nn.Parameter]:
@@ -98,6 +98,7 @@ class EagerModel:
     ) -> None:
         self.parts, self.objective, self.weights = [module], objective, weights or ComputeWeights()
         self._module, self._mesh = module, mesh
+        self._parameters = list(module.parameters())
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Run micro-batches in order; the last backward pass reduces gradients over ranks."""
@@ -130,6 +131,6 @@ class EagerModel:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters."""
-        return self._module.parameters()
+        return iter(self._parameters)
 
     unique_parameters = parameters

@@ -25,6 +25,13 @@ class PipelineModel:
         self.parts, self.objective, self.weights = [stage.module for stage in pipeline.stages], objective, weights
         self.eval_microbatches = pipeline.microbatches
         self._pipeline, self._mesh, self._rows = pipeline, mesh, pipeline.transport.rows
+        self._parameters = [parameter for part in self.parts for parameter in part.parameters()]
+        self._unique_parameters = [
+            parameter
+            for stage in pipeline.stages
+            for name, parameter in stage.module.named_parameters()
+            if name not in stage.copied
+        ]
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Run a schedule once per pass of micro-batches; gradients are reduced once."""
@@ -86,10 +93,8 @@ class PipelineModel:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of this rank's stages."""
-        for part in self.parts:
-            yield from part.parameters()
+        return iter(self._parameters)
 
     def unique_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of this rank's stages without copies of the first stage's tied weights."""
-        for stage in self._pipeline.stages:
-            yield from (parameter for name, parameter in stage.module.named_parameters() if name not in stage.copied)
+        return iter(self._unique_parameters)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.models.spec.lookup import has_experts, model_spec, mtp_depth
 from titan_exp.optim.grad_clip import GradientClipper, NormClipper
-from titan_exp.optim.optimizer import UpdatesComputeWeights, build_optimizer
+from titan_exp.optim.optimizer import HasGradientPoint, UpdatesComputeWeights, build_optimizer
 from titan_exp.optim.parameter_groups import named_parameters
 from titan_exp.optim.weight_average import WeightAverage
 from titan_exp.parallel.compute_weights import ComputeWeights
@@ -51,6 +51,16 @@ class TrainState:
     """Recomputes what a recipe keeps of the weights."""
     average: WeightAverage | None = None
     """Average of the weights."""
+
+    @cached_property
+    def gradient_point(self) -> HasGradientPoint | None:
+        """The optimizer, if gradients belong to another point than the weights that it leaves."""
+        return self.optimizer if isinstance(self.optimizer, HasGradientPoint) else None
+
+    @cached_property
+    def updates_compute_weights(self) -> bool:
+        """True if the optimizer writes the compute weights itself."""
+        return isinstance(self.optimizer, UpdatesComputeWeights)
 
     def refresh(self) -> None:
         """Recompute what is kept of the weights in other dtypes: after every change of the parameters."""

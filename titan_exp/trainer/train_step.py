@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from titan_exp.data.batch import MicroBatch
 from titan_exp.optim.grad_clip import global_grad_norm
 from titan_exp.optim.lr_schedule import set_lr
-from titan_exp.optim.optimizer import HasGradientPoint, UpdatesComputeWeights, cast_gradients
+from titan_exp.optim.optimizer import cast_gradients
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
 from titan_exp.parallel.tensor_parallel.apply import reduce_partial_gradients
@@ -51,16 +51,16 @@ def train_step(
     If `commit` raises, weights and optimizer are as before the step.
     """
     model, optimizer = state.model, state.optimizer
-    if isinstance(optimizer, HasGradientPoint):
-        optimizer.to_gradient_point()
+    if state.gradient_point is not None:
+        state.gradient_point.to_gradient_point()
         state.refresh()
     metrics = model.forward_backward(batches, tokens)
 
     observer = step_observer()
     observer.gradients_ready(model.parts)
     reduce_partial_gradients(model.parts, state.mesh)
-    updates_compute_weights, sums = isinstance(optimizer, UpdatesComputeWeights), commit is not None and commit.sums
-    if not updates_compute_weights or state.clipper.in_place or sums:
+    sums = commit is not None and commit.sums
+    if not state.updates_compute_weights or state.clipper.in_place or sums:
         cast_gradients(model.parameters())
     if commit is not None:
         metrics = commit.reduce(model.parameters(), metrics)
@@ -74,7 +74,7 @@ def train_step(
     optimizer.step()
     parts.on_update(update, acting=True)
     observer.update_end(optimizer)
-    if not updates_compute_weights:
+    if not state.updates_compute_weights:
         model.weights.refresh()
     state.quantize_weights()
     parts.on_update(update, acting=False)
@@ -90,10 +90,12 @@ def sync_step_flags(
     Returns the tokens as `train_step` takes them, True if any rank was asked to stop, and True if rank 0's clock asks
     for a checkpoint.
     """
-    tokens = torch.tensor([token_counts(objective, batch) for batch in batches]).sum(0)
-    message = torch.cat((tokens, torch.tensor([int(stop), int(save and dist.get_rank() == 0)])))
+    tokens = map(sum, zip(*(token_counts(objective, batch) for batch in batches), strict=True))
+    message = [*tokens, int(stop), int(save and dist.get_rank() == 0)]
     if dist.get_world_size(mesh.cpu_group) > 1:
-        dist.all_reduce(message, group=mesh.cpu_group)
-    *counts, stops, saves = message.tolist()
+        summed = torch.tensor(message)
+        dist.all_reduce(summed, group=mesh.cpu_group)
+        message = summed.tolist()
+    *counts, stops, saves = message
     # Ranks that share rows count them all.
     return tuple(count // mesh.batch_replicas for count in counts), bool(stops), bool(saves)

@@ -1,5 +1,6 @@
 """Trainer: builds the train state of this rank, restores the newest checkpoint, and runs the training loop."""
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -26,6 +27,9 @@ from titan_exp.trainer.restore import ENDED, PARTS, restore_state
 from titan_exp.trainer.train_state import assemble, build_train_loader
 from titan_exp.trainer.train_step import StepRefused, train_step
 from titan_exp.trainer.training import Training
+
+STOP_SECONDS = 0.1
+"""Least time between two looks for a request to stop, which is a file on a disk that may be far away."""
 
 
 class Trainer:
@@ -54,6 +58,7 @@ class Trainer:
         )
         self.loader = build_train_loader(experiment, self.layout, state)
         self.step = self.tokens = 0
+        self._looks_at = 0.0
         self.ended: str | None = None
         """Reason for which a part has ended training."""
         self.commit = commit(self)
@@ -128,7 +133,7 @@ class Trainer:
         with times.loading():
             batches = [next(self.loader) for _ in range(self.layout.gradient_accumulation_at(step))]
         batches = self.parts.on_batches(step, batches)
-        flags = Flags(self.folder.stop_requested(), self.checkpointer.interval_elapsed())
+        flags = Flags(self._stop_requested(), self.checkpointer.interval_elapsed())
         batches, tokens = self.commit.divide(step, batches, flags)
         try:
             with times.computing():
@@ -192,6 +197,13 @@ class Trainer:
         """State beside tensors and data, for checkpoints and for worlds that take it over."""
         progress = {"step": self.step, "tokens": self.tokens, ENDED: self.ended, "config": to_dict(self.experiment)}
         return {**progress, PARTS: self.parts.state(), **self.commit.progress()}
+
+    def _stop_requested(self) -> bool:
+        now = time.monotonic()
+        if now < self._looks_at:
+            return False
+        self._looks_at = now + STOP_SECONDS
+        return self.folder.stop_requested()
 
     def seed(self) -> None:
         """Seed the generators for the next step."""

@@ -85,6 +85,8 @@ class Router(nn.Module):
         """Ranks that share each sequence, each with as many of its tokens."""
         self.sum_counts: SumCounts | None = None
         """Sum of counts over these ranks; None for one."""
+        self.recomputed = True
+        """False if no backward pass repeats this forward pass, which then need not ask whether it counts."""
 
     def forward(self, x: Float[Tensor, "batch part dim"]) -> Routing:
         """Route these tokens; in training also balance and count them."""
@@ -136,7 +138,8 @@ class Router(nn.Module):
         """Count the tokens of each expert, and attach the gradients of the balance losses to the weights."""
         moe, balance = self.moe, self.moe.balance
         choices = choices_per_expert(experts.flatten(1), moe.experts)
-        add_unless_recomputing(self.counts, choices.sum(0))
+        count = add_unless_recomputing if self.recomputed else Tensor.add_
+        count(self.counts, choices.sum(0))
         length = experts.shape[1] * self.sequence_ranks
         loss = z_loss = None
         if balance.coefficient:
@@ -148,7 +151,7 @@ class Router(nn.Module):
             return weights
         zero = torch.zeros((), device=weights.device)
         terms = [zero if term is None else term.detach() for term in (loss, z_loss)]
-        add_unless_recomputing(self.losses, torch.stack(terms))
+        count(self.losses, torch.stack(terms))
         return attach_loss(weights, sum(losses[1:], losses[0]))
 
     def _balance_loss(self, scores: Tensor, choices: Tensor, length: int) -> Tensor:

@@ -110,10 +110,18 @@ def rotate(
     sin: Float[Tensor, "batch_or_1 seq 1 half"],
 ) -> Float[Tensor, "batch seq heads head_dim"]:
     """Rotate each pair by its position's angle, in fp32; returns the input dtype."""
+    return _rotate(heads, cos, _signed(sin))
+
+
+def _signed(sin: Tensor) -> Tensor:
+    """Factors [..., 2, half] of the swapped pairs."""
+    return sin.unsqueeze(-2) * torch.arange(-1, 2, 2, device=sin.device)[:, None]
+
+
+def _rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     # Multiplied by sign and swapped rather than concatenated, which the compiler would not fuse.
-    sign = torch.arange(-1, 2, 2, device=heads.device)[:, None]
-    pairs = heads.float().unflatten(-1, (2, -1))
-    rotated = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * (sin.unsqueeze(-2) * sign)
+    pairs = heads.float().view(*heads.shape[:-1], 2, -1)
+    rotated = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * signed_sin
     return in_type(rotated.flatten(-2), heads.dtype)
 
 
@@ -148,14 +156,17 @@ class _SplitRotated(torch.autograd.Function):
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         query, key, value = (heads.flatten(2, 3) for heads in qkv.split((qkv.shape[3] - 2, 1, 1), dim=3))
+        signed = _signed(sin)
         # A view would keep the whole of `qkv`.
-        return rotate(query, cos, sin), rotate(key, cos, sin), value.clone(memory_format=torch.contiguous_format)
+        value = value.clone(memory_format=torch.contiguous_format)
+        return _rotate(query, cos, signed), _rotate(key, cos, signed), value
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         query, key, value = gradients
-        parts = (rotate(query, cos, -sin), rotate(key, cos, -sin), value)
+        signed = _signed(-sin)
+        parts = (_rotate(query, cos, signed), _rotate(key, cos, signed), value)
         return torch.cat([part.unflatten(2, (key.shape[2], -1)) for part in parts], dim=3), None, None
 
 

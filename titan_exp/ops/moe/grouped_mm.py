@@ -17,7 +17,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from titan_exp.ops.autograd import needs_input_grad
+from titan_exp.ops.autograd import needs_input_grad, operator
 from titan_exp.ops.swiglu import GROUP, weighted_swiglu, weighted_swiglu_backward
 from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 from titan_exp.ops.triton_kernels import jit, runs_kernel, tl
@@ -83,38 +83,41 @@ def _has_kernel(left: Tensor, right: Tensor) -> bool:
     )
 
 
-@torch.library.custom_op("titan_exp::grouped_rows", mutates_args=())
+@operator("grouped_rows")
 def _grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(x, weight):
         out = F.grouped_mm(x.contiguous(), weight, offs=ends)
         # The kernel leaves rows after the last end uninitialized.
         _zero_rows_after(out, ends)
         return out
-    out = _empty_rows(x, weight, ends)
-    last = 0
-    for expert, rows in runs_of_experts(ends, x.shape[0]):
-        torch.mm(x[rows], weight[expert], out=out[rows])
-        last = rows.stop
-    out[last:] = 0
+    out, sizes = _empty_rows(x, weight, ends), sizes_of_experts(ends, x.shape[0])
+    *parts, rest = out.split_with_sizes(sizes)
+    for part, rows, matrix in zip(parts, x.split_with_sizes(sizes), weight.unbind(), strict=False):
+        if rows.shape[0]:
+            torch.mm(rows, matrix, out=part)
+    if rest.shape[0]:
+        rest.zero_()
     return out
 
 
-@torch.library.custom_op("titan_exp::grouped_outer", mutates_args=())
+@operator("grouped_outer")
 def _loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    out = _empty_outer(left, right, ends)
-    for expert, rows in runs_of_experts(ends, left.shape[0]):
-        torch.mm(left[rows].t(), right[rows], out=out[expert])
-    for expert in (ends.diff(prepend=ends.new_zeros(1)) == 0).nonzero().flatten().tolist():
-        out[expert] = 0
+    out, sizes = _empty_outer(left, right, ends), sizes_of_experts(ends, left.shape[0])
+    of_experts = out.unbind(), left.split_with_sizes(sizes), right.split_with_sizes(sizes)
+    for part, rows, columns in zip(*of_experts, strict=False):
+        if rows.shape[0]:
+            torch.mm(rows.t(), columns, out=part)
+        else:
+            part.zero_()
     return out
 
 
-@_grouped_rows.register_fake
+@torch.library.register_fake("titan_exp::grouped_rows")
 def _empty_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
-@_loop_outer.register_fake
+@torch.library.register_fake("titan_exp::grouped_outer")
 def _empty_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
@@ -148,18 +151,27 @@ def zero_rows_after_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-o
             tl.store(out + row * width + column, zeros, mask=column < width)
 
 
-def runs_of_experts(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
-    """Experts that have rows, with their rows; of fake tensors, which have no values, equally many."""
-    start, experts = 0, ends.shape[0]
+def sizes_of_experts(ends: Tensor, tokens: int) -> list[int]:
+    """Numbers of rows of the experts, of fake tensors, which have no values, equally many; then that of the others."""
+    sizes, start, experts = [], 0, ends.shape[0]
     known = (
         [tokens * (expert + 1) // experts for expert in range(experts)] if type(ends) is FakeTensor else ends.tolist()
     )
     for expert, end in enumerate(known):
         if not start <= end <= tokens:
             raise ValueError(f"rows of expert {expert} end at {end}, after {start}: ends ascend, to at most {tokens}")
-        if end > start:
-            yield expert, slice(start, end)
+        sizes.append(end - start)
         start = end
+    return [*sizes, tokens - start]
+
+
+def runs_of_experts(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
+    """Experts that have rows, with their rows."""
+    start = 0
+    for expert, size in enumerate(sizes_of_experts(ends, tokens)[:-1]):
+        if size:
+            yield expert, slice(start, start + size)
+        start += size
 
 
 def weighted_swiglu_linear(
@@ -268,7 +280,7 @@ def _bias_of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:
     return torch.cat((bias, bias.new_zeros(1, bias.shape[1])))[expert]
 
 
-@torch.library.custom_op("titan_exp::add_expert_bias", mutates_args=())
+@operator("add_expert_bias")
 def _add_bias(rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
     out = rows.clone()
     for expert, part in runs_of_experts(ends, rows.shape[0]):
@@ -277,7 +289,7 @@ def _add_bias(rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) 
     return out
 
 
-@torch.library.custom_op("titan_exp::expert_bias_backward", mutates_args=())
+@operator("expert_bias_backward")
 def _bias_backward(
     gradient: Tensor, bias: Tensor | None, ends: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -294,12 +306,12 @@ def _bias_backward(
     return bias_grad, weights_grad
 
 
-@_add_bias.register_fake
+@torch.library.register_fake("titan_exp::add_expert_bias")
 def _empty_biased(rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
     return torch.empty_like(rows)
 
 
-@_bias_backward.register_fake
+@torch.library.register_fake("titan_exp::expert_bias_backward")
 def _empty_gradients(
     gradient: Tensor, bias: Tensor | None, ends: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:

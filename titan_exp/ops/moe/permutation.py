@@ -18,7 +18,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from titan_exp.ops.autograd import in_type, keep_unsaved, unsaved_tensors
+from titan_exp.ops.autograd import in_type, keep_unsaved, operator, unsaved_tensors
 from titan_exp.ops.triton_kernels import jit, rounded, runs_kernel, tl
 
 BLOCK = 1024
@@ -178,7 +178,7 @@ def _sum_dtype(rows: Tensor) -> torch.dtype:
     return torch.promote_types(rows.dtype, torch.float32)
 
 
-@torch.library.custom_op("titan_exp::copy_tokens", mutates_args=())
+@operator("copy_tokens")
 def copy_tokens(x: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
     """Copies of tokens in the rows of their choices without a gradient, and zeros as padding."""
     rows = _empty_copies(x, inverse, padding)
@@ -197,7 +197,7 @@ def copy_tokens(x: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
     return torch.index_select(x, 0, of_rows, out=rows)
 
 
-@torch.library.custom_op("titan_exp::sum_rows", mutates_args=())
+@operator("sum_rows")
 def _sum_rows_kernel(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
     out = _empty_sums(rows, inverse, weights)
     if runs_kernel(rows):
@@ -217,7 +217,7 @@ def _sum_rows_kernel(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> T
     return out.copy_(total)
 
 
-@torch.library.custom_op("titan_exp::combine_backward", mutates_args=())
+@operator("combine_backward")
 def _combine_backward(
     rows: Tensor, gradient: Tensor, inverse: Tensor, weights: Tensor, padding: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -239,17 +239,17 @@ def _combine_backward(
     return rows_grad, weights_grad
 
 
-@copy_tokens.register_fake
+@torch.library.register_fake("titan_exp::copy_tokens")
 def _empty_copies(x: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
     return x.new_empty(inverse.numel() + (0 if padding is None else padding.shape[0]), x.shape[1])
 
 
-@_sum_rows_kernel.register_fake
+@torch.library.register_fake("titan_exp::sum_rows")
 def _empty_sums(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
     return rows.new_empty(inverse.shape[0], rows.shape[1])
 
 
-@_combine_backward.register_fake
+@torch.library.register_fake("titan_exp::combine_backward")
 def _empty_gradients(
     rows: Tensor, gradient: Tensor, inverse: Tensor, weights: Tensor, padding: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
-from titan_exp.ops.autograd import is_recomputing
+from titan_exp.ops.autograd import is_recomputing, operator
 
 TINY = 1e-20
 """Added to the sum of the chosen scores, which sigmoids may round to 0."""
@@ -49,7 +49,7 @@ def choose_experts(
     return topk_lowest_index(scores, k)
 
 
-@torch.library.custom_op("titan_exp::topk_lowest_index", mutates_args=())
+@operator("topk_lowest_index")
 def topk_lowest_index(scores: Tensor, k: int) -> Tensor:
     """Indices of the k highest scores of each row, descending, lowest index first among equals.
 
@@ -59,7 +59,7 @@ def topk_lowest_index(scores: Tensor, k: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
-@topk_lowest_index.register_fake
+@torch.library.register_fake("titan_exp::topk_lowest_index")
 def _empty_choice(scores: Tensor, k: int) -> Tensor:
     return scores.new_empty(*scores.shape[:-1], k, dtype=torch.int64)
 
@@ -133,7 +133,7 @@ class _AttachLoss(torch.autograd.Function):
         return gradients[0], ctx.saved_tensors[0]
 
 
-@torch.library.custom_op("titan_exp::add_unless_recomputing", mutates_args=("total",))
+@operator("add_unless_recomputing", mutates_args=("total",))
 def add_unless_recomputing(total: Tensor, values: Tensor) -> None:
     """Add `values` to `total` in place, except when backward repeats a forward pass.
 
@@ -143,7 +143,7 @@ def add_unless_recomputing(total: Tensor, values: Tensor) -> None:
         total.add_(values)
 
 
-@add_unless_recomputing.register_fake
+@torch.library.register_fake("titan_exp::add_unless_recomputing")
 def _added(total: Tensor, values: Tensor) -> None:
     return None
 

@@ -56,11 +56,15 @@ class CompileReport:
         self._before = _Counters.read()
         self._read_at = time.time()
         self._begun: set[str] = set()
+        self._compiled = 0
         self._warnings = 0
 
     def after(self, phase: str, step: int) -> None:
         """Log compilation since the last call, attributed to `phase` ("step" or "evaluation") of `step`."""
-        now, first = _Counters.read(), phase not in self._begun
+        compiled, first = _records_of_compilation(), phase not in self._begun
+        if compiled == self._compiled and not first:
+            return
+        self._compiled, now = compiled, _Counters.read()
         seconds = now.seconds - self._before.seconds
         if seconds > 0 and first:
             self._log_first(phase, seconds, now)
@@ -113,6 +117,15 @@ class _Counters(NamedTuple):
         graphs, tuned = cached + compiled + inductor["fxgraph_cache_bypass"], inductor["select_algorithm_autotune"]
         tuning = sum(sum(times) for name, times in compilation_time_metrics.items() if name.endswith(TUNING_PHASES))
         return _Counters(seconds, graphs, cached, tuned, tuning)
+
+
+def _records_of_compilation() -> int:
+    """Number of times that compilation has been recorded in this process."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return 0
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return sum(map(len, compilation_time_metrics.values()))
 
 
 def _reasons(since: float) -> str:

@@ -79,7 +79,7 @@ def _row(key: str, default: Any) -> str:
 
 
 def _meaning(key: str, default: Any) -> str:
-    """Meaning of a key; of one by which components mean different things each with its components, the default first."""
+    """Meaning of a key; of one by which components mean different things with the components, the default first."""
     group = key.partition(".")[0]
     found = defaultdict[str, list[str]](list)
     for name in sorted(

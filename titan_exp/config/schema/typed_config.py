@@ -8,18 +8,27 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig
 
-from titan_exp.config.errors.explain_values import from_pydantic, unknown_keys
+from titan_exp.config.errors.explain_values import explained, from_pydantic, unknown_keys
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import Uncomputed, consequences, resolve
 from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.schema.component import KINDS, builtin_components, config_class, config_classes, current_names
 from titan_exp.config.schema.foreign_code import IMPORT_PATH_KEYS, Trust, require_trust
-from titan_exp.config.schema.schema import annotation_of, declared_in, hints, keys, literals_beside, optional_fields
+from titan_exp.config.schema.schema import (
+    annotation_of,
+    declared_in,
+    hints,
+    keys,
+    literals_beside,
+    optional_fields,
+    texts,
+)
 from titan_exp.config.secrets import SECRET, variables_in
 
 
@@ -364,3 +373,61 @@ def typed_options(kind: type[Options], values: Mapping[str, Any], key: str) -> O
     if found:
         raise UserError("The options cannot be read.", found)
     return built
+
+
+def typed_file(kind: type[Options], values: Mapping[Any, Any]) -> tuple[list[Violation], Options]:
+    """Dataclass of a YAML file that is no configuration of a run, with gaps in the place of what cannot be read, and a
+    violation for every unknown, missing or invalid key of it. Examples in the docstrings are lines of the file."""
+    from pydantic import ConfigDict, ValidationError, create_model
+
+    settings = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="forbid")
+    declared: dict[str, Any] = {
+        one.name: (hints(kind)[one.name], ... if one.name not in optional_fields(kind) else _default_of(one))
+        for one in fields(kind)  # type: ignore[arg-type]  # a dataclass
+    }
+
+    def read(names: Collection[str], given: Mapping[Any, Any]) -> dict[str, Any]:
+        return vars(create_model("File", __config__=settings, **{key: declared[key] for key in names})(**given))
+
+    given = {str(key): value for key, value in values.items()}
+    try:
+        return [], kind(**read(declared, given))
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    readable = declared.keys() - {detail["loc"][0] for detail in details}
+    part = read(readable, {key: value for key, value in given.items() if key in readable})
+    return [_in_file(kind, detail) for detail in details], with_gaps(kind, part)
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+
+
+def _in_file(kind: Any, error: Mapping[str, Any]) -> Violation:
+    """Violation from a pydantic error, at its place in a file, of which `kind` has the keys."""
+    place, owner, name, annotation = "", kind, "", kind
+    for part in error["loc"]:
+        inner = _alternative(annotation)
+        if dataclasses.is_dataclass(inner):
+            owner, name, annotation = inner, part, hints(inner).get(part)
+        elif part != "[key]":
+            annotation = get_args(inner)[-1 if get_origin(inner) is dict else 0]
+        if part != "[key]":
+            place += f"[{part + 1}]" if isinstance(part, int) else f".{part}"
+    place, given, known = place.removeprefix("."), error["input"], hints(owner)
+    value = "" if isinstance(given, dict | list) or error["type"] == "missing" or error["loc"][-1] == "[key]" else given
+    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        offer = did_you_mean(name, known) or f"{place.rpartition('.')[0] or 'the file'} has {listed(known, 'and')}"
+        return Violation(place, value, "unknown key", offer)
+    reason, remedy = explained(error, place, annotation)
+    if not remedy or error["type"] not in ("literal_error", "value_error"):  # others are for the command line
+        remedy = f"for example {texts(owner)[name].example}; it means: {texts(owner)[name].meaning}"
+    return Violation(place, value, "this key has no value" if error["type"] == "missing" else reason, remedy)
+
+
+def _alternative(annotation: Any) -> Any:
+    """Type without its metadata, and without null beside it."""
+    if get_origin(annotation) is Annotated:
+        return _alternative(get_args(annotation)[0])
+    parts = [part for part in get_args(annotation) if part is not NoneType]
+    return _alternative(parts[0]) if get_origin(annotation) in (Union, UnionType) and len(parts) == 1 else annotation

@@ -406,20 +406,19 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 def _in_file(kind: Any, error: Mapping[str, Any]) -> Violation:
     """Violation from a pydantic error, at its place in a file, of which `kind` has the keys."""
     place, owner, name, annotation = "", kind, "", kind
-    for part in error["loc"]:
+    for part in error["loc"] if error["loc"][-1] != "[key]" else error["loc"][:-1]:
         inner = _alternative(annotation)
         if dataclasses.is_dataclass(inner):
             owner, name, annotation = inner, part, hints(inner).get(part)
-        elif part != "[key]":
+        else:
             annotation = get_args(inner)[-1 if get_origin(inner) is dict else 0]
-        if part != "[key]":
-            place += f"[{part + 1}]" if isinstance(part, int) else f".{part}"
+        place += f"[{int(part) + 1}]" if get_origin(inner) is tuple else f".{part}"
     place, given, known = place.removeprefix("."), error["input"], hints(owner)
     value = "" if isinstance(given, dict | list) or error["type"] == "missing" or error["loc"][-1] == "[key]" else given
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         offer = did_you_mean(name, known) or f"{place.rpartition('.')[0] or 'the file'} has {listed(known, 'and')}"
         return Violation(place, value, "unknown key", offer)
-    reason, remedy = explained(error, place, annotation)
+    reason, remedy = explained(error, place, _alternative(annotation))
     if not remedy or error["type"] not in ("literal_error", "value_error"):  # others are for the command line
         remedy = f"for example {texts(owner)[name].example}; it means: {texts(owner)[name].meaning}"
     return Violation(place, value, "this key has no value" if error["type"] == "missing" else reason, remedy)

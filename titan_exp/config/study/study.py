@@ -50,7 +50,7 @@ def _override(value: Any) -> str:
 
 def _texts(values: Any) -> tuple[str, ...]:
     if not isinstance(values, list) or not values:
-        raise Unfit("must be a list of values", f"write [{'' if values == [] else _text(values)}]")
+        raise Unfit("must be a list of values", "" if isinstance(values, list | None) else f"write [{_text(values)}]")
     return tuple(map(_text, values))
 
 
@@ -390,14 +390,14 @@ class StudyFile:
     E.g. `sizes: {laptop: [training.steps=100]}`."""
     axes: Annotated[tuple[Axis, ...], _NONE] = ()
     """Varied axes, of which every combination is a point. E.g. `axes: [{grid: {optimizer.lr: [1e-3, 3e-3]}}]`."""
-    search: Search | None = None
+    search: Annotated[Search | None, _NOTHING] = None
     """Ranges that the points are drawn from, instead of axes.
     E.g. `search: {method: sobol, points: 16, ranges: {optimizer.lr: {log_uniform: [1e-4, 1e-1]}}}`."""
     exclude: Annotated[tuple[Annotated[Exclusion, Read(_exclusion)], ...], _NONE] = ()
     """Excluded points: values by key, and a `reason`. E.g. `exclude: [{parallelism.tp: 4, parallelism.pp: 4}]`."""
     seeds: Annotated[tuple[int, ...], Read(_seeds)] = ()
     """Seeds of every point, or their number; none keeps `experiment.seed`. E.g. `seeds: 3`."""
-    halving: Halving | None = None
+    halving: Annotated[Halving | None, _NOTHING] = None
     """Successive halving over the points, of which otherwise every one is trained to its end.
     E.g. `halving: {metric: validation_loss, rungs: [100, 300, 900], keep: 1/3}`."""
     baseline: Annotated[dict[str, tuple[str, ...]] | str | None, Read(_baseline)] = None

@@ -121,11 +121,7 @@ def _overrides_in(study: Study) -> list[str]:
         *study.held_fixed,
         *(text for size in study.sizes.values() for text in size),
         *(text for axis in study.axes for choice in axis.choices for text in choice.overrides),
-        *(
-            f"{key}={value}"
-            for key, one in (study.search.ranges if study.search else {}).items()
-            for value in one.samples
-        ),
+        *(f"{key}={value}" for key, one in ranges.items() for value in one.samples),
     ):
         key, equals, value = text.partition("=")
         by_key.setdefault(key + equals, {})[value] = None

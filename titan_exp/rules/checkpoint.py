@@ -107,7 +107,7 @@ def _without_credentials(url: str) -> str:
     return re.sub(r"://[^/]*@", "://***@", url.partition("?")[0]) or "''"
 
 
-RULES = rules(
+CHECKPOINT_RULES = rules(
     Refuse(
         "checkpoint.initial_exclude",
         lambda checkpoint: checkpoint.initial_exclude and checkpoint.initial is None,
@@ -144,5 +144,5 @@ RULES = rules(
 )
 """Rules checked at every start."""
 
-BEGINNING_RULES = rules(initial_weights_exist, initial_weights_fit)
+CHECKPOINT_BEGINNING_RULES = rules(initial_weights_exist, initial_weights_fit)
 """Rules about inputs of a run's first start, skipped on resume."""

@@ -112,5 +112,5 @@ SLURM_RULES = rules(
     runs_can_be_named_in_a_script,
     when=_is_slurm,
 )
-RULES = (*REMOTE_RULES, *SLURM_RULES)
-LAYOUT_RULES = rules(nodes_are_full, when=_is_remote)
+CLUSTER_RULES = (*REMOTE_RULES, *SLURM_RULES)
+CLUSTER_LAYOUT_RULES = rules(nodes_are_full, when=_is_remote)

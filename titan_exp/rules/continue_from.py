@@ -175,7 +175,7 @@ def local_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) -> Path |
     return None if is_url(location) else parent_checkpoint(location, checkpoint.continue_step)
 
 
-RULES = rules(
+PARENT_RULES = rules(
     Refuse(
         "checkpoint.continue_step",
         lambda checkpoint: checkpoint.continue_step is not None and checkpoint.continue_from is None,
@@ -191,7 +191,7 @@ RULES = rules(
 )
 """Rules checked at every start."""
 
-BEGINNING_RULES = rules(
+PARENT_BEGINNING_RULES = rules(
     *(parent_has_a_checkpoint, steps_are_left, parent_has_this_model, parent_has_this_state),
     *(tail_is_whole, rows_have_the_parents_length, order_is_the_parents),
 )

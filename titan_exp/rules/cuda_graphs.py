@@ -70,7 +70,7 @@ def _are_on(compile: CompileConfig) -> bool:
     return compile.cuda_graphs
 
 
-RULES = rules(
+GRAPH_RULES = rules(
     Refuse(_FIELD, lambda device: device == "cpu", "a CUDA graph records GPU work, and this run is on a CPU", _OFF),
     Refuse(
         _FIELD,
@@ -105,4 +105,4 @@ RULES = rules(
     experts_stay_on_the_device,
     when=_are_on,
 )
-LAYOUT_RULES = rules(one_rank_captures, when=_are_on)
+GRAPH_LAYOUT_RULES = rules(one_rank_captures, when=_are_on)

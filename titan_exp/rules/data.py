@@ -195,7 +195,7 @@ def _nearby(path: str) -> str:
     return f"paths are relative to the current folder; the deepest folder that exists is {folder}"
 
 
-RULES = rules(
+DATA_RULES = rules(
     source_has_input,
     input_has_text,
     no_input_is_ignored,

@@ -98,4 +98,4 @@ def _known(
         yield unknown_name(field, name, builtin, example)
 
 
-RULES = rules(components_are_known, source_is_known, parts_are_known, metrics_are_known, compiler_exists)
+NAME_RULES = rules(components_are_known, source_is_known, parts_are_known, metrics_are_known, compiler_exists)

@@ -73,6 +73,6 @@ def _parent_reads_it(checkpoint: CheckpointConfig, paths: PathsConfig) -> bool:
     return path is None or "data.streaming" not in recorded_data(path.parent.parent)
 
 
-LAUNCH_RULES = rules(large_text_is_tokenized_first)
+LARGE_TEXT_LAUNCH_RULES = rules(large_text_is_tokenized_first)
 """Rules of a run that is launched without a checkpoint: one that has read a text in virtual shards keeps them, and
 one that is planned may wait for its store."""

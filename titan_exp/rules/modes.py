@@ -32,4 +32,4 @@ def keys_of_other_modes(group: str, config: Any) -> Iterator[Violation]:
             yield Violation(key, value, f"{group}={config.mode} does not read this key", f"it comes with {others}")
 
 
-RULES = rules(clipping_has_its_own_keys, average_has_its_own_keys)
+MODE_RULES = rules(clipping_has_its_own_keys, average_has_its_own_keys)

@@ -99,7 +99,7 @@ def group_norms_are_limited(optimizer: OptimizerConfig, grad_clip: GradClipConfi
             yield Violation(field, group.max_grad_norm, reason, "another name")
 
 
-RULES = rules(
+PARAMETER_RULES = rules(
     *(roles_have_parameters, patterns_match, groups_are_disjoint, betas_have_an_effect),
     *(frozen_parameters_are_possible, something_is_trained, group_norms_are_limited),
 )

@@ -94,7 +94,7 @@ def optimizer_has_rules(optimizer: OptimizerConfig, parametrization: Parametriza
         yield Violation(_NAME, parametrization.name, reason, remedy)
 
 
-RULES = rules(
+PARAMETRIZATION_RULES = rules(
     Refuse(
         _NAME,
         lambda parametrization, model: parametrization.name != "standard" and model_spec(model) is None,

@@ -41,5 +41,5 @@ def _nearest(paths: PathsConfig) -> Path:
     return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
-RULES = rules(name_is_a_folder_name, runs_folder_is_a_folder)
-LAUNCH_RULES = rules(runs_folder_is_writable)
+PATH_RULES = rules(name_is_a_folder_name, runs_folder_is_a_folder)
+PATH_LAUNCH_RULES = rules(runs_folder_is_writable)

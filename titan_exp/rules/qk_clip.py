@@ -45,4 +45,4 @@ def _is_masked(layer: LayerSpec) -> bool:
     return layer.attention is not None and (layer.attention.sinks or not layer.attention.pattern.is_causal)
 
 
-RULES = rules(logits_can_be_clipped, when=lambda optimizer: optimizer.max_logit is not None)
+CLIP_RULES = rules(logits_can_be_clipped, when=lambda optimizer: optimizer.max_logit is not None)

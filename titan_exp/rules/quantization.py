@@ -217,7 +217,7 @@ def _torchao_is_missing() -> bool:
     return importlib.util.find_spec("torchao") is None
 
 
-RULES = (
+QUANTIZATION_RULES = (
     *rules(
         Refuse(
             RECIPE,
@@ -289,4 +289,4 @@ RULES = (
         when=_has_low_precision_moments,
     ),
 )
-LAYOUT_RULES = rules(tokens_divide, when=_has_recipe)
+QUANTIZATION_LAYOUT_RULES = rules(tokens_divide, when=_has_recipe)

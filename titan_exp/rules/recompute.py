@@ -56,7 +56,7 @@ def saved_operators_exist(activation_checkpoint: ActivationCheckpointConfig) -> 
             yield Violation(field, entry, "torch has no such operator", remedy)
 
 
-RULES = rules(
+RECOMPUTE_RULES = rules(
     saved_operators_exist,
     Refuse(
         "activation_checkpoint.save",

@@ -88,7 +88,7 @@ def objective_has_inputs(spec: ModelSpec, model: ModelConfig, training: Training
         yield Violation("training.objective", training.objective, reason, remedy)
 
 
-RULES = rules(
+TRAINING_RULES = rules(
     objective_has_inputs,
     offloaded_weights_are_updated_alone,
     schedule_fits,
@@ -179,4 +179,4 @@ RULES = rules(
         "computed in fp32 anyway",
     ),
 )
-LAYOUT_RULES = rules(micro_batches_are_whole)
+TRAINING_LAYOUT_RULES = rules(micro_batches_are_whole)

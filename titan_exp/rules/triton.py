@@ -57,4 +57,4 @@ def missing_triton(device: str) -> tuple[str, str] | None:
     return None
 
 
-RULES = rules(fused_adamw_is_supported, dual_cast_is_supported)
+TRITON_RULES = rules(fused_adamw_is_supported, dual_cast_is_supported)

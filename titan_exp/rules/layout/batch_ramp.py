@@ -103,8 +103,8 @@ def _has_ramp(training: TrainingConfig) -> bool:
     return bool(training.batch_ramp)
 
 
-RULES = rules(batches_grow, run_reaches_the_last_batch, when=_has_ramp)
-LAYOUT_RULES = (
+RAMP_RULES = rules(batches_grow, run_reaches_the_last_batch, when=_has_ramp)
+RAMP_LAYOUT_RULES = (
     *rules(micro_batches_are_whole, when=_has_ramp),
     *rules(passes_are_whole, when=lambda training, parallelism: _has_ramp(training) and parallelism.pp > 1),
 )

@@ -85,7 +85,7 @@ def _is_used(parallelism: ParallelismConfig) -> bool:
     return parallelism.cp > 1 and parallelism.cp % parallelism.cp_ulysses == 0
 
 
-RULES = (
+CONTEXT_RULES = (
     *rules(groups_divide),
     *rules(
         Refuse(

@@ -52,7 +52,7 @@ def collectives_are_not_captured(compile: CompileConfig, parallelism: Parallelis
         yield Violation("compile.backend", compile.backend, reason, "compile.backend=inductor or aot_eager")
 
 
-RULES = (
+DEGREE_RULES = (
     *rules(
         Refuse(
             "cluster.device",

@@ -145,7 +145,7 @@ def _routes_tokens(model: ModelConfig) -> bool:
     return has_experts(model)
 
 
-RULES = (
+EXPERT_RULES = (
     *rules(
         Refuse(
             EP,
@@ -168,4 +168,4 @@ RULES = (
     ),
 )
 
-LAYOUT_RULES = rules(degree_divides, expert_shards_divide, when=_routes_tokens)
+EXPERT_LAYOUT_RULES = rules(degree_divides, expert_shards_divide, when=_routes_tokens)

@@ -238,7 +238,7 @@ def saved_outputs_last(
         yield Violation("activation_checkpoint.mode", "selective", f"{reason}are freed by then", remedy)
 
 
-RULES = (
+PIPELINE_RULES = (
     *rules(schedule_is_known),
     *rules(keys_have_an_effect, when=lambda parallelism: parallelism.pp == 1),
     *rules(
@@ -269,4 +269,4 @@ RULES = (
         when=_backward_is_split,
     ),
 )
-LAYOUT_RULES = rules(microbatches_fit, when=_is_used)
+PIPELINE_LAYOUT_RULES = rules(microbatches_fit, when=_is_used)

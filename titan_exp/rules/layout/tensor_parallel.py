@@ -108,7 +108,7 @@ def _colwise(spec: ModelSpec) -> list[tuple[LinearSpec, Colwise]]:
     return [(linear, linear.tp) for linear in linears if linear.experts == 1 and isinstance(linear.tp, Colwise)]
 
 
-RULES = (
+TENSOR_RULES = (
     *rules(async_tp_is_supported),
     *rules(
         Refuse(

@@ -112,7 +112,7 @@ STORE_OPTIONS = rules(
 )
 """Rules for options fixed by the store: tokenizer and validation split."""
 
-RULES = (
+STORE_RULES = (
     *rules(stores_are_complete, stores_are_large_enough, weights_fit, when=_reads_stores),
     *STORE_OPTIONS,
     *rules(

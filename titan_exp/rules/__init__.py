@@ -12,7 +12,7 @@ from titan_exp.rules.checkpoint import CHECKPOINT_BEGINNING_RULES, CHECKPOINT_RU
 from titan_exp.rules.cluster import CLUSTER_LAYOUT_RULES, CLUSTER_RULES
 from titan_exp.rules.continue_from import PARENT_BEGINNING_RULES, PARENT_RULES
 from titan_exp.rules.cuda_graphs import GRAPH_LAYOUT_RULES, GRAPH_RULES
-from titan_exp.rules.data import DATA_RULES
+from titan_exp.rules.data import DATA_RULES, STORE_RULES
 from titan_exp.rules.import_paths import NAME_RULES
 from titan_exp.rules.large_text import LARGE_TEXT_LAUNCH_RULES
 from titan_exp.rules.layout.batch_ramp import RAMP_LAYOUT_RULES, RAMP_RULES
@@ -30,7 +30,6 @@ from titan_exp.rules.qk_clip import CLIP_RULES
 from titan_exp.rules.quantization import QUANTIZATION_LAYOUT_RULES, QUANTIZATION_RULES
 from titan_exp.rules.recompute import RECOMPUTE_RULES
 from titan_exp.rules.rule import Rule, find_violations
-from titan_exp.rules.stores.token_store import STORE_RULES
 from titan_exp.rules.training import TRAINING_LAYOUT_RULES, TRAINING_RULES
 from titan_exp.rules.triton import TRITON_RULES
 

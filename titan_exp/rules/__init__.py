@@ -15,14 +15,12 @@ from titan_exp.rules.cuda_graphs import GRAPH_LAYOUT_RULES, GRAPH_RULES
 from titan_exp.rules.data import DATA_RULES, STORE_RULES
 from titan_exp.rules.import_paths import NAME_RULES
 from titan_exp.rules.large_text import LARGE_TEXT_LAUNCH_RULES
-from titan_exp.rules.layout.batch_ramp import RAMP_LAYOUT_RULES, RAMP_RULES
 from titan_exp.rules.layout.context_parallel import CONTEXT_RULES
 from titan_exp.rules.layout.degrees import DEGREE_RULES
 from titan_exp.rules.layout.expert_parallel import EXPERT_LAYOUT_RULES, EXPERT_RULES
 from titan_exp.rules.layout.pipeline_parallel import PIPELINE_LAYOUT_RULES, PIPELINE_RULES, schedule_is_known
 from titan_exp.rules.layout.tensor_parallel import TENSOR_RULES
 from titan_exp.rules.model import MODEL_RULES
-from titan_exp.rules.modes import MODE_RULES
 from titan_exp.rules.parameter_groups import PARAMETER_RULES
 from titan_exp.rules.parametrization import PARAMETRIZATION_RULES
 from titan_exp.rules.paths import PATH_LAUNCH_RULES, PATH_RULES
@@ -30,7 +28,7 @@ from titan_exp.rules.qk_clip import CLIP_RULES
 from titan_exp.rules.quantization import QUANTIZATION_LAYOUT_RULES, QUANTIZATION_RULES
 from titan_exp.rules.recompute import RECOMPUTE_RULES
 from titan_exp.rules.rule import Rule, find_violations
-from titan_exp.rules.training import TRAINING_LAYOUT_RULES, TRAINING_RULES
+from titan_exp.rules.training import MODE_RULES, RAMP_LAYOUT_RULES, RAMP_RULES, TRAINING_LAYOUT_RULES, TRAINING_RULES
 from titan_exp.rules.triton import TRITON_RULES
 
 _ADDED = tuple(loaded("rules"))

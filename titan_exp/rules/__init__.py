@@ -21,10 +21,8 @@ from titan_exp.rules.layout.expert_parallel import EXPERT_LAYOUT_RULES, EXPERT_R
 from titan_exp.rules.layout.pipeline_parallel import PIPELINE_LAYOUT_RULES, PIPELINE_RULES, schedule_is_known
 from titan_exp.rules.layout.tensor_parallel import TENSOR_RULES
 from titan_exp.rules.model import MODEL_RULES
-from titan_exp.rules.parameter_groups import PARAMETER_RULES
-from titan_exp.rules.parametrization import PARAMETRIZATION_RULES
+from titan_exp.rules.optimizer import CLIP_RULES, PARAMETER_RULES, PARAMETRIZATION_RULES
 from titan_exp.rules.paths import PATH_LAUNCH_RULES, PATH_RULES
-from titan_exp.rules.qk_clip import CLIP_RULES
 from titan_exp.rules.quantization import QUANTIZATION_LAYOUT_RULES, QUANTIZATION_RULES
 from titan_exp.rules.recompute import RECOMPUTE_RULES
 from titan_exp.rules.rule import Rule, find_violations

@@ -23,11 +23,10 @@ from titan_exp.rules.layout.tensor_parallel import TENSOR_RULES
 from titan_exp.rules.model import MODEL_RULES
 from titan_exp.rules.optimizer import CLIP_RULES, PARAMETER_RULES, PARAMETRIZATION_RULES
 from titan_exp.rules.paths import PATH_LAUNCH_RULES, PATH_RULES
-from titan_exp.rules.quantization import QUANTIZATION_LAYOUT_RULES, QUANTIZATION_RULES
+from titan_exp.rules.quantization import QUANTIZATION_LAYOUT_RULES, QUANTIZATION_RULES, TRITON_RULES
 from titan_exp.rules.recompute import RECOMPUTE_RULES
 from titan_exp.rules.rule import Rule, find_violations
 from titan_exp.rules.training import MODE_RULES, RAMP_LAYOUT_RULES, RAMP_RULES, TRAINING_LAYOUT_RULES, TRAINING_RULES
-from titan_exp.rules.triton import TRITON_RULES
 
 _ADDED = tuple(loaded("rules"))
 """Modules of extensions."""

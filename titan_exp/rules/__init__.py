@@ -10,8 +10,8 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.rules.checkpoint import CHECKPOINT_BEGINNING_RULES, CHECKPOINT_RULES
 from titan_exp.rules.cluster import CLUSTER_LAYOUT_RULES, CLUSTER_RULES
+from titan_exp.rules.compile import GRAPH_LAYOUT_RULES, GRAPH_RULES, RECOMPUTE_RULES
 from titan_exp.rules.continue_from import PARENT_BEGINNING_RULES, PARENT_RULES
-from titan_exp.rules.cuda_graphs import GRAPH_LAYOUT_RULES, GRAPH_RULES
 from titan_exp.rules.data import DATA_RULES, STORE_RULES
 from titan_exp.rules.import_paths import NAME_RULES
 from titan_exp.rules.large_text import LARGE_TEXT_LAUNCH_RULES
@@ -24,7 +24,6 @@ from titan_exp.rules.model import MODEL_RULES
 from titan_exp.rules.optimizer import CLIP_RULES, PARAMETER_RULES, PARAMETRIZATION_RULES
 from titan_exp.rules.paths import PATH_LAUNCH_RULES, PATH_RULES
 from titan_exp.rules.quantization import QUANTIZATION_LAYOUT_RULES, QUANTIZATION_RULES, TRITON_RULES
-from titan_exp.rules.recompute import RECOMPUTE_RULES
 from titan_exp.rules.rule import Rule, find_violations
 from titan_exp.rules.training import MODE_RULES, RAMP_LAYOUT_RULES, RAMP_RULES, TRAINING_LAYOUT_RULES, TRAINING_RULES
 

@@ -10,7 +10,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise
-from titan_exp.rules.recompute import compiled_blocks
+from titan_exp.rules.compile import compiled_blocks
 from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules
 
 FIELD = "parallelism.tp"

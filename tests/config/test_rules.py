@@ -18,7 +18,7 @@ from titan_exp.models.llama import Config
 from titan_exp.models.spec.transformer import transformer_layer, transformer_spec
 from titan_exp.rules import LAYOUT_RULES, RULES, check, violations
 from titan_exp.rules.data import source_has_input
-from titan_exp.rules.layout.context_parallel import heads_divide, kernel_merges
+from titan_exp.rules.mesh import heads_divide, kernel_merges
 from titan_exp.rules.rule import Refuse, Values
 
 HERE = Path(__file__).parent

@@ -38,9 +38,7 @@ from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.module_requirements import computes_loss
 from titan_exp.parallel.tensor_parallel.apply import vocab_shard
 from titan_exp.rules.data import DATA_RULES
-from titan_exp.rules.layout.context_parallel import CONTEXT_RULES
-from titan_exp.rules.layout.degrees import DEGREE_RULES
-from titan_exp.rules.layout.tensor_parallel import TENSOR_RULES
+from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
 from titan_exp.rules.rule import find_violations
 from titan_exp.trainer.distributed import RunOnRanks, joined_process_group, serve
 from titan_exp.trainer.forward_backward import EagerModel

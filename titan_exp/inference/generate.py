@@ -29,9 +29,7 @@ from titan_exp.parallel.context_parallel.apply import apply_context_parallel
 from titan_exp.parallel.expert_parallel.apply import apply_expert_parallel
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, drop_unused_rows
-from titan_exp.rules.layout.context_parallel import CONTEXT_RULES
-from titan_exp.rules.layout.degrees import DEGREE_RULES
-from titan_exp.rules.layout.tensor_parallel import TENSOR_RULES
+from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
 from titan_exp.rules.rule import find_violations
 from titan_exp.trainer.distributed import RunOnRanks, serve
 from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of, training_length

@@ -15,11 +15,9 @@ from titan_exp.rules.continue_from import PARENT_BEGINNING_RULES, PARENT_RULES
 from titan_exp.rules.data import DATA_RULES, STORE_RULES
 from titan_exp.rules.import_paths import NAME_RULES
 from titan_exp.rules.large_text import LARGE_TEXT_LAUNCH_RULES
-from titan_exp.rules.layout.context_parallel import CONTEXT_RULES
-from titan_exp.rules.layout.degrees import DEGREE_RULES
 from titan_exp.rules.layout.expert_parallel import EXPERT_LAYOUT_RULES, EXPERT_RULES
 from titan_exp.rules.layout.pipeline_parallel import PIPELINE_LAYOUT_RULES, PIPELINE_RULES, schedule_is_known
-from titan_exp.rules.layout.tensor_parallel import TENSOR_RULES
+from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
 from titan_exp.rules.model import MODEL_RULES
 from titan_exp.rules.optimizer import CLIP_RULES, PARAMETER_RULES, PARAMETRIZATION_RULES
 from titan_exp.rules.paths import PATH_LAUNCH_RULES, PATH_RULES

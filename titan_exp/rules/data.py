@@ -30,7 +30,7 @@ from titan_exp.config.paths.data_files import (
     unlimited_split,
 )
 from titan_exp.config.schema.builtins import TOKENIZERS, sources
-from titan_exp.rules.import_paths import source_is_known
+from titan_exp.rules.names import source_is_known
 from titan_exp.rules.rule import Refuse, find_violations, rules
 
 _NAMED = 3

@@ -8,10 +8,14 @@ from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
-from titan_exp.rules.checkpoint import CHECKPOINT_BEGINNING_RULES, CHECKPOINT_RULES
+from titan_exp.rules.checkpoint import (
+    CHECKPOINT_BEGINNING_RULES,
+    CHECKPOINT_RULES,
+    PARENT_BEGINNING_RULES,
+    PARENT_RULES,
+)
 from titan_exp.rules.cluster import CLUSTER_LAYOUT_RULES, CLUSTER_RULES
 from titan_exp.rules.compile import GRAPH_LAYOUT_RULES, GRAPH_RULES, RECOMPUTE_RULES
-from titan_exp.rules.continue_from import PARENT_BEGINNING_RULES, PARENT_RULES
 from titan_exp.rules.data import DATA_RULES, STORE_RULES
 from titan_exp.rules.large_text import LARGE_TEXT_LAUNCH_RULES
 from titan_exp.rules.layout.expert_parallel import EXPERT_LAYOUT_RULES, EXPERT_RULES

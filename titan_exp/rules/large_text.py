@@ -11,7 +11,7 @@ from titan_exp.config.errors.user_error import Violation, listed, shown
 from titan_exp.config.groups.run import CheckpointConfig, DataConfig, PathsConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths import data_files
-from titan_exp.rules.continue_from import local_checkpoint, recorded_data
+from titan_exp.rules.checkpoint import local_checkpoint, recorded_data
 from titan_exp.rules.data import streamed_validation_is_limited
 from titan_exp.rules.rule import rules
 

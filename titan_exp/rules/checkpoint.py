@@ -20,7 +20,7 @@ from titan_exp.config.schema.typed_config import read_values
 from titan_exp.models.convert.hf_config import export_violations
 from titan_exp.models.convert.state_dict_map import checkpoint_formats
 from titan_exp.rules.rule import Refuse, rules
-from titan_exp.rules.weights.given_weights import (
+from titan_exp.rules.weights import (
     ACCEPT,
     TOKENIZER,
     from_config,

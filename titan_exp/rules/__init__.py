@@ -19,11 +19,11 @@ from titan_exp.rules.compile import GRAPH_LAYOUT_RULES, GRAPH_RULES, RECOMPUTE_R
 from titan_exp.rules.data import DATA_RULES, STORE_RULES
 from titan_exp.rules.expert_parallel import EXPERT_LAYOUT_RULES, EXPERT_RULES
 from titan_exp.rules.large_text import LARGE_TEXT_LAUNCH_RULES
-from titan_exp.rules.layout.pipeline_parallel import PIPELINE_LAYOUT_RULES, PIPELINE_RULES, schedule_is_known
 from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
 from titan_exp.rules.model import MODEL_RULES
 from titan_exp.rules.names import NAME_RULES, PATH_LAUNCH_RULES, PATH_RULES
 from titan_exp.rules.optimizer import CLIP_RULES, PARAMETER_RULES, PARAMETRIZATION_RULES
+from titan_exp.rules.pipeline_parallel import PIPELINE_LAYOUT_RULES, PIPELINE_RULES, schedule_is_known
 from titan_exp.rules.quantization import QUANTIZATION_LAYOUT_RULES, QUANTIZATION_RULES, TRITON_RULES
 from titan_exp.rules.rule import Rule, find_violations
 from titan_exp.rules.training import MODE_RULES, RAMP_LAYOUT_RULES, RAMP_RULES, TRAINING_LAYOUT_RULES, TRAINING_RULES

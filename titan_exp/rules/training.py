@@ -19,7 +19,7 @@ from titan_exp.config.schema.identity_keys import COUNTS_BESIDE
 from titan_exp.config.schema.schema import choices_of, hints
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.rules.layout.pipeline_parallel import accepted_numbers, fits, schedule_is_known
+from titan_exp.rules.pipeline_parallel import accepted_numbers, fits, schedule_is_known
 from titan_exp.rules.rule import Refuse, check_multiple, rules
 
 

@@ -16,9 +16,8 @@ from titan_exp.rules.checkpoint import (
 )
 from titan_exp.rules.cluster import CLUSTER_LAYOUT_RULES, CLUSTER_RULES
 from titan_exp.rules.compile import GRAPH_LAYOUT_RULES, GRAPH_RULES, RECOMPUTE_RULES
-from titan_exp.rules.data import DATA_RULES, STORE_RULES
+from titan_exp.rules.data import DATA_RULES, LARGE_TEXT_LAUNCH_RULES, STORE_RULES
 from titan_exp.rules.expert_parallel import EXPERT_LAYOUT_RULES, EXPERT_RULES
-from titan_exp.rules.large_text import LARGE_TEXT_LAUNCH_RULES
 from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
 from titan_exp.rules.model import MODEL_RULES
 from titan_exp.rules.names import NAME_RULES, PATH_LAUNCH_RULES, PATH_RULES

@@ -2,16 +2,20 @@
 
 import glob
 import os
+import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed, shown
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.groups.run import DataConfig
+from titan_exp.config.groups.run import CheckpointConfig, DataConfig, PathsConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.paths import data_files
 from titan_exp.config.paths.data_files import (
     LOADERS,
     SPLIT_FURTHER,
@@ -30,6 +34,7 @@ from titan_exp.config.paths.data_files import (
     unlimited_split,
 )
 from titan_exp.config.schema.builtins import TOKENIZERS, sources
+from titan_exp.rules.checkpoint import local_checkpoint, recorded_data
 from titan_exp.rules.names import source_is_known
 from titan_exp.rules.rule import Refuse, find_violations, rules
 
@@ -318,3 +323,66 @@ DATA_RULES = rules(
     streamed_validation_is_limited,
     vocabulary_fits,
 )
+
+
+BYTES_PER_SECOND, MERGED_BYTES_PER_SECOND = 24e6, 2.9e6
+"""Text that one core tokenizes in a second, with the tokenizer `bytes` and with one of 30,000 merges: measured on the
+standard library's source."""
+_STORED = {
+    "text": ("paths", "document"),
+    "huggingface": ("dataset", "subset", "data_files", "split", "validation_split", "text_column"),
+}
+"""Keys of a source that choose its documents."""
+
+
+def large_text_is_tokenized_first(
+    data: DataConfig, checkpoint: CheckpointConfig, paths: PathsConfig, training: TrainingConfig
+) -> Iterator[Violation]:
+    """A text on this machine above `LARGEST_TEXT` is a token store, unless it is streamed or a parent reads it so."""
+    entries, size = () if data.streaming else data_files.corpus_entries(data), 0
+    with suppress(OSError):  # another rule names the file
+        size = data_files.corpus_size(entries, only_text=data.source == "text")
+    if size <= data_files.LARGEST_TEXT or _parent_reads_it(checkpoint, paths):
+        return
+    seconds = size / (BYTES_PER_SECOND if data.tokenizer == "bytes" else MERGED_BYTES_PER_SECOND)
+    reason = (
+        f"there are {size / 2**30:.3g} GiB of text. For an epoch to read each document once, all of it is tokenized "
+        f"first; this run would do that while its GPUs wait, for {max(1, round(seconds / 60))} min of one core or more"
+    )
+    streamed = ["data.streaming=true"]
+    if any(streamed_validation_is_limited(replace(data, streaming=True), training)):
+        streamed.append("data.validation_documents=1024")
+    remedy = (
+        f"{_store_command(data, entries)}; or {' '.join(streamed)}, with which an epoch is no exact pass: each of "
+        f"{data.virtual_shards} virtual shards reads its documents once before any again, and those with fewer tokens "
+        "begin again earlier"
+    )
+    yield Violation("data.streaming", False, reason, remedy)
+
+
+def _store_command(data: DataConfig, entries: tuple[str, ...]) -> str:
+    """Command that makes a store of the same documents, and the overrides that train from it."""
+    from titan_exp.config.hydra.nondefault import quoted  # imports Hydra
+
+    values = {key: getattr(data, key) for key in (*_STORED[data.source], "tokenizer", "validation_fraction")}
+    given = {f"data.{key}": shown(value, quoted) for key, value in values.items() if value not in (None, ())}
+    names = re.findall(r"(?<![^/])[\w-]+(?=[\w.-]*(?:/|$))", str(Path(entries[0]).expanduser().absolute()))
+    store = f"stores/{names[-1] if names else 'text'}"
+    words = [f"data={data.source}", *(f"{key}={value}" for key, value in given.items()), f"out={store}"]
+    return (
+        f"titan-exp tokenize {shlex.join(words)}, then data=tokens data.paths='[{store}]' in place of "
+        f"{listed([f'data={data.source}', *given], 'and')}"
+    )
+
+
+def _parent_reads_it(checkpoint: CheckpointConfig, paths: PathsConfig) -> bool:
+    """True if a parent's order is kept, in which texts of any size are tokenized while training, or may be kept."""
+    if checkpoint.continue_from is None or checkpoint.continue_data != "same":
+        return False
+    path = local_checkpoint(checkpoint, paths)
+    return path is None or "data.streaming" not in recorded_data(path.parent.parent)
+
+
+LARGE_TEXT_LAUNCH_RULES = rules(large_text_is_tokenized_first)
+"""Rules of a run that is launched without a checkpoint: one that has read a text in virtual shards keeps them, and
+one that is planned may wait for its store."""

@@ -157,14 +157,6 @@ def _is_set(word: str) -> bool:
     return word not in ("", "NONE", "NIL")
 
 
-def _is_remote(cluster: ClusterConfig) -> bool:
-    return cluster.is_remote
-
-
-def _is_slurm(cluster: ClusterConfig) -> bool:
-    return cluster.kind == SLURM
-
-
 REMOTE_RULES = rules(
     Refuse(
         "cluster.device",
@@ -178,7 +170,7 @@ REMOTE_RULES = rules(
         "the GPUs of the nodes of {cluster.kind} cannot be counted from here",
         "cluster.gpus_per_node=8",
     ),
-    when=_is_remote,
+    when=lambda cluster: cluster.is_remote,
 )
 SLURM_RULES = rules(
     Refuse(
@@ -196,7 +188,7 @@ SLURM_RULES = rules(
     arguments_are_well_formed,
     sbatch_options_are_free,
     runs_can_be_named_in_a_script,
-    when=_is_slurm,
+    when=lambda cluster: cluster.kind == SLURM,
 )
 CLUSTER_RULES = (*REMOTE_RULES, *SLURM_RULES)
-CLUSTER_LAYOUT_RULES = rules(nodes_are_full, when=_is_remote)
+CLUSTER_LAYOUT_RULES = rules(nodes_are_full, when=lambda cluster: cluster.is_remote)

@@ -152,10 +152,6 @@ def experts_stay_on_the_device(
             return
 
 
-def _are_on(compile: CompileConfig) -> bool:
-    return compile.cuda_graphs
-
-
 GRAPH_RULES = rules(
     Refuse(_FIELD, lambda device: device == "cpu", "a CUDA graph records GPU work, and this run is on a CPU", _OFF),
     Refuse(
@@ -189,6 +185,6 @@ GRAPH_RULES = rules(
         f"{_OFF}, or quantization={listed(RECIPES)}",
     ),
     experts_stay_on_the_device,
-    when=_are_on,
+    when=lambda compile: compile.cuda_graphs,
 )
-GRAPH_LAYOUT_RULES = rules(one_rank_captures, when=_are_on)
+GRAPH_LAYOUT_RULES = rules(one_rank_captures, when=lambda compile: compile.cuda_graphs)

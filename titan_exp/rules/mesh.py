@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from titan_exp.config.errors.user_error import Violation, divisors, listed, multiples_near, nearest_numbers
+from titan_exp.config.errors.user_error import Violation, listed, multiples_near
 from titan_exp.config.groups.parallelism import BLOCK_SCALED, CompileConfig, ParallelismConfig, QuantizationConfig
 from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.config.groups.training import TrainingConfig
@@ -34,10 +34,11 @@ def ranks_have_gpus(
         field = "dp_shard" if parallelism.dp_shard >= parallelism.dp_replicate else "dp_replicate"
         degree = getattr(parallelism, field)
         room = offered // (world // degree)
-        works = listed(nearest_numbers(degree, [number for number in divisors(offered) if number <= room]))
         reason = f"the degrees multiply to {world} processes, and {offered} GPU{'s' * (offered > 1)} can be used"
-        remedy = f"parallelism.{field}={works}" if room else "lower the other degrees as well"
-        yield Violation(f"parallelism.{field}", degree, reason, remedy)
+        lower = "lower the other degrees as well"
+        yield from check_number(
+            f"parallelism.{field}", degree, lambda size: offered % size == 0, reason, largest=room, otherwise=lower
+        )
 
 
 def model_is_divided_so(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -129,7 +130,7 @@ def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Vi
     unsharded = next((name for name, linear in spec.linears() if linear.tp is None and linear.experts == 1), None)
     refused = any(axis.key == TP for axis in spec.unsupported)
     if unsharded is not None and not refused:
-        yield Violation(TP, degree, f"the spec of {unsharded} gives no sharding", f"{FIELD}=1")
+        yield Violation(TP, degree, f"the spec of {unsharded} gives no sharding", f"{TP}=1")
     # Modulations have the units of other linears.
     for style in dict.fromkeys(replace(style, vector=False) for _, style in _colwise(spec) if style.units):
         step = math.lcm(style.width, degree) if style.common else style.width * degree
@@ -284,10 +285,6 @@ def kernel_merges(spec: ModelSpec, parallelism: ParallelismConfig, device: str) 
         yield from check_multiple(key, head_dim, multiple, reason, more)
 
 
-def _is_used(parallelism: ParallelismConfig) -> bool:
-    return parallelism.cp > 1 and parallelism.cp % parallelism.cp_ulysses == 0
-
-
 CONTEXT_RULES = (
     *rules(groups_divide),
     *rules(
@@ -301,6 +298,6 @@ CONTEXT_RULES = (
         sequence_divides,
         heads_divide,
         kernel_merges,
-        when=_is_used,
+        when=lambda parallelism: parallelism.cp > 1 and parallelism.cp % parallelism.cp_ulysses == 0,
     ),
 )

@@ -220,7 +220,7 @@ def logits_can_be_clipped(
     if compile.cuda_graphs:
         reasons.append("largest logits in a captured pass are untested (compile.cuda_graphs=true)")
     for reason in dict.fromkeys(reasons):
-        yield Violation(CLIP, optimizer.max_logit, reason, f"{FIELD}=null, or change that")
+        yield Violation(CLIP, optimizer.max_logit, reason, f"{CLIP}=null, or change that")
         return
 
 

@@ -216,14 +216,6 @@ def schedule_can_be_read(parallelism: ParallelismConfig) -> bool:
     return not any(schedule_is_known(parallelism))
 
 
-def _is_used(parallelism: ParallelismConfig) -> bool:
-    return parallelism.pp > 1
-
-
-def _backward_is_split(parallelism: ParallelismConfig, layout: ResolvedLayout) -> bool:
-    return _is_used(parallelism) and schedule_can_be_read(parallelism) and layout.splits_backward
-
-
 def saved_outputs_last(
     parallelism: ParallelismConfig, activation_checkpoint: ActivationCheckpointConfig, compile: CompileConfig
 ) -> Iterator[Violation]:
@@ -255,7 +247,7 @@ PIPELINE_RULES = (
             "compile.backend=inductor or aot_eager",
         ),
         stages_fit,
-        when=_is_used,
+        when=lambda parallelism: parallelism.pp > 1,
     ),
     *rules(
         Refuse(
@@ -266,7 +258,9 @@ PIPELINE_RULES = (
             f"parallelism.reshard_after_forward=auto or never; or parallelism.pp_schedule={WHOLE_BACKWARD}",
         ),
         saved_outputs_last,
-        when=_backward_is_split,
+        when=lambda parallelism, layout: (
+            parallelism.pp > 1 and schedule_can_be_read(parallelism) and layout.splits_backward
+        ),
     ),
 )
-PIPELINE_LAYOUT_RULES = rules(microbatches_fit, when=_is_used)
+PIPELINE_LAYOUT_RULES = rules(microbatches_fit, when=lambda parallelism: parallelism.pp > 1)

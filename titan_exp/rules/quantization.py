@@ -213,14 +213,6 @@ def torchao_has_kernels(quantization: QuantizationConfig, device: str) -> Iterat
         yield from torchao_violations(quantization.recipe)
 
 
-def _has_recipe(quantization: QuantizationConfig) -> bool:
-    return quantization.recipe != "none"
-
-
-def _has_low_precision_moments(optimizer: OptimizerConfig) -> bool:
-    return isinstance(optimizer, AdamWConfig) and optimizer.state_precision != "fp32"
-
-
 def _torchao_is_missing() -> bool:
     return importlib.util.find_spec("torchao") is None
 
@@ -276,7 +268,7 @@ QUANTIZATION_RULES = (
             "training.mixed_precision=bf16, or quantization.emulate=true",
         ),
         fp32_modules_are_not_quantized,
-        when=_has_recipe,
+        when=lambda quantization: quantization.recipe != "none",
     ),
     *rules(
         Refuse(
@@ -294,10 +286,10 @@ QUANTIZATION_RULES = (
             "pip install torchao, or optimizer.state_precision=bf16",
         ),
         moment_blocks_divide,
-        when=_has_low_precision_moments,
+        when=lambda optimizer: isinstance(optimizer, AdamWConfig) and optimizer.state_precision != "fp32",
     ),
 )
-QUANTIZATION_LAYOUT_RULES = rules(tokens_divide, when=_has_recipe)
+QUANTIZATION_LAYOUT_RULES = rules(tokens_divide, when=lambda quantization: quantization.recipe != "none")
 
 
 def fused_adamw_is_supported(

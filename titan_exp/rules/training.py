@@ -25,11 +25,8 @@ from titan_exp.rules.rule import Refuse, check_multiple, rules
 
 def micro_batches_are_whole(training: TrainingConfig, layout: ResolvedLayout) -> Iterator[Violation]:
     """Every data-parallel rank runs the same whole number of micro-batches."""
-    ranks, micro, size = layout.dp_degree, training.micro_batch_size or 1, training.global_batch_size
-    sizes = listed(nearest_numbers(micro, divisors(size // ranks)))
-    more = f"; or training.micro_batch_size={sizes}" if size % ranks == 0 else ""
-    reason = f"it cannot be divided among {_ranks(ranks)}{f' in micro-batches of {micro}' if micro > 1 else ''}"
-    yield from check_multiple("training.global_batch_size", size, ranks * micro, reason, more)
+    unit, reason, more = _share(training.global_batch_size, training, layout)
+    yield from check_multiple("training.global_batch_size", training.global_batch_size, unit, f"it {reason}", more)
 
 
 def schedule_fits(lr_schedule: LRScheduleConfig, training: TrainingConfig) -> Iterator[Violation]:
@@ -82,8 +79,14 @@ def compiled_blocks_have_one_precision(compile: CompileConfig, training: Trainin
             yield Violation("training.fp32_modules", pattern, reason, remedy)
 
 
-def _ranks(count: int) -> str:
-    return f"{count} data-parallel rank{'s' * (count > 1)}"
+def _share(size: int, training: TrainingConfig, layout: ResolvedLayout) -> tuple[int, str, str]:
+    """Number that divides a batch if ranks can share it, the reason if it does not, and micro-batches with which it
+    does."""
+    ranks, micro = layout.dp_degree, training.micro_batch_size or 1
+    parts = f" in micro-batches of {micro}" if micro > 1 else ""
+    sizes = nearest_numbers(micro, divisors(size // ranks)) if size % ranks == 0 else []
+    more = f"; or training.micro_batch_size={listed(sizes)}" if sizes else ""
+    return ranks * micro, f"cannot be divided among {ranks} data-parallel rank{'s' * (ranks > 1)}{parts}", more
 
 
 def objective_has_inputs(spec: ModelSpec, model: ModelConfig, training: TrainingConfig) -> Iterator[Violation]:
@@ -213,16 +216,11 @@ def run_reaches_the_last_batch(training: TrainingConfig) -> Iterator[Violation]:
 
 def ramped_micro_batches_are_whole(training: TrainingConfig, layout: ResolvedLayout) -> Iterator[Violation]:
     """Every data-parallel rank runs the same whole number of micro-batches in each batch of the ramp."""
-    ranks, micro = layout.dp_degree, training.micro_batch_size or 1
     for _, size in training.batch_ramp:
-        if size % (ranks * micro):
-            parts = f" in micro-batches of {micro}" if micro > 1 else ""
-            reason = f"its batch of {size} cannot be divided among {ranks} data-parallel rank{'s' * (ranks > 1)}{parts}"
-            sizes = nearest_numbers(micro, divisors(size // ranks)) if size % ranks == 0 else []
-            more = f"; or training.micro_batch_size={listed(sizes)}" if sizes else ""
-            yield _violation(
-                training, reason, f"nearest: {listed(multiples_near(size, ranks * micro))} sequences{more}"
-            )
+        unit, reason, more = _share(size, training, layout)
+        if size % unit:
+            remedy = f"nearest: {listed(multiples_near(size, unit))} sequences{more}"
+            yield _violation(training, f"its batch of {size} {reason}", remedy)
 
 
 def passes_are_whole(
@@ -277,14 +275,10 @@ def _violation(training: TrainingConfig, reason: str, remedy: str) -> Violation:
     return Violation(RAMP, [list(stage) for stage in training.batch_ramp], reason, remedy)
 
 
-def _has_ramp(training: TrainingConfig) -> bool:
-    return bool(training.batch_ramp)
-
-
-RAMP_RULES = rules(batches_grow, run_reaches_the_last_batch, when=_has_ramp)
+RAMP_RULES = rules(batches_grow, run_reaches_the_last_batch, when=lambda training: training.batch_ramp)
 RAMP_LAYOUT_RULES = (
-    *rules(ramped_micro_batches_are_whole, when=_has_ramp),
-    *rules(passes_are_whole, when=lambda training, parallelism: _has_ramp(training) and parallelism.pp > 1),
+    *rules(ramped_micro_batches_are_whole, when=lambda training: training.batch_ramp),
+    *rules(passes_are_whole, when=lambda training, parallelism: training.batch_ramp and parallelism.pp > 1),
 )
 
 

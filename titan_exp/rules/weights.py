@@ -1,4 +1,9 @@
-"""Weights that a run begins with: what is written beside them about their model and tokenizer, and what of it the run changes."""
+"""Weights that a run begins with: their model and tokenizer, as written beside them, and what the run changes of it.
+
+Names and shapes do not tell one function from another: 4 heads of 16 features have the weights of 8 heads of 4 with
+twice the key-value heads. Every field of a model counts, those of a family of the user's own too, unless it declares
+another `Change` in its metadata.
+"""
 
 import dataclasses
 import math

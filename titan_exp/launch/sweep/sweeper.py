@@ -29,8 +29,7 @@ from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.sweep.rounds import Finished, Rounds
 from titan_exp.launch.sweep.shipped_study import StudySweep, SweepOptions
-from titan_exp.launch.sweep.sweep_memory import predict_sweep_memory
-from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan, plan_sweep
+from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan, plan_sweep, predict_sweep_memory
 from titan_exp.launch.sweep.sweep_table import remarks_on, show_outcomes, show_plan
 
 SHOWS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc"}

@@ -35,9 +35,13 @@ def ranks_have_gpus(
         degree = getattr(parallelism, field)
         room = offered // (world // degree)
         reason = f"the degrees multiply to {world} processes, and {offered} GPU{'s' * (offered > 1)} can be used"
-        lower = "lower the other degrees as well"
         yield from check_number(
-            f"parallelism.{field}", degree, lambda size: offered % size == 0, reason, largest=room, otherwise=lower
+            f"parallelism.{field}",
+            degree,
+            lambda size: size <= room and offered % size == 0,
+            reason,
+            largest=room,
+            otherwise="lower the other degrees as well",
         )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
 from titan_exp.config.extension import extension_folders, lacking
 from titan_exp.config.paths.foreign_file import StudyLoader, read_yaml
-from titan_exp.config.schema.typed_config import GapError, typed_file
+from titan_exp.config.schema.typed_config import GapError, typed_values
 from titan_exp.config.study.study import Axis, Conditions, Study, StudyFile, hold, split_override
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def read_study(path: Path) -> Study:
         raise UserError(
             f"{path} contains no study. A study has {listed([one.name for one in fields(StudyFile)], 'and')}."
         )
-    found, study = typed_file(StudyFile, content)
+    found, study = typed_values(StudyFile, content)
     for check in (_points, _metrics, _conditions, _tuned):
         with suppress(GapError):
             found += check(study)

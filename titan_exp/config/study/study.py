@@ -210,7 +210,7 @@ class Axis:
     list: Annotated[dict[Name, Overrides], _NOTHING] = field(default_factory=dict)
     """Overrides by the name of a point. E.g. `list: {plain: [], slow: [optimizer.lr=1e-4]}`."""
     name: Annotated[str, Read(lambda value: "" if value is None else value)] = ""
-    """Name of a list, by which conditions and the command line choose its points."""
+    """Name of a list, by which conditions and the command line choose its points. E.g. `name: balance`."""
     when: Conditions = field(default_factory=dict)
     """Conditions on the axes above and on what is held fixed, all of which a point must fulfil for the axis to apply.
     E.g. `when: {parallelism.cp: [2, 4]}`."""

@@ -5,6 +5,7 @@ import pytest
 from tests.config.composing import experiment
 from titan_exp.rules import violations
 
+ASYNC_TP = ("parallelism.tp=2", "parallelism.async_tp=true")
 BASE = ("model=qwen3_moe_debug", "cluster.device=cpu", "training.seq_len=64", "training.global_batch_size=24")
 """8 experts, of which a token uses 3."""
 
@@ -73,6 +74,7 @@ def test_multi_token_prediction(overrides: list[str], field: str, remedy: str):
             "2 ranks have 17",
         ),
         (["cluster=slurm_h100", "parallelism.ep=32", "parallelism.dp_shard=32", "model.moe.experts=64"], "32 ranks"),
+        (["cluster=slurm_h100", "compile=blocks", "parallelism.ep=2", *ASYNC_TP], "run has one"),
     ],
 )
 def test_symmetric_memory(overrides: list[str], said: str):

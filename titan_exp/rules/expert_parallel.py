@@ -76,7 +76,8 @@ def symmetric_memory_is_supported(spec: ModelSpec, parallelism: ParallelismConfi
     elif device == "cpu":
         reason = "it needs symmetric memory, which a CPU lacks"
     elif parallelism.async_tp:
-        reason, remedy = "async_tp has another kind of symmetric memory, of which a run has one", "async_tp=false, or "
+        reason = "async_tp has another kind of symmetric memory, of which a run has one"
+        remedy = "parallelism.async_tp=false, or "
     elif ep > SYMMETRIC_RANKS or local > SYMMETRIC_EXPERTS:
         reason = (
             f"torch's kernel has room for {SYMMETRIC_RANKS} ranks with {SYMMETRIC_EXPERTS} experts each, "

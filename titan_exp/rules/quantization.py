@@ -325,7 +325,7 @@ def dual_cast_is_supported(quantization: QuantizationConfig, device: str) -> Ite
     elif (missing := missing_triton(device)) is not None:
         reason, remedy = missing
     elif quantization.emulate is True:
-        reason, remedy = "quantization.emulate is true, and emulation casts with torch", "emulate=auto"
+        reason, remedy = "quantization.emulate is true, and emulation casts with torch", "quantization.emulate=auto"
     else:
         return
     yield Violation(field, True, reason, f"{field}=false, or {remedy}" if remedy else f"{field}=false")

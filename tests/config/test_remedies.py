@@ -9,7 +9,7 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from tests.config import test_cluster_rules, test_expert_option_rules, test_moe_rules, test_rules
+from tests.config import test_cluster_rules, test_expert_rules, test_rules
 from tests.config.composing import experiment, give_gpus
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.machine import torch_features
@@ -29,8 +29,11 @@ class Table(NamedTuple):
     gpus: int = 0
 
 
-MOE = ("model=qwen3_moe_debug", "training.seq_len=64")
-SYMMETRIC = ("training.global_batch_size=96", "parallelism.token_exchange=symmetric_memory")
+SYMMETRIC = (
+    *test_expert_rules.BASE[:1],
+    "training.global_batch_size=96",
+    "parallelism.token_exchange=symmetric_memory",
+)
 TABLES = (
     Table(test_rules.test_on_a_machine_without_gpus, test_rules.BASE),
     Table(test_rules.test_on_a_machine_with_eight_gpus, test_rules.BASE, 8),
@@ -40,10 +43,10 @@ TABLES = (
         8,
     ),
     Table(test_cluster_rules.test_what_slurm_is_asked_for, test_cluster_rules.SLURM),
-    Table(test_moe_rules.test_experts, test_moe_rules.BASE),
-    Table(test_moe_rules.test_multi_token_prediction, (*test_moe_rules.BASE, "model=deepseek_debug")),
-    Table(test_moe_rules.test_symmetric_memory, (MOE[0], *SYMMETRIC)),
-    Table(test_expert_option_rules.test_options_with_experts, MOE, 8),
+    Table(test_expert_rules.test_experts, test_expert_rules.BASE),
+    Table(test_expert_rules.test_multi_token_prediction, (*test_expert_rules.BASE, "model=deepseek_debug")),
+    Table(test_expert_rules.test_symmetric_memory, SYMMETRIC),
+    Table(test_expert_rules.test_degrees_of_experts, test_expert_rules.DEGREES),
 )
 
 
@@ -52,7 +55,7 @@ def rows(table: Table) -> list[list[str]]:
     (mark,) = [mark for mark in table.test.pytestmark if mark.name == "parametrize"]  # type: ignore[attr-defined]
     cells = [getattr(row, "values", row) for row in mark.args[1]]
     refused = [overrides for overrides, *others in cells if any(others)]
-    return [composed(table.base, row.split() if isinstance(row, str) else row) for row in refused]
+    return [composed(table.base, test_expert_rules.words(row) if isinstance(row, str) else row) for row in refused]
 
 
 def composed(base: Sequence[str], overrides: Sequence[str]) -> list[str]:

@@ -1,9 +1,11 @@
-"""`-m` on the command line: Hydra hands every sweep to this class. Imported at each start, so it imports little."""
+"""Plugins of Hydra: the sweeper behind `-m`, and option files of extensions. Imported at each start: imports little."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
@@ -72,3 +74,15 @@ class TitanExpSweeper(Sweeper):
         code = sweep([] if study is not None else points(typed), compose, asked, study=study)
         if code:
             raise SystemExit(code)
+
+
+class ExtensionSearchPath(SearchPathPlugin):
+    """Appends the folders of extensions where the configuration is titan_exp's own, not another application's."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append the folders, behind the core's, whose options win."""
+        from titan_exp.config.extension import CONF_DIR, shipped_folders
+
+        if any(str(element.path).removeprefix("file://") == str(CONF_DIR) for element in search_path.get_path()):
+            for folder in shipped_folders()[1:]:
+                search_path.append("titan_exp", f"file://{folder}")

@@ -22,7 +22,7 @@ from titan_exp.config.paths.data_files import read_manifest, tokenizer_words
 from titan_exp.models.convert.hf_config import config_json, repository_lines, special_tokens_of, to_huggingface
 from titan_exp.models.convert.model_json import from_json, to_json
 from titan_exp.models.spec.lookup import family_violations, model_spec
-from titan_exp.rules.weights.given_weights import given_weights
+from titan_exp.rules.weights import given_weights
 
 SECONDS = 10.0
 """Longest time to read one damaged file, the import of transformers included."""

@@ -23,8 +23,7 @@ from titan_exp.models.build import build_model
 from titan_exp.models.convert.hf_config import to_huggingface
 from titan_exp.models.llama import Config as Llama
 from titan_exp.rules import violations
-from titan_exp.rules.weights.given_weights import GivenWeights, model_misfits, noted_changes
-from titan_exp.rules.weights.model_changes import model_changes
+from titan_exp.rules.weights import GivenWeights, model_changes, model_misfits, noted_changes
 
 PRESETS = ("llama_debug", "qwen3_moe_debug", "deepseek_debug", "gpt_oss_debug", "llama4_debug")
 NOTHING = {

@@ -28,8 +28,10 @@ from titan_exp.config.schema.schema import (
     hints,
     keys,
     meaning_of,
+    texts,
     value_keys,
 )
+from titan_exp.config.study.study import Axis, Halving, Range, Search, StudyFile
 from titan_exp.optim.lr_schedule import Decays
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
@@ -66,7 +68,12 @@ def reference() -> str:
         lines += [f"## {group}", "", meaning, "", "| key | default | meaning |", "|---|---|---|"]
         lines += [_row(key, default) for key in value_keys() if key.startswith(f"{group}.")]
         lines.append("")
-    return "\n".join(lines)
+    lines += ["## Study files", "", "Keys of `sweeps/NAME.yaml`.", "", "| key | meaning |", "|---|---|"]
+    places = {"": StudyFile, "axes[1].": Axis, "search.": Search, "search.ranges.KEY.": Range, "halving.": Halving}
+    for place, kind in places.items():
+        rows = [(f"`{place}{name}`", f"{text.meaning} E.g. `{text.example}`.") for name, text in texts(kind).items()]
+        lines += [f"| {key} | {meaning} |" for key, meaning in rows]
+    return "\n".join([*lines, ""])
 
 
 def _row(key: str, default: Any) -> str:

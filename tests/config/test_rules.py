@@ -18,7 +18,7 @@ from titan_exp.models.llama import Config
 from titan_exp.models.spec.transformer import transformer_layer, transformer_spec
 from titan_exp.rules import LAYOUT_RULES, RULES, check, violations
 from titan_exp.rules.data import source_has_input
-from titan_exp.rules.layout.context_parallel import heads_divide, kernel_merges
+from titan_exp.rules.mesh import heads_divide, kernel_merges
 from titan_exp.rules.rule import Refuse, Values
 
 HERE = Path(__file__).parent
@@ -699,6 +699,13 @@ def test_qk_clip_needs_a_kernel_without_a_mask_of_its_own(monkeypatch: pytest.Mo
     assert broken(*clipped, "compile.cuda_graphs=true")[-1].field == QK_CLIP
 
 
+EXPERTS_IN_FLOAT8 = [
+    *("model=qwen3_moe_debug", "training.mixed_precision=bf16"),
+    *("quantization=float8_tensorwise", "quantization.smallest_gemm=0", "quantization.emulate=true"),
+]
+DIVIDED = ["parallelism.tp=2", "parallelism.etp=2"]
+
+
 @pytest.mark.parametrize(("version", "refused"), [("0.17.0", True), ("0.18.0", False), ("0.19.0.dev3+git", False)])
 def test_nvfp4_on_gpus_names_the_torchao_that_it_needs(version: str, refused: bool, monkeypatch: pytest.MonkeyPatch):
     give_gpus(monkeypatch, 8)
@@ -861,6 +868,9 @@ def test_nvfp4_on_gpus_names_the_torchao_that_it_needs(version: str, refused: bo
         (["quantization=nvfp4", "quantization.emulate=true"], "", ""),
         ([*TILES], "training.mixed_precision", "quantization.emulate=true"),
         ([*TILES, "training.mixed_precision=bf16"], "", ""),
+        ([*EXPERTS_IN_FLOAT8, *DIVIDED], "", ""),
+        ([*EXPERTS_IN_FLOAT8, *DIVIDED, "quantization.power_of_two_scales=false"], "", ""),
+        (["quantization=mxfp8", *EXPERTS_IN_FLOAT8[:2], *EXPERTS_IN_FLOAT8[3:], "parallelism.tp=2"], "", ""),
         (
             [*TILES, "training.mixed_precision=bf16", "training.seq_len=192", "training.micro_batch_size=1"],
             "training.seq_len",
@@ -877,12 +887,6 @@ def test_on_a_machine_with_eight_gpus(overrides: list[str], field: str, remedy: 
     violation = only(*overrides)
     assert violation.field == field
     assert remedy in violation.remedy
-
-
-EXPERTS_IN_FLOAT8 = [
-    *("model=qwen3_moe_debug", "training.mixed_precision=bf16"),
-    *("quantization=float8_tensorwise", "quantization.smallest_gemm=0", "quantization.emulate=true"),
-]
 
 
 @pytest.mark.parametrize(
@@ -909,7 +913,10 @@ EXPERTS_IN_FLOAT8 = [
         (["model=qwen3_moe_debug", "training.mixed_precision=bf16", "model.dim=196"], "multiples of 8"),
         ([*EXPERTS_IN_FLOAT8], "quantization.filter=['*.experts.*']"),
         ([*EXPERTS_IN_FLOAT8, "quantization.filter=['*.experts.*']"], ""),
-        (["model=qwen3_moe_debug", "parallelism.dp_shard=2", "parallelism.ep=2", "training.mixed_precision=bf16"], "1"),
+        (
+            ["model=qwen3_moe_debug", "parallelism.dp_shard=2", "parallelism.ep=2", "training.mixed_precision=bf16"],
+            "one rank: parallelism.dp_shard=1 parallelism.ep=1",
+        ),
     ],
 )
 def test_options_of_captured_cuda_graphs(overrides: list[str], remedy: str, monkeypatch: pytest.MonkeyPatch):

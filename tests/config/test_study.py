@@ -201,16 +201,16 @@ GRID = "axes:\n  - grid: {optimizer.lr: [1, 2]}\n"
     [
         ("qestion: x\n" + GRID, "did you mean question?"),
         (GRID.replace("axes", "axis"), "did you mean axes?"),
-        ("seeds: 2\n", "must be a list of axes"),
+        ("seeds: 2\n", "a study has axes, or a search"),
         ("axes:\n  - gird: {a: [1]}\n", "did you mean grid?"),
         ("axes:\n  - {grid: {a: [1]}, zip: {b: [1]}}\n", "an axis is one of grid, zip or list"),
         ("axes:\n  - {grid: {a: [1]}, whn: {b: 1}}\n", "did you mean when?"),
-        ("axes:\n  - grid: {optimizer.lr: 1e-3}\n", "optimizer.lr: [1e-3]"),
+        ("axes:\n  - grid: {optimizer.lr: 1e-3}\n", "write [1e-3]"),
         ("axes:\n  - zip: {a: [1, 2], b: [1]}\n", "a has 2 and b has 1"),
-        ("axes:\n  - list: {one: model=x}\n", "must be a list of overrides"),
+        ("axes:\n  - list: {one: model=x}\n", "must be a list"),
         ("axes:\n  - list: {one: [model]}\n", "write model=..."),
         ("held_fixed: [{model: x}]\n" + GRID, "write model=x"),
-        ("held_fixed: {model: x}\n" + GRID, "must be a list of overrides"),
+        ("held_fixed: {model: x}\n" + GRID, "must be a list"),
         (GRID + "  - {grid: {a: [1]}, when: {optimizer.lrr: 1}}\n", "did you mean optimizer.lr?"),
         (GRID + "  - {grid: {a: [1]}, when: {optimizer.lr: 3}}\n", "this axis has no such value"),
         ("axes:\n  - {grid: {a: [1]}, when: {b: 1}}\n  - grid: {b: [1]}\n", "neither an axis (above this one)"),
@@ -220,8 +220,8 @@ GRID = "axes:\n  - grid: {optimizer.lr: [1, 2]}\n"
         (GRID + "seeds: [-1]\n", "must be a number of seeds"),
         (GRID + "baseline: {optimizer.lr: 3}\n", "this axis has no such value"),
         (GRID + "metrics: {los: min}\n", "did you mean loss?"),
-        (GRID + "metrics: {loss: down}\n", "min or max"),
-        (GRID + "sizes: [a]\n", "names with values"),
+        (GRID + "metrics: {loss: down}\n", "choose min or max"),
+        (GRID + "sizes: [a]\n", "keys with values"),
         (GRID + GRID, "axes stands here twice"),
         ("[]", "not YAML|holds a list where a study is expected"),
     ],
@@ -240,7 +240,7 @@ def test_all_mistakes_are_reported_at_once(study):
 
 def test_a_question_is_required(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(GRID)
-    with pytest.raises(UserError, match="a study asks something"):
+    with pytest.raises(UserError, match="question: this key has no value"):
         read_study(tmp_path / "mine.yaml")
 
 

@@ -31,7 +31,7 @@ from titan_exp.checkpoint.state_dict import (
     sync_tied_weights,
 )
 from titan_exp.config.errors.user_error import UserError, shown
-from titan_exp.rules.weights.given_weights import weight_pattern
+from titan_exp.rules.weights import weight_pattern
 from titan_exp.tracking.logging import get_logger
 
 

@@ -37,10 +37,8 @@ from titan_exp.parallel.context_parallel.load_balance import sequence_cuts
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.module_requirements import computes_loss
 from titan_exp.parallel.tensor_parallel.apply import vocab_shard
-from titan_exp.rules import data
-from titan_exp.rules.layout import context_parallel as context
-from titan_exp.rules.layout import degrees as layout
-from titan_exp.rules.layout import tensor_parallel as tensor
+from titan_exp.rules.data import DATA_RULES
+from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
 from titan_exp.rules.rule import find_violations
 from titan_exp.trainer.distributed import RunOnRanks, joined_process_group, serve
 from titan_exp.trainer.forward_backward import EagerModel
@@ -272,7 +270,7 @@ def evaluation_experiment(
     checked = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, evaluate_every=every))
     modules = [load(one.rules) for one in extensions().values() if one.rules]
     added = [rule for module in modules for rule in getattr(module, "EVALUATION_RULES", ())]
-    violations = find_violations((*data.RULES, *added, *tensor.RULES, *context.RULES, *layout.RULES), checked)
+    violations = find_violations((*DATA_RULES, *added, *TENSOR_RULES, *CONTEXT_RULES, *DEGREE_RULES), checked)
     if experiment.parallelism.pp > 1:
         reason = "evaluation runs no pipeline; it shards a model by tensor parallelism and FSDP"
         remedy = f"parallelism.tp or parallelism.dp_shard={experiment.parallelism.pp}"

@@ -29,9 +29,7 @@ from titan_exp.parallel.context_parallel.apply import apply_context_parallel
 from titan_exp.parallel.expert_parallel.apply import apply_expert_parallel
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, drop_unused_rows
-from titan_exp.rules.layout import context_parallel as context
-from titan_exp.rules.layout import degrees as layout
-from titan_exp.rules.layout import tensor_parallel as tensor
+from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
 from titan_exp.rules.rule import find_violations
 from titan_exp.trainer.distributed import RunOnRanks, serve
 from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of, training_length
@@ -263,7 +261,7 @@ def sharded_experiment(source: OpenCheckpoint, degree: int, cp: int = 1) -> Expe
     overrides = [f"parallelism.tp={degree}", "parallelism.dp_shard=1", "parallelism.sequence_parallel=false"]
     overrides += [f"parallelism.ep={ep}", f"parallelism.cp={cp}", "compile=none"]
     experiment = dataclasses.replace(to_experiment(compose(overrides)), model=source.model)
-    violations = find_violations((*tensor.RULES, *context.RULES, *layout.RULES), experiment)
+    violations = find_violations((*TENSOR_RULES, *CONTEXT_RULES, *DEGREE_RULES), experiment)
     if violations:
         raise UserError(
             f"The model cannot be sharded with tp={degree}" + (f" and cp={cp}." if cp > 1 else "."),

@@ -16,7 +16,7 @@ from titan_exp.config.schema.identity_keys import LAYOUT, is_among
 from titan_exp.config.schema.typed_config import load_experiment, read_values
 from titan_exp.launch.run_id import identity, run_id
 from titan_exp.optim.lr_schedule import LRSchedule
-from titan_exp.rules.continue_from import local_checkpoint
+from titan_exp.rules.checkpoint import local_checkpoint
 
 AUTO = "auto"
 """Value of `checkpoint.continue_from` that takes the related run with the most steps."""

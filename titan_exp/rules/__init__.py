@@ -8,74 +8,69 @@ from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
-from titan_exp.rules import (
-    checkpoint,
-    cluster,
-    continue_from,
-    cuda_graphs,
-    data,
-    import_paths,
-    large_text,
-    model,
-    modes,
-    parameter_groups,
-    parametrization,
-    paths,
-    qk_clip,
-    quantization,
-    recompute,
-    training,
-    triton,
+from titan_exp.rules.checkpoint import (
+    CHECKPOINT_BEGINNING_RULES,
+    CHECKPOINT_RULES,
+    PARENT_BEGINNING_RULES,
+    PARENT_RULES,
 )
-from titan_exp.rules.layout import (
-    batch_ramp,
-    context_parallel,
-    degrees,
-    expert_parallel,
-    pipeline_parallel,
-    tensor_parallel,
-)
-from titan_exp.rules.layout.pipeline_parallel import schedule_is_known
+from titan_exp.rules.cluster import CLUSTER_LAYOUT_RULES, CLUSTER_RULES
+from titan_exp.rules.compile import GRAPH_LAYOUT_RULES, GRAPH_RULES, RECOMPUTE_RULES
+from titan_exp.rules.data import DATA_RULES, LARGE_TEXT_LAUNCH_RULES, STORE_RULES
+from titan_exp.rules.expert_parallel import EXPERT_LAYOUT_RULES, EXPERT_RULES
+from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
+from titan_exp.rules.model import MODEL_RULES
+from titan_exp.rules.names import NAME_RULES, PATH_LAUNCH_RULES, PATH_RULES
+from titan_exp.rules.optimizer import CLIP_RULES, PARAMETER_RULES, PARAMETRIZATION_RULES
+from titan_exp.rules.pipeline_parallel import PIPELINE_LAYOUT_RULES, PIPELINE_RULES, schedule_is_known
+from titan_exp.rules.quantization import QUANTIZATION_LAYOUT_RULES, QUANTIZATION_RULES, TRITON_RULES
 from titan_exp.rules.rule import Rule, find_violations
-from titan_exp.rules.stores import token_store
+from titan_exp.rules.training import MODE_RULES, RAMP_LAYOUT_RULES, RAMP_RULES, TRAINING_LAYOUT_RULES, TRAINING_RULES
 
-_MODULES = (
-    paths,
-    training,
-    batch_ramp,
-    modes,
-    model,
-    quantization,
-    triton,
-    recompute,
-    cuda_graphs,
-    tensor_parallel,
-    context_parallel,
+_ADDED = tuple(loaded("rules"))
+"""Modules of extensions."""
+
+RULES: tuple[Rule, ...] = (
+    *PATH_RULES,
+    *TRAINING_RULES,
+    *RAMP_RULES,
+    *MODE_RULES,
+    *MODEL_RULES,
+    *QUANTIZATION_RULES,
+    *TRITON_RULES,
+    *RECOMPUTE_RULES,
+    *GRAPH_RULES,
+    *TENSOR_RULES,
+    *CONTEXT_RULES,
+    *PARAMETRIZATION_RULES,
+    *PARAMETER_RULES,
+    *CLIP_RULES,
+    *EXPERT_RULES,
+    *PIPELINE_RULES,
+    *NAME_RULES,
+    *DATA_RULES,
+    *STORE_RULES,
+    *CHECKPOINT_RULES,
+    *PARENT_RULES,
+    *DEGREE_RULES,
+    *CLUSTER_RULES,
+    *(rule for module in _ADDED for rule in module.RULES),
 )
-_MODULES += (
-    parametrization,
-    parameter_groups,
-    qk_clip,
-    expert_parallel,
-    pipeline_parallel,
-    import_paths,
-    data,
-    token_store,
-    checkpoint,
-    continue_from,
-    degrees,
-    cluster,
-)
-
-_MODULES += tuple(loaded("rules"))
-
-RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 """Rules checked even if the layout cannot be resolved; `dp_shard` is 1 then."""
 
-BEGINNING_RULES: tuple[Rule, ...] = (*checkpoint.BEGINNING_RULES, *continue_from.BEGINNING_RULES)
+BEGINNING_RULES: tuple[Rule, ...] = (*CHECKPOINT_BEGINNING_RULES, *PARENT_BEGINNING_RULES)
 """Rules about inputs of a run's first start, skipped on resume."""
 
-LAYOUT_RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in getattr(module, "LAYOUT_RULES", ()))
+LAYOUT_RULES: tuple[Rule, ...] = (
+    *TRAINING_LAYOUT_RULES,
+    *RAMP_LAYOUT_RULES,
+    *QUANTIZATION_LAYOUT_RULES,
+    *GRAPH_LAYOUT_RULES,
+    *EXPERT_LAYOUT_RULES,
+    *PIPELINE_LAYOUT_RULES,
+    *CLUSTER_LAYOUT_RULES,
+    *(rule for module in _ADDED for rule in getattr(module, "LAYOUT_RULES", ())),
+)
 """Rules that need a resolved layout."""
 
 EVERY_RULE = (*RULES, *LAYOUT_RULES, *BEGINNING_RULES)
@@ -107,7 +102,7 @@ def violations(experiment: Experiment, has_begun: HasBegun | None = None) -> lis
         return [*unreadable, *violations(replace(experiment, parallelism=parallelism), has_begun)]
     always, beginning = RULES, BEGINNING_RULES
     if has_begun is not None:
-        always, beginning = (*paths.LAUNCH_RULES, *RULES), (*BEGINNING_RULES, *large_text.LAUNCH_RULES)
+        always, beginning = (*PATH_LAUNCH_RULES, *RULES), (*BEGINNING_RULES, *LARGE_TEXT_LAUNCH_RULES)
     try:
         resolved = resolve_layout(experiment, offered_devices(experiment.cluster))
     except UserError as error:

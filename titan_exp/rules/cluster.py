@@ -8,7 +8,93 @@ from titan_exp.config.errors.user_error import Violation, divisors, listed
 from titan_exp.config.groups.run import SLURM, ClusterConfig, PathsConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.rules.rule import Refuse, rules
-from titan_exp.rules.sbatch_options import sbatch_options_are_free
+
+KEYS = {
+    "comment": "cluster.comment",
+    "job-name": "experiment.name",
+    "nodes": "cluster.nodes",
+    "ntasks": "parallelism",
+    "ntasks-per-node": "cluster.gpus_per_node, or cluster.processes_per_node on CPU",
+    "gpus-per-node": "cluster.gpus_per_node",
+    "cpus-per-task": "cluster.cpus_per_gpu",
+    "mem": "cluster.memory_gb",
+    "time": "cluster.time_limit",
+    "partition": "cluster.partition",
+    "account": "cluster.account",
+    "qos": "cluster.qos",
+    "constraint": "cluster.constraint",
+    "reservation": "cluster.reservation",
+    "exclude": "cluster.exclude",
+    "signal": "cluster.signal_lead",
+    "requeue": "cluster.requeue",
+    "no-requeue": "cluster.requeue",
+    "array": "cluster.array_limit",
+}
+"""Keys of sbatch options with one."""
+
+RESERVED = {
+    "output": "logs are in the run folder, where titan-exp logs reads them",
+    "error": "logs are in the run folder, where titan-exp logs reads them",
+    "input": "ranks read nothing from it",
+    "open-mode": "a requeued job appends to its log",
+    "parsable": "the submission reads what sbatch prints",
+    "quiet": "the submission reads what sbatch prints",
+    "verbose": "the submission reads what sbatch prints",
+    "help": "sbatch would submit nothing",
+    "usage": "sbatch would submit nothing",
+    "version": "sbatch would submit nothing",
+    "test-only": "sbatch would submit nothing",
+    "wrap": "the job is the launcher's batch script",
+    "wait": "submitting returns at once; titan-exp status shows the job",
+}
+"""Reasons to refuse sbatch options without a key."""
+
+SHORT = {
+    "J": "job-name",
+    "N": "nodes",
+    "n": "ntasks",
+    "c": "cpus-per-task",
+    "t": "time",
+    "p": "partition",
+    "A": "account",
+    "q": "qos",
+    "C": "constraint",
+    "x": "exclude",
+    "a": "array",
+    "o": "output",
+    "e": "error",
+    "i": "input",
+    "Q": "quiet",
+    "v": "verbose",
+    "h": "help",
+    "V": "version",
+    "W": "wait",
+}
+"""Long names of short sbatch options."""
+
+
+def long_name(argument: str) -> str:
+    """Long name of an sbatch argument; sbatch takes abbreviations of long options."""
+    if not argument.startswith("--"):
+        return SHORT.get(argument[1:2], argument)
+    typed = argument[2:].partition("=")[0]
+    known = [name for name in (*KEYS, *RESERVED) if name.startswith(typed)]
+    # --gpus is an option of its own, no abbreviation.
+    return typed if typed in (*known, "gpus") or not known else known[0]
+
+
+def sbatch_options_are_free(cluster: ClusterConfig) -> Iterator[Violation]:
+    """`cluster.sbatch_args` sets no option that the launcher sets or relies on."""
+    for argument in cluster.sbatch_args:
+        name = long_name(argument)
+        if name in KEYS:
+            reason, remedy = f"--{name} has a key of its own", f"set {KEYS[name]}"
+        elif name in RESERVED:
+            reason, remedy = f"--{name} cannot be set: {RESERVED[name]}", "leave it out"
+        else:
+            continue
+        yield Violation("cluster.sbatch_args", argument, reason, remedy)
+
 
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
@@ -71,14 +157,6 @@ def _is_set(word: str) -> bool:
     return word not in ("", "NONE", "NIL")
 
 
-def _is_remote(cluster: ClusterConfig) -> bool:
-    return cluster.is_remote
-
-
-def _is_slurm(cluster: ClusterConfig) -> bool:
-    return cluster.kind == SLURM
-
-
 REMOTE_RULES = rules(
     Refuse(
         "cluster.device",
@@ -92,7 +170,7 @@ REMOTE_RULES = rules(
         "the GPUs of the nodes of {cluster.kind} cannot be counted from here",
         "cluster.gpus_per_node=8",
     ),
-    when=_is_remote,
+    when=lambda cluster: cluster.is_remote,
 )
 SLURM_RULES = rules(
     Refuse(
@@ -110,7 +188,7 @@ SLURM_RULES = rules(
     arguments_are_well_formed,
     sbatch_options_are_free,
     runs_can_be_named_in_a_script,
-    when=_is_slurm,
+    when=lambda cluster: cluster.kind == SLURM,
 )
-RULES = (*REMOTE_RULES, *SLURM_RULES)
-LAYOUT_RULES = rules(nodes_are_full, when=_is_remote)
+CLUSTER_RULES = (*REMOTE_RULES, *SLURM_RULES)
+CLUSTER_LAYOUT_RULES = rules(nodes_are_full, when=lambda cluster: cluster.is_remote)

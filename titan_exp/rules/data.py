@@ -1,20 +1,25 @@
-"""Data rules: source, validation split and tokenizer."""
+"""Data rules: inputs exist and have text, stores are complete, a large text is tokenized before the run."""
 
 import glob
 import os
+import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from titan_exp.config.errors.user_error import UserError, Violation, shown
+from titan_exp.config.errors.user_error import UserError, Violation, listed, shown
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.groups.run import DataConfig
+from titan_exp.config.groups.run import CheckpointConfig, DataConfig, PathsConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.paths import data_files
 from titan_exp.config.paths.data_files import (
     LOADERS,
     SPLIT_FURTHER,
+    Manifest,
     corpus_entries,
     distinct_files,
     is_text,
@@ -22,15 +27,130 @@ from titan_exp.config.paths.data_files import (
     missing_decompressor,
     none_held_out,
     none_to_train_on,
+    read_manifest,
     tokenizer_file,
     tokenizer_words,
     unit_hash,
     unlimited_split,
 )
 from titan_exp.config.schema.builtins import TOKENIZERS, sources
-from titan_exp.rules.import_paths import source_is_known
-from titan_exp.rules.rule import find_violations, rules
-from titan_exp.rules.stores.token_store import STORE_OPTIONS, store_vocabulary
+from titan_exp.rules.checkpoint import local_checkpoint, recorded_data
+from titan_exp.rules.names import source_is_known
+from titan_exp.rules.rule import Refuse, find_violations, rules
+
+_NAMED = 3
+
+
+def stores_are_complete(data: DataConfig) -> Iterator[Violation]:
+    """Every store exists and is complete, and all have the same tokenizer."""
+    if not data.paths:
+        yield Violation("data.paths", (), "source tokens reads stores, and none is given", "data.paths='[stores/mine]'")
+    manifests: list[Manifest] = []
+    for path in data.paths:
+        try:
+            manifests.append(read_manifest(path))
+        except UserError as error:
+            yield from error.violations
+            continue
+        damaged = list(islice(manifests[-1].damaged(), _NAMED))
+        if damaged:
+            problems = "; ".join(f"{name}: {trouble}" for name, trouble in damaged)
+            remedy = f"titan-exp tokenize check={path} checks all of it; then copy or rebuild it"
+            yield Violation("data.paths", path, f"this store is damaged: {problems}", remedy)
+    tokenizers = {manifest.tokenizer: manifest.path for manifest in manifests}
+    if len(tokenizers) > 1:
+        made = listed([f"{path} by {name}" for name, path in tokenizers.items()], "and")
+        yield Violation("data.paths", data.paths, f"the stores have different tokenizers: {made}", "stores of one")
+
+
+def stores_are_large_enough(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """Each store has tokens for a row, and a validation split if the run evaluates."""
+    row, manifests = training.seq_len + 1, list(_readable(data))
+    for manifest in manifests:
+        if manifest.tokens["train"] < row:
+            reason = f"{manifest.path} has {manifest.tokens['train']} tokens to train on, and a row takes {row}"
+            remedy = f"at most training.seq_len={manifest.tokens['train'] - 1}, or a larger store"
+            yield Violation("training.seq_len", training.seq_len, reason, remedy)
+    if training.evaluate_every and manifests:
+        without = [str(manifest.path) for manifest in manifests if manifest.tokens["validation"] < 2]
+        if without:
+            yield Violation(
+                "training.evaluate_every",
+                training.evaluate_every,
+                f"{listed(without, 'and')} was built without validation documents",
+                "training.evaluate_every=0; or titan-exp tokenize with a data.validation_fraction, into a new store",
+            )
+
+
+def weights_fit(data: DataConfig) -> Iterator[Violation]:
+    """Each store has a weight and is listed once."""
+    if data.weights and len(data.weights) != len(data.paths):
+        reason = f"there are {len(data.weights)} weights for {len(data.paths)} stores"
+        example = ",".join("1" for _ in data.paths)
+        remedy = f"one for each of data.paths: data.weights='[{example}]', or none: by size"
+        yield Violation("data.weights", data.weights, reason, remedy)
+    if len(set(data.paths)) < len(data.paths):
+        yield Violation("data.paths", data.paths, "a store is named twice", "name it once, with a larger weight")
+
+
+def store_vocabulary(data: DataConfig) -> int | None:
+    """Vocabulary size of the stores' tokenizer; None if no store is readable."""
+    return max((manifest.vocab_size for manifest in _readable(data)), default=None)
+
+
+def _readable(data: DataConfig) -> Iterator[Manifest]:
+    for path in data.paths if data.source == "tokens" else ():
+        try:
+            yield read_manifest(path)
+        except UserError:
+            continue  # reported by `stores_are_complete`
+
+
+def _reads_stores(data: DataConfig) -> bool:
+    return data.source == "tokens"
+
+
+STORE_OPTIONS = rules(
+    Refuse(
+        "data.tokenizer",
+        lambda data: _reads_stores(data) and data.tokenizer != "store",
+        "the tokens in a store are those of the tokenizer that it was built with",
+        "data.tokenizer=store, or tokenize again",
+    ),
+    Refuse(
+        "data.validation_fraction",
+        lambda data: _reads_stores(data) and data.validation_fraction,
+        "the validation split was fixed when the store was built",
+        "data.validation_fraction=0 takes that; or titan-exp tokenize with this fraction, into a new store",
+    ),
+    Refuse(
+        "data.tokenizer",
+        lambda data: not _reads_stores(data) and data.tokenizer == "store",
+        "source {data.source} has no store to take it from",
+        "data.tokenizer=bytes, or the path of a tokenizer.json",
+    ),
+    Refuse(
+        "data.weights",
+        lambda data: not _reads_stores(data) and data.weights,
+        "source {data.source} does not read it",
+        "titan-exp tokenize each source, and mix the stores: data=tokens data.paths='[a,b]' data.weights=...",
+    ),
+)
+"""Rules for options fixed by the store: tokenizer and validation split."""
+
+STORE_RULES = (
+    *rules(stores_are_complete, stores_are_large_enough, weights_fit, when=_reads_stores),
+    *STORE_OPTIONS,
+    *rules(
+        Refuse(
+            "data.preview",
+            lambda data, training: (data.preview or 0) > training.steps,
+            "the run has {training.steps} steps",
+            "data.preview={training.steps}",
+        ),
+    ),
+)
+
 
 _UNSET = {"document": "file"}
 """Values of keys that choose an input and are never empty, where they are not set."""
@@ -195,7 +315,7 @@ def _nearby(path: str) -> str:
     return f"paths are relative to the current folder; the deepest folder that exists is {folder}"
 
 
-RULES = rules(
+DATA_RULES = rules(
     source_has_input,
     input_has_text,
     no_input_is_ignored,
@@ -203,3 +323,66 @@ RULES = rules(
     streamed_validation_is_limited,
     vocabulary_fits,
 )
+
+
+BYTES_PER_SECOND, MERGED_BYTES_PER_SECOND = 24e6, 2.9e6
+"""Text that one core tokenizes in a second, with the tokenizer `bytes` and with one of 30,000 merges: measured on the
+standard library's source."""
+_STORED = {
+    "text": ("paths", "document"),
+    "huggingface": ("dataset", "subset", "data_files", "split", "validation_split", "text_column"),
+}
+"""Keys of a source that choose its documents."""
+
+
+def large_text_is_tokenized_first(
+    data: DataConfig, checkpoint: CheckpointConfig, paths: PathsConfig, training: TrainingConfig
+) -> Iterator[Violation]:
+    """A text on this machine above `LARGEST_TEXT` is a token store, unless it is streamed or a parent reads it so."""
+    entries, size = () if data.streaming else data_files.corpus_entries(data), 0
+    with suppress(OSError):  # another rule names the file
+        size = data_files.corpus_size(entries, only_text=data.source == "text")
+    if size <= data_files.LARGEST_TEXT or _parent_reads_it(checkpoint, paths):
+        return
+    seconds = size / (BYTES_PER_SECOND if data.tokenizer == "bytes" else MERGED_BYTES_PER_SECOND)
+    reason = (
+        f"there are {size / 2**30:.3g} GiB of text. For an epoch to read each document once, all of it is tokenized "
+        f"first; this run would do that while its GPUs wait, for {max(1, round(seconds / 60))} min of one core or more"
+    )
+    streamed = ["data.streaming=true"]
+    if any(streamed_validation_is_limited(replace(data, streaming=True), training)):
+        streamed.append("data.validation_documents=1024")
+    remedy = (
+        f"{_store_command(data, entries)}; or {' '.join(streamed)}, with which an epoch is no exact pass: each of "
+        f"{data.virtual_shards} virtual shards reads its documents once before any again, and those with fewer tokens "
+        "begin again earlier"
+    )
+    yield Violation("data.streaming", False, reason, remedy)
+
+
+def _store_command(data: DataConfig, entries: tuple[str, ...]) -> str:
+    """Command that makes a store of the same documents, and the overrides that train from it."""
+    from titan_exp.config.hydra.nondefault import quoted  # imports Hydra
+
+    values = {key: getattr(data, key) for key in (*_STORED[data.source], "tokenizer", "validation_fraction")}
+    given = {f"data.{key}": shown(value, quoted) for key, value in values.items() if value not in (None, ())}
+    names = re.findall(r"(?<![^/])[\w-]+(?=[\w.-]*(?:/|$))", str(Path(entries[0]).expanduser().absolute()))
+    store = f"stores/{names[-1] if names else 'text'}"
+    words = [f"data={data.source}", *(f"{key}={value}" for key, value in given.items()), f"out={store}"]
+    return (
+        f"titan-exp tokenize {shlex.join(words)}, then data=tokens data.paths='[{store}]' in place of "
+        f"{listed([f'data={data.source}', *given], 'and')}"
+    )
+
+
+def _parent_reads_it(checkpoint: CheckpointConfig, paths: PathsConfig) -> bool:
+    """True if a parent's order is kept, in which texts of any size are tokenized while training, or may be kept."""
+    if checkpoint.continue_from is None or checkpoint.continue_data != "same":
+        return False
+    path = local_checkpoint(checkpoint, paths)
+    return path is None or "data.streaming" not in recorded_data(path.parent.parent)
+
+
+LARGE_TEXT_LAUNCH_RULES = rules(large_text_is_tokenized_first)
+"""Rules of a run that is launched without a checkpoint: one that has read a text in virtual shards keeps them, and
+one that is planned may wait for its store."""

@@ -80,7 +80,7 @@ def tokens_are_mixed_by_attention(
         yield Violation("data.document_mask", True, reason, "data.document_mask=false")
 
 
-RULES = (
+MODEL_RULES = (
     *rules(
         family_supports_the_shape,
         sequence_fits_context,

@@ -1,4 +1,4 @@
-"""Quantization rules for recipes and optimizer moments: options, divisibility, devices."""
+"""Quantization rules for recipes and optimizer moments: options, divisibility, devices; Triton kernels."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -7,9 +7,17 @@ from fnmatch import fnmatchcase
 from titan_exp.config.errors.user_error import Violation, did_you_mean
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK, AdamWConfig, OptimizerConfig
-from titan_exp.config.groups.parallelism import BLOCK, BLOCK_SCALED, NVFP4_TILE, ParallelismConfig, QuantizationConfig
+from titan_exp.config.groups.parallelism import (
+    BLOCK,
+    BLOCK_SCALED,
+    DUAL_CAST_RECIPES,
+    NVFP4_TILE,
+    ParallelismConfig,
+    QuantizationConfig,
+)
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import has_triton
 from titan_exp.config.machine.torch_features import torchao_violations
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise
@@ -205,19 +213,11 @@ def torchao_has_kernels(quantization: QuantizationConfig, device: str) -> Iterat
         yield from torchao_violations(quantization.recipe)
 
 
-def _has_recipe(quantization: QuantizationConfig) -> bool:
-    return quantization.recipe != "none"
-
-
-def _has_low_precision_moments(optimizer: OptimizerConfig) -> bool:
-    return isinstance(optimizer, AdamWConfig) and optimizer.state_precision != "fp32"
-
-
 def _torchao_is_missing() -> bool:
     return importlib.util.find_spec("torchao") is None
 
 
-RULES = (
+QUANTIZATION_RULES = (
     *rules(
         Refuse(
             RECIPE,
@@ -268,7 +268,7 @@ RULES = (
             "training.mixed_precision=bf16, or quantization.emulate=true",
         ),
         fp32_modules_are_not_quantized,
-        when=_has_recipe,
+        when=lambda quantization: quantization.recipe != "none",
     ),
     *rules(
         Refuse(
@@ -286,7 +286,58 @@ RULES = (
             "pip install torchao, or optimizer.state_precision=bf16",
         ),
         moment_blocks_divide,
-        when=_has_low_precision_moments,
+        when=lambda optimizer: isinstance(optimizer, AdamWConfig) and optimizer.state_precision != "fp32",
     ),
 )
-LAYOUT_RULES = rules(tokens_divide, when=_has_recipe)
+QUANTIZATION_LAYOUT_RULES = rules(tokens_divide, when=lambda quantization: quantization.recipe != "none")
+
+
+def fused_adamw_is_supported(
+    optimizer: OptimizerConfig, parallelism: ParallelismConfig, device: str
+) -> Iterator[Violation]:
+    """The fused clip and AdamW kernel supports the device, options and precision."""
+    field = "optimizer.implementation"
+    if not isinstance(optimizer, AdamWConfig) or optimizer.implementation != "triton":
+        return
+    if optimizer.name != "adamw":
+        reason, remedy = f"it is a kernel of AdamW, and optimizer.name is {optimizer.name}", "optimizer.name=adamw"
+    elif (missing := missing_triton(device)) is not None:
+        reason, remedy = missing
+    elif parallelism.cpu_offload:
+        reason = "it updates weights on the GPU, and parallelism.cpu_offload keeps them in CPU memory"
+        remedy = "parallelism.cpu_offload=false"
+    elif optimizer.state_precision not in ("fp32", "bf16"):
+        reason = f"it keeps moments in fp32 or bf16, and optimizer.state_precision is {optimizer.state_precision}"
+        remedy = "optimizer.state_precision=bf16"
+    else:
+        return
+    yield Violation(field, "triton", reason, f"{field}=fused, or {remedy}" if remedy else f"{field}=fused")
+
+
+def dual_cast_is_supported(quantization: QuantizationConfig, device: str) -> Iterator[Violation]:
+    """The dual-cast kernel (a matrix and its transpose) supports the device and recipe."""
+    field = "quantization.fused_casts"
+    if quantization.fused_casts is not True or quantization.recipe == "none":
+        return
+    if not quantization.has_dual_casts:
+        reason = f"{quantization.recipe} does not use a matrix and its transpose both in float8"
+        remedy = f"quantization={DUAL_CAST_RECIPES[0]} or {DUAL_CAST_RECIPES[1]}"
+    elif (missing := missing_triton(device)) is not None:
+        reason, remedy = missing
+    elif quantization.emulate is True:
+        reason, remedy = "quantization.emulate is true, and emulation casts with torch", "quantization.emulate=auto"
+    else:
+        return
+    yield Violation(field, True, reason, f"{field}=false, or {remedy}" if remedy else f"{field}=false")
+
+
+def missing_triton(device: str) -> tuple[str, str] | None:
+    """Reason why Triton kernels cannot run, and a possibly empty remedy; None if they can."""
+    if device != "cuda":
+        return "Triton kernels run on GPUs, and this run is on a CPU", ""
+    if not has_triton():
+        return "Triton is not installed; torch for CUDA brings it", "pip install triton"
+    return None
+
+
+TRITON_RULES = rules(fused_adamw_is_supported, dual_cast_is_supported)

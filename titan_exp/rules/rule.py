@@ -109,12 +109,21 @@ def find_violations(checked: Iterable[Rule], experiment: Experiment) -> list[Vio
 
 
 def check_number(
-    field: str, value: int, accepts: Callable[[int], object], reason: str, *, largest: int, more: str = ""
+    field: str,
+    value: int,
+    accepts: Callable[[int], object],
+    reason: str,
+    *,
+    largest: int,
+    more: str = "",
+    otherwise: str = "",
 ) -> Iterator[Violation]:
-    """Violation of an unaccepted number, with the nearest accepted numbers up to `largest`."""
+    """Violation of an unaccepted number, with the nearest accepted numbers up to `largest`; `otherwise` is the remedy
+    if there are none. With `more` it follows either."""
     if not accepts(value):
         near = nearest_numbers(value, filter(accepts, range(1, largest + 1)))
-        yield Violation(field, value, reason, f"nearest: {field}={listed(near)}{more}" if near else more)
+        remedy = f"nearest: {field}={listed(near)}" if near else otherwise
+        yield Violation(field, value, reason, f"{remedy}{more}")
 
 
 def check_multiple(field: str, value: int, of: int, reason: str, more: str = "") -> Iterator[Violation]:

@@ -1,28 +1,32 @@
-"""Training rules: divisible batches, lengths in steps, fp32 modules, chunked loss."""
+"""Training rules: batches and their ramp, lengths in steps, keys of modes, fp32 modules, chunked loss."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any
 
-from titan_exp.config.errors.user_error import Violation, divisors, listed, nearest_numbers
+from titan_exp.config.errors.user_error import Violation, divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import CompileConfig, ParallelismConfig
 from titan_exp.config.groups.run import ProfilingConfig
-from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.groups.training import GradClipConfig, TrainingConfig, WeightAverageConfig
+from titan_exp.config.layout.pipeline_schedules import is_file, takes
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, cuts_blocks, head_is_fp32
 from titan_exp.config.schema.builtins import LANGUAGE_MODELING, sources
+from titan_exp.config.schema.identity_keys import COUNTS_BESIDE
+from titan_exp.config.schema.schema import choices_of, hints
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.rules.pipeline_parallel import accepted_numbers, fits, schedule_is_known
 from titan_exp.rules.rule import Refuse, check_multiple, rules
 
 
 def micro_batches_are_whole(training: TrainingConfig, layout: ResolvedLayout) -> Iterator[Violation]:
     """Every data-parallel rank runs the same whole number of micro-batches."""
-    ranks, micro, size = layout.dp_degree, training.micro_batch_size or 1, training.global_batch_size
-    sizes = listed(nearest_numbers(micro, divisors(size // ranks)))
-    more = f"; or training.micro_batch_size={sizes}" if size % ranks == 0 else ""
-    reason = f"it cannot be divided among {_ranks(ranks)}{f' in micro-batches of {micro}' if micro > 1 else ''}"
-    yield from check_multiple("training.global_batch_size", size, ranks * micro, reason, more)
+    unit, reason, more = _share(training.global_batch_size, training, layout)
+    yield from check_multiple("training.global_batch_size", training.global_batch_size, unit, f"it {reason}", more)
 
 
 def schedule_fits(lr_schedule: LRScheduleConfig, training: TrainingConfig) -> Iterator[Violation]:
@@ -75,8 +79,14 @@ def compiled_blocks_have_one_precision(compile: CompileConfig, training: Trainin
             yield Violation("training.fp32_modules", pattern, reason, remedy)
 
 
-def _ranks(count: int) -> str:
-    return f"{count} data-parallel rank{'s' * (count > 1)}"
+def _share(size: int, training: TrainingConfig, layout: ResolvedLayout) -> tuple[int, str, str]:
+    """Number that divides a batch if ranks can share it, the reason if it does not, and micro-batches with which it
+    does."""
+    ranks, micro = layout.dp_degree, training.micro_batch_size or 1
+    parts = f" in micro-batches of {micro}" if micro > 1 else ""
+    sizes = nearest_numbers(micro, divisors(size // ranks)) if size % ranks == 0 else []
+    more = f"; or training.micro_batch_size={listed(sizes)}" if sizes else ""
+    return ranks * micro, f"cannot be divided among {ranks} data-parallel rank{'s' * (ranks > 1)}{parts}", more
 
 
 def objective_has_inputs(spec: ModelSpec, model: ModelConfig, training: TrainingConfig) -> Iterator[Violation]:
@@ -88,7 +98,7 @@ def objective_has_inputs(spec: ModelSpec, model: ModelConfig, training: Training
         yield Violation("training.objective", training.objective, reason, remedy)
 
 
-RULES = rules(
+TRAINING_RULES = rules(
     objective_has_inputs,
     offloaded_weights_are_updated_alone,
     schedule_fits,
@@ -179,4 +189,118 @@ RULES = rules(
         "computed in fp32 anyway",
     ),
 )
-LAYOUT_RULES = rules(micro_batches_are_whole)
+TRAINING_LAYOUT_RULES = rules(micro_batches_are_whole)
+
+
+RAMP = "training.batch_ramp"
+
+
+def batches_grow(training: TrainingConfig) -> Iterator[Violation]:
+    """Every batch is larger than the one before, and the last is `training.global_batch_size`."""
+    for before, after in pairwise(training.batch_sizes):
+        if before >= after:
+            last = after == training.global_batch_size
+            reason = f"{before} sequences before {after}{' (training.global_batch_size)' if last else ''} is no growth"
+            yield _violation(training, reason, "pairs of steps and sequences, each with more sequences than the last")
+            return
+
+
+def run_reaches_the_last_batch(training: TrainingConfig) -> Iterator[Violation]:
+    """The ramp ends before the run does."""
+    length = sum(steps for steps, _ in training.batch_ramp)
+    if length >= training.steps > 0:
+        reason = f"it lasts {length} steps, and the run of {training.steps} never has training.global_batch_size="
+        remedy = f"training.steps above {length}, or a shorter ramp"
+        yield _violation(training, f"{reason}{training.global_batch_size}", remedy)
+
+
+def ramped_micro_batches_are_whole(training: TrainingConfig, layout: ResolvedLayout) -> Iterator[Violation]:
+    """Every data-parallel rank runs the same whole number of micro-batches in each batch of the ramp."""
+    for _, size in training.batch_ramp:
+        unit, reason, more = _share(size, training, layout)
+        if size % unit:
+            remedy = f"nearest: {listed(multiples_near(size, unit))} sequences{more}"
+            yield _violation(training, f"its batch of {size} {reason}", remedy)
+
+
+def passes_are_whole(
+    parallelism: ParallelismConfig, training: TrainingConfig, layout: ResolvedLayout
+) -> Iterator[Violation]:
+    """Every batch of the ramp is a whole number of passes through the pipeline."""
+    ranks, micro, number = layout.dp_degree, training.micro_batch_size, parallelism.pp_microbatches
+    indivisible = any(size % (ranks * (micro or 1)) for size in training.batch_sizes)
+    if indivisible or any(schedule_is_known(parallelism)):
+        return
+    shares = [size // ranks for size in training.batch_sizes]
+    if micro is None:
+        works = _sizes(shares, layout.common_share, lambda count: takes(parallelism, count))
+        if not works if number is None else layout.common_share % number:
+            reason = f"a data rank's shares of {listed(shares, 'and')} sequences have no micro-batch for all of them: "
+            reason += _taken(parallelism)
+            yield _violation(training, reason, _remedy(parallelism, shares, layout.common_share))
+        return
+    for share in shares[:-1]:
+        if not _is_whole(parallelism, share // micro):
+            reason = f"a batch of {share * ranks} makes {share // micro} micro-batches of a data rank, and "
+            remedy = _remedy(parallelism, shares, layout.common_share)
+            yield _violation(training, reason + _taken(parallelism), remedy)
+
+
+def _is_whole(parallelism: ParallelismConfig, count: int) -> bool:
+    number = parallelism.pp_microbatches
+    return fits(parallelism, count) if number is None else count % number == 0
+
+
+def _taken(parallelism: ParallelismConfig) -> str:
+    number = parallelism.pp_microbatches
+    if number is not None:
+        return f"parallelism.pp_microbatches={number} must divide them"
+    return f"{parallelism.pp_schedule} takes {accepted_numbers(parallelism)}"
+
+
+def _remedy(parallelism: ParallelismConfig, shares: Iterable[int], common: int) -> str:
+    sizes = _sizes(shares, common, lambda count: _is_whole(parallelism, count))
+    other = "another parallelism.pp_schedule, or other batches"
+    if sizes:
+        return f"training.micro_batch_size={listed(sizes[-3:])}; or {other}"
+    return f"larger batches, {'' if is_file(parallelism.pp_schedule) else 'a smaller parallelism.pp, '}or {other}"
+
+
+def _sizes(shares: Iterable[int], common: int, takes_count: Callable[[int], bool]) -> list[int]:
+    """Micro-batch sizes that divide every share into a number of micro-batches that is taken."""
+    return [size for size in divisors(common) if all(takes_count(share // size) for share in shares)]
+
+
+def _violation(training: TrainingConfig, reason: str, remedy: str) -> Violation:
+    return Violation(RAMP, [list(stage) for stage in training.batch_ramp], reason, remedy)
+
+
+RAMP_RULES = rules(batches_grow, run_reaches_the_last_batch, when=lambda training: training.batch_ramp)
+RAMP_LAYOUT_RULES = (
+    *rules(ramped_micro_batches_are_whole, when=lambda training: training.batch_ramp),
+    *rules(passes_are_whole, when=lambda training, parallelism: training.batch_ramp and parallelism.pp > 1),
+)
+
+
+def clipping_has_its_own_keys(grad_clip: GradClipConfig) -> Iterator[Violation]:
+    """Keys of the other modes of clipping have their defaults."""
+    return keys_of_other_modes("grad_clip", grad_clip)
+
+
+def average_has_its_own_keys(weight_average: WeightAverageConfig) -> Iterator[Violation]:
+    """Keys of the other averages have their defaults."""
+    return keys_of_other_modes("weight_average", weight_average)
+
+
+def keys_of_other_modes(group: str, config: Any) -> Iterator[Violation]:
+    """Keys that the `mode` of a group's `config` does not read, and that are not at their defaults."""
+    modes = choices_of(hints(type(config))["mode"])
+    for field in dataclasses.fields(config):
+        key, value = f"{group}.{field.name}", getattr(config, field.name)
+        switch, idle = COUNTS_BESIDE.get(key, ("", ()))
+        if switch == f"{group}.mode" and config.mode in idle and value != field.default:
+            others = listed(f"{group}={mode}" for mode in modes if mode not in idle)
+            yield Violation(key, value, f"{group}={config.mode} does not read this key", f"it comes with {others}")
+
+
+MODE_RULES = rules(clipping_has_its_own_keys, average_has_its_own_keys)

@@ -21,8 +21,8 @@ from titan_exp.config.paths.checkpoint_files import huggingface_folder, initial_
 from titan_exp.config.paths.remote_url import is_url, parent_checkpoint, parent_location
 from titan_exp.config.schema.identity_keys import differences
 from titan_exp.config.schema.typed_config import to_dict
-from titan_exp.rules.continue_from import model_misfits_of, state_misfits
-from titan_exp.rules.weights.given_weights import (
+from titan_exp.rules.checkpoint import model_misfits_of, state_misfits
+from titan_exp.rules.weights import (
     from_config,
     given_weights,
     noted_changes,

@@ -11,7 +11,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.data_files import MANIFEST, Manifest, read_manifest
 from titan_exp.data.token_store.reader import TokenSplit
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.rules.stores.token_store import stores_are_complete
+from titan_exp.rules.data import stores_are_complete
 
 
 @pytest.fixture

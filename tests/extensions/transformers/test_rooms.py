@@ -16,7 +16,7 @@ from tests.plan.test_plan_json import assert_predicted
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.extensions.transformers.repository import config_size, repository_config
 from titan_exp.models.convert.hf_config import repository_lines
-from titan_exp.rules.weights.given_weights import GivenWeights, model_misfits
+from titan_exp.rules.weights import GivenWeights, model_misfits
 
 transformers = pytest.importorskip("transformers")
 OLMO = ("model=huggingface", "model.repository=docs/examples/olmo_debug")

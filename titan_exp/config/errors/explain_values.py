@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from math import isfinite
 from typing import Annotated, Any, get_args, get_origin
@@ -24,6 +24,38 @@ from titan_exp.config.schema.schema import (
     takes_null,
     value_keys,
 )
+
+
+class Unfit(ValueError):
+    """Value that a check of a type refuses, with its reason and what to type instead."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.remedy = reason, remedy
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """Metadata of a type: conversion of a value before its type is checked. It may raise Unfit."""
+
+    convert: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core.core_schema import no_info_before_validator_function
+
+        return no_info_before_validator_function(self.convert, handler(source))
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """Metadata of a type: check of a value of the type, which raises Unfit."""
+
+    check: Callable[[Any], None]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core.core_schema import no_info_after_validator_function
+
+        return no_info_after_validator_function(lambda value: (self.check(value), value)[1], handler(source))
 
 
 def unknown_keys(
@@ -70,12 +102,15 @@ def from_pydantic(error: Mapping[str, Any], field: str, annotation: Any, meaning
     """Violation of a key's type or bounds, from a pydantic error; of a key in a mapping, whose type is `annotation`."""
     if error["loc"][-1] == "[key]":
         return Violation(field, "", *_choice(error["input"], get_args(annotation)[0]))
-    reason, remedy = _reason(error, field, annotation)
+    reason, remedy = explained(error, field, annotation)
     return Violation(field, error["input"], reason, remedy or about(field, meaning))
 
 
-def _reason(error: Mapping[str, Any], field: str, annotation: Any) -> tuple[str, str]:
+def explained(error: Mapping[str, Any], field: str, annotation: Any) -> tuple[str, str]:
+    """Reason of a pydantic error, and what to type instead; empty if that takes an example."""
     kind, value, message = error["type"], error["input"], error["msg"]
+    if isinstance(unfit := error.get("ctx", {}).get("error"), Unfit):
+        return unfit.reason, unfit.remedy
     if value is None and not takes_null(annotation):
         return "null is not a value of this key", ""
     words, several = literals_beside(annotation), isinstance(value, list | tuple)
@@ -129,6 +164,7 @@ _REASONS = {
     "list_type": ("must be a list", "write {field}='[{value}]'"),
     "too_short": ("needs {min_length} values", ""),
     "too_long": ("takes {max_length} values", ""),
+    "dataclass_type": ("must be keys with values", ""),
     "dict_type": ("must be keyword arguments", "add one: +{field}.key=value"),
     "string_type": ("must be text", "quote it: {field}='\"{value}\"'"),
 }

@@ -8,18 +8,27 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 from omegaconf import DictConfig
 
-from titan_exp.config.errors.explain_values import from_pydantic, unknown_keys
+from titan_exp.config.errors.explain_values import about, explained, from_pydantic, unknown_keys
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import Uncomputed, consequences, resolve
 from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.schema.component import KINDS, builtin_components, config_class, config_classes, current_names
 from titan_exp.config.schema.foreign_code import IMPORT_PATH_KEYS, Trust, require_trust
-from titan_exp.config.schema.schema import annotation_of, declared_in, hints, keys, literals_beside, optional_fields
+from titan_exp.config.schema.schema import (
+    annotation_of,
+    declared_in,
+    hints,
+    keys,
+    literals_beside,
+    optional_fields,
+    texts,
+)
 from titan_exp.config.secrets import SECRET, variables_in
 
 
@@ -337,30 +346,70 @@ def typed_options(kind: type[Options], values: Mapping[str, Any], key: str) -> O
     Raises:
         UserError: a name or a value does not fit.
     """
-    from pydantic import TypeAdapter, ValidationError
-
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    found = [
-        Violation(
-            f"{key}.{name}",
-            value,
-            "there is no such option",
-            did_you_mean(name, names) or (f"it has {listed(names)}" if names else "leave it out"),
-        )
-        for name, value in values.items()
-        if name not in names
-    ]
-    hints = get_type_hints(kind, include_extras=True)
-    try:
-        built = TypeAdapter(kind).validate_python({name: value for name, value in values.items() if name in names})
-    except ValidationError as error:
-        for detail in error.errors(include_url=False):
-            name = str(detail["loc"][0])
-            if detail["type"] == "missing":
-                found.append(Violation(f"{key}.{name}", "", "this option has no value", f"+{key}.{name}=VALUE"))
-                continue
-            found.append(from_pydantic(detail, f"{key}.{name}", hints[name], ""))
-        raise UserError("The options cannot be read.", found) from error
+    found, options = typed_values(kind, values, key)
     if found:
         raise UserError("The options cannot be read.", found)
-    return built
+    return options
+
+
+def typed_values(kind: type[Options], values: Mapping[Any, Any], key: str = "") -> tuple[list[Violation], Options]:
+    """Dataclass of values at a key of the configuration, or of a file that is none, with gaps in the place of what
+    cannot be read, and a violation for every unknown, missing or invalid key. Examples in the docstrings of a file's
+    class are lines of it."""
+    from pydantic import ConfigDict, ValidationError, create_model
+
+    settings = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="forbid")
+    declared: dict[str, Any] = {
+        one.name: (hints(kind)[one.name], ... if one.name not in optional_fields(kind) else _default_of(one))
+        for one in fields(kind)  # type: ignore[arg-type]  # a dataclass
+    }
+
+    def read(names: Collection[str], given: Mapping[Any, Any]) -> dict[str, Any]:
+        return vars(create_model("Read", __config__=settings, **{name: declared[name] for name in names})(**given))
+
+    given = {str(name): value for name, value in values.items()}
+    try:
+        return [], kind(**read(declared, given))
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    readable = declared.keys() - {detail["loc"][0] for detail in details}
+    part = read(readable, {name: value for name, value in given.items() if name in readable})
+    return [_at_its_place(kind, key, detail) for detail in details], with_gaps(kind, part)
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+
+
+def _at_its_place(kind: Any, key: str, error: Mapping[str, Any]) -> Violation:
+    """Violation from a pydantic error in a dataclass at a key, or of a file if that is empty."""
+    place, owner, name, annotation = key, kind, "", kind
+    for part in error["loc"] if error["loc"][-1] != "[key]" else error["loc"][:-1]:
+        inner = _alternative(annotation)
+        if dataclasses.is_dataclass(inner):
+            owner, name, annotation = inner, part, hints(inner).get(part)
+        else:
+            annotation = get_args(inner)[-1 if get_origin(inner) is dict else 0]
+        place += f"[{int(part) + 1}]" if get_origin(inner) is tuple else f".{part}"
+    place, given, known = place.removeprefix("."), error["input"], hints(owner)
+    value = "" if isinstance(given, dict | list) or error["type"] == "missing" or error["loc"][-1] == "[key]" else given
+    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        has = f"{place.rpartition('.')[0] or 'the file'} has {listed(known, 'and')}" if known else "leave it out"
+        reason = "there is no such option" if key else "unknown key"
+        return Violation(place, value, reason, did_you_mean(name, known) or has)
+    reason, remedy = explained(error, place, _alternative(annotation))
+    reason = "this key has no value" if error["type"] == "missing" else reason
+    if key:
+        typed = f"+{place}=VALUE" if error["type"] == "missing" else remedy
+        return Violation(place, value, reason, typed or about(place, ""))
+    if not remedy or error["type"] not in ("literal_error", "value_error"):  # others are for the command line
+        remedy = f"for example {texts(owner)[name].example}; it means: {texts(owner)[name].meaning}"
+    return Violation(place, value, reason, remedy)
+
+
+def _alternative(annotation: Any) -> Any:
+    """Type without its metadata, and without null beside it."""
+    if get_origin(annotation) is Annotated:
+        return _alternative(get_args(annotation)[0])
+    parts = [part for part in get_args(annotation) if part is not NoneType]
+    return _alternative(parts[0]) if get_origin(annotation) in (Union, UnionType) and len(parts) == 1 else annotation

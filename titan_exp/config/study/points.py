@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from hydra.core.override_parser.types import Override
 
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
-from titan_exp.config.study.study import Axis, Choice, Condition, Study, split_override
-from titan_exp.config.study.study_file import facts_of, override
+from titan_exp.config.study.study import Axis, Choice, Study, described, hold, override, split_override
 
 SEED = "experiment.seed"
 NAME = "experiment.name"
@@ -94,27 +93,24 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
     require_swept_once(typed)
     for change in typed:
         key, texts = change.key_or_group, values_of(change)
-        varying = [axis for axis in study.axes if key in (axis.name, *keys_of(axis))]
-        axis = varying[0] if varying else None
-        values = [split_override(text)[1] for text in texts]
-        choices = tuple(Choice((text,), text) for text in texts)
+        axis = next((axis for axis in study.axes if key in (axis.name, *axis.keys)), None)
+        values = tuple(split_override(text)[1] for text in texts)
         if key == SEED and all(map(str.isdigit, values)):
             study = replace(study, seeds=tuple(map(int, values)))
-        elif study.search is not None and (change.is_sweep_override() or key in study.search.keys):
+        elif study.search is not None and (change.is_sweep_override() or key in study.search.ranges):
             study = _fixed_range(study, change, key)
             fixed += texts
-        elif axis is not None and (key == axis.name or axis.keys == (axis.name,)):
-            kept = choices if axis.keys == (axis.name,) else _named_choices(axis, values)
-            axes = tuple(replace(other, choices=kept) if other in varying else other for other in study.axes)
-            study = replace(study, axes=axes)
+        elif axis is not None and (key == axis.name or axis.set_keys == (key,)):
+            chosen = {"list": _named(axis, values)} if axis.list else {"grid": {change.get_key_element(): values}}
+            narrow = [replace(one, **chosen) if key in (one.name, *one.keys) else one for one in study.axes]
+            study = replace(study, axes=tuple(narrow))
         elif axis is not None:
-            together = listed(keys_of(axis), "and")
             raise UserError(
-                f"{change.input_line}: this study varies {key} together with others ({together}). "
+                f"{change.input_line}: this study varies {key} together with others ({listed(axis.keys, 'and')}). "
                 f"Change it in {study.path}, or in a copy of your own: sweeps/{study.name}.yaml."
             )
         elif change.is_sweep_override():
-            study = replace(study, axes=(*study.axes, Axis(key, (key,), choices)))
+            study = replace(study, axes=(*study.axes, Axis(grid={change.get_key_element(): values})))
         else:
             fixed += texts
     return study, tuple(fixed)
@@ -123,7 +119,7 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
 def _fixed_range(study: Study, change: Override, key: str) -> Study:
     """Study whose search does not vary a key."""
     assert study.search is not None
-    left = tuple(one for one in study.search.ranges if one.key != key)
+    left = {other: one for other, one in study.search.ranges.items() if other != key}
     if change.is_sweep_override() or not left:
         reason = (
             "it fixes the last range of the search" if not left else "a search draws one value of a key for a point"
@@ -135,13 +131,12 @@ def _fixed_range(study: Study, change: Override, key: str) -> Study:
     return replace(study, search=replace(study.search, ranges=left))
 
 
-def _named_choices(axis: Axis, names: Sequence[str]) -> tuple[Choice, ...]:
-    choices = {facts_of(axis, choice)[axis.name]: choice for choice in axis.choices}
+def _named(axis: Axis, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     for name in names:
-        if name not in choices:
-            offer = did_you_mean(name, choices) or f"it has {listed(choices, 'and')}"
+        if name not in axis.list:
+            offer = did_you_mean(name, axis.list) or f"it has {listed(axis.list, 'and')}"
             raise UserError(f"{axis.name}={name}: no choice of this axis; {offer}")
-    return tuple(choices[name] for name in names)
+    return {name: axis.list[name] for name in names}
 
 
 def study_points(study: Study, size: str, fixed: Sequence[str] = (), proposed: Sequence[Choice] = ()) -> list[Point]:
@@ -157,14 +152,15 @@ def study_points(study: Study, size: str, fixed: Sequence[str] = (), proposed: S
     combinations: list[tuple[tuple[Choice, ...], dict[str, str]]] = [((), dict(map(split_override, [*base, *fixed])))]
     axes = study.axes
     if study.search is not None:
-        axes = (Axis("", study.search.keys, tuple(proposed)),)
+        drawn = [[split_override(text)[1] for text in choice.overrides] for choice in proposed]
+        axes = (Axis(zip=dict(zip(study.search.ranges, map(tuple, zip(*drawn, strict=True)), strict=True))),)
     for axis in axes:
         combinations = [
             combination
             for choices, facts in combinations
             for combination in (
-                [((*choices, choice), facts | facts_of(axis, choice)) for choice in axis.choices]
-                if _applies(axis, facts)
+                [((*choices, choice), facts | axis.facts(choice)) for choice in axis.choices]
+                if axis.applies(facts)
                 else [(choices, facts)]
             )
         ]
@@ -172,14 +168,15 @@ def study_points(study: Study, size: str, fixed: Sequence[str] = (), proposed: S
     leaves = Counter(key.rpartition(".")[2] for key in {key for axis in axes for key in axis.keys})
     for choices, facts in combinations:
         variant = " ".join(_shortened(choice, leaves) for choice in choices) or "(nothing varies)"
-        exclusions = [exclusion.reason for exclusion in study.exclude if _all_hold(exclusion.conditions, facts)]
+        excluded = next((one for one in study.exclude if hold(one.conditions, facts)), None)
+        reason = excluded and f"excluded by the study: {excluded.reason or described(excluded.conditions)}"
         varied = [text for choice in choices for text in choice.overrides]
         _require_set_once(study, varied)
         for seed in study.seeds or (None,):
             seeded = [] if seed is None else [f"{SEED}={seed}"]
             overrides = _last_wins([*base, *varied, *seeded, *fixed])
             label = variant if seed is None else f"{variant} seed={seed}"
-            found.append(Point(overrides, label, variant, seed, facts, next(iter(exclusions), None)))
+            found.append(Point(overrides, label, variant, seed, facts, reason))
     _require_different(study, found)
     return found
 
@@ -200,8 +197,8 @@ def baseline_of(study: Study, points: Sequence[Point]) -> str | None:
         matching = [name for name, point in variants.items() if baseline in point.facts.values()]
         text = baseline
     else:
-        matching = [name for name, point in variants.items() if _all_hold(baseline, point.facts)]
-        text = " ".join(map(str, baseline))
+        matching = [name for name, point in variants.items() if hold(baseline, point.facts)]
+        text = described(baseline)
     if len(matching) == 1:
         return matching[0]
     if matching:
@@ -223,20 +220,6 @@ def _shortened(choice: Choice, leaves: Mapping[str, int]) -> str:
         leaf = key.rpartition(".")[2]
         parts.append(f"{leaf if leaves[leaf] == 1 else key}={value}")
     return " ".join(parts)
-
-
-def _all_hold(conditions: Sequence[Condition], facts: Mapping[str, str]) -> bool:
-    return all(condition.holds(facts) for condition in conditions)
-
-
-def _applies(axis: Axis, facts: Mapping[str, str]) -> bool:
-    return _all_hold(axis.when, facts) and not any(condition.holds(facts) for condition in axis.unless)
-
-
-def keys_of(axis: Axis) -> list[str]:
-    """Keys that the axis sets at any of its points."""
-    inside = [split_override(text)[0] for choice in axis.choices for text in choice.overrides]
-    return list(dict.fromkeys([*axis.keys, *inside]))
 
 
 def _last_wins(overrides: Sequence[str]) -> tuple[str, ...]:

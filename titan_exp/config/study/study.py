@@ -1,31 +1,192 @@
-"""Study definition: a question, axes, and fixed overrides, as in `sweeps/NAME.yaml`."""
+"""Study definition: the keys of `sweeps/NAME.yaml`, with their values as overrides of Hydra."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+from annotated_types import Ge, Le, MinLen
+
+from titan_exp.config.errors.explain_values import Check, Read, Unfit
+from titan_exp.config.errors.user_error import did_you_mean, in_quotes, listed, shown
+from titan_exp.config.extension import extensions
+
+METRICS = ("loss", "validation_loss", "validation_perplexity", "grad_norm", "tokens_per_second")
+METRICS += ("tokens_per_second_per_device", "tflops", "mfu", "memory", "memory_reserved")
+METRICS += tuple(name for one in extensions().values() for name in one.metrics)
+"""Metrics logged by runs, and by those of extensions. Metrics of a mixture's source (`validation_loss/NAME`) are also
+comparable."""
+MOST_SEEDS = MOST_POINTS = 10_000
+"""Largest numbers of seeds of a study, and of points of a search; larger ones are typos."""
+DIGITS = 4
+"""Significant digits of a drawn value, so that labels and run ids are short."""
+
+
+def override(key: str, value: Any) -> str:
+    """Override for a key and a YAML value, quoted if Hydra would parse the text differently."""
+    return f"{key}={_text(value)}"
+
+
+def split_override(text: str) -> tuple[str, str]:
+    """Key and value of an override; the key without `+` or `~`."""
+    key, _, value = text.partition("=")
+    return key.lstrip("+~"), value
+
+
+def _text(value: Any) -> str:
+    """YAML value as that of an override."""
+    return shown(value, lambda text: in_quotes(text) if not text or set(text) & set(" ,()[]{}'\"\\=#\t\n") else text)
+
+
+def _override(value: Any) -> str:
+    if isinstance(value, str) and ("=" in value or value.startswith("~")):
+        return value
+    typed = override(*next(iter(value.items()))) if isinstance(value, dict) and value else f"{value}=..."
+    raise Unfit("an override is key=value, as on the command line", f"write {typed}")
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not values:
+        raise Unfit("must be a list of values", "" if isinstance(values, list | None) else f"write [{_text(values)}]")
+    return tuple(map(_text, values))
+
+
+def _conditions(value: Any) -> dict[str, tuple[str, ...]]:
+    several = {shown(key): found if isinstance(found, list) else [found] for key, found in _keys(value).items()}
+    return {key: tuple(map(_text, values)) for key, values in several.items()}
+
+
+def _baseline(value: Any) -> Any:
+    return value if isinstance(value, str | None) else _conditions(value)
+
+
+def _exclusion(entry: Any) -> Any:
+    if not isinstance(entry, dict):
+        return entry
+    return {
+        "conditions": {key: value for key, value in entry.items() if key != "reason"},
+        "reason": entry.get("reason"),
+    }
+
+
+def _seeds(value: Any) -> Sequence[int]:
+    count = value if isinstance(value, int) and not isinstance(value, bool) else 0
+    seeds = range(count) if 0 < count <= MOST_SEEDS else value
+    if seeds is None:
+        return ()
+    if not isinstance(seeds, list | range) or not seeds or any(type(seed) is not int or seed < 0 for seed in seeds):
+        reason = f"must be a number of seeds up to {MOST_SEEDS}, or a list of them"
+        raise Unfit(reason, "seeds: 3, or seeds: [0, 1, 2]")
+    return tuple(dict.fromkeys(seeds))
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise Unfit("must be a number, not true or false")
+    return value
+
+
+def _fraction(value: Any) -> Any:
+    try:
+        return Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        raise Unfit("must be a number, or a fraction such as 1/3") from None
+
+
+def _rise(rungs: Sequence[Fraction]) -> None:
+    remedy = "rungs: [100, 300, 900], or fractions of training.steps: [1/9, 1/3, 1]"
+    if len(rungs) < 2 or rungs[0] <= 0:
+        raise Unfit("must be two or more steps above 0, in their order", remedy)
+    if any(later <= earlier for earlier, later in pairwise(rungs)):
+        raise Unfit("rungs are not increasing", f"rungs: [{', '.join(map(str, sorted(set(rungs))))}]")
+    if rungs[-1] != 1 and any(rung.denominator != 1 for rung in rungs):
+        raise Unfit("fractions of training.steps end at 1, and steps are whole", remedy)
+
+
+def _is_part(keep: Fraction) -> None:
+    if not 0 < keep < 1:
+        raise Unfit("must be a fraction between 0 and 1", "keep: 1/3")
+
+
+def _have_width(bounds: tuple[float, float]) -> None:
+    if bounds[0] >= bounds[1]:
+        raise Unfit("must be a lower and a higher number", f"write {sorted(bounds)}")
+
+
+def _are_above_zero(bounds: tuple[float, float]) -> None:
+    if bounds[0] <= 0:
+        raise Unfit("a logarithm has no value at 0 or below", "a lower bound above 0, or uniform")
+
+
+def _are_side_by_side(values: Mapping[str, Sequence[str]]) -> None:
+    if len({len(texts) for texts in values.values()}) > 1:
+        counts = listed([f"{key} has {len(texts)}" for key, texts in values.items()], "and")
+        raise Unfit(f"values are taken side by side, and {counts}", "give each the same number")
+
+
+def _is_asked(question: str) -> None:
+    if not question.strip():
+        raise Unfit("a study asks something", "question: Which learning rate is best?")
+
+
+def _is_logged(metric: str) -> None:
+    if metric not in METRICS and "/" not in metric:
+        offer = did_you_mean(metric, METRICS) or f"runs log {listed(METRICS, 'and')}"
+        raise Unfit("no run logs this metric", offer)
+
+
+def _one_of(kinds: Sequence[str], block: Any, what: str, example: str) -> None:
+    if sum(bool(getattr(block, kind)) for kind in kinds) != 1:
+        raise Unfit(f"{what} is one of {listed(kinds)}", example)
+
+
+def _keys(value: Any) -> Any:
+    if not isinstance(value, dict | None):
+        raise Unfit("must be keys with values")
+    return value or {}
+
+
+def _ranges(value: Any) -> Any:
+    if not isinstance(value, dict) or not value:
+        raise Unfit("must be keys with a range each")
+    return value
+
+
+_NONE, _NOTHING = Read(lambda value: [] if value is None else value), Read(_keys)
+Name = Annotated[str, Read(shown)]
+"""Key of a mapping, whose type in YAML does not count."""
+Overrides = Annotated[tuple[Annotated[str, Read(_override)], ...], _NONE]
+Texts = Annotated[tuple[str, ...], Read(_texts)]
+Conditions = Annotated[dict[str, tuple[str, ...]], Read(_conditions)]
+"""Values by key, or by the `name` of a list; any value of a key fulfils it."""
+Whole = Annotated[int, Read(_number)]
+Number = Annotated[float, Read(_number)]
+Share = Annotated[Fraction, Read(_fraction)]
+Bounds = Annotated[tuple[Number, Number], Check(_have_width)]
 Direction = Literal["min", "max"]
 """Better direction of a metric."""
+Method = Literal["random", "sobol", "optuna"]
+RangeKind = Literal["log_uniform", "uniform", "integer", "choice"]
 
 
-@dataclass(frozen=True)
-class Condition:
-    """Condition that a key or a named axis has one of the given values."""
+def hold(conditions: Mapping[str, Sequence[str]], facts: Mapping[str, str]) -> bool:
+    """True if a point with these values by key fulfils all conditions."""
+    return all(key in facts and any(_same(facts[key], value) for value in values) for key, values in conditions.items())
 
-    key: str
-    """`parallelism.tp`, or the `name` of a list."""
-    values: tuple[str, ...]
-    """Values in override syntax; any of them fulfils the condition."""
 
-    def holds(self, facts: Mapping[str, str]) -> bool:
-        """True if a point fulfils the condition."""
-        return self.key in facts and any(_same(facts[self.key], value) for value in self.values)
+def _same(value: str, other: str) -> bool:
+    try:
+        return value == other or float(value) == float(other)
+    except ValueError:
+        return False
 
-    def __str__(self) -> str:
-        return f"{self.key}={','.join(self.values)}"
+
+def described(conditions: Mapping[str, Sequence[str]]) -> str:
+    """Conditions as text."""
+    return " ".join(f"{key}={','.join(values)}" for key, values in conditions.items())
 
 
 @dataclass(frozen=True)
@@ -40,165 +201,158 @@ class Choice:
 
 @dataclass(frozen=True)
 class Axis:
-    """Axis of a study; its points are the product of the axes."""
+    """Axis of a study, of one kind; its points are the product of the axes."""
 
-    name: str
-    """Key of a grid, name of a list, else empty."""
-    keys: tuple[str, ...]
-    """Keys set by every choice; empty for a list."""
-    choices: tuple[Choice, ...]
-    """Choices of the axis, in file order."""
-    when: tuple[Condition, ...] = ()
-    """Conditions on the axes above, all of which a point must fulfil for the axis to apply."""
-    unless: tuple[Condition, ...] = ()
-    """Conditions, any of which excludes a point from the axis."""
+    grid: Annotated[dict[Name, Texts], _NOTHING] = field(default_factory=dict)
+    """Values of a key; several keys are an axis each. E.g. `grid: {optimizer.lr: [1e-3, 3e-3]}`."""
+    zip: Annotated[dict[Name, Texts], _NOTHING, Check(_are_side_by_side)] = field(default_factory=dict)
+    """Values of several keys, taken side by side. E.g. `zip: {model.dim: [64, 96], model.heads: [4, 6]}`."""
+    list: Annotated[dict[Name, Overrides], _NOTHING] = field(default_factory=dict)
+    """Overrides by the name of a point. E.g. `list: {plain: [], slow: [optimizer.lr=1e-4]}`."""
+    name: Annotated[str, Read(lambda value: "" if value is None else value)] = ""
+    """Name of a list, by which conditions and the command line choose its points. E.g. `name: balance`."""
+    when: Conditions = field(default_factory=dict)
+    """Conditions on the axes above and on what is held fixed, all of which a point must fulfil for the axis to apply.
+    E.g. `when: {parallelism.cp: [2, 4]}`."""
+    unless: Conditions = field(default_factory=dict)
+    """Conditions, any of which excludes a point from the axis. E.g. `unless: {parallelism.cp: 1}`."""
+
+    def __post_init__(self) -> None:
+        _one_of(("grid", "zip", "list"), self, "an axis", "for example grid: {optimizer.lr: [1e-3, 3e-3]}")
+        if self.name and not self.list:
+            kind = "grid" if self.grid else "zip"
+            raise Unfit(f"the axes of a {kind} are named by their keys", f"leave the name {self.name} out")
+
+    @property
+    def set_keys(self) -> tuple[str, ...]:
+        """Keys that every choice sets; none of a list."""
+        return tuple(key.lstrip("+~") for key in (*self.grid, *self.zip))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys that the axis sets at any of its points."""
+        inside = (split_override(text)[0] for choice in self.choices for text in choice.overrides)
+        return tuple(dict.fromkeys([*self.set_keys, *inside]))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names by which conditions and overrides choose values: keys, or the name of a list."""
+        return self.set_keys or (self.name,) * bool(self.name)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """Choices of the axis, in file order."""
+        if self.list:
+            named = f"{self.name}=" if self.name else ""
+            return tuple(Choice(texts, f"{named}{label}") for label, texts in self.list.items())
+        columns = self.grid or self.zip
+        rows = [tuple(map("{}={}".format, columns, row)) for row in zip(*columns.values(), strict=True)]
+        return tuple(Choice(row, " ".join(row)) for row in rows)
+
+    def facts(self, choice: Choice) -> dict[str, str]:
+        """Values set by a choice, by key; for a list's point also by the list's name, or its own."""
+        facts = dict(map(split_override, choice.overrides))
+        label = choice.label.removeprefix(f"{self.name}=")
+        return facts | {self.name or label: label} if self.list else facts
+
+    def applies(self, facts: Mapping[str, str]) -> bool:
+        """True if a point with these values has the axis."""
+        return hold(self.when, facts) and not any(hold({key: values}, facts) for key, values in self.unless.items())
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Excluded points."""
+    """Points that a study leaves out."""
 
-    conditions: tuple[Condition, ...]
+    conditions: Conditions
     """Conditions, all of which an excluded point fulfils."""
-    reason: str
+    reason: Annotated[str, Read(lambda value: "" if value is None else shown(value))] = ""
     """Reason, printed by the plan."""
 
 
 @dataclass(frozen=True)
-class Study:
-    """Content of a study file."""
-
-    name: str
-    """File name without extension; also the folder of its runs."""
-    path: Path
-    """Path of the study file."""
-    question: str
-    """Question of the study, in a sentence."""
-    held_fixed: tuple[str, ...]
-    """Overrides of every point."""
-    sizes: Mapping[str, tuple[str, ...]]
-    """Additional overrides by size name; the first is the default, `size=NAME` selects another."""
-    axes: tuple[Axis, ...]
-    """Varied axes; empty in a search."""
-    exclude: tuple[Exclusion, ...]
-    """Excluded points."""
-    seeds: tuple[int, ...]
-    """Seeds of every point; empty keeps `experiment.seed`."""
-    baseline: tuple[Condition, ...] | str | None
-    """Point that the others are compared with: its label, a list's point by name, or values that only it has."""
-    metrics: Mapping[str, Direction]
-    """Compared metrics, with the better direction of each."""
-    search: "Search | None" = None
-    """Ranges that the points are drawn from, instead of axes."""
-    halving: "Halving | None" = None
-    """Successive halving over the points; None trains every point to its end."""
-    tune: str = ""
-    """Key over which each group of the comparison is tuned; empty without."""
-
-
-def split_override(text: str) -> tuple[str, str]:
-    """Key and value of an override; the key without `+` or `~`."""
-    key, _, value = text.partition("=")
-    return key.lstrip("+~"), value
-
-
-def _same(value: str, other: str) -> bool:
-    try:
-        return value == other or float(value) == float(other)
-    except ValueError:
-        return False
-
-
-Method = Literal["random", "sobol", "optuna"]
-METHODS: tuple[str, ...] = get_args(Method)
-RangeKind = Literal["log_uniform", "uniform", "integer", "choice"]
-RANGE_KINDS: tuple[str, ...] = get_args(RangeKind)
-DIGITS = 4
-"""Significant digits of a drawn value, so that labels and run ids are short."""
-
-
-@dataclass(frozen=True)
 class Range:
-    """Values of one key."""
+    """Values of one key of a search, of one kind."""
 
-    key: str
-    """Varied key of the configuration."""
-    kind: RangeKind
-    """Numbers evenly spread, or so in their logarithm, or listed values."""
-    low: float = 0.0
-    """Lower bound, included; unused by a choice."""
-    high: float = 0.0
-    """Upper bound, included; unused by a choice."""
-    choices: tuple[str, ...] = ()
-    """Values of a choice, in override syntax."""
+    log_uniform: Annotated[Bounds, Check(_are_above_zero)] | None = None
+    """Numbers between two bounds, evenly spread in their logarithm. E.g. `{log_uniform: [1e-4, 1e-1]}`."""
+    uniform: Bounds | None = None
+    """Numbers evenly spread between two bounds. E.g. `{uniform: [0, 0.2]}`."""
+    integer: Annotated[tuple[Whole, Whole], Check(_have_width)] | None = None
+    """Whole numbers between two bounds, both included. E.g. `{integer: [2, 8]}`."""
+    choice: Annotated[Texts, MinLen(2)] | None = None
+    """Two listed values or more. E.g. `{choice: [linear, sqrt]}`."""
+
+    def __post_init__(self) -> None:
+        _one_of(get_args(RangeKind), self, "a range", "for example {log_uniform: [1e-4, 1e-1]}")
+
+    @property
+    def kind(self) -> RangeKind:
+        """Name of the field that is given."""
+        return next(kind for kind in get_args(RangeKind) if getattr(self, kind))
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Lower and upper bound, both included, of any kind but a choice."""
+        return self.log_uniform or self.uniform or self.integer or (math.nan, math.nan)
 
     def value(self, u: float) -> str:
         """Value at `u` in [0, 1), in override syntax."""
-        match self.kind:
-            case "choice":
-                return self.choices[int(u * len(self.choices))]
-            case "integer":
-                return str(int(self.low) + int(u * (self.high - self.low + 1)))
-            case "uniform":
-                return self.text(self.low + u * (self.high - self.low))
-        return self.text(self.low * math.exp(u * math.log(self.high / self.low)))
+        low, high = self.bounds
+        if self.choice:
+            return self.choice[int(u * len(self.choice))]
+        if self.integer:
+            return str(self.integer[0] + int(u * (high - low + 1)))
+        return self.text(low + u * (high - low) if self.uniform else low * math.exp(u * math.log(high / low)))
 
     def text(self, value: float) -> str:
         """A number of this range in override syntax, rounded to DIGITS."""
-        if self.kind == "integer":
+        if self.integer:
             return str(round(value))
         rounded = float(f"{value:.{DIGITS}g}")
-        inside = min(max(rounded, self.low), self.high)
+        inside = min(max(rounded, self.bounds[0]), self.bounds[1])
         return f"{inside:.{DIGITS}g}" if inside == rounded else repr(inside)
 
     def record(self) -> dict[str, Any]:
         """Kind and, of numbers, bounds."""
-        bounds = {} if self.kind == "choice" else {"low": self.low, "high": self.high}
-        return {"kind": self.kind, **bounds}
+        return {"kind": self.kind, **({} if self.choice else dict(zip(("low", "high"), self.bounds, strict=True)))}
 
     @property
     def samples(self) -> tuple[str, ...]:
         """Values that stand for all others: each of a choice, else the lower bound."""
-        return self.choices or (self.text(self.low),)
+        return self.choice or (self.text(self.bounds[0]),)
 
 
 @dataclass(frozen=True)
 class Search:
-    """Points drawn from ranges."""
+    """Points drawn from ranges, in place of axes."""
 
     method: Method
-    """Independent random points, a Sobol sequence, or Optuna's proposals."""
-    points: int
-    """Number of points; a larger one keeps the first points of `random` and `sobol`, and whole batches of `optuna`."""
-    seed: int
-    """Seed of the points, not of the runs."""
-    ranges: tuple[Range, ...]
-    """Ranges, one for each varied key."""
-    batch: int = 0
-    """Points that Optuna draws at a time, each batch from the results of those before; 0 for other methods."""
-    metric: str = ""
-    """Metric that Optuna improves; empty for other methods."""
-    better: Direction = "min"
-    """Better direction of the metric."""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys of all ranges."""
-        return tuple(one.key for one in self.ranges)
+    """Independent random points, a Sobol sequence, or Optuna's proposals. E.g. `method: sobol`."""
+    points: Annotated[Whole, Ge(1), Le(MOST_POINTS)]
+    """Number of points; a larger one keeps the first points of `random` and `sobol`, and whole batches of `optuna`.
+    E.g. `points: 16`."""
+    ranges: Annotated[dict[Name, Range], Read(_ranges)]
+    """Range of each varied key. E.g. `ranges: {optimizer.lr: {log_uniform: [1e-4, 1e-1]}}`."""
+    seed: Annotated[Whole, Ge(0), Le(2**31)] = 0
+    """Seed of the points, not of the runs. E.g. `seed: 1`."""
+    batch: Annotated[Whole, Ge(1), Le(MOST_POINTS)] | None = None
+    """Points that Optuna draws at a time, each batch from the results of those before: 8 by default.
+    E.g. `batch: 4`."""
+    metric: str | None = None
+    """Metric that Optuna improves: the study's first by default. E.g. `metric: validation_loss`."""
 
 
 @dataclass(frozen=True)
 class Halving:
     """Successive halving (Jamieson and Talwalkar 2016): the best points of each rung continue to the next."""
 
-    metric: str
-    """Metric at the end of a rung, by which points are ranked."""
-    better: Direction
-    """Better direction of the metric."""
-    rungs: tuple[Fraction, ...]
-    """Step at which each rung ends; fractions of `training.steps` if the last one is 1."""
-    keep: Fraction
-    """Fraction of the points of a rung that continues, rounded down, at least one point."""
+    rungs: Annotated[tuple[Share, ...], Check(_rise)]
+    """Step at which each rung ends; fractions of `training.steps` if the last one is 1. E.g. `rungs: [1/9, 1/3, 1]`."""
+    metric: str | None = None
+    """Metric at the end of a rung, by which points are ranked: the study's first by default. E.g. `metric: loss`."""
+    keep: Annotated[Share, Check(_is_part)] = Fraction(1, 3)
+    """Fraction of the points of a rung that continues, rounded down, at least one point. E.g. `keep: 1/4`."""
 
     @property
     def is_relative(self) -> bool:
@@ -221,3 +375,52 @@ class Halving:
     def kept(self, count: int) -> int:
         """Number of points that continue, of `count` in a rung."""
         return max(1, math.floor(count * self.keep))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyFile:
+    """Content of a study file."""
+
+    question: Annotated[str, Check(_is_asked)]
+    """Question of the study, in a sentence. E.g. `question: Which learning rate is best?`."""
+    held_fixed: Overrides = ()
+    """Overrides of every point. E.g. `held_fixed: [model=llama_debug, training.steps=100]`."""
+    sizes: Annotated[dict[Name, Overrides], _NOTHING] = field(default_factory=dict)
+    """Additional overrides by size name; the first is the default, `size=NAME` selects another.
+    E.g. `sizes: {laptop: [training.steps=100]}`."""
+    axes: Annotated[tuple[Axis, ...], _NONE] = ()
+    """Varied axes, of which every combination is a point. E.g. `axes: [{grid: {optimizer.lr: [1e-3, 3e-3]}}]`."""
+    search: Annotated[Search | None, _NOTHING] = None
+    """Ranges that the points are drawn from, instead of axes.
+    E.g. `search: {method: sobol, points: 16, ranges: {optimizer.lr: {log_uniform: [1e-4, 1e-1]}}}`."""
+    exclude: Annotated[tuple[Annotated[Exclusion, Read(_exclusion)], ...], _NONE] = ()
+    """Excluded points: values by key, and a `reason`. E.g. `exclude: [{parallelism.tp: 4, parallelism.pp: 4}]`."""
+    seeds: Annotated[tuple[int, ...], Read(_seeds)] = ()
+    """Seeds of every point, or their number; none keeps `experiment.seed`. E.g. `seeds: 3`."""
+    halving: Annotated[Halving | None, _NOTHING] = None
+    """Successive halving over the points, of which otherwise every one is trained to its end.
+    E.g. `halving: {metric: validation_loss, rungs: [100, 300, 900], keep: 1/3}`."""
+    baseline: Annotated[dict[str, tuple[str, ...]] | str | None, Read(_baseline)] = None
+    """Point that the others are compared with: its label, a list's point by name, or values that only it has.
+    E.g. `baseline: {optimizer.lr: 1e-3}`."""
+    metrics: Annotated[dict[Annotated[Name, Check(_is_logged)], Direction], _NOTHING] = field(default_factory=dict)
+    """Compared metrics, with the better direction of each. E.g. `metrics: {validation_loss: min}`."""
+    tune: str | None = None
+    """Key over which each group of the comparison is tuned. E.g. `tune: optimizer.lr`."""
+
+    def better(self, metric: str) -> Direction | None:
+        """Better direction of a metric: the study's, or `min` for a loss; None if neither says."""
+        return self.metrics.get(metric) or ("min" if "loss" in metric or "perplexity" in metric else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study(StudyFile):
+    """Study of a file, with an axis for each key of a grid."""
+
+    path: Path
+    """Path of the study file."""
+
+    @property
+    def name(self) -> str:
+        """File name without extension; also the folder of its runs."""
+        return self.path.stem

@@ -17,9 +17,9 @@ from titan_exp.extensions.replica_groups.events import GroupHistory
 from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.rules.layout.pipeline_parallel import schedule_can_be_read
-from titan_exp.rules.modes import keys_of_other_modes
+from titan_exp.rules.pipeline_parallel import schedule_can_be_read
 from titan_exp.rules.rule import Refuse, check_multiple, rules
+from titan_exp.rules.training import keys_of_other_modes
 
 if TYPE_CHECKING:
     from titan_exp.extensions.replica_groups.config import GroupedCluster

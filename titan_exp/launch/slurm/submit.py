@@ -25,7 +25,7 @@ from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.script import Resources, Script, render, sbatch_options
 from titan_exp.launch.slurm.squeue import in_a_sentence
 from titan_exp.launch.state.thread_map import thread_map
-from titan_exp.rules.sbatch_options import RESERVED, long_name
+from titan_exp.rules.cluster import RESERVED, long_name
 from titan_exp.tracking.run_folder.files import is_held
 from titan_exp.tracking.run_folder.run_folder import write_atomically
 

@@ -32,7 +32,7 @@ def drawn_choices(search: Search) -> tuple[Choice, ...]:
     """
     found: dict[Choice, None] = {}
     for row in _rows(search):
-        found.setdefault(choice_at(search.ranges, [one.value(u) for one, u in zip(search.ranges, row, strict=True)]))
+        found.setdefault(choice_at(search, [one.value(u) for one, u in zip(search.ranges.values(), row, strict=True)]))
         if len(found) == search.points:
             return tuple(found)
     raise UserError(
@@ -41,9 +41,9 @@ def drawn_choices(search: Search) -> tuple[Choice, ...]:
     )
 
 
-def choice_at(ranges: Sequence[Range], values: Sequence[str]) -> Choice:
+def choice_at(search: Search, values: Sequence[str]) -> Choice:
     """Choice that sets each range's key to a value."""
-    overrides = tuple(f"{one.key}={value}" for one, value in zip(ranges, values, strict=True))
+    overrides = tuple(map("{}={}".format, search.ranges, values))
     return Choice(overrides, " ".join(overrides))
 
 
@@ -64,7 +64,7 @@ def _rows(search: Search) -> Iterator[list[float]]:
         yield ((sequence.random(1)[0] + shift) % 1.0).tolist()
 
 
-def next_batch(search: Search, results: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
+def next_batch(search: Search, better: Direction, results: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
     """Propose the batch after `results`, the points so far with their metric; none at the end.
 
     A diverged point has an infinite metric.
@@ -72,24 +72,25 @@ def next_batch(search: Search, results: Sequence[tuple[Choice, float]]) -> tuple
     Raises:
         UserError: Optuna is not installed, or finds too few new points.
     """
-    wanted = min(search.batch, search.points - len(results))
+    wanted = min(search.batch or search.points, search.points - len(results))
     if wanted <= 0:
         return ()
     optuna = import_optuna()
-    distributions = {one.key: _distribution(optuna, one) for one in search.ranges}
+    distributions = {key: _distribution(optuna, one) for key, one in search.ranges.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(seed=search.seed + len(results), constant_liar=True)
-    direction = "minimize" if search.better == "min" else "maximize"
+    direction = "minimize" if better == "min" else "maximize"
     study = optuna.create_study(sampler=sampler, direction=direction)
     for choice, value in results:
-        params = _params(search.ranges, choice)
+        params = _params(search, choice)
         study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
     known, found = {choice for choice, _ in results}, dict[Choice, None]()
     for _ in range(search.points * REPEATS):
         params = study.ask(distributions).params
-        texts = [params[one.key] if one.kind == "choice" else one.text(params[one.key]) for one in search.ranges]
-        choice = choice_at(search.ranges, texts)
+        choice = choice_at(
+            search, [params[key] if one.choice else one.text(params[key]) for key, one in search.ranges.items()]
+        )
         if choice not in known:
             found.setdefault(choice)
         if len(found) == wanted:
@@ -114,19 +115,18 @@ def import_optuna() -> Any:
 
 
 def _distribution(optuna: Any, one: Range) -> Any:
-    match one.kind:
-        case "choice":
-            return optuna.distributions.CategoricalDistribution(one.choices)
-        case "integer":
-            return optuna.distributions.IntDistribution(int(one.low), int(one.high))
-    return optuna.distributions.FloatDistribution(one.low, one.high, log=one.kind == "log_uniform")
+    if one.choice:
+        return optuna.distributions.CategoricalDistribution(one.choice)
+    if one.integer:
+        return optuna.distributions.IntDistribution(*one.integer)
+    return optuna.distributions.FloatDistribution(*one.bounds, log=one.kind == "log_uniform")
 
 
-def _params(ranges: Sequence[Range], choice: Choice) -> Mapping[str, Any]:
+def _params(search: Search, choice: Choice) -> Mapping[str, Any]:
     """Values of a point as Optuna has them."""
     values = [text.partition("=")[2] for text in choice.overrides]
     convert = {"choice": str, "integer": int, "uniform": float, "log_uniform": float}
-    return {one.key: convert[one.kind](value) for one, value in zip(ranges, values, strict=True)}
+    return {key: convert[one.kind](value) for (key, one), value in zip(search.ranges.items(), values, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -217,11 +217,11 @@ class Batches(Rounds):
     Raises UserError if Optuna is not installed.
     """
 
-    def __init__(self, search: Search, expand: Callable[[Sequence[Choice]], list[Point]]) -> None:
+    def __init__(self, search: Search, better: Direction, expand: Callable[[Sequence[Choice]], list[Point]]) -> None:
         import_optuna()
-        self.search, self.metric, self.better = search, search.metric, search.better
+        self.search, self.metric, self.better = search, search.metric or "", better
         self._expand = expand
-        self._proposed: list[tuple[Choice, ...]] = [next_batch(search, ())]
+        self._proposed: list[tuple[Choice, ...]] = [next_batch(search, better, ())]
         super().__init__(expand(self._proposed[0]))
 
     def points(self, finished: Sequence[Finished]) -> list[Point]:
@@ -234,7 +234,7 @@ class Batches(Rounds):
             for choice, value in self._results(batch, round)
         ]
         del self._proposed[len(finished) :]
-        self._proposed.append(next_batch(self.search, results))
+        self._proposed.append(next_batch(self.search, self.better, results))
         before = sum(map(len, self._proposed[:-1]))
         if not self._proposed[-1]:
             return []
@@ -245,8 +245,8 @@ class Batches(Rounds):
     def result(self, finished: Finished) -> str:
         """Best point of a batch."""
         ranking, number = finished.by_variant(self.better), finished.plan.planned[0].point.round
-        best = next(iter(ranking))
-        return f"batch {number} of {self._count}: the best by {self.metric} is {best} ({ranking[best]:.4f})"
+        best, count = next(iter(ranking)), -(-self.search.points // (self.search.batch or 1))
+        return f"batch {number} of {count}: the best by {self.metric} is {best} ({ranking[best]:.4f})"
 
     def upcoming(self, plan: SweepPlan, finished: Sequence[Finished]) -> list[str]:
         """Number of points that are still to be proposed."""
@@ -259,10 +259,6 @@ class Batches(Rounds):
     def record(self) -> RoundsRecord:
         """Metric and direction."""
         return {"metric": self.metric, "better": self.better}
-
-    @property
-    def _count(self) -> int:
-        return -(-self.search.points // self.search.batch)
 
     def _results(self, batch: Sequence[Choice], round: Finished) -> list[tuple[Choice, float]]:
         """Mean over seeds of each choice of a batch; a choice that could not run has the worst value."""
@@ -282,8 +278,8 @@ class Rungs(Rounds):
     """Rungs of successive halving over given points; seeds of a point are ranked by their mean and continue
     together."""
 
-    def __init__(self, points: Sequence[Point], halving: Halving) -> None:
-        self.halving, self.metric, self.better = halving, halving.metric, halving.better
+    def __init__(self, points: Sequence[Point], halving: Halving, better: Direction) -> None:
+        self.halving, self.metric, self.better = halving, halving.metric or "", better
         super().__init__([self._at(point, 0) for point in points])
 
     def points(self, finished: Sequence[Finished]) -> list[Point]:

@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import default_overrides
-from titan_exp.config.study.points import Point, baseline_of, chosen_size, keys_of, narrowed, study_points
+from titan_exp.config.study.points import Point, baseline_of, chosen_size, narrowed, study_points
 from titan_exp.config.study.study import Choice, Study
 from titan_exp.launch.executor import NOT_CANCELLED, executor_for, last_executor
 from titan_exp.launch.run_plan import explain_write_errors
@@ -78,7 +78,8 @@ class StudySweep:
         self._typed = tuple(text for text in texts if text not in leave_out)
         varied, fixed = narrowed(study, typed)
         self.rounds = _rounds(varied, self.size, fixed)
-        self._parameters = {} if varied.search is None else {one.key: one.record() for one in varied.search.ranges}
+        ranges = {} if varied.search is None else varied.search.ranges
+        self._parameters = {key: one.record() for key, one in ranges.items()}
         self._baseline: str | None = None
         try:
             self._baseline = baseline_of(varied, self.rounds.first)
@@ -115,7 +116,7 @@ class StudySweep:
             (*sweep_plan.planned, *sweep_plan.duplicates),
             key=lambda entry: (entry.point.round, order.get((entry.point.variant, entry.point.seed), 0)),
         )
-        lists = {axis.name: tuple(keys_of(axis)) for axis in self.study.axes if axis.name and not axis.keys}
+        lists = {axis.name: axis.keys for axis in self.study.axes if axis.name}
         self._record = StudyRecord(
             name=self.study.name,
             question=self.study.question,
@@ -128,7 +129,7 @@ class StudySweep:
             skipped={entry.point.label: entry.reason for entry in sweep_plan.skipped},
             rounds=self.rounds.record(),
             parameters=self._parameters,
-            tune=self.study.tune,
+            tune=self.study.tune or "",
         )
 
     def record(self, sweep_plan: SweepPlan, echo: Callable[[str], None]) -> None:
@@ -230,10 +231,11 @@ def _rounds(study: Study, size: str, fixed: Sequence[str]) -> Rounds:
     def expand(proposed: Sequence[Choice]) -> list[Point]:
         return study_points(study, size, fixed, proposed)
 
-    if study.search is not None and study.search.method == "optuna":
-        return Batches(study.search, expand)
-    points = expand(() if study.search is None else drawn_choices(study.search))
-    return Rounds(points) if study.halving is None else Rungs(points, study.halving)
+    search, halving = study.search, study.halving
+    if search is not None and search.method == "optuna":
+        return Batches(search, study.better(search.metric or "") or "min", expand)
+    points = expand(() if search is None else drawn_choices(search))
+    return Rounds(points) if halving is None else Rungs(points, halving, study.better(halving.metric or "") or "min")
 
 
 def _confirmed(question: str) -> bool:

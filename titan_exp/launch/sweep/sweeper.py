@@ -29,8 +29,7 @@ from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.sweep.rounds import Finished, Rounds
 from titan_exp.launch.sweep.shipped_study import StudySweep, SweepOptions
-from titan_exp.launch.sweep.sweep_memory import predict_sweep_memory
-from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan, plan_sweep
+from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan, plan_sweep, predict_sweep_memory
 from titan_exp.launch.sweep.sweep_table import remarks_on, show_outcomes, show_plan
 
 SHOWS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc"}
@@ -71,7 +70,7 @@ def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
     size = [word.removeprefix("size=") for word in overrides if word.startswith("size=")]
     for_hydra, others = _of_hydra([word for word in overrides if not word.startswith("size=")])
     options = replace(_options(flags), study=study.path, size=size[-1] if size else None, typed=others)
-    lists = {axis.name for axis in study.axes if not axis.keys}
+    lists = {axis.name for axis in study.axes}
     nested = (*_overrides_in(study), *(word for word in others if word.partition("=")[0] not in lists))
     hydra_flags = [word for word in arguments.flags if word not in ("-m", "--multirun")]
     return SweepArgs(["-m", *hydra_flags, *for_hydra], options, nested, str(study.path))
@@ -116,11 +115,12 @@ def _options(flags: Mapping[str, str | int | bool]) -> SweepOptions:
 def _overrides_in(study: Study) -> list[str]:
     """All overrides of a study, one per key with comma-separated values."""
     by_key: dict[str, dict[str, None]] = {}
+    ranges = study.search.ranges if study.search else {}
     for text in (
         *study.held_fixed,
         *(text for size in study.sizes.values() for text in size),
         *(text for axis in study.axes for choice in axis.choices for text in choice.overrides),
-        *(f"{one.key}={value}" for one in (study.search.ranges if study.search else ()) for value in one.samples),
+        *(f"{key}={value}" for key, one in ranges.items() for value in one.samples),
     ):
         key, equals, value = text.partition("=")
         by_key.setdefault(key + equals, {})[value] = None

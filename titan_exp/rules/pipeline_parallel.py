@@ -26,7 +26,7 @@ from titan_exp.config.layout.pipeline_schedules import (
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.rules.recompute import PARTITIONING_BACKENDS, compiled_blocks
+from titan_exp.rules.compile import PARTITIONING_BACKENDS, compiled_blocks
 from titan_exp.rules.rule import Refuse, check_number, rules
 
 SCHEDULE = "parallelism.pp_schedule"
@@ -216,14 +216,6 @@ def schedule_can_be_read(parallelism: ParallelismConfig) -> bool:
     return not any(schedule_is_known(parallelism))
 
 
-def _is_used(parallelism: ParallelismConfig) -> bool:
-    return parallelism.pp > 1
-
-
-def _backward_is_split(parallelism: ParallelismConfig, layout: ResolvedLayout) -> bool:
-    return _is_used(parallelism) and schedule_can_be_read(parallelism) and layout.splits_backward
-
-
 def saved_outputs_last(
     parallelism: ParallelismConfig, activation_checkpoint: ActivationCheckpointConfig, compile: CompileConfig
 ) -> Iterator[Violation]:
@@ -238,7 +230,7 @@ def saved_outputs_last(
         yield Violation("activation_checkpoint.mode", "selective", f"{reason}are freed by then", remedy)
 
 
-RULES = (
+PIPELINE_RULES = (
     *rules(schedule_is_known),
     *rules(keys_have_an_effect, when=lambda parallelism: parallelism.pp == 1),
     *rules(
@@ -255,7 +247,7 @@ RULES = (
             "compile.backend=inductor or aot_eager",
         ),
         stages_fit,
-        when=_is_used,
+        when=lambda parallelism: parallelism.pp > 1,
     ),
     *rules(
         Refuse(
@@ -266,7 +258,9 @@ RULES = (
             f"parallelism.reshard_after_forward=auto or never; or parallelism.pp_schedule={WHOLE_BACKWARD}",
         ),
         saved_outputs_last,
-        when=_backward_is_split,
+        when=lambda parallelism, layout: (
+            parallelism.pp > 1 and schedule_can_be_read(parallelism) and layout.splits_backward
+        ),
     ),
 )
-LAYOUT_RULES = rules(microbatches_fit, when=_is_used)
+PIPELINE_LAYOUT_RULES = rules(microbatches_fit, when=lambda parallelism: parallelism.pp > 1)

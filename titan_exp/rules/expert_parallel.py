@@ -3,14 +3,13 @@
 import math
 from collections.abc import Iterator
 
-from titan_exp.config.errors.user_error import Violation, listed, multiples_near, nearest_numbers
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.errors.user_error import Violation, listed, multiples_near
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.models.spec.lookup import has_experts
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise
-from titan_exp.rules.rule import Refuse, check_multiple, rules
+from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules
 
 SYMMETRIC_RANKS = SYMMETRIC_EXPERTS = 16
 """Ranks, and experts of a rank, that torch 2.13's exchange over NVSHMEM has warps for: 512 threads of a block."""
@@ -25,11 +24,9 @@ def degree_divides(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[
         reason = f"it takes its ranks from parallelism.dp_shard · cp · tp = {ranks}, which {needed} does not divide"
         step = ep * etp // math.gcd(ep * etp, parallelism.cp * parallelism.tp)
         shards = "" if _rest(spec, ep) else f"; or parallelism.dp_shard={-(-parallelism.dp_shard // step) * step}"
-        remedy = f"{_nearest(spec, parallelism)}{shards}"
-        yield Violation(EP, ep, reason, remedy)
+        yield from _refused(spec, parallelism, reason, shards)
     elif rest := _rest(spec, ep):
-        reason = f"{rest[0]} experts cannot be divided evenly among {ep} ranks"
-        yield Violation(EP, ep, reason, _nearest(spec, parallelism))
+        yield from _refused(spec, parallelism, f"{rest[0]} experts cannot be divided evenly among {ep} ranks")
 
 
 def channels_are_whole_or_tensor_parallel(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -55,7 +52,7 @@ def expert_shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Ite
     if uneven := _uneven(spec, parallelism, parallelism.ep):
         shards = _ranks(parallelism) // (parallelism.ep * _etp(parallelism))
         reason = f"{shards} shards divide neither the experts of a rank nor the channels of {listed(uneven, 'and')}"
-        yield Violation(EP, parallelism.ep, reason, f"{_nearest(spec, parallelism)}; or another parallelism.dp_shard")
+        yield from _refused(spec, parallelism, reason, "; or another parallelism.dp_shard")
 
 
 def tokens_of_experts_divide(
@@ -79,7 +76,8 @@ def symmetric_memory_is_supported(spec: ModelSpec, parallelism: ParallelismConfi
     elif device == "cpu":
         reason = "it needs symmetric memory, which a CPU lacks"
     elif parallelism.async_tp:
-        reason, remedy = "async_tp has another kind of symmetric memory, of which a run has one", "async_tp=false, or "
+        reason = "async_tp has another kind of symmetric memory, of which a run has one"
+        remedy = "parallelism.async_tp=false, or "
     elif ep > SYMMETRIC_RANKS or local > SYMMETRIC_EXPERTS:
         reason = (
             f"torch's kernel has room for {SYMMETRIC_RANKS} ranks with {SYMMETRIC_EXPERTS} experts each, "
@@ -123,14 +121,14 @@ def _uneven(spec: ModelSpec, parallelism: ParallelismConfig, ep: int) -> list[st
     ]
 
 
-def _nearest(spec: ModelSpec, parallelism: ParallelismConfig) -> str:
-    """Nearest degrees that work, or advice."""
-    works = [
-        ep
-        for ep in range(1, _ranks(parallelism) + 1)
-        if _regroups(ep, parallelism) and not _rest(spec, ep) and not _uneven(spec, parallelism, ep)
-    ]
-    return f"nearest: {EP}={listed(nearest_numbers(parallelism.ep, works))}" if works else f"{ETP}=1"
+def _refused(spec: ModelSpec, parallelism: ParallelismConfig, reason: str, more: str = "") -> Iterator[Violation]:
+    """Violation of the degree, with the nearest that work."""
+
+    def works(ep: int) -> bool:
+        return _regroups(ep, parallelism) and not _rest(spec, ep) and not _uneven(spec, parallelism, ep)
+
+    largest, alone = _ranks(parallelism), f"{ETP}=1"
+    yield from check_number(EP, parallelism.ep, works, reason, largest=largest, more=more, otherwise=alone)
 
 
 def _local_sizes(linear: LinearSpec, ep: int, etp: int) -> list[tuple[int, ...]]:
@@ -141,11 +139,7 @@ def _local_sizes(linear: LinearSpec, ep: int, etp: int) -> list[tuple[int, ...]]
     return [(experts, outputs, inputs), *([(experts, linear.outputs // etp)] if linear.bias else [])]
 
 
-def _routes_tokens(model: ModelConfig) -> bool:
-    return has_experts(model)
-
-
-RULES = (
+EXPERT_RULES = (
     *rules(
         Refuse(
             EP,
@@ -164,8 +158,10 @@ RULES = (
         channels_are_whole_or_tensor_parallel,
         tokens_of_experts_divide,
         symmetric_memory_is_supported,
-        when=_routes_tokens,
+        when=lambda spec: spec is not None and spec.has_experts,
     ),
 )
 
-LAYOUT_RULES = rules(degree_divides, expert_shards_divide, when=_routes_tokens)
+EXPERT_LAYOUT_RULES = rules(
+    degree_divides, expert_shards_divide, when=lambda spec: spec is not None and spec.has_experts
+)

@@ -1,14 +1,16 @@
-"""Component and compile backend rules: built-in names or existing import paths."""
+"""Name and path rules: the run's folder, built-in names or existing import paths."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import Violation, did_you_mean, listed
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import CompileConfig
-from titan_exp.config.groups.run import ClusterConfig, DataConfig, TrackingConfig
+from titan_exp.config.groups.run import ClusterConfig, DataConfig, PathsConfig, RunConfig, TrackingConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.schema.builtins import (
     COMPILE_BACKENDS,
@@ -21,6 +23,42 @@ from titan_exp.config.schema.builtins import (
 )
 from titan_exp.config.schema.component import find_dotted, is_builtin, is_dotted, unknown_name
 from titan_exp.rules.rule import rules
+
+
+def name_is_a_folder_name(run: RunConfig) -> Iterator[Violation]:
+    """The experiment's name is a portable folder name."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run.name) or len(run.name) > 128:
+        cleaned = re.sub(r"[^A-Za-z0-9._-]+", "_", run.name).lstrip(".-")[:128] or "my_idea"
+        reason = (
+            "it names a folder: letters, digits, `.`, `_` and `-`, beginning with a letter, digit or `_`, at most 128"
+        )
+        yield Violation("experiment.name", run.name, reason, f"experiment.name={cleaned}")
+
+
+def runs_folder_is_a_folder(paths: PathsConfig) -> Iterator[Violation]:
+    """The folder of runs is a folder or does not exist."""
+    nearest = _nearest(paths)
+    if not paths.runs:
+        yield Violation("paths.runs", "''", "it is empty", "paths.runs=runs")
+    elif not nearest.is_dir():
+        yield Violation("paths.runs", paths.runs, f"{nearest} is a file", "the path of a folder")
+
+
+def runs_folder_is_writable(paths: PathsConfig) -> Iterator[Violation]:
+    """The folder of runs can be created or written to."""
+    nearest = _nearest(paths)
+    if nearest.is_dir() and not os.access(nearest, os.W_OK | os.X_OK):
+        yield Violation("paths.runs", paths.runs, f"{nearest} cannot be written to", "a folder that you may write to")
+
+
+def _nearest(paths: PathsConfig) -> Path:
+    folder = Path(paths.runs).expanduser().absolute()
+    return next(parent for parent in (folder, *folder.parents) if parent.exists())
+
+
+PATH_RULES = rules(name_is_a_folder_name, runs_folder_is_a_folder)
+PATH_LAUNCH_RULES = rules(runs_folder_is_writable)
+
 
 CPP_COMPILERS = ("g++", "clang++", "c++")
 """C++ compilers that inductor can use."""
@@ -98,4 +136,4 @@ def _known(
         yield unknown_name(field, name, builtin, example)
 
 
-RULES = rules(components_are_known, source_is_known, parts_are_known, metrics_are_known, compiler_exists)
+NAME_RULES = rules(components_are_known, source_is_known, parts_are_known, metrics_are_known, compiler_exists)

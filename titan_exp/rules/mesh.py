@@ -1,0 +1,307 @@
+"""Mesh rules: devices for the degrees, tensor and context parallelism."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from titan_exp.config.errors.user_error import Violation, listed, multiples_near
+from titan_exp.config.groups.parallelism import BLOCK_SCALED, CompileConfig, ParallelismConfig, QuantizationConfig
+from titan_exp.config.groups.run import ClusterConfig
+from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.layout.axes import BLOCK_DEGREES
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import offered_devices
+from titan_exp.config.machine.torch_features import ATTENTION_BACKEND, FLASH_WITH_LSE, MERGING
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
+from titan_exp.models.spec.tp_plan import Colwise
+from titan_exp.rules.compile import compiled_blocks
+from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules
+
+
+def auto_finds_what_is_there(cluster: ClusterConfig, unusable_cuda: tuple[str, str] | None) -> Iterator[Violation]:
+    """`auto` does not fall back to the CPU beside a GPU or driver that torch cannot use."""
+    if cluster.device == "auto" and unusable_cuda is not None:
+        yield Violation("cluster.device", "auto", *unusable_cuda)
+
+
+def ranks_have_gpus(
+    cluster: ClusterConfig, parallelism: ParallelismConfig, layout: ResolvedLayout, device: str
+) -> Iterator[Violation]:
+    """On CUDA, every rank has its own GPU."""
+    offered, world = offered_devices(cluster), layout.world_size
+    if device == "cuda" and offered and world > offered and cluster.worlds == 1:
+        field = "dp_shard" if parallelism.dp_shard >= parallelism.dp_replicate else "dp_replicate"
+        degree = getattr(parallelism, field)
+        room = offered // (world // degree)
+        reason = f"the degrees multiply to {world} processes, and {offered} GPU{'s' * (offered > 1)} can be used"
+        yield from check_number(
+            f"parallelism.{field}",
+            degree,
+            lambda size: size <= room and offered % size == 0,
+            reason,
+            largest=room,
+            otherwise="lower the other degrees as well",
+        )
+
+
+def model_is_divided_so(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """The model can be divided along every axis of the layout."""
+    for unsupported in spec.unsupported:
+        axis = unsupported.key.removeprefix("parallelism.")
+        degree = getattr(parallelism, axis)
+        if degree > 1:
+            remedy = f"{unsupported.key}=1 parallelism.dp_shard={degree}"
+            yield Violation(unsupported.key, degree, unsupported.reason, remedy)
+
+
+def collectives_are_not_captured(compile: CompileConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """CUDA graphs of compiled blocks contain no collectives; replaying them is untested."""
+    degrees = {key: getattr(parallelism, key) for key in BLOCK_DEGREES}
+    used = [f"parallelism.{key}={degree}" for key, degree in degrees.items() if degree > 1]
+    if used and compile.compiles("blocks") and compile.backend == "cudagraphs":
+        reason = f"with {listed(used, 'and')}, blocks contain collectives, which CUDA graphs do not take"
+        yield Violation("compile.backend", compile.backend, reason, "compile.backend=inductor or aot_eager")
+
+
+DEGREE_RULES = (
+    *rules(
+        Refuse(
+            "cluster.device",
+            lambda cluster, gpus: cluster.device == "cuda" and not gpus,
+            "this machine shows no GPU (CUDA_VISIBLE_DEVICES may hide them)",
+            "cluster.device=cpu, or auto, which takes the device that exists",
+        ),
+        Refuse(
+            "cluster.gpus_per_node",
+            lambda cluster, gpus: 0 < gpus < (cluster.gpus_per_node or 0),
+            "this machine shows {gpus} GPU(s)",
+            "at most cluster.gpus_per_node={gpus}",
+        ),
+        Refuse(
+            "cluster.gpus_per_node",
+            lambda cluster, gpus: not gpus and cluster.gpus_per_node is not None and cluster.device != "cuda",
+            "this machine shows no GPU",
+            "on CPU the degrees ask for processes: cluster.gpus_per_node=null "
+            "parallelism.dp_shard={cluster.gpus_per_node}",
+        ),
+        Refuse(
+            "cluster.nodes",
+            lambda cluster: cluster.nodes != 1,
+            "cluster=local is this machine alone",
+            "cluster.nodes=1",
+        ),
+        auto_finds_what_is_there,
+        ranks_have_gpus,
+        when=lambda cluster: not cluster.is_remote,
+    ),
+    *rules(collectives_are_not_captured, model_is_divided_so),
+)
+
+
+TP = "parallelism.tp"
+
+
+def async_tp_is_supported(
+    parallelism: ParallelismConfig, compile: CompileConfig, quantization: QuantizationConfig, device: str
+) -> Iterator[Violation]:
+    """Async tensor parallelism, a compiler pass over symmetric memory, is supported."""
+    field = "parallelism.async_tp"
+    if not parallelism.async_tp:
+        return
+    if parallelism.tp == 1:
+        reason, remedy = "there is nothing to overlap: parallelism.tp is 1", ""
+    elif device == "cpu":
+        reason, remedy = "it needs symmetric memory, which a CPU lacks", ""
+    elif not compile.compiles("blocks") or compile.backend != "inductor":
+        reason = "the compiler does the overlapping, and inductor does not compile the blocks"
+        backend = replace(compile, backend="eager") if compile.backend != "inductor" else compile
+        remedy = f"{compiled_blocks(backend)}, or "
+    elif not parallelism.sequence_parallel:
+        reason = "it overlaps all-gather and reduce-scatter of tokens, and parallelism.sequence_parallel is false"
+        remedy = "parallelism.sequence_parallel=true, or "
+    elif quantization.recipe in BLOCK_SCALED and quantization.emulate is not True:
+        reason = f"torch's fused operators take no scales by blocks, as those of quantization={quantization.recipe}"
+        remedy = "quantization=float8_rowwise, or "
+    else:
+        return
+    yield Violation(field, True, reason, f"{remedy}{field}=false")
+
+
+def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """Every rank has equal outputs of a column-parallel linear: head groups or feed-forward channels."""
+    degree = parallelism.tp
+    unsharded = next((name for name, linear in spec.linears() if linear.tp is None and linear.experts == 1), None)
+    refused = any(axis.key == TP for axis in spec.unsupported)
+    if unsharded is not None and not refused:
+        yield Violation(TP, degree, f"the spec of {unsharded} gives no sharding", f"{TP}=1")
+    # Modulations have the units of other linears.
+    for style in dict.fromkeys(replace(style, vector=False) for _, style in _colwise(spec) if style.units):
+        step = math.lcm(style.width, degree) if style.common else style.width * degree
+        widths = listed(multiples_near(style.units * style.width, step))
+        more = f"; or {style.key}={widths}" if style.key else ""
+        reason, largest = f"{style.described} cannot be divided evenly among {degree} ranks", style.units * style.pieces
+        yield from check_number(TP, degree, style.divides, reason, largest=largest, more=more)
+
+
+def vocabulary_divides(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """Every rank has rows of the embedding; the last rank may have fewer."""
+    rows, degree = spec.vocab_size, parallelism.tp
+    if not spec.vocab_size:
+        return
+    reason = f"the embedding's {rows} rows are divided into parts of {-(-rows // degree)}, which leaves empty ranks"
+    yield from check_number(TP, degree, lambda tp: (tp - 1) * -(-rows // tp) < rows, reason, largest=degree)
+
+
+def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """With sequence parallelism, every rank has the same number of tokens of each sequence."""
+    cp, tp, chunks, seq_len = parallelism.cp, parallelism.tp, parallelism.sequence_chunks, training.seq_len
+    # Indivisible chunks violate the context parallelism rules, and other inputs have rules of their own.
+    if spec.inputs is None and parallelism.sequence_parallel and seq_len % chunks == 0:
+        among = f" and parallelism.cp={cp}" if cp > 1 else ""
+        reason = f"sequence parallelism cuts it into equal parts for parallelism.tp={tp}{among}"
+        more = "; or parallelism.sequence_parallel=false"
+        yield from check_multiple("training.seq_len", seq_len, math.lcm(chunks, cp * tp), reason, more)
+
+
+def shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """FSDP can shard every column-parallel weight evenly, by rows or else by columns."""
+    cp, tp, dp_shard = parallelism.cp, parallelism.tp, parallelism.dp_shard
+    weights = {"model.vocab_size": (spec.vocab_size, spec.dim)}
+    weights |= {
+        f"the rows of {linear.name}": (linear.outputs, linear.inputs)
+        for linear, style in _colwise(spec)
+        if not style.is_replicated(tp)
+    }
+
+    def uneven(degree: int) -> dict[str, tuple[int, int]]:
+        shards = degree * cp
+        return {name: (rows, of) for name, (rows, of) in weights.items() if rows % (tp * shards) and of % shards}
+
+    named = listed([f"{name} ({rows}) nor its columns ({of})" for name, (rows, of) in uneven(dp_shard).items()], "and")
+    reason = f"with parallelism.tp={tp}, weights are sharded evenly, by rows or by columns: "
+    reason += f"{dp_shard * cp} shards divide neither {named}"
+    more = "a parallelism.cp that divides model.dim" if uneven(1) else ""
+    largest = 2 * dp_shard - 1
+    yield from check_number(
+        "parallelism.dp_shard", dp_shard, lambda n: not uneven(n), reason, largest=largest, more=more
+    )
+
+
+def _colwise(spec: ModelSpec) -> list[tuple[LinearSpec, Colwise]]:
+    """Distinct column-parallel linears, with their sharding; those of experts have rules of their own."""
+    linears = dict.fromkeys(linear for layer in spec.blocks for linear in layer.linears)
+    return [(linear, linear.tp) for linear in linears if linear.experts == 1 and isinstance(linear.tp, Colwise)]
+
+
+TENSOR_RULES = (
+    *rules(async_tp_is_supported),
+    *rules(
+        Refuse(
+            TP,
+            lambda model: model_spec(model) is None,
+            "the plain class {model.architecture} does not describe how its linear layers are sharded",
+            "parallelism.tp=1 parallelism.dp_shard={parallelism.tp}; or a module with a spec, "
+            "as model.architecture=llama is",
+        ),
+        units_divide,
+        vocabulary_divides,
+        tokens_divide,
+        shards_divide,
+        Refuse(
+            "training.loss_chunk_tokens",
+            lambda parallelism, training: training.has_given_chunks and not parallelism.loss_parallel,
+            "in chunks, tensor-parallel ranks compute the loss from their own parts of the vocabulary, and "
+            "parallelism.loss_parallel is false",
+            "parallelism.loss_parallel=true, or training.loss_chunk_tokens=null",
+        ),
+        when=lambda parallelism: parallelism.tp > 1,
+    ),
+)
+
+
+def groups_divide(parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """Ranks that share a sequence form equal Ulysses groups; with cp_method=ulysses there is one group."""
+    cp, degree, field = parallelism.cp, parallelism.cp_ulysses, "parallelism.cp_ulysses"
+    if degree > 1 and parallelism.cp_method == "ulysses":
+        reason = "with parallelism.cp_method=ulysses all ranks exchange heads"
+        yield Violation(field, degree, reason, f"{field}=1, or parallelism.cp_method=ring or allgather")
+        return
+    reason = f"parallelism.cp={cp} ranks are not divided into equal groups by it"
+    yield from check_number(field, degree, lambda size: cp % size == 0, reason, largest=cp)
+
+
+def sequence_divides(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """Every rank has the same number of tokens and the same amount of causal attention."""
+    if spec.inputs is not None:  # whose streams are divided each, by a rule of theirs
+        return
+    chunks, cp = parallelism.sequence_chunks, parallelism.cp
+    per_rank = "" if chunks == cp else f", two for each of {cp} ranks"
+    reason = f"parallelism.cp={cp} by {parallelism.cp_method} cuts a sequence into {chunks} equal chunks{per_rank}"
+    yield from check_multiple("training.seq_len", training.seq_len, chunks, reason)
+
+
+def heads_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """The Ulysses degree divides the heads of a tensor-parallel rank in every layer."""
+    degree, tp = parallelism.ulysses_degree, parallelism.tp
+    if spec.attention is None or degree == 1:
+        return
+    of_a_rank = [
+        (attention.heads // tp, max(1, attention.kv_heads // tp))
+        for attention in spec.attentions
+        if attention.heads % tp == 0
+    ]
+    common = math.gcd(*(size for sizes in of_a_rank for size in sizes))
+    indivisible = [sizes for sizes in of_a_rank if math.gcd(*sizes) % degree]
+    if not indivisible:
+        return
+    heads, kv_heads = indivisible[0]
+    in_layers = "" if len(of_a_rank) == 1 else " of some layers"
+    with_tp = f", those of a rank with parallelism.tp={tp}," if tp > 1 else ""
+    reason = (
+        f"ulysses divides heads among ranks, and {heads} query heads with {kv_heads} key and value heads{in_layers}"
+        f"{with_tp} cannot be divided by {degree}"
+    )
+    if parallelism.cp_method == "ulysses":
+        field, more = "parallelism.cp", "; or parallelism.cp_method=ring or allgather, which divide no heads"
+    else:
+        field, more = "parallelism.cp_ulysses", ""
+    yield from check_number(field, degree, lambda size: common % size == 0, reason, largest=common, more=more)
+
+
+def kernel_merges(spec: ModelSpec, parallelism: ParallelismConfig, device: str) -> Iterator[Violation]:
+    """With ring and all-gather, the attention kernel returns the log-sum-exp for merging partial results."""
+    backend, method = spec.attention_backend, parallelism.cp_method
+    if method == "ulysses":
+        return
+    # Kernels unavailable on CPUs violate the attention rules.
+    if backend not in MERGING and (device == "cuda" or backend == "math"):
+        yield Violation(
+            ATTENTION_BACKEND,
+            backend,
+            f"parallelism.cp_method={method} merges parts of the softmax, which is written for other kernels",
+            f"{ATTENTION_BACKEND}={'auto, flash or efficient' if device == 'cuda' else 'auto or flash'}; "
+            "or parallelism.cp_method=ulysses, which takes every kernel",
+        )
+    multiple, more = FLASH_WITH_LSE.multiple, "; or parallelism.cp_method=ulysses"
+    reason = f"on CUDA parallelism.cp_method={method} takes multiples of {multiple}"
+    for key, head_dim in spec.head_dims if device == "cuda" else ():
+        yield from check_multiple(key, head_dim, multiple, reason, more)
+
+
+CONTEXT_RULES = (
+    *rules(groups_divide),
+    *rules(
+        Refuse(
+            "parallelism.cp",
+            lambda model: (spec := model_spec(model)) is None or spec.attention is None,
+            "context parallelism exchanges keys and values in the attention of the built-in blocks, which "
+            "{model.architecture} does not describe",
+            "parallelism.cp=1 parallelism.dp_shard={parallelism.cp}; or model.architecture=llama",
+        ),
+        sequence_divides,
+        heads_divide,
+        kernel_merges,
+        when=lambda parallelism: parallelism.cp > 1 and parallelism.cp % parallelism.cp_ulysses == 0,
+    ),
+)

@@ -1,0 +1,240 @@
+"""Optimizer rules: parametrization, parameter groups, QK-Clip."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from titan_exp.config.errors.user_error import Violation, did_you_mean, listed
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.optimizer import OptimizerConfig, Role
+from titan_exp.config.groups.parallelism import CompileConfig, ParallelismConfig
+from titan_exp.config.groups.training import BaseShapeConfig, GradClipConfig, ParametrizationConfig
+from titan_exp.config.machine.torch_features import ATTENTION_BACKEND
+from titan_exp.models.parametrization.mup import fixed_inputs
+from titan_exp.models.spec.lookup import model_spec, parameter_roles
+from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
+from titan_exp.rules.rule import Refuse, rules
+
+_NAME = "parametrization.name"
+
+
+def spec_describes_the_parts(
+    spec: ModelSpec, model: ModelConfig, parametrization: ParametrizationConfig
+) -> Iterator[Violation]:
+    """The spec says what writes to the residual stream, and describes every other parameter's part."""
+    if not isinstance(parametrization, BaseShapeConfig):
+        return
+    name, missing = model.architecture, ""
+    if spec.ends is not None or any(layer.tensors for layer in spec.blocks):
+        missing = "describes parameters by their shape only, not by their part in the model"
+    elif not all(layer.residual_outputs for layer in spec.blocks):
+        missing = (
+            "says of no part that it writes to the residual stream (writes_residual of a LinearSpec or VectorSpec)"
+        )
+    if missing:
+        yield Violation(_NAME, parametrization.name, f"the spec of {name} {missing}", "parametrization=standard")
+
+
+def fixed_keys_set_inputs(
+    spec: ModelSpec, model: ModelConfig, parametrization: ParametrizationConfig
+) -> Iterator[Violation]:
+    """Fixed keys are numbers of the model on which the inputs of a linear layer depend."""
+    if not isinstance(parametrization, BaseShapeConfig):
+        return
+    numbers = _numbers(model)
+    for key in parametrization.fixed:
+        field = "parametrization.fixed"
+        if key not in numbers:
+            offer = did_you_mean(key, numbers) or "a key of the group model without its prefix, such as ffn_dim"
+            yield Violation(field, key, "the model has no such number", offer)
+        elif key == "dim":
+            yield Violation(field, key, "it is the width that grows", "leave it out, or parametrization=standard")
+        elif not fixed_inputs(model, (key,)):
+            yield Violation(field, key, "no linear layer has inputs that depend on it", "leave it out")
+
+
+def scores_can_be_scaled(spec: ModelSpec, parametrization: ParametrizationConfig) -> Iterator[Violation]:
+    """Weights of every layer's attention determine the scale of its scores, where heads grow."""
+    if not isinstance(parametrization, BaseShapeConfig) or parametrization.base_head_dim is None:
+        return
+    for layer in dict.fromkeys(spec.blocks):
+        if (reason := _unscalable(layer, parametrization.base_head_dim)) is not None:
+            field, value = "parametrization.base_head_dim", parametrization.base_head_dim
+            assert layer.attention is not None
+            remedy = f"{field}=null, or the model's {layer.attention.qk_dim} ({layer.attention.qk_dim_key})"
+            yield Violation(field, value, reason, remedy)
+            return
+
+
+def _unscalable(layer: LayerSpec, base_head_dim: int) -> str | None:
+    attention = layer.attention
+    if attention is None or attention.qk_dim == base_head_dim:
+        return None
+    if attention.rotated_norm_eps is not None:
+        return "a norm without weight follows the projections of queries and keys, so that no weight scales the scores"
+    names = {linear.name for linear in layer.linears}
+    if not names >= {"attention.q"} and not names >= {"attention.qkv", "attention.out"}:
+        return "the attention has no linear layers attention.qkv and attention.out, or attention.q"
+    return None
+
+
+def _numbers(config: Any, prefix: str = "") -> list[str]:
+    """Keys of a config whose values are numbers, nested ones included."""
+    found = []
+    for name, value in vars(config).items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            found.append(f"{prefix}{name}")
+        elif hasattr(value, "__dataclass_fields__"):
+            found += _numbers(value, f"{prefix}{name}.")
+    return found
+
+
+def optimizer_has_rules(optimizer: OptimizerConfig, parametrization: ParametrizationConfig) -> Iterator[Violation]:
+    """Learning rates of a parametrization are for optimizers whose updates do not depend on the scale of gradients."""
+    if isinstance(parametrization, BaseShapeConfig) and not optimizer.is_scale_invariant:
+        reason = f"it has no learning rates for optimizer.name={optimizer.name} as configured"
+        remedy = "optimizer=adamw, lion, dion or muon (its heads in one matrix), or parametrization=standard"
+        yield Violation(_NAME, parametrization.name, reason, remedy)
+
+
+PARAMETRIZATION_RULES = rules(
+    Refuse(
+        _NAME,
+        lambda parametrization, model: parametrization.name != "standard" and model_spec(model) is None,
+        "model.architecture={model.architecture} is a plain class, and has no spec to read shapes from",
+        "parametrization=standard, or a module with a spec (titan-exp help extending)",
+    ),
+    spec_describes_the_parts,
+    fixed_keys_set_inputs,
+    scores_can_be_scaled,
+    optimizer_has_rules,
+)
+
+
+def roles_have_parameters(spec: ModelSpec, model: ModelConfig, optimizer: OptimizerConfig) -> Iterator[Violation]:
+    """The model has parameters of the roles whose learning rate or weight decay is set."""
+    missing: dict[Role, str] = {}
+    if not spec.has_experts:
+        missing["expert"] = f"{model.name} has no experts"
+    if spec.tied:
+        missing["head"] = f"the head of {model.name} is its embedding"
+    for name in ("lr_scales", "weight_decays"):
+        values: dict[Role, float] = getattr(optimizer, name)
+        for role in values.keys() & missing.keys():
+            out = f"~optimizer.{name}.{role}"
+            moved = "" if role == "expert" else f" ++optimizer.{name}.embedding={values[role]}"
+            yield Violation(f"optimizer.{name}.{role}", values[role], missing[role], f"{out}{moved}")
+
+
+def patterns_match(spec: ModelSpec, optimizer: OptimizerConfig) -> Iterator[Violation]:
+    """Every pattern of a group matches a parameter."""
+    roles = parameter_roles(spec)
+    for name, group in optimizer.groups.items():
+        for pattern in group.match:
+            if not any(group.matches(pattern, parameter, role) for parameter, role in roles.items()):
+                offer = did_you_mean(pattern, [*roles, *dict.fromkeys(roles.values())])
+                remedy = offer or "full names such as blocks.0.attention.qkv.weight, patterns (*.qkv.weight), or roles"
+                yield Violation(f"optimizer.groups.{name}.match", pattern, "the model has no such parameter", remedy)
+
+
+def groups_are_disjoint(spec: ModelSpec, optimizer: OptimizerConfig) -> Iterator[Violation]:
+    """No parameter is in two groups, so that their order has no meaning."""
+    found = set[tuple[str, ...]]()
+    for parameter, role in parameter_roles(spec).items():
+        names = tuple(name for name, group in optimizer.groups.items() if group.has(parameter, role))
+        if len(names) > 1 and names not in found:
+            found.add(names)
+            reason = f"{parameter} is in the groups {listed(names, 'and')}"
+            value = list(optimizer.groups[names[1]].match)
+            yield Violation(f"optimizer.groups.{names[1]}.match", value, reason, "patterns without common parameters")
+
+
+def betas_have_an_effect(optimizer: OptimizerConfig) -> Iterator[Violation]:
+    """Groups have betas if the optimizer has them."""
+    for name, group in optimizer.groups.items():
+        if group.betas is not None and not hasattr(optimizer, "betas"):
+            reason = f"optimizer.name={optimizer.name} has none"
+            yield Violation(f"optimizer.groups.{name}.betas", list(group.betas), reason, "leave it out")
+
+
+def frozen_parameters_are_possible(
+    optimizer: OptimizerConfig, parallelism: ParallelismConfig, compile: CompileConfig
+) -> Iterator[Violation]:
+    """Frozen parameters need a backward pass that torch records as it runs, in one stage."""
+    for name, group in optimizer.groups.items() if parallelism.pp > 1 or compile.cuda_graphs else ():
+        if group.frozen:
+            reason, remedy = "a pipeline stage may have no backward pass then", "parallelism.pp=1"
+            if parallelism.pp == 1:
+                reason, remedy = "the captured backward pass has gradients of all weights", "compile.cuda_graphs=false"
+            field = f"optimizer.groups.{name}.frozen"
+            yield Violation(field, True, reason, f"{remedy}; or lr_scale: 0, which keeps the gradients")
+
+
+def something_is_trained(spec: ModelSpec, optimizer: OptimizerConfig) -> Iterator[Violation]:
+    """Some parameter is in no frozen group."""
+    if not any(group.frozen for group in optimizer.groups.values()):
+        return
+    found = [optimizer.group_of(name, role) for name, role in parameter_roles(spec).items()]
+    if all(group is not None and group.frozen for group in found):
+        name = next(name for name, group in optimizer.groups.items() if group.frozen)
+        reason, remedy = "every parameter is frozen, so that there is nothing to train", "patterns that leave some out"
+        yield Violation(f"optimizer.groups.{name}.frozen", True, reason, f"{remedy}, or titan-exp evaluate RUN")
+
+
+def group_norms_are_limited(optimizer: OptimizerConfig, grad_clip: GradClipConfig) -> Iterator[Violation]:
+    """Groups with a limit of their norm have gradients, and no limits from AdaGC; none takes the name of the others."""
+    for name, group in optimizer.groups.items():
+        if group.max_grad_norm is None:
+            continue
+        field = f"optimizer.groups.{name}.max_grad_norm"
+        if group.frozen:
+            reason = "the group is frozen, so that it has no gradients"
+            yield Violation(field, group.max_grad_norm, reason, "leave it out")
+        if grad_clip.mode == "adagc":
+            reason = "grad_clip=adagc has a limit for every parameter"
+            yield Violation(field, group.max_grad_norm, reason, "leave it out, or grad_clip=norm")
+        if name == "rest":
+            reason = "clip/norm/rest is the norm of the parameters outside such groups"
+            yield Violation(field, group.max_grad_norm, reason, "another name")
+
+
+PARAMETER_RULES = rules(
+    *(roles_have_parameters, patterns_match, groups_are_disjoint, betas_have_an_effect),
+    *(frozen_parameters_are_possible, something_is_trained, group_norms_are_limited),
+)
+
+
+CLIP = "optimizer.qk_clip"
+
+
+def logits_can_be_clipped(
+    optimizer: OptimizerConfig, model: ModelConfig, compile: CompileConfig, device: str
+) -> Iterator[Violation]:
+    """Queries and keys are projections without a norm, and no kernel computes a mask of its own."""
+    spec = model_spec(model)
+    layers = [] if spec is None else [layer for layer in spec.blocks if layer.attention is not None]
+    reasons = [] if layers else [f"model.architecture={model.architecture} does not describe its heads"]
+    reasons += filter(None, map(_reason_of_layer, layers))
+    backend = getattr(model, "attention_backend", "auto")
+    if backend == "flex" or (backend == "auto" and device == "cuda" and any(map(_is_masked, layers))):
+        reasons.append(f"FlexAttention masks logits itself ({ATTENTION_BACKEND}={backend})")
+    if compile.cuda_graphs:
+        reasons.append("largest logits in a captured pass are untested (compile.cuda_graphs=true)")
+    for reason in dict.fromkeys(reasons):
+        yield Violation(CLIP, optimizer.max_logit, reason, f"{CLIP}=null, or change that")
+        return
+
+
+def _reason_of_layer(layer: LayerSpec) -> str:
+    assert layer.attention is not None
+    if layer.vector("attention.q_norm") is not None or layer.attention.rotated_norm_eps is not None:
+        return "layers normalize queries and keys, which bounds their logits already"
+    linears = [linear for linear in layer.linears if linear.rows is not None and linear.rows.kind == "attention"]
+    named = {piece.name for linear in linears if linear.rows is not None for piece in linear.rows.pieces}
+    return "" if {"query", "key"} <= named else "layers do not describe their heads"
+
+
+def _is_masked(layer: LayerSpec) -> bool:
+    return layer.attention is not None and (layer.attention.sinks or not layer.attention.pattern.is_causal)
+
+
+CLIP_RULES = rules(logits_can_be_clipped, when=lambda optimizer: optimizer.max_logit is not None)

@@ -32,6 +32,6 @@ def run(argv: Sequence[str]) -> int:
     for entry in entries:
         if not entry.folder.path.is_dir():
             raise UserError(f"{entry.label}: this run has not been started yet, so there is nothing to compare.")
-    found = diff_runs(entries[0].folder, entries[1].folder)
+    found = diff_runs(entries[0].run, entries[1].run)
     print(json.dumps(asdict(found), indent=1) if options.json else "\n".join(diff_lines(found)))
     return 0

@@ -42,6 +42,7 @@ from titan_exp.rules.layout import context_parallel as context
 from titan_exp.rules.layout import degrees as layout
 from titan_exp.rules.layout import tensor_parallel as tensor
 from titan_exp.rules.rule import find_violations
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.trainer.distributed import RunOnRanks, joined_process_group, serve
 from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.load_model import Rows, describe, load_source
@@ -225,7 +226,7 @@ def require_whole_sequences(experiment: Experiment, flag: str, *axes: str) -> No
             raise UserError("This cannot be evaluated.", [violation])
 
 
-def rank_main(run_folder: str) -> None:
+def rank_main(run: Run) -> None:
     """Entry point of one rank."""
 
     def evaluate(experiment: Experiment, request: Any, device: torch.device) -> dict[str, Any]:
@@ -234,7 +235,7 @@ def rank_main(run_folder: str) -> None:
         found = evaluate_source(source, experiment, mesh, request["all_documents"], observations(request["observed"]))
         return dataclasses.asdict(found)
 
-    serve(run_folder, evaluate)
+    serve(run, evaluate)
 
 
 def _mesh(experiment: Experiment, device: torch.device) -> Mesh:

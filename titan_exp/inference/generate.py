@@ -33,6 +33,7 @@ from titan_exp.rules.layout import context_parallel as context
 from titan_exp.rules.layout import degrees as layout
 from titan_exp.rules.layout import tensor_parallel as tensor
 from titan_exp.rules.rule import find_violations
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.trainer.distributed import RunOnRanks, serve
 from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of, training_length
 
@@ -239,7 +240,7 @@ def generate(
     return texts
 
 
-def rank_main(run_folder: str) -> None:
+def rank_main(run: Run) -> None:
     """Entry point of one rank."""
 
     def answer(experiment: Experiment, request: Any, device: torch.device) -> list[str]:
@@ -249,7 +250,7 @@ def rank_main(run_folder: str) -> None:
         source = _open(path, options)
         return generator_of(source).lines(path, source, options, request["prompts"], mesh)
 
-    serve(run_folder, answer)
+    serve(run, answer)
 
 
 def sharded_experiment(source: OpenCheckpoint, degree: int, cp: int = 1) -> Experiment:

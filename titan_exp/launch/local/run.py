@@ -14,7 +14,7 @@ from titan_exp.launch.provenance.changes import report_large_patch
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
 from titan_exp.launch.signals import Interrupts
-from titan_exp.launch.state.close_attempt import DIED_UNRECORDED, close_attempt, close_dead_attempts
+from titan_exp.launch.state.close_attempt import close_attempt, close_dead_attempts
 from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.launch.state.run_lock import acquire_run, wait_for_orphans
 from titan_exp.launch.state.tail import FileTail, rows
@@ -22,6 +22,7 @@ from titan_exp.launch.summary import Summary, describe, summarize
 from titan_exp.launch.worlds import Processes, several_worlds
 from titan_exp.tracking.run_folder.attempts import FAILED
 from titan_exp.tracking.run_folder.folder_owner import FolderWatch
+from titan_exp.tracking.run_folder.run import DIED_UNRECORDED
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 POLL_INTERVAL = 0.1

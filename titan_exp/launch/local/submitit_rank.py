@@ -10,6 +10,7 @@ import sys
 from titan_exp.launch.rank.main import run_rank
 from titan_exp.launch.rank.rank_env import ATTEMPT, LAUNCHER, VISIBLE_GPUS, RankInfo, extend_import_path
 from titan_exp.tracking.run_folder.attempts import World
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
@@ -35,7 +36,7 @@ def run_submitit_rank(path: str) -> None:
     """Run one rank of the run folder at `path`; calls `sys.exit` with a nonzero exit code."""
     world = World.from_environment()
     folder = RunFolder(path, world_logs=None if world is None else world.logs)
-    code = run_rank(folder, submitit_rank())
+    code = run_rank(Run(folder), submitit_rank())
     if code:
         sys.exit(code)
 

@@ -4,8 +4,6 @@ import time
 from dataclasses import replace
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.executor import BY_HAND, Executor
 from titan_exp.launch.rank.rank_env import RankInfo
 from titan_exp.launch.state.close_attempt import close_dead_attempts, newest_checkpoint, requeues_after
@@ -19,10 +17,8 @@ ATTEMPT_TIMEOUT = 60.0
 def join_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -> RankInfo:
     """Join the run's attempt and its rendezvous; returns the rank with its attempt number.
 
-    Without an executor, torchrun has set the rendezvous address. Raises UserError if another process holds the run, or
-    the number of ranks differs from the layout's world size.
+    Without an executor, torchrun has set the rendezvous address. Raises UserError if another process holds the run.
     """
-    check_world_size(folder, rank)
     claim = None
     if rank.rank == 0:
         claim = acquire_run(folder, "rank 0", print)
@@ -67,16 +63,6 @@ def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) 
     known = {"job_id": rank.job_id, "hosts": rank.hosts, "restarts": rank.restarts}
     folder.update_attempt(number, **known, checkpoint=newest_checkpoint(folder), start=time.time())
     return number
-
-
-def check_world_size(folder: RunFolder, rank: RankInfo) -> None:
-    """Raise UserError if the job has not as many ranks as the layout of the run, or of one of its worlds."""
-    expected = ResolvedLayout.of(load_experiment(folder.config, trust=True)).world_size
-    if rank.world_size != expected:
-        raise UserError(
-            f"{folder.path} is laid out for {expected} process(es) and was started with {rank.world_size}. Start it "
-            f"with `{rank.by_hand.format(expected)} -m titan_exp.launch.rank.main {folder.path}`."
-        )
 
 
 def _await_attempt(folder: RunFolder, rank: RankInfo) -> int:

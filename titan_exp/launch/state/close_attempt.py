@@ -7,10 +7,10 @@ from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.attempts import Attempt, StateName
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.run import DIED_UNRECORDED
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 NEVER_STARTED = "its job is gone and never started"
-DIED_UNRECORDED = "died without a record (killed, or the machine went down)"
 
 
 def close_attempt(

@@ -5,10 +5,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.launch.state.study_folder import StudyFolder, StudyRecord, StudyRun
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder, is_readable_run, readable_runs
 
 NAMED = "Name a run by its path, the beginning of its id, or STUDY/LABEL; a study by its name."
@@ -30,6 +32,11 @@ class RunEntry:
     """True if the study no longer contains this point."""
     rungs: int = 0
     """Number of rungs of its study; 0 without successive halving."""
+
+    @cached_property
+    def run(self) -> Run:
+        """Reader of its files."""
+        return Run(self.folder)
 
     @property
     def train_arguments(self) -> list[str]:

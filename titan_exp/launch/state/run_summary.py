@@ -7,12 +7,11 @@ from typing import Any
 
 from titan_exp.config.hydra.nondefault import nondefault_overrides
 from titan_exp.config.paths.checkpoint_files import COMPLETE_NAME, METADATA_FILE, step_of
-from titan_exp.config.schema.typed_config import read_values
 from titan_exp.launch.provenance.recorded_code import RecordedCode, read_recorded_code
 from titan_exp.launch.state.run_lookup import RunEntry
 from titan_exp.launch.state.status_rows import StatusRow, status_rows
 from titan_exp.tracking.run_folder.attempts import Attempt
-from titan_exp.tracking.run_folder.provenance_records import ancestors, children, read_overrides
+from titan_exp.tracking.run_folder.provenance_records import children
 
 
 @dataclass(frozen=True)
@@ -62,17 +61,16 @@ def summarize_run(entry: RunEntry, name: str) -> RunSummary:
 
     Nothing that the configuration names is imported, and none of its interpolations is resolved.
     """
-    folder = entry.folder
-    values = read_values(folder.config)
+    run, folder = entry.run, entry.folder
+    values, recorded = run.config, run.nondefault
     (status,) = status_rows([entry])
-    recorded = read_overrides(folder.nondefault)
     summary = RunSummary(
         status,
         tuple(nondefault_overrides(values) if recorded is None else recorded),
         read_recorded_code(folder),
-        tuple(Relative(ancestor.lineage.name, ancestor.lineage.step) for ancestor in ancestors(folder.path)),
+        tuple(Relative(ancestor.lineage.name, ancestor.lineage.step) for ancestor in run.ancestors),
         tuple(Relative("/".join(path.parts[-2:]), lineage.step) for path, lineage in children(folder.path)),
-        tuple(folder.read_attempts()),
+        tuple(run.attempts),
         tuple(_checkpoints(folder.checkpoints)),
     )
     commands = [*_commands_for_state(summary, entry, name), *_commands_from_checkpoints(summary, values, name)]

@@ -1,28 +1,20 @@
 """Rows of `titan-exp status`: state, newest metrics and predictions of each run."""
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.training import sequences_after
-from titan_exp.config.paths.foreign_file import read_text
-from titan_exp.config.schema.typed_config import load_group
 from titan_exp.launch.state.run_lookup import RunEntry
-from titan_exp.launch.state.run_status import RunStatus, run_statuses
+from titan_exp.launch.state.run_status import run_statuses
 from titan_exp.launch.worlds import WorldsSummary, summarize_worlds
-from titan_exp.plan.gate.predicted import read_predicted_metrics
-from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
-from titan_exp.tracking.run_folder.provenance_records import Lineage, read_environment_record
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run import Run, RunStatus
 from titan_exp.tracking.sinks.sink import REPORTED, Value
 
-_STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d{1,15})$", re.MULTILINE)
-_STOP_AFTER = re.compile(r"^training:\n(?:  .*\n)*?  stop_after: (\d{1,15})$", re.MULTILINE)
-_RAMP = re.compile(r"^training:\n(?:  .*\n)*?  batch_ramp:$", re.MULTILINE)
-_DEVICE = re.compile(r"^cluster:\n(?:  .*\n)*?  device: (\w+)$", re.MULTILINE)
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ class StatusRow:
 
 def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:
     """Build the status row of each run."""
-    now = run_statuses([entry.folder for entry in found])
+    now = run_statuses([entry.run for entry in found])
     return [_row_or_damage(entry, now[entry.folder.path]) for entry in found]
 
 
@@ -90,15 +82,18 @@ def _row_or_damage(entry: RunEntry, status: RunStatus) -> StatusRow:
 
 
 def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
-    values, predicted = read_last_values(entry.folder.metrics), read_predicted_metrics(entry.folder)
+    run = entry.run
+    values = run.last_values
     # Metrics may be ahead of state.json, written at the end.
     logged = int(values.get("step") or 0) if values.get("attempt") == status.attempt else 0
     step = max(status.step, logged)
-    steps, on_gpu = _configured(entry)
-    left = None
-    if status.state == "running" and steps is not None:
-        left = _seconds_left(values, step, steps, _sequences_after(entry.folder))
-    lineage = _lineage(entry.folder)
+    try:
+        training, device = (run.config.get(group) or {} for group in ("training", "cluster"))
+        steps = _count(training.get("stop_after")) or _count(training.get("steps"))
+    except UserError:  # missing or damaged, which `show` explains
+        training, device = {}, {}
+        steps = None if entry.folder.config.exists() or entry.point is None else entry.point.steps
+    lineage = _known(lambda: run.lineage)
     return StatusRow(
         label=entry.label,
         group=entry.group,
@@ -110,73 +105,62 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
         loss=values.get("loss"),
         tokens_per_second=values.get("tokens_per_second"),
         mfu=values.get("mfu"),
-        seconds_left=left,
-        gpu_hours=_hours(entry.folder, status) if on_gpu else None,
+        seconds_left=_seconds_left(run, step, steps) if status.state == "running" and steps is not None else None,
+        gpu_hours=_hours(run, status) if _is_on_gpu(run, device.get("device")) else None,
         job_id=status.job_id,
         reason=status.reason,
         removed=entry.removed,
         warning=entry.folder.warning() if status.state == "running" else None,
         memory=values.get("memory"),
-        memory_predicted=predicted.memory,
-        tokens_per_second_predicted=predicted.tokens_per_second,
+        memory_predicted=run.predicted.memory,
+        tokens_per_second_predicted=run.predicted.tokens_per_second,
         validation_loss=values.get("validation_loss"),
         parent=None if lineage is None else lineage.name,
         parent_step=None if lineage is None else lineage.step,
         rung=None if entry.point is None or not entry.rungs else entry.point.round,
-        groups=_worlds(entry.folder),
+        groups=_known(lambda: summarize_worlds(entry.folder)),
         reported={name: value for name, value in values.items() if name.startswith(REPORTED)},
     )
 
 
-def _worlds(folder: RunFolder) -> WorldsSummary | None:
-    with suppress(UserError):  # damaged metrics
-        return summarize_worlds(folder)
+def _known(read: Callable[[], Found]) -> Found | None:
+    """What a file holds; None if it is damaged, which `show` explains: the table is of other runs as well."""
+    with suppress(UserError):
+        return read()
     return None
 
 
-def _lineage(folder: RunFolder) -> Lineage | None:
-    with suppress(UserError):  # damaged, which `show` explains; the table is of other runs as well
-        return Lineage.read(folder.path)
-    return None
+def _count(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value < 10**15 else None
 
 
-def _seconds_left(values: dict[str, Value], step: int, steps: int, sequences: Callable[[int], int]) -> float | None:
+def _seconds_left(run: Run, step: int, steps: int) -> float | None:
+    values = run.last_values
     tokens, logged, speed = values.get("tokens"), values.get("step"), values.get("tokens_per_second")
     if not tokens or not logged or not speed:
         return None
-    return (sequences(steps) - sequences(step)) * tokens / sequences(int(logged)) / speed
+    left, done = steps - step, int(logged)
+    if run.config["training"].get("batch_ramp"):
+        training = run.group("training")
+        ends = [
+            sequences_after(training.batch_ramp, training.global_batch_size, end) for end in (steps, step, int(logged))
+        ]
+        left, done = ends[0] - ends[1], ends[2]
+    return left * tokens / done / speed
 
 
-def _sequences_after(folder: RunFolder) -> Callable[[int], int]:
-    """Sequences of the first steps together, or their number where every step has as many."""
-    if _RAMP.search(read_text(folder.config)) is None:
-        return lambda steps: steps
-    training = load_group(folder.config, "training", trust=True)
-    return lambda steps: sequences_after(training.batch_ramp, training.global_batch_size, steps)
-
-
-def _hours(folder: RunFolder, status: RunStatus) -> float:
+def _hours(run: Run, status: RunStatus) -> float:
     """Process-hours of all attempts."""
     seconds = 0.0
-    for row in folder.read_attempts():
+    for row in run.attempts:
         if row.start is not None:
             end = row.end if row.end is not None else (time.time() if status.state == "running" else row.start)
             seconds += (end - row.start) * row.world_size
     return seconds / 3600
 
 
-def _configured(entry: RunEntry) -> tuple[int | None, bool]:
-    """Total steps, and True if the run is on GPUs, from its configuration."""
-    try:
-        text = read_text(entry.folder.config)
-    except FileNotFoundError:
-        return (None if entry.point is None else entry.point.steps), False
-    # The format is our own, and parsing a thousand files as YAML takes many seconds.
-    found, device = _STOP_AFTER.search(text) or _STEPS.search(text), _DEVICE.search(text)
-    steps = int(found[1]) if found else None
-    if device is not None and device[1] != "auto":
-        return steps, device[1] == "cuda"
-    try:
-        return steps, bool((read_environment_record(entry.folder.env) or {}).get("gpus"))
-    except UserError:
-        return steps, False
+def _is_on_gpu(run: Run, device: object) -> bool:
+    """True if the configuration says so, or leaves it to the machine, which has GPUs."""
+    if device in ("cpu", "cuda"):
+        return device == "cuda"
+    return bool((_known(lambda: run.environment) or {}).get("gpus"))

@@ -5,25 +5,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_exp.config.command_line.options import take_flags
+from titan_exp.config.command_line.options import default_runs, options_help, take_options
+from titan_exp.config.command_line.verb_options import RetryOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.foreign_code import require_plain
 from titan_exp.launch.retry import retry_runs
-from titan_exp.launch.state.run_lookup import RunEntry, find_runs, require_one, split_runs_folder
+from titan_exp.launch.state.run_lookup import RunEntry, find_runs, require_one
 from titan_exp.launch.state.run_status import count_states, run_statuses
 
-HELP_TEXT = """\
+USAGE = """\
 titan-exp retry: restart failed and lost runs, each in its folder and from its last checkpoint.
 
   titan-exp retry NAME         those of a study
-  titan-exp retry RUN ...      runs, by path, id prefix or STUDY/LABEL
+  titan-exp retry RUN ...      runs, by path, id prefix, STUDY/LABEL or URL
   titan-exp retry RUN key=value ...   a new run from the last checkpoint of one, with other values
 
-  --trust                      also a run that another user launched, if its configuration names code
-
 Configuration is that of the folder, code is the current one. A stopped run has not failed: the command that started
-it continues it.
-"""
+it continues it."""
+HELP_TEXT = options_help(USAGE, RetryOptions)
 RETRIED = ("failed", "lost")
 """States that are retried."""
 BEGINNING = ("checkpoint.continue_step=null", "checkpoint.continue_data=same", "checkpoint.initial=null")
@@ -32,14 +31,13 @@ BEGINNING = ("checkpoint.continue_step=null", "checkpoint.continue_data=same", "
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    flags, rest = take_flags(argv, ("--trust",), verb="retry")
+    options, rest = take_options(RetryOptions, argv)
     overrides = [word for word in rest if _is_override(word)]
-    trust = "--trust" in flags
-    runs, named = split_runs_folder([word for word in rest if word not in overrides])
+    runs, trust, named = Path(options.runs), options.trust, [word for word in rest if word not in overrides]
     if not named:
         raise UserError("No run is named: titan-exp retry NAME or RUN; titan-exp status lists failed ones.")
     if overrides:
-        overrides = [*(word for word in rest if word.startswith("paths.runs=")), *overrides]
+        overrides = [*([] if options.runs == default_runs() else [f"paths.runs={options.runs}"]), *overrides]
         return _continue_with(require_one(find_runs(named, runs), " ".join(named)), overrides, trust)
     entries = [entry for entry in find_runs(named, runs) if not entry.removed]
     statuses = run_statuses([entry.folder for entry in entries])
@@ -65,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _is_override(word: str) -> bool:
     key, equals, _ = word.lstrip("+~").partition("=")
-    return bool(equals) and key != "paths.runs" and "/" not in key and not Path(word).exists()
+    return bool(equals) and "/" not in key and not Path(word).exists()
 
 
 def _continue_with(entry: RunEntry, overrides: Sequence[str], trust: bool) -> int:

@@ -52,9 +52,6 @@ from titan_exp.trainer.validate import ValidationResult, evaluate_sources, evalu
 TAKEN = ("data.", "training.", "model.attention", "model.context", f"{ROPE}.", "parallelism.")
 """Keys that an evaluation takes."""
 
-RUNS = "paths.runs="
-"""Key of the folder in which a run is found by its name."""
-
 DEFAULT_BATCH = 8
 """Sequences per batch if `training.micro_batch_size` is not given."""
 
@@ -62,25 +59,23 @@ DEFAULT_BATCH = 8
 def evaluate_command(
     arguments: Sequence[str],
     run_on_ranks: RunOnRanks | None = None,
-    run_path: Callable[[str, Path | None], str] = lambda name, _: name,
+    run_path: Callable[[str, str], str] = lambda name, _: name,
 ) -> int:
     """Run `titan-exp evaluate`; returns the exit code.
 
-    `run_path` maps the name of a run, in a folder of runs (None is the default), to its folder. Raises UserError about
+    `run_path` maps the name of a run, in a folder of runs, to its folder. Raises UserError about
     invalid overrides, weights or data.
     """
     flags = [f"--{name}" for name in provided("observations")]
     options, rest = take_options(EvaluateOptions, arguments, others=flags)
     asked = [flag[2:] for flag in flags if flag in rest or f"{flag[2:]}=true" in rest]
     rest = [word for word in rest if f"--{word.removeprefix('--').partition('=')[0]}" not in flags]
-    runs = [Path(word.removeprefix(RUNS)).expanduser() for word in rest if word.startswith(RUNS)]
-    rest = [word for word in rest if not word.startswith(RUNS)]
     # A run of a study has an = in its label.
     paths = [word for word in rest if "=" not in word or "/" in word.partition("=")[0]]
     overrides = [word for word in rest if word not in paths]
     if len(paths) != 1:
         raise UserError(USAGE)
-    path = local_copy(run_path(paths[0], runs[-1] if runs else None), step=options.step)
+    path = local_copy(run_path(paths[0], options.runs), step=options.step)
     source = open_checkpoint(path, options.step, trust=options.trust, averaged=options.averaged)
     all_documents = options.split == "all"
     experiment = evaluation_experiment(path, source, overrides, all_documents, options.trust)

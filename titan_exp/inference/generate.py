@@ -121,7 +121,7 @@ TEXTS = "texts"
 def generate_command(
     arguments: Sequence[str],
     run_on_ranks: RunOnRanks | None = None,
-    run_path: Callable[[str, Path], str] = lambda name, _: name,
+    run_path: Callable[[str, str], str] = lambda name, _: name,
 ) -> int:
     """Run `titan-exp generate`; returns the exit code.
 
@@ -130,8 +130,10 @@ def generate_command(
     """
     options = parse_options(GenerateOptions, arguments, positional=["run"])
     prompts = _prompts(options, arguments)
-    runs = Path(options.runs)
-    path = local_copy(run_path(options.run, runs), step=options.step) if options.run else _latest_run(runs)
+    if options.run:
+        path = local_copy(run_path(options.run, options.runs), step=options.step)
+    else:
+        path = _latest_run(Path(options.runs))
     source = _open(path, options)
     _require_kind(options, source)
     generator, cp = generator_of(source), _cp(options)

@@ -6,14 +6,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-from titan_exp.config.command_line.options import take_flags
+from titan_exp.config.command_line.options import take_flags, take_runs
 from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.config.schema.foreign_code import Untrusted
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.launch.state.run_lookup import RunEntry, find_runs, split_runs_folder
+from titan_exp.launch.state.run_lookup import RunEntry, find_runs, named_runs
 from titan_exp.launch.summary import summarize
 from titan_exp.launch.sweep.sweep_table import plain_table
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
@@ -62,9 +62,9 @@ def calibrate_command(argv: Sequence[str]) -> int:
         print(HELP, end="")
         return 0
     flags, rest = take_flags(argv, ("--dry-run", "--trust"), verb="plan calibrate")
-    runs, named = split_runs_folder(rest)
+    runs, named = take_runs(rest)
     left_out: dict[str, int] = {}
-    measured = _measured(find_runs(named, runs), runs / ".cache", left_out, trust="--trust" in flags)
+    measured = _measured(find_runs(named_runs(named), runs), runs / ".cache", left_out, trust="--trust" in flags)
     _require_one_device(measured)
     requests = [PredictionRequest(run.experiment, run.device) for run in measured]
     predictions = predict_many(requests, runs / ".cache", print)

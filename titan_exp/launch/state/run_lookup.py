@@ -1,4 +1,4 @@
-"""Run lookup by study, study/label, id prefix or path."""
+"""Run lookup by study, study/label, id prefix, path, pattern of paths, or URL."""
 
 import re
 import sys
@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from glob import escape
 from pathlib import Path
 
+from titan_exp.config.command_line.options import default_runs
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
+from titan_exp.config.paths.remote_url import is_url
 from titan_exp.launch.state.study_folder import StudyFolder, StudyRecord, StudyRun
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder, is_readable_run, readable_runs
 
-NAMED = "Name a run by its path, the beginning of its id, or STUDY/LABEL; a study by its name."
+NAMED = "Name a run by its path, the beginning of its id, STUDY/LABEL, or its URL; a study by its name."
 
 
 @dataclass(frozen=True)
@@ -45,21 +48,13 @@ class RunEntry:
         return ["--config-path", str(path), *([f"paths.runs={path.parents[1]}"] if path.is_absolute() else [])]
 
 
-def split_runs_folder(argv: Sequence[str]) -> tuple[Path, list[str]]:
-    """Split `paths.runs=...` (or the user's default) from other arguments. Raises UserError if an argument sets another
-    key."""
-    runs: str | None = None
-    rest: list[str] = []
-    for word in argv:
-        key, equals, value = word.partition("=")
-        if key == "paths.runs" and equals:
-            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"  # as Hydra reads it in train
-            runs = value[1:-1] if quoted else value
-        elif equals and re.fullmatch(r"[\w.]+", key) and "/" not in key and not Path(word).exists():
+def named_runs(words: Sequence[str]) -> list[str]:
+    """The words as names of runs. Raises UserError if one is an override."""
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if equals and re.fullmatch(r"[\w.]+", key) and not Path(word).exists():
             raise UserError(f"{word}: existing runs take no overrides but paths.runs=FOLDER.")
-        else:
-            rest.append(word)
-    return Path(runs if runs is not None else _default_runs()).expanduser(), rest
+    return list(words)
 
 
 def find_runs(names: Sequence[str], runs: Path) -> list[RunEntry]:
@@ -77,7 +72,7 @@ def require_one(found: Sequence[RunEntry], name: str) -> RunEntry:
     return found[0]
 
 
-def run_path(name: str, runs: Path | None = None) -> str:
+def run_path(name: str, runs: Path | str | None = None) -> str:
     """Folder of a run named by label, id prefix or the folder of an experiment with one run; other existing paths and
     URLs as they are.
 
@@ -85,10 +80,10 @@ def run_path(name: str, runs: Path | None = None) -> str:
     another name matches no run, or several.
     """
     path = Path(name).expanduser()
-    if not name or "://" in name or (path.exists() and not _is_group(path)):
+    if not name or is_url(name) or (path.exists() and not _is_group(path)):
         return name
     try:
-        found = find_runs([name], Path(_default_runs()) if runs is None else runs)
+        found = find_runs([name], Path(default_runs() if runs is None else runs).expanduser())
     except UserError:
         if "/" in name or name.endswith((".pt", ".pth")):
             return name
@@ -120,15 +115,6 @@ def run_groups(runs: Path) -> list[str]:
     return [path.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
 
 
-def _default_runs() -> str:
-    from titan_exp.config.extension import CONF_DIR
-    from titan_exp.config.hydra.compose import compose
-
-    if (CONF_DIR / "local" / "default.yaml").is_file():
-        return str(compose().paths.runs)
-    return "runs"
-
-
 def _all(runs: Path) -> list[RunEntry]:
     for name in run_groups(runs):
         try:
@@ -142,6 +128,8 @@ def _all(runs: Path) -> list[RunEntry]:
 
 
 def _find(word: str, runs: Path) -> list[RunEntry]:
+    if is_url(word):
+        return [_entry(_folder_of_url(word, runs))]
     path = Path(word).expanduser()
     for place in (path, runs / word):
         if (place / "config.yaml").is_file():
@@ -156,9 +144,15 @@ def _find(word: str, runs: Path) -> list[RunEntry]:
         labels = [entry.label for entry in _in_group(runs / name)]
         offer = did_you_mean(label, labels) or f"its runs are {listed(labels[:6], 'and')}"
         raise UserError(f"{word}: {name} has no such run; {offer}")
+    if any(mark in word for mark in "*?["):
+        places = dict.fromkeys(place for folder in (Path(), runs) for place in _matches(folder, word))
+        if found := [
+            _entry(run) for place in places for run in ([place] if is_readable_run(place) else readable_runs(place))
+        ]:
+            return found
     if re.fullmatch(r"[0-9a-f]{3,12}", word):
         found = [_entry(place) for place in runs.glob(f"*/{word}*") if is_readable_run(place)]
-        if len(found) > 1:
+        if len({entry.folder.path.name for entry in found}) > 1:
             paths = listed([str(entry.folder.path) for entry in found[:4]], "and")
             raise UserError(f"{word} is the beginning of {len(found)} ids: {paths}")
         if found:
@@ -167,6 +161,25 @@ def _find(word: str, runs: Path) -> list[RunEntry]:
     offer = did_you_mean(word, known) or (f"Under {runs}/ there are {listed(known[:8], 'and')}." if known else "")
     nothing = "" if known else f"There is no run under {runs}/; paths.runs=FOLDER looks elsewhere. "
     raise UserError(f"{word}: unknown run or study. {nothing}{offer[:1].upper()}{offer[1:]}\n  {NAMED}")
+
+
+def _matches(folder: Path, pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.is_absolute():
+        folder, pattern = Path(path.anchor), str(path.relative_to(path.anchor))
+    return sorted(folder.glob(pattern))
+
+
+def _folder_of_url(url: str, runs: Path) -> Path:
+    """Folder, on this machine, of the run at a URL: of its remote copy `.../NAME/ID`, of W&B's page, or `file://`."""
+    *_, name, run_id = ["", *url.partition("://")[2].rstrip("/").split("/")]
+    for place in (Path(url.removeprefix("file://")), runs / name / run_id, *_matches(runs, f"*/{escape(run_id)}")):
+        if is_readable_run(place):
+            return place
+    raise UserError(
+        f"{url}: {runs}/ has no folder of this run, which this verb reads; paths.runs=FOLDER looks elsewhere. "
+        "titan-exp generate, evaluate, convert and checkpoint.continue_from read its checkpoints there."
+    )
 
 
 def _entry(path: Path) -> RunEntry:

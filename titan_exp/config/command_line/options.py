@@ -23,7 +23,7 @@ HELP = ("--help", "-h", "help")
 def options_help(usage: str, kind: type) -> str:
     """Help text of a verb: usage, and every option with default and description."""
     lines = [usage, ""]
-    for field in dataclasses.fields(kind):
+    for field in sorted(dataclasses.fields(kind), key=lambda field: field.name == "runs"):
         default = "" if field.default in ("", None, False) else shown(field.default)
         lines.append(f"  {option_name(kind, field)}{default}")
         meaning = " ".join(docstrings(kind).get(field.name, "").split())

@@ -146,10 +146,9 @@ def _find(word: str, runs: Path) -> list[RunEntry]:
         raise UserError(f"{word}: {name} has no such run; {offer}")
     if any(mark in word for mark in "*?["):
         places = dict.fromkeys(place for folder in (Path(), runs) for place in _matches(folder, word))
-        if found := [
-            _entry(run) for place in places for run in ([place] if is_readable_run(place) else readable_runs(place))
-        ]:
-            return found
+        found = [run for place in places for run in ([place] if is_readable_run(place) else readable_runs(place))]
+        if found:
+            return [_entry(run) for run in found]
     if re.fullmatch(r"[0-9a-f]{3,12}", word):
         found = [_entry(place) for place in runs.glob(f"*/{word}*") if is_readable_run(place)]
         if len({entry.folder.path.name for entry in found}) > 1:

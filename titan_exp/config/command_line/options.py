@@ -80,7 +80,7 @@ def take_options(
 
     fields = hints(kind)
     switches = [_flag(name) for name, annotation in fields.items() if takes_switch(annotation)]
-    valued = {_flag(name): str for name, annotation in fields.items() if annotation is not bool}
+    valued = {_flag(name): str for name, annotation in fields.items() if annotation is not bool and name != "runs"}
     verb = verb or _verb(kind)
     values: dict[str, Any] = {}
     if "runs" in fields:

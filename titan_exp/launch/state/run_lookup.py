@@ -136,6 +136,11 @@ def _find(word: str, runs: Path) -> list[RunEntry]:
             return [_entry(place)]
         if place.is_dir() and any(_in_group(place)) and word not in ("", "."):
             return _in_group(place)
+    if any(mark in word for mark in "*?["):
+        places = dict.fromkeys(place for folder in (Path(), runs) for place in _matches(folder, word))
+        found = [run for place in places for run in ([place] if is_readable_run(place) else readable_runs(place))]
+        if found:
+            return [_entry(run) for run in found]
     name, slash, label = word.partition("/")
     if slash and (runs / name).is_dir():
         found = _labelled(label, _in_group(runs / name))
@@ -144,11 +149,6 @@ def _find(word: str, runs: Path) -> list[RunEntry]:
         labels = [entry.label for entry in _in_group(runs / name)]
         offer = did_you_mean(label, labels) or f"its runs are {listed(labels[:6], 'and')}"
         raise UserError(f"{word}: {name} has no such run; {offer}")
-    if any(mark in word for mark in "*?["):
-        places = dict.fromkeys(place for folder in (Path(), runs) for place in _matches(folder, word))
-        found = [run for place in places for run in ([place] if is_readable_run(place) else readable_runs(place))]
-        if found:
-            return [_entry(run) for run in found]
     if re.fullmatch(r"[0-9a-f]{3,12}", word):
         found = [_entry(place) for place in runs.glob(f"*/{word}*") if is_readable_run(place)]
         if len({entry.folder.path.name for entry in found}) > 1:

@@ -14,7 +14,7 @@ from titan_exp.compare.tuning import Tuning, tune
 from titan_exp.config.errors.user_error import UserError, did_you_mean
 from titan_exp.tracking.number_format import format_items
 
-COUNTED = ("done", "running", "preempted")
+COUNTED = ("done", "running", "unknown", "preempted")
 """Run states that may limit the budget; other runs ended early."""
 
 UNEQUAL = 0.02

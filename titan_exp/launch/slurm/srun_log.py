@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-START = "titan_exp: job"
-"""First words of the batch script's line at each start; the log of a requeued job holds several starts."""
+from titan_exp.launch.slurm.script import START
+
 _TASKS = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.+)")
 _ABORTED = "srun: Job step aborted"
 _TERMINATING = re.compile(rf"{_ABORTED}|_step_signal: Terminating |\*\*\* (STEP|JOB) .*CANCELLED AT ")

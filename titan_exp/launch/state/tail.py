@@ -8,10 +8,10 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.foreign_file import FILE_BYTES, open_file
-from titan_exp.tracking.run_folder.metrics_jsonl import parse_row
-from titan_exp.tracking.sinks.sink import Row
 
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
+LAST_BYTES = 2**18
+"""Bytes in which the last lines of a log are looked for."""
 
 
 class FileTail:
@@ -55,14 +55,6 @@ class FileTail:
                 yield from _text(text[:end]).splitlines()
 
 
-def rows(lines: Iterator[str], attempt: int) -> Iterator[Row]:
-    """Parse metric rows of one attempt; other lines are skipped."""
-    for line in lines:
-        row = parse_row(line.encode())
-        if row is not None and row.get("attempt") == attempt:
-            yield row
-
-
 def last_lines(log: Path, most: int) -> list[str]:
     """Last lines of a log; none if it is missing or cannot be read."""
     try:
@@ -71,10 +63,6 @@ def last_lines(log: Path, most: int) -> list[str]:
             return _text(file.read()).splitlines()[-most:]
     except (OSError, UserError):
         return []
-
-
-LAST_BYTES = 2**18
-"""Bytes in which the last lines of a log are looked for."""
 
 
 def _text(log: bytes) -> str:

@@ -12,8 +12,8 @@ from titan_exp.launch.rank.rank_status import read_record
 from titan_exp.launch.state.exit_status import TAIL
 from titan_exp.launch.state.run_lookup import RunEntry, find_runs, named_runs, require_one
 from titan_exp.launch.state.run_status import run_status, run_statuses
-from titan_exp.launch.state.tail import FileTail, last_lines
 from titan_exp.tracking.number_format import format_bytes
+from titan_exp.tracking.run_folder.files import FileTail, last_lines
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 USAGE = """\

@@ -17,10 +17,10 @@ from titan_exp.launch.signals import Interrupts
 from titan_exp.launch.state.close_attempt import close_attempt, close_dead_attempts
 from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.launch.state.run_lock import acquire_run, wait_for_orphans
-from titan_exp.launch.state.tail import FileTail
 from titan_exp.launch.summary import Summary, describe, summarize
 from titan_exp.launch.worlds import Processes, several_worlds
 from titan_exp.tracking.run_folder.attempts import FAILED
+from titan_exp.tracking.run_folder.files import FileTail
 from titan_exp.tracking.run_folder.folder_owner import FolderWatch
 from titan_exp.tracking.run_folder.metrics_jsonl import rows_of
 from titan_exp.tracking.run_folder.run import DIED_UNRECORDED

@@ -12,8 +12,8 @@ from pathlib import Path
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.health.hang_report import HangDiagnosis
 from titan_exp.launch.rank.rank_status import RankError, RankRecord
-from titan_exp.launch.state.tail import last_lines
 from titan_exp.tracking.run_folder.attempts import DONE, FAILED, HUNG, STOPPED, StateName
+from titan_exp.tracking.run_folder.files import last_lines
 
 TAIL = 20
 """Log lines shown for a rank without a traceback."""

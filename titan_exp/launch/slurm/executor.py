@@ -28,8 +28,8 @@ from titan_exp.launch.slurm.submit import (
     group_by_resources,
     is_being_submitted,
     submissions_folder,
+    thread_map,
 )
-from titan_exp.launch.state.thread_map import thread_map
 from titan_exp.launch.worlds import several_worlds
 from titan_exp.tracking.run_folder.attempts import STOPPED, Attempt
 from titan_exp.tracking.run_folder.files import FileLock, LockedError

@@ -19,8 +19,7 @@ from titan_exp.launch.executor import JobStatus
 from titan_exp.launch.run_plan import create_run_folder, plan_run
 from titan_exp.launch.state import run_status as run_status_module
 from titan_exp.launch.state.run_lookup import find_runs, run_path
-from titan_exp.launch.state.run_status import run_status
-from titan_exp.launch.state.status_rows import status_rows
+from titan_exp.launch.state.run_status import run_status, status_rows
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 

@@ -9,7 +9,7 @@ from titan_exp.config.hydra.nondefault import nondefault_overrides
 from titan_exp.config.paths.checkpoint_files import COMPLETE_NAME, METADATA_FILE, step_of
 from titan_exp.launch.provenance.recorded_code import RecordedCode, read_recorded_code
 from titan_exp.launch.state.run_lookup import RunEntry
-from titan_exp.launch.state.status_rows import StatusRow, status_rows
+from titan_exp.launch.state.run_status import StatusRow, status_rows
 from titan_exp.tracking.run_folder.attempts import Attempt
 from titan_exp.tracking.run_folder.provenance_records import children
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from titan_exp.launch.provenance.recorded_code import RecordedCode
+from titan_exp.launch.state.run_status import StatusRow
 from titan_exp.launch.state.run_summary import RunSummary
-from titan_exp.launch.state.status_rows import StatusRow
 from titan_exp.launch.summary import known_metrics
 from titan_exp.tracking.number_format import format_bytes, format_duration, format_items
 from titan_exp.tracking.run_folder.attempts import ENDED_STATES, Attempt

@@ -30,8 +30,7 @@ def run(argv: Sequence[str]) -> int:
     if len(named) != 1:
         raise UserError("titan-exp show takes one run: titan-exp show RUN; titan-exp status lists runs.")
     entry = require_one(find_runs(named, runs), named[0])
-    from titan_exp.launch.state.run_summary import summarize_run
-    from titan_exp.launch.state.run_summary_text import summary_lines
+    from titan_exp.launch.state.run_summary import summarize_run, summary_lines
 
     if not entry.folder.path.is_dir():
         raise UserError(f"{entry.label}: this run has not been started yet. titan-exp sweep {entry.group} starts it.")

@@ -9,7 +9,7 @@ from titan_exp.config.command_line.verb_options import LogsOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.foreign_file import FILE_BYTES
 from titan_exp.launch.rank.rank_status import read_record
-from titan_exp.launch.state.exit_status import TAIL
+from titan_exp.launch.state.attempt_end import TAIL
 from titan_exp.launch.state.run_lookup import RunEntry, find_runs, named_runs, require_one
 from titan_exp.launch.state.run_status import run_status, run_statuses
 from titan_exp.tracking.number_format import format_bytes

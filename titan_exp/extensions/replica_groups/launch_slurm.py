@@ -23,8 +23,7 @@ from titan_exp.launch.rank.rendezvous import join_rendezvous
 from titan_exp.launch.slurm.epilogue import ENDED_BY_HAND, attempt_result, own_attempt, requeue
 from titan_exp.launch.slurm.rendezvous import publish_rendezvous
 from titan_exp.launch.slurm.squeue import UnreachableError, ask, listed_jobs
-from titan_exp.launch.state.close_attempt import close_attempt, newest_checkpoint, requeues_after
-from titan_exp.launch.state.exit_status import AttemptResult
+from titan_exp.launch.state.attempt_end import AttemptResult, close_attempt, newest_checkpoint, requeues_after
 from titan_exp.tracking.run_folder.attempts import FAILED, HUNG, STOPPED, Attempt, World
 from titan_exp.tracking.run_folder.files import FileLock
 from titan_exp.tracking.run_folder.run_folder import RunFolder

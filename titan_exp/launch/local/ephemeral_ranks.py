@@ -13,7 +13,7 @@ from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.rank.child_env import environment
 from titan_exp.launch.rank.main import RANK_MAIN
 from titan_exp.launch.signals import Interrupts
-from titan_exp.launch.state.exit_status import AttemptResult
+from titan_exp.launch.state.attempt_end import AttemptResult
 from titan_exp.tracking.run_folder.files import temporary_folder
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
 from titan_exp.trainer.distributed import REQUEST, RESPONSE

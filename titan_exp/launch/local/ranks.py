@@ -22,8 +22,8 @@ from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
 from titan_exp.launch.rank.child_env import environment, rank_environment
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.signals import block_terminal_signals
-from titan_exp.launch.state import exit_status
-from titan_exp.launch.state.exit_status import AttemptResult, RankFailure
+from titan_exp.launch.state import attempt_end
+from titan_exp.launch.state.attempt_end import AttemptResult, RankFailure
 from titan_exp.tracking.run_folder.attempts import World
 from titan_exp.tracking.run_folder.files import FileLock, create_temporary_folder, remove_stale_temporary_folders
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -148,11 +148,11 @@ class LocalRanks:
         """Result of the attempt; call after `poll` returned True."""
         if self._failures:
             hang = self._hang.report_hang()
-            return exit_status.hung(hang) if hang is not None else exit_status.failed(self._failures.values())
+            return attempt_end.hung(hang) if hang is not None else attempt_end.failed(self._failures.values())
         codes = [record.exit for record in self._records.values() if record.exit is not None]
         if len(codes) == self.world_size:
-            return exit_status.ended(codes, self.folder.stop_reason())
-        text = exit_status.tail(self.logs / "controller.log")
+            return attempt_end.ended(codes, self.folder.stop_reason())
+        text = attempt_end.tail(self.logs / "controller.log")
         return AttemptResult("failed", 1, "the parent process of the ranks (submitit's controller) died", text)
 
     def _over(self) -> bool:
@@ -189,7 +189,7 @@ class LocalRanks:
             self._records[rank] = record
         if record is not None and record.end is not None:
             if record.failed:
-                self._failures[rank] = exit_status.failure_from_error(record)
+                self._failures[rank] = attempt_end.failure_from_error(record)
         elif alive or self._killed:
             self._last_seen[rank] = now
         elif rank in self._processes or over:
@@ -197,12 +197,12 @@ class LocalRanks:
             seen = self._last_seen.get(rank, now)
             oom = count_oom_kills() > self._oom_kills
             self._failures[rank] = (
-                exit_status.failure_at_start(rank, seen, self.log(rank))
+                attempt_end.failure_at_start(rank, seen, self.log(rank))
                 if record is None
-                else exit_status.failure_from_signal(rank, seen, self.log(rank), out_of_memory=oom)
+                else attempt_end.failure_from_signal(rank, seen, self.log(rank), out_of_memory=oom)
             )
         elif record is None and _is_past(self._first_seen, START_LIMIT):
-            self._failures[rank] = exit_status.failure_at_start(rank, now, self.log(rank))
+            self._failures[rank] = attempt_end.failure_at_start(rank, now, self.log(rank))
 
     def _has_ended(self, rank: int) -> bool:
         record = self._records.get(rank)

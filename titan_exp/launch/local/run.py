@@ -14,9 +14,13 @@ from titan_exp.launch.provenance.changes import report_large_patch
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
 from titan_exp.launch.signals import Interrupts
-from titan_exp.launch.state.close_attempt import close_attempt, close_dead_attempts
-from titan_exp.launch.state.exit_status import AttemptResult
-from titan_exp.launch.state.run_lock import acquire_run, wait_for_orphans
+from titan_exp.launch.state.attempt_end import (
+    AttemptResult,
+    acquire_run,
+    close_attempt,
+    close_dead_attempts,
+    wait_for_orphans,
+)
 from titan_exp.launch.summary import Summary, describe, summarize
 from titan_exp.launch.worlds import Processes, several_worlds
 from titan_exp.tracking.run_folder.attempts import FAILED

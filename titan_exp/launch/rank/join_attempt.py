@@ -6,8 +6,7 @@ from dataclasses import replace
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import BY_HAND, Executor
 from titan_exp.launch.rank.rank_env import RankInfo
-from titan_exp.launch.state.close_attempt import close_dead_attempts, newest_checkpoint, requeues_after
-from titan_exp.launch.state.run_lock import acquire_run
+from titan_exp.launch.state.attempt_end import acquire_run, close_dead_attempts, newest_checkpoint, requeues_after
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 ATTEMPT_TIMEOUT = 60.0

@@ -109,7 +109,7 @@ def _cut_short(
 def _ended_step(log: SrunLog, code: int) -> str | None:
     """Reason if the whole step was ended, and no rank of it first."""
     if log.aborted and log.out_of_memory:
-        return f"SLURM ended the job step, as it ran out of host memory: {MORE_MEMORY}{exit_status.LESS_MEMORY}"
+        return f"SLURM ended the job step, as it ran out of host memory: {MORE_MEMORY}{attempt_end.LESS_MEMORY}"
     if log.aborted:
         return "SLURM ended the job step, by scancel or as a node failed"
     if code > SIGNALLED and not log.exits:
@@ -159,7 +159,7 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
     why = (
         f"srun: rank {log.exits[0].rank}: {log.exits[0].message}" if log.exits else f"srun ended with exit code {code}"
     )
-    remedy = f"; host memory ran out: {MORE_MEMORY}{exit_status.LESS_MEMORY}" if log.out_of_memory else ""
+    remedy = f"; host memory ran out: {MORE_MEMORY}{attempt_end.LESS_MEMORY}" if log.out_of_memory else ""
     reason = f"no rank started ({why}){remedy}"
     close_attempt(folder, row.attempt, "failed", exit_code=code, reason=reason, overrule=True)
     return code

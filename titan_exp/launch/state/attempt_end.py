@@ -1,4 +1,8 @@
-"""Attempts of a run: the run lock, which prevents concurrent starts, their results by the exit codes of ranks, and their end in state.json and attempts.jsonl."""
+"""End of an attempt: result from the ranks' exit codes, and its record; the run lock, which no other start may hold.
+
+The first failure is the cause. A collective that broke is the consequence of another rank's end, and the cause only if
+every failed rank reports one.
+"""
 
 import contextlib
 import re

@@ -21,7 +21,7 @@ from titan_exp.extensions.replica_groups.events import ReplicaGroup, read_events
 from titan_exp.launch.rank.rank_env import GROUP, TOKEN, RankInfo
 from titan_exp.launch.rank.rendezvous import join_rendezvous
 from titan_exp.launch.slurm.epilogue import ENDED_BY_HAND, attempt_result, own_attempt, requeue
-from titan_exp.launch.slurm.rendezvous import publish_rendezvous
+from titan_exp.launch.slurm.executor import publish_rendezvous
 from titan_exp.launch.slurm.squeue import UnreachableError, ask, listed_jobs
 from titan_exp.launch.state.attempt_end import AttemptResult, close_attempt, newest_checkpoint, requeues_after
 from titan_exp.tracking.run_folder.attempts import FAILED, HUNG, STOPPED, Attempt, World

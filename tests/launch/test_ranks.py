@@ -9,8 +9,7 @@ import pytest
 
 from tests.config.composing import experiment, give_gpus
 from tests.launch.launching import Launch, launch, ranks_of, seen
-from titan_exp.launch.rank.child_env import rank_environment
-from titan_exp.launch.rank.rank_env import VISIBLE_GPUS
+from titan_exp.launch.rank.rank_env import VISIBLE_GPUS, rank_environment
 from titan_exp.launch.rank.rank_status import RankError, RankRecord, read_record
 from titan_exp.launch.state import attempt_end
 from titan_exp.tracking.run_folder.attempts import WORLD, World

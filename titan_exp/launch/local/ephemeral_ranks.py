@@ -10,8 +10,8 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.launch.local.ranks import LocalRanks
-from titan_exp.launch.rank.child_env import environment
 from titan_exp.launch.rank.main import RANK_MAIN
+from titan_exp.launch.rank.rank_env import environment
 from titan_exp.launch.signals import Interrupts
 from titan_exp.launch.state.attempt_end import AttemptResult
 from titan_exp.tracking.run_folder.files import temporary_folder

@@ -19,7 +19,7 @@ import psutil
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import count_oom_kills
 from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
-from titan_exp.launch.rank.child_env import environment, rank_environment
+from titan_exp.launch.rank.rank_env import environment, rank_environment
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.signals import block_terminal_signals
 from titan_exp.launch.state import attempt_end

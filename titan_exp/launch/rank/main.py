@@ -33,12 +33,12 @@ from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.health.watchdog import Watchdog
 from titan_exp.launch.provenance.changes import attempt_changes, edited_code
 from titan_exp.launch.rank.join_attempt import join_attempt
-from titan_exp.launch.rank.parent_watchdog import ParentWatchdog
 from titan_exp.launch.rank.rank_env import RankInfo, environment, extend_import_path, torchrun_rank
 from titan_exp.launch.rank.rank_status import (
     FALLBACK_FOLDER,
     FOLDER_LOST,
     HANG,
+    ParentWatchdog,
     RankError,
     RankRecord,
     read_record,

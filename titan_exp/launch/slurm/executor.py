@@ -15,8 +15,8 @@ from titan_exp.launch.executor import NOT_CANCELLED, JobStatus, Submission, Subm
 from titan_exp.launch.provenance.changes import report_changes, report_large_patch
 from titan_exp.launch.provenance.code_snapshot import take_code_snapshot
 from titan_exp.launch.provenance.provenance import read_provenance
+from titan_exp.launch.rank.join_attempt import LOOPBACK, publish_address
 from titan_exp.launch.rank.rank_env import GROUP, TOKEN, RankInfo, forget_torchrun
-from titan_exp.launch.rank.rendezvous import LOOPBACK, publish_address
 from titan_exp.launch.remote import RemoteExecutor, make_ready, runs_of
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors
 from titan_exp.launch.slurm.epilogue import CANCELLED

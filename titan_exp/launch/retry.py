@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from titan_exp.launch.executor import Submission, SubmitOptions, executor_for, worst_exit_code
-from titan_exp.launch.local.relaunch import plan_relaunch
 from titan_exp.launch.memory_gate import gate_runs
 from titan_exp.launch.run_console import RunConsole
-from titan_exp.launch.run_plan import RunPlan
+from titan_exp.launch.run_plan import RunPlan, plan_relaunch
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 

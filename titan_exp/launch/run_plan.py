@@ -67,6 +67,13 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
     return RunPlan(resolved, tuple(overrides), *ids, run_folder, compilation=tuple(compilation(experiment)))
 
 
+def plan_relaunch(folder: RunFolder, trust: bool = False) -> RunPlan:
+    """Plan an existing run folder, which may have moved. Raises UserError if it is not a run, cannot start here, or is
+    not trusted with the code that it names."""
+    experiment = load_experiment(folder.config, trust)
+    return plan_run(experiment, read_overrides(folder.overrides) or (), folder)
+
+
 def _with_initial(experiment: Experiment) -> Experiment:
     """Name the run of `checkpoint.initial` by its folder, if a name or its experiment's folder is given."""
     initial = experiment.checkpoint.initial

@@ -16,7 +16,6 @@ from titan_exp.launch.signals import Interrupts
 from titan_exp.launch.state.attempt_end import AttemptResult
 from titan_exp.tracking.run_folder.files import temporary_folder
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
-from titan_exp.trainer.distributed import REQUEST, RESPONSE
 
 POLL_INTERVAL = 0.05
 
@@ -27,6 +26,8 @@ def run_on_ranks(main: str, experiment: Experiment, request: Any) -> Any:
     Request and response are JSON values. Raises UserError if a rank raised one, RuntimeError with the traceback or log
     tail if a rank failed otherwise, and KeyboardInterrupt after a signal.
     """
+    from titan_exp.trainer.distributed import REQUEST, RESPONSE
+
     with temporary_folder() as scratch:
         folder = RunFolder(scratch)
         write_atomically(folder.config, to_yaml(experiment), durable=False)

@@ -1,6 +1,8 @@
 """Local run: create or find the folder, start the ranks, show progress, close the attempt.
 
-Repeating the command resumes the run in the same folder, or reports that it is done.
+Repeating the command resumes the run in the same folder, or reports that it is done. `python -m
+titan_exp.launch.local.run RUN_FOLDER [--prediction]` does so for `retry` and concurrent runs; with the flag, plan.json is
+read from standard input.
 """
 
 import contextlib

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import Executor, Submission, SubmitOptions
-from titan_exp.launch.local.relaunch import PREDICTION_FLAG
-from titan_exp.launch.local.run import INTERRUPTED, run
+from titan_exp.launch.local.run import INTERRUPTED, PREDICTION_FLAG, run
 from titan_exp.launch.local.submitit_rank import submitit_rank
 from titan_exp.launch.rank.rank_env import ATTEMPT, RankInfo
 from titan_exp.launch.run_console import RunConsole
@@ -87,7 +86,7 @@ class ConcurrentRuns:
             create_run_folder(plan)
             plan.folder.logs.mkdir(exist_ok=True)
             with (plan.folder.logs / LOG).open("ab") as log, tempfile.TemporaryFile() as prediction:
-                command = [sys.executable, "-m", "titan_exp.launch.local.relaunch", str(plan.folder.path)]
+                command = [sys.executable, "-m", "titan_exp.launch.local.run", str(plan.folder.path)]
                 if plan.prediction is not None:
                     # Only the holder of the run lock, the launcher process, may write into an existing folder.
                     command.append(PREDICTION_FLAG)

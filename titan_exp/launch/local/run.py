@@ -7,14 +7,18 @@ read from standard input.
 
 import contextlib
 import socket
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from titan_exp.config.command_line.safe_output import safe_output
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.provenance.changes import report_large_patch
 from titan_exp.launch.run_console import RunConsole
-from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
+from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, plan_relaunch, refresh_snapshot
 from titan_exp.launch.signals import Interrupts
 from titan_exp.launch.state.attempt_end import (
     AttemptResult,
@@ -193,3 +197,25 @@ def _report(plan: RunPlan, summary: Summary, result: AttemptResult, console: Run
         console.echo(f"{describe(summary, plan.experiment.training.last_step)}: {plan.folder.path}")
     if result.state == "preempted":
         console.echo("The same command continues it.")
+
+
+PREDICTION_FLAG = "--prediction"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Launch a run folder's ranks and wait; returns the run's exit code."""
+    folder, *rest = arguments or [""]
+    if not folder or rest not in ([], [PREDICTION_FLAG]):
+        print(f"usage: python -m titan_exp.launch.local.run RUN_FOLDER [{PREDICTION_FLAG}]", file=sys.stderr)
+        return UserError.exit_code
+    safe_output("utf-8", raw=True)
+    prediction = sys.stdin.read() if rest else None
+    try:
+        return run(replace(plan_relaunch(RunFolder(Path(folder)), trust=True), prediction=prediction)).exit_code
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import Executor, Submission, SubmitOptions
+from titan_exp.launch.local.ranks import submitit_rank
 from titan_exp.launch.local.run import INTERRUPTED, PREDICTION_FLAG, run
-from titan_exp.launch.local.submitit_rank import submitit_rank
 from titan_exp.launch.rank.rank_env import ATTEMPT, RankInfo
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan, create_run_folder

@@ -2,16 +2,20 @@
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from titan_exp.config.command_line.options import default_runs, options_help, take_options
 from titan_exp.config.command_line.verb_options import RetryOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.foreign_code import require_plain
-from titan_exp.launch.retry import retry_runs
+from titan_exp.launch.executor import Submission, SubmitOptions, executor_for, worst_exit_code
+from titan_exp.launch.memory_gate import gate_runs
+from titan_exp.launch.run_console import RunConsole
+from titan_exp.launch.run_plan import RunPlan, plan_relaunch
 from titan_exp.launch.state.run_lookup import RunEntry, find_runs, require_one
 from titan_exp.launch.state.run_status import count_states, run_statuses
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 USAGE = """\
 titan-exp retry: restart failed and lost runs, each in its folder and from its last checkpoint.
@@ -57,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
     if not retried:
         print("No run is known to have failed." if unknown else "No run failed or was lost.")
         return UserError.exit_code if unknown else 0
-    code = retry_runs({entry.folder.path.absolute(): entry.label for entry in retried}, trust=trust)
+    code = _restart({entry.folder.path.absolute(): entry.label for entry in retried}, trust)
     return code or (UserError.exit_code if unknown else 0)
 
 
@@ -75,3 +79,25 @@ def _continue_with(entry: RunEntry, overrides: Sequence[str], trust: bool) -> in
     path = str(entry.folder.path.absolute())
     # The user's come last, so that checkpoint.continue_from=null takes the weights alone.
     return train(["--config-path", path, *BEGINNING, f"checkpoint.continue_from={path}", *overrides])
+
+
+def _restart(labels: Mapping[Path, str], trust: bool) -> int:
+    """Restart runs by folder path, by their executors, and print each result under its label; returns the exit code.
+
+    Raises UserError if a run cannot start or is not expected to fit.
+    """
+    by_kind: dict[str, list[RunPlan]] = {}
+    for path in labels:
+        plan = plan_relaunch(RunFolder(path), trust)
+        by_kind.setdefault(plan.experiment.cluster.kind, []).append(plan)
+    console, submissions = RunConsole(), list[Submission]()
+    by_kind = {kind: gate_runs(plans, console.echo) for kind, plans in by_kind.items()}
+    options = SubmitOptions(echo=console.echo, title=lambda plan: labels[plan.folder.path])
+    for executor in sorted(map(executor_for, by_kind), key=lambda executor: executor.waits):
+        results = executor.submit(by_kind[executor.kind], options)
+        submissions += results
+        for submission in results if not executor.waits else ():
+            job = f", job {submission.job_id}" if submission.job_id else ""
+            reason = f": {submission.reason}" if submission.reason else ""
+            console.echo(f"{options.title(submission.plan)}: {submission.outcome}{job}{reason}")
+    return worst_exit_code(submissions)

@@ -1,8 +1,9 @@
 """Local run: create or find the folder, start the ranks, show progress, close the attempt.
 
-Repeating the command resumes the run in the same folder, or reports that it is done. `python -m
-titan_exp.launch.local.run RUN_FOLDER [--prediction]` does so for `retry` and concurrent runs; with the flag, plan.json is
-read from standard input.
+Repeating the command resumes the run in the same folder, or reports that it is done.
+
+`python -m titan_exp.launch.local.run RUN_FOLDER [--prediction]` is the launcher of a concurrent run; with the flag,
+plan.json is read from standard input.
 """
 
 import contextlib
@@ -42,6 +43,7 @@ WARNING_INTERVAL = 1.0
 """Seconds between reads of the run's warning."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
+PREDICTION_FLAG = "--prediction"
 
 
 @dataclass(frozen=True)
@@ -197,9 +199,6 @@ def _report(plan: RunPlan, summary: Summary, result: AttemptResult, console: Run
         console.echo(f"{describe(summary, plan.experiment.training.last_step)}: {plan.folder.path}")
     if result.state == "preempted":
         console.echo("The same command continues it.")
-
-
-PREDICTION_FLAG = "--prediction"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,8 +13,8 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.config.schema.foreign_code import Untrusted
 from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.launch.run_console import summarize
 from titan_exp.launch.state.run_lookup import RunEntry, find_runs, named_runs
-from titan_exp.launch.summary import summarize
 from titan_exp.launch.sweep.sweep_table import plain_table
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
 from titan_exp.plan.device_memory import cpu_device, refine_gpu, write_constants

@@ -14,10 +14,8 @@ from titan_exp.launch.executor import Executor, Submission, SubmitOptions
 from titan_exp.launch.local.ranks import submitit_rank
 from titan_exp.launch.local.run import INTERRUPTED, PREDICTION_FLAG, run
 from titan_exp.launch.rank.rank_env import ATTEMPT, RankInfo
-from titan_exp.launch.run_console import RunConsole
+from titan_exp.launch.run_console import Interrupts, RunConsole, describe, summarize
 from titan_exp.launch.run_plan import RunPlan, create_run_folder
-from titan_exp.launch.signals import Interrupts
-from titan_exp.launch.summary import describe, summarize
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 POLL_INTERVAL = 0.1

@@ -38,7 +38,7 @@ from titan_exp.launch.rank.rank_env import (
     rank_environment,
 )
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
-from titan_exp.launch.signals import Interrupts, block_terminal_signals
+from titan_exp.launch.run_console import Interrupts, block_terminal_signals
 from titan_exp.launch.state import attempt_end
 from titan_exp.launch.state.attempt_end import AttemptResult, RankFailure
 from titan_exp.tracking.run_folder.attempts import World

@@ -18,9 +18,8 @@ from titan_exp.config.command_line.safe_output import safe_output
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.provenance.changes import report_large_patch
-from titan_exp.launch.run_console import RunConsole
+from titan_exp.launch.run_console import Interrupts, RunConsole, Summary, describe, summarize
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, plan_relaunch, refresh_snapshot
-from titan_exp.launch.signals import Interrupts
 from titan_exp.launch.state.attempt_end import (
     AttemptResult,
     acquire_run,
@@ -28,7 +27,6 @@ from titan_exp.launch.state.attempt_end import (
     close_dead_attempts,
     wait_for_orphans,
 )
-from titan_exp.launch.summary import Summary, describe, summarize
 from titan_exp.launch.worlds import Processes, several_worlds
 from titan_exp.tracking.run_folder.attempts import FAILED
 from titan_exp.tracking.run_folder.files import FileTail

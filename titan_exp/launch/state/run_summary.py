@@ -10,9 +10,9 @@ from typing import Any
 from titan_exp.config.hydra.nondefault import nondefault_overrides
 from titan_exp.config.paths.checkpoint_files import COMPLETE_NAME, METADATA_FILE, step_of
 from titan_exp.launch.provenance.recorded_code import RecordedCode, read_recorded_code
+from titan_exp.launch.run_console import known_metrics
 from titan_exp.launch.state.run_lookup import RunEntry
 from titan_exp.launch.state.run_status import StatusRow, status_rows
-from titan_exp.launch.summary import known_metrics
 from titan_exp.tracking.number_format import format_bytes, format_duration, format_items
 from titan_exp.tracking.run_folder.attempts import ENDED_STATES, Attempt
 from titan_exp.tracking.run_folder.provenance_records import children, for_shell

@@ -32,8 +32,7 @@ from titan_exp.launch.executor import RunPlan, check_executor
 from titan_exp.launch.provenance.changes import refuse_other_data
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
 from titan_exp.launch.provenance.secrets import mask_override, refuse_secrets
-from titan_exp.launch.related_runs import AUTO, with_auto_parent
-from titan_exp.launch.run_id import experiment_id, run_id
+from titan_exp.launch.run_id import AUTO, experiment_id, run_id, with_auto_parent
 from titan_exp.launch.state.run_lookup import run_path
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.files import sync_all

@@ -2,8 +2,8 @@
 
 They are started through submitit's local controller, which waits for every rank, so that peers of a failed rank would
 block forever. The launcher therefore polls each rank and kills all of them soon after the first failure.
-`python -m titan_exp.launch.local.ranks RUN_FOLDER` runs one. It is given a path: nothing is unpickled, least of all from
-the run folder, where other users may write.
+`python -m titan_exp.launch.local.ranks RUN_FOLDER` runs one. It is given a path: nothing is unpickled, least of all
+from the run folder, where other users may write.
 """
 
 import contextlib

@@ -83,7 +83,7 @@ def launch_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("titan_exp.plan.predict.predict", refuse)
     patch.setattr("titan_exp.plan.search.search.LayoutSearch", lambda *_: SimpleNamespace(run=refuse))
     patch.setattr("titan_exp.plan.gate.predictions.predict_many", refuse)
-    patch.setattr("titan_exp.launch.local.ephemeral_ranks.run_on_ranks", refuse)
+    patch.setattr("titan_exp.launch.local.ranks.run_on_ranks", refuse)
     patch.setattr("titan_exp.cli.tokenize.build_store", refuse)
     patch.setattr("titan_exp.launch.sweep.shipped_study.StudySweep.record", refuse)
     for verb in ("logs", "status"):  # --follow and --watch

@@ -57,7 +57,7 @@ def imported(words: str) -> list[str]:
 
 
 def test_a_rank_composes_nothing():
-    code = "import sys, titan_exp.launch.local.submitit_rank; print({'hydra', 'torch', 'submitit'} & {*sys.modules})"
+    code = "import sys, titan_exp.launch.local.ranks; print({'hydra', 'torch', 'submitit'} & {*sys.modules})"
     assert run(code).stdout == "set()\n"
 
 

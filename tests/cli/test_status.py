@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from titan_exp.cli.main import main
-from titan_exp.config.command_line.options import take_options
+from titan_exp.config.command_line.options import take_options, take_runs
 from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
@@ -18,9 +18,8 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.executor import JobStatus
 from titan_exp.launch.run_plan import create_run_folder, plan_run
 from titan_exp.launch.state import run_status as run_status_module
-from titan_exp.launch.state.run_lookup import find_runs, run_path, split_runs_folder
-from titan_exp.launch.state.run_status import run_status
-from titan_exp.launch.state.status_rows import status_rows
+from titan_exp.launch.state.run_lookup import find_runs, run_path
+from titan_exp.launch.state.run_status import run_status, status_rows
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 
@@ -120,8 +119,8 @@ def test_runs_by_path_id_and_label(make, home: Path):
     assert [entry.folder.path for entry in find_runs([first.path.name[:6]], runs)] == [first.path]
     assert [entry.folder.path for entry in find_runs([f"x/{first.path.name}"], runs)] == [first.path]
     assert [entry.folder.path for entry in find_runs([str(second.path), second.path.name], runs)] == [second.path]
-    assert split_runs_folder(["paths.runs=there", "x"]) == (Path("there"), ["x"])
-    assert split_runs_folder(['paths.runs="over there"']) == (Path("over there"), []), "as train takes it"
+    assert take_runs(["paths.runs=there", "x"]) == (Path("there"), ["x"])
+    assert take_runs(['paths.runs="over there"']) == (Path("over there"), []), "as train takes it"
     options, rest = take_options(GenerateOptions, ["optimizers/change=none,seed=0", "tokens=3"], positional=["run"])
     assert (options.run, options.tokens, rest) == ("optimizers/change=none,seed=0", 3, [])
     for word, says in {

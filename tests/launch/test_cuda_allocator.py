@@ -13,6 +13,7 @@ from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.launch.rank import main
 from titan_exp.launch.rank.rank_env import RankInfo
 from titan_exp.launch.run_id import run_id
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 SET = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -54,7 +55,7 @@ def test_it_is_set_before_the_trainer_starts(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(main._Rank, name, lambda _: None)
     monkeypatch.setattr(main._Rank, "_start_watchdog", lambda _: SimpleNamespace(stop=lambda: None))
     attempt = folder.read_attempts()[-1].attempt
-    assert main._Rank(folder, replace(RankInfo(0, 1, 0), attempt=attempt)).run() == 0
+    assert main._Rank(Run(folder), replace(RankInfo(0, 1, 0), attempt=attempt)).run() == 0
     assert seen == ["expandable_segments:True"]
 
 

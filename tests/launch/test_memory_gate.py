@@ -17,7 +17,8 @@ from titan_exp.launch.memory_gate import gate_run
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, plan_run
 from titan_exp.plan.gate import gate as gate_module
 from titan_exp.plan.gate.gate import GIB
-from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, read_predicted_metrics
+from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 SMALL = ["model=llama_debug", "cluster.device=cpu", "training.steps=10", "plan.predict=always"]
@@ -84,7 +85,7 @@ def test_warning_and_plan_json(home: Path, foretold):
     written = json.loads(found.folder.plan.read_text())
     assert (written["fits"], written["needed_bytes"]) == (False, 8 * GIB + 450_000_000)
     assert written["ranks"][0]["by_category"] == {"activations": 4 * GIB, "loss": 4 * GIB}
-    prediction = read_predicted_metrics(found.folder)
+    prediction = Run(found.folder).predicted
     assert prediction.memory == pytest.approx(8 + 0.45e9 / GIB)
     assert prediction.tokens_per_second == 2048.0
 
@@ -112,7 +113,7 @@ def test_existing_folder_gets_the_newest_prediction(home: Path, foretold, monkey
     backend = LocalExecutor("local")
     assert [submission.outcome for submission in backend.submit(first, SubmitOptions(jobs=2))] == ["done", "done"]
     for plan in first:
-        assert read_predicted_metrics(plan.folder).tokens_per_second == 2048.0
+        assert Run(plan.folder).predicted.tokens_per_second == 2048.0
 
 
 def test_unpredictable_runs_share_one_line(home: Path, foretold):
@@ -121,7 +122,7 @@ def test_unpredictable_runs_share_one_line(home: Path, foretold):
     assert said == ["Memory is not checked: its kernels are not modelled."]
     create_run_folder(found)
     assert json.loads(found.folder.plan.read_text())["why_not_predicted"] == "its kernels are not modelled"
-    assert read_predicted_metrics(found.folder).memory is None
+    assert Run(found.folder).predicted.memory is None
 
 
 def test_failing_user_code_is_refused(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
@@ -163,9 +164,9 @@ def test_user_code_fails_in_the_child_process_and_nothing_starts(
 
 def test_damaged_plan_json(home: Path):
     folder = RunFolder(home)
-    assert read_predicted_metrics(folder).memory is None
+    assert Run(folder).predicted.memory is None
     folder.plan.write_text("[1]")
-    assert read_predicted_metrics(folder).memory is None
+    assert Run(folder).predicted.memory is None
 
 
 def test_a_sweep_shows_predictions_and_refuses(home: Path, foretold, capsys: pytest.CaptureFixture[str]):

@@ -173,9 +173,7 @@ def test_rank_of_an_older_attempt_exits(tmp_path: Path) -> None:
         folder.add_attempt(world_size=1, hosts=["here"])
     late = {f"SUBMITIT_LOCAL_{name}": "0" for name in ("GLOBALID", "LOCALID", "JOB_ID")}
     late |= {"SUBMITIT_LOCAL_NTASKS": "1", "TITAN_EXP_ATTEMPT": "1", "TITAN_EXP_LAUNCHER": "1"}
-    script = (
-        f"from titan_exp.launch.local.submitit_rank import run_submitit_rank; run_submitit_rank({str(folder.path)!r})"
-    )
+    script = f"from titan_exp.launch.local.ranks import run_submitit_rank; run_submitit_rank({str(folder.path)!r})"
     environment = launch_environment("succeed", **late)
     answer = subprocess.run([sys.executable, "-c", script], env=environment, timeout=LIMIT, check=False)
     assert answer.returncode == 85

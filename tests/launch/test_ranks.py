@@ -9,10 +9,9 @@ import pytest
 
 from tests.config.composing import experiment, give_gpus
 from tests.launch.launching import Launch, launch, ranks_of, seen
-from titan_exp.launch.rank.child_env import rank_environment
-from titan_exp.launch.rank.rank_env import VISIBLE_GPUS
+from titan_exp.launch.rank.rank_env import VISIBLE_GPUS, rank_environment
 from titan_exp.launch.rank.rank_status import RankError, RankRecord, read_record
-from titan_exp.launch.state import exit_status
+from titan_exp.launch.state import attempt_end
 from titan_exp.tracking.run_folder.attempts import WORLD, World
 
 KERNEL_COUNTER = pytest.mark.xdist_group("kills of the machine")
@@ -167,10 +166,10 @@ def test_out_of_memory_kill_says_so(tmp_path: Path, memory_cgroup: Path) -> None
 def test_broken_collective_is_never_the_cause_beside_a_killed_rank(tmp_path: Path) -> None:
     """Clocks of machines differ, so its time may be the earlier."""
     error = RankError("RuntimeError", "[gloo/transport/tcp/pair.cc:547] Connection closed by peer", "", user=False)
-    broken = exit_status.failure_from_error(RankRecord(0, 1, "node1", 1.0, end=2.0, exit=1, error=error))
-    killed = exit_status.failure_from_signal(1, 3.0, tmp_path / "log")
-    assert (exit_status.failed([broken, killed]).reason or "").startswith("rank 1 was killed")
-    assert (exit_status.failed([broken]).reason or "").startswith("rank 0: RuntimeError")
+    broken = attempt_end.failure_from_error(RankRecord(0, 1, "node1", 1.0, end=2.0, exit=1, error=error))
+    killed = attempt_end.failure_from_signal(1, 3.0, tmp_path / "log")
+    assert (attempt_end.failed([broken, killed]).reason or "").startswith("rank 1 was killed")
+    assert (attempt_end.failed([broken]).reason or "").startswith("rank 0: RuntimeError")
 
 
 def test_any_other_exit_code_is_a_failure(tmp_path: Path) -> None:

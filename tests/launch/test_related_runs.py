@@ -11,7 +11,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.paths.checkpoint_files import METADATA_FILE, step_name
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.related_runs import related_runs
+from titan_exp.launch.run_id import related_runs
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, plan_run
 
 SMALL = ("model=llama_debug", "training.seq_len=64", "training.steps=20", "cluster.device=cpu")

@@ -15,7 +15,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.local.run import run
 from titan_exp.launch.run_plan import create_run_folder, plan_run
-from titan_exp.launch.state import run_lock
+from titan_exp.launch.state import attempt_end
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 TWO_RANKS = "parallelism.dp_shard=2"
@@ -183,7 +183,7 @@ def test_a_broken_pipe_does_not_end_a_run(tmp_path: Path) -> None:
 
 
 def test_start_is_refused_while_orphans_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "ORPHANS_LIMIT", 0.3)
+    monkeypatch.setattr(attempt_end, "ORPHANS_LIMIT", 0.3)
     planned = plan_run(to_experiment(compose(["model=llama_debug", f"paths.runs={tmp_path}"])))
     create_run_folder(planned)
     with planned.folder.join(0), pytest.raises(UserError, match="rank 0, process"):

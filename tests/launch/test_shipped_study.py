@@ -11,9 +11,8 @@ import pytest
 
 from tests.launch.launching import LIMIT, launch_environment, ranks_of, wait_until
 from titan_exp.cli.main import main
-from titan_exp.launch.state.run_lookup import find_runs
-from titan_exp.launch.state.status_rows import status_rows
-from titan_exp.launch.state.study_folder import StudyFolder
+from titan_exp.launch.state.run_lookup import StudyFolder, find_runs
+from titan_exp.launch.state.run_status import status_rows
 
 STUDY = """\
 question: Are {steps} steps enough?

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.trainer.committed import committed
-from titan_exp.launch.summary import describe, summarize
+from titan_exp.launch.run_console import describe, summarize
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.throughput import DeviceRates, device_name, mfu_peak, read_rates, write_rates
 from titan_exp.trainer.profiling.roofline_note import optimizer_traffic

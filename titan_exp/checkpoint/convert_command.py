@@ -36,8 +36,8 @@ OWN_NAMES = ("dcp", "torch")
 """Formats that titan_exp trains from or writes for itself; converted to other tools by default."""
 
 
-def convert_command(options: ConvertOptions, run_path: Callable[[str], str]) -> None:
-    """Convert a checkpoint; `run_path` maps the name of a run to its folder.
+def convert_command(options: ConvertOptions, run_path: Callable[[str, str], str]) -> None:
+    """Convert a checkpoint; `run_path` maps the name of a run, in a folder of runs, to its folder.
 
     Raises UserError about an option that does not fit the checkpoint.
     """
@@ -46,7 +46,7 @@ def convert_command(options: ConvertOptions, run_path: Callable[[str], str]) -> 
             raise UserError(f"{target} exists. Use another target, or remove it first.")
         if options.model != "auto":
             component("model", options.model)
-        path = local_copy(run_path(options.source), step=options.step)
+        path = local_copy(run_path(options.source, options.runs), step=options.step)
         return_freed_memory(2**20)
         source = open_checkpoint(path, options.step, trust=options.trust, averaged=options.averaged)
         if source.format == "huggingface":

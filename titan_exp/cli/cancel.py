@@ -5,26 +5,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_exp.config.command_line.options import take_flags
+from titan_exp.config.command_line.options import options_help, take_options
+from titan_exp.config.command_line.verb_options import CancelOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, split_runs_folder
+from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, named_runs
 from titan_exp.launch.state.run_status import count_states, run_statuses
 from titan_exp.launch.sweep.shipped_study import cancel_runs
 
-HELP_TEXT = """\
+USAGE = """\
 titan-exp cancel: make runs save and stop, and remove waiting ones from the queue.
 
   titan-exp cancel NAME        all waiting and running runs of a study; a local sweep starts no further runs
-  titan-exp cancel RUN ...     runs, by path, id prefix or STUDY/LABEL
+  titan-exp cancel RUN ...     runs, by path, id prefix, STUDY/LABEL or URL
 
-Nothing is deleted: the command that started them continues them.
-"""
+Nothing is deleted: the command that started them continues them."""
+HELP_TEXT = options_help(USAGE, CancelOptions)
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    _, rest = take_flags(argv, (), verb="cancel")
-    runs, named = split_runs_folder(rest)
+    options, rest = take_options(CancelOptions, argv)
+    runs, named = Path(options.runs), named_runs(rest)
     if not named:
         raise UserError("No run is named: titan-exp cancel NAME or RUN; titan-exp status lists runs.")
     entries = find_runs(named, runs)

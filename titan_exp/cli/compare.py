@@ -4,13 +4,14 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_exp.cli.shell.hydra_command import OutputFile
 from titan_exp.config.command_line.options import HELP, options_help, take_options
 from titan_exp.config.command_line.verb_options import CompareOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.state.run_lookup import split_runs_folder
+from titan_exp.launch.state.run_lookup import named_runs
 
 if TYPE_CHECKING:
     from titan_exp.compare.comparison import Comparison
@@ -18,14 +19,11 @@ if TYPE_CHECKING:
 USAGE = """\
 titan-exp compare STUDY|RUN... [options]
 
-  STUDY is a name under paths.runs, or a folder of runs; RUN is a run folder, a run id or its prefix, or a pattern of
-  either ('runs/lr-*/*'). Unfinished and failed runs are included with their state. Prints a table and writes a
+  STUDY is a name under paths.runs, or a folder of runs; RUN is a run folder, an id prefix, STUDY/LABEL, a URL, or
+  a pattern ('runs/lr-*/*'). Unfinished and failed runs are included with their state. Prints a table and writes a
   self-contained page, compare.html, beside the runs.
 
-{metrics}
-
-  paths.runs=FOLDER
-      Folder of studies and run ids."""
+{metrics}"""
 
 PAGE = "compare.html"
 SUFFIXES = {"--markdown": ".md", "--csv": ".csv", "--latex": ".tex", "--json": ".json"}
@@ -42,14 +40,13 @@ def run(argv: Sequence[str]) -> int:
         metrics = textwrap.fill(metrics, 118, initial_indent="  ", subsequent_indent="  ")
         print(options_help(USAGE.format(metrics=metrics), CompareOptions), end="")
         return 0
-    argv = [word.removeprefix("--") if word.startswith("--paths.runs=") else word for word in argv]
     for flag, word in pairwise(argv):
         if flag in SUFFIXES and word.endswith(SUFFIXES[flag]):
             raise UserError(f"{flag} {word}: a file is given after an equals sign: {flag}={word}")
     options, rest = take_options(CompareOptions, argv)
     if options.group and not options.from_wandb:
         raise UserError(f"group={options.group}: it selects W&B runs and needs --from-wandb ENTITY/PROJECT.")
-    runs, named = split_runs_folder(rest)
+    runs, named = Path(options.runs), named_runs(rest)
     from titan_exp.compare.comparison import compare
     from titan_exp.compare.runs import select
 

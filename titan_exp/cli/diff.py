@@ -3,11 +3,12 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.verb_options import DiffOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.state.run_lookup import find_runs, require_one, split_runs_folder
+from titan_exp.launch.state.run_lookup import find_runs, named_runs, require_one
 
 USAGE = """\
 titan-exp diff A B: what differs between two runs, from their folders. Changes nothing, and imports no code that their
@@ -16,14 +17,14 @@ configurations name.
   titan-exp diff A B   configuration (values side by side), code (commits and files, your own repositories too),
                        versions of packages, and the identity and content of the training data
 
-A and B are paths, id prefixes or STUDY/LABEL. titan-exp compare A B compares their metrics."""
+A and B are paths, id prefixes, STUDY/LABEL or URLs. titan-exp compare A B compares their metrics."""
 HELP_TEXT = options_help(USAGE, DiffOptions)
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     options, rest = take_options(DiffOptions, argv)
-    runs, named = split_runs_folder(rest)
+    runs, named = Path(options.runs), named_runs(rest)
     if len(named) != 2:
         raise UserError("titan-exp diff takes two runs: titan-exp diff A B; titan-exp status lists runs.")
     entries = [require_one(find_runs([name], runs), name) for name in named]
@@ -32,6 +33,6 @@ def run(argv: Sequence[str]) -> int:
     for entry in entries:
         if not entry.folder.path.is_dir():
             raise UserError(f"{entry.label}: this run has not been started yet, so there is nothing to compare.")
-    found = diff_runs(entries[0].folder, entries[1].folder)
+    found = diff_runs(entries[0].run, entries[1].run)
     print(json.dumps(asdict(found), indent=1) if options.json else "\n".join(diff_lines(found)))
     return 0

@@ -15,6 +15,6 @@ def run(argv: Sequence[str]) -> int:
     # As the launcher sets it for ranks; torch reads it at import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from titan_exp.doctor.machine import machine_command
-    from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
+    from titan_exp.launch.local.ranks import run_on_ranks
 
     return machine_command(argv, run_on_ranks)

@@ -2,28 +2,31 @@
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from titan_exp.config.command_line.options import take_flags
+from titan_exp.config.command_line.options import default_runs, options_help, take_options
+from titan_exp.config.command_line.verb_options import RetryOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.foreign_code import require_plain
-from titan_exp.launch.retry import retry_runs
-from titan_exp.launch.state.run_lookup import RunEntry, find_runs, require_one, split_runs_folder
+from titan_exp.launch.executor import Submission, SubmitOptions, executor_for, worst_exit_code
+from titan_exp.launch.memory_gate import gate_runs
+from titan_exp.launch.run_console import RunConsole
+from titan_exp.launch.run_plan import RunPlan, plan_relaunch
+from titan_exp.launch.state.run_lookup import RunEntry, find_runs, require_one
 from titan_exp.launch.state.run_status import count_states, run_statuses
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
-HELP_TEXT = """\
+USAGE = """\
 titan-exp retry: restart failed and lost runs, each in its folder and from its last checkpoint.
 
   titan-exp retry NAME         those of a study
-  titan-exp retry RUN ...      runs, by path, id prefix or STUDY/LABEL
+  titan-exp retry RUN ...      runs, by path, id prefix, STUDY/LABEL or URL
   titan-exp retry RUN key=value ...   a new run from the last checkpoint of one, with other values
 
-  --trust                      also a run that another user launched, if its configuration names code
-
 Configuration is that of the folder, code is the current one. A stopped run has not failed: the command that started
-it continues it.
-"""
+it continues it."""
+HELP_TEXT = options_help(USAGE, RetryOptions)
 RETRIED = ("failed", "lost")
 """States that are retried."""
 BEGINNING = ("checkpoint.continue_step=null", "checkpoint.continue_data=same", "checkpoint.initial=null")
@@ -32,14 +35,13 @@ BEGINNING = ("checkpoint.continue_step=null", "checkpoint.continue_data=same", "
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    flags, rest = take_flags(argv, ("--trust",), verb="retry")
+    options, rest = take_options(RetryOptions, argv)
     overrides = [word for word in rest if _is_override(word)]
-    trust = "--trust" in flags
-    runs, named = split_runs_folder([word for word in rest if word not in overrides])
+    runs, trust, named = Path(options.runs), options.trust, [word for word in rest if word not in overrides]
     if not named:
         raise UserError("No run is named: titan-exp retry NAME or RUN; titan-exp status lists failed ones.")
     if overrides:
-        overrides = [*(word for word in rest if word.startswith("paths.runs=")), *overrides]
+        overrides = [*([] if options.runs == default_runs() else [f"paths.runs={options.runs}"]), *overrides]
         return _continue_with(require_one(find_runs(named, runs), " ".join(named)), overrides, trust)
     entries = [entry for entry in find_runs(named, runs) if not entry.removed]
     statuses = run_statuses([entry.folder for entry in entries])
@@ -59,13 +61,13 @@ def run(argv: Sequence[str]) -> int:
     if not retried:
         print("No run is known to have failed." if unknown else "No run failed or was lost.")
         return UserError.exit_code if unknown else 0
-    code = retry_runs({entry.folder.path.absolute(): entry.label for entry in retried}, trust=trust)
+    code = _restart({entry.folder.path.absolute(): entry.label for entry in retried}, trust)
     return code or (UserError.exit_code if unknown else 0)
 
 
 def _is_override(word: str) -> bool:
     key, equals, _ = word.lstrip("+~").partition("=")
-    return bool(equals) and key != "paths.runs" and "/" not in key and not Path(word).exists()
+    return bool(equals) and "/" not in key and not Path(word).exists()
 
 
 def _continue_with(entry: RunEntry, overrides: Sequence[str], trust: bool) -> int:
@@ -77,3 +79,25 @@ def _continue_with(entry: RunEntry, overrides: Sequence[str], trust: bool) -> in
     path = str(entry.folder.path.absolute())
     # The user's come last, so that checkpoint.continue_from=null takes the weights alone.
     return train(["--config-path", path, *BEGINNING, f"checkpoint.continue_from={path}", *overrides])
+
+
+def _restart(labels: Mapping[Path, str], trust: bool) -> int:
+    """Restart runs by folder path, by their executors, and print each result under its label; returns the exit code.
+
+    Raises UserError if a run cannot start or is not expected to fit.
+    """
+    by_kind: dict[str, list[RunPlan]] = {}
+    for path in labels:
+        plan = plan_relaunch(RunFolder(path), trust)
+        by_kind.setdefault(plan.experiment.cluster.kind, []).append(plan)
+    console, submissions = RunConsole(), list[Submission]()
+    by_kind = {kind: gate_runs(plans, console.echo) for kind, plans in by_kind.items()}
+    options = SubmitOptions(echo=console.echo, title=lambda plan: labels[plan.folder.path])
+    for executor in sorted(map(executor_for, by_kind), key=lambda executor: executor.waits):
+        results = executor.submit(by_kind[executor.kind], options)
+        submissions += results
+        for submission in results if not executor.waits else ():
+            job = f", job {submission.job_id}" if submission.job_id else ""
+            reason = f": {submission.reason}" if submission.reason else ""
+            console.echo(f"{options.title(submission.plan)}: {submission.outcome}{job}{reason}")
+    return worst_exit_code(submissions)

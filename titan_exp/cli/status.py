@@ -11,9 +11,8 @@ from rich.table import Table
 
 from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.verb_options import StatusOptions
-from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, split_runs_folder
-from titan_exp.launch.state.rungs import rung_lines
-from titan_exp.launch.state.status_rows import StatusRow, status_rows
+from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, named_runs
+from titan_exp.launch.state.run_status import StatusRow, rung_lines, status_rows
 from titan_exp.launch.sweep.sweep_table import plain_console
 from titan_exp.launch.worlds import worlds_launch
 from titan_exp.tracking.number_format import format_duration
@@ -24,7 +23,7 @@ titan-exp status: state, step, loss, speed and time left of runs. Changes nothin
 
   titan-exp status                    every run under runs/, newest first
   titan-exp status NAME               the runs of a study, or of an experiment.name, in the study's order
-  titan-exp status RUN ...            runs, by path, id prefix or STUDY/LABEL
+  titan-exp status RUN ...            runs, by path, id prefix, STUDY/LABEL or URL
   titan-exp status paths.runs=FOLDER  runs of another folder
 
 A run is new, queued, running, done, failed, preempted (it saved, stopped and can continue), lost (its process ended
@@ -47,7 +46,7 @@ WATCH_EVERY = 2.0
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     options, rest = take_options(StatusOptions, argv)
-    runs, named = split_runs_folder(rest)
+    runs, named = Path(options.runs), named_runs(rest)
     if options.json:
         print(json.dumps([asdict(row) for row in status_rows(find_runs(named, runs))], indent=1))
         return 0

@@ -24,8 +24,8 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     from titan_exp.launch.executor import executor_for
     from titan_exp.launch.memory_gate import gate_run
     from titan_exp.launch.provenance.changes import report_stale
-    from titan_exp.launch.related_runs import rate_after_decay, related_runs
     from titan_exp.launch.run_console import RunConsole
+    from titan_exp.launch.run_id import rate_after_decay, related_runs
     from titan_exp.launch.run_plan import plan_run
     from titan_exp.launch.state.run_status import print_dry_run
     from titan_exp.launch.sweep.shipped_study import current_sweep_options

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-from titan_exp.compare.runs import Run
+from titan_exp.compare.runs import ComparedRun
 from titan_exp.compare.statistics import moving_average
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
-from titan_exp.plan.prediction import PredictedMetrics
 from titan_exp.tracking.run_folder.metrics_jsonl import tail_mean
+from titan_exp.tracking.run_folder.run import PredictedMetrics
 from titan_exp.tracking.sinks.sink import REPORTED
 
 Direction = Literal["min", "max"]
@@ -21,7 +21,7 @@ Direction = Literal["min", "max"]
 WITH_PARENTS = "gpu_hours_with_parents"
 """Name of the metric that exists for the sake of continued runs."""
 
-Reader = Callable[[Run, float], float | None]
+Reader = Callable[[ComparedRun, float], float | None]
 """Reads a metric of a run at a token budget; None if unknown, NaN if the run diverged."""
 
 
@@ -48,7 +48,7 @@ class Metric:
 def target_metric(target: float) -> Metric:
     """Metric: tokens until the smoothed training loss is at most `target`."""
 
-    def read(run: Run, tokens: float) -> float | None:
+    def read(run: ComparedRun, tokens: float) -> float | None:
         seen, losses = run.series("loss", tokens)
         values = [value if math.isfinite(value) else math.nan for value in losses]
         reached = (count for count, loss in zip(seen, moving_average(values), strict=True) if loss <= target)
@@ -58,7 +58,9 @@ def target_metric(target: float) -> Metric:
     return Metric("tokens_to_target", f"tokens to loss {target:g}", "tokens", "min", meaning, read, needs_point=False)
 
 
-def choose_metrics(names: Sequence[tuple[str, str | None]], runs: Sequence[Run], target: float | None) -> list[Metric]:
+def choose_metrics(
+    names: Sequence[tuple[str, str | None]], runs: Sequence[ComparedRun], target: float | None
+) -> list[Metric]:
     """Select metrics by name, each with an optional better direction; without names DEFAULT and the reported ones.
     Raises UserError if no run has logged a name."""
     logged = {key for run in runs for row in run.rows[-200:] for key, number in row.items() if number is not None}
@@ -78,7 +80,7 @@ def choose_metrics(names: Sequence[tuple[str, str | None]], runs: Sequence[Run],
     return [_directed(known.get(name) or _logged(name), better) for name, better in names]
 
 
-def final_loss(run: Run, tokens: float) -> float | None:
+def final_loss(run: ComparedRun, tokens: float) -> float | None:
     """Mean training loss of the last 2 % of the rows up to `tokens`; a single batch is noisy."""
     return tail_mean(run.series("loss", tokens)[1])
 
@@ -98,59 +100,59 @@ def _logged(name: str) -> Metric:
 
 
 def _last(key: str) -> Reader:
-    def read(run: Run, tokens: float) -> float | None:
+    def read(run: ComparedRun, tokens: float) -> float | None:
         _, values = run.series(key, tokens)
         return values[-1] if values else None
 
     return read
 
 
-def _best_validation(run: Run, tokens: float) -> float | None:
+def _best_validation(run: ComparedRun, tokens: float) -> float | None:
     values = [value for value in run.series("validation_loss", tokens)[1] if math.isfinite(value)]
     return min(values, default=None)
 
 
-def own_values(run: Run, key: str, tokens: float) -> list[float]:
+def own_values(run: ComparedRun, key: str, tokens: float) -> list[float]:
     """Values of a run's own rows up to `tokens`, or of all its own rows if it begins there; none of its parent's."""
     up_to = tokens if tokens > run.begins else math.inf
     return run.series(key, up_to, above=run.begins or -1.0)[1]
 
 
 def _median(key: str) -> Reader:
-    def read(run: Run, tokens: float) -> float | None:
+    def read(run: ComparedRun, tokens: float) -> float | None:
         values = [value for value in own_values(run, key, tokens) if math.isfinite(value)]
         return median(values) if values else None
 
     return read
 
 
-def _memory(run: Run, tokens: float) -> float | None:
+def _memory(run: ComparedRun, tokens: float) -> float | None:
     return max(own_values(run, "memory", tokens), default=None)
 
 
 def _of_predicted(measured: Reader, predicted: Callable[[PredictedMetrics], float | None]) -> Reader:
     """Reader of the measured over the predicted value."""
 
-    def read(run: Run, tokens: float) -> float | None:
+    def read(run: ComparedRun, tokens: float) -> float | None:
         value, expected = measured(run, tokens), predicted(run.predicted)
         return value / expected if value is not None and expected else None
 
     return read
 
 
-def _hours(run: Run, tokens: float) -> float | None:
+def _hours(run: ComparedRun, tokens: float) -> float | None:
     return _own_hours(run, run.seconds, tokens)
 
 
-def _lost_hours(run: Run, tokens: float) -> float | None:
+def _lost_hours(run: ComparedRun, tokens: float) -> float | None:
     return _own_hours(run, run.lost_seconds, tokens)
 
 
-def _device_hours(run: Run, tokens: float) -> float | None:
+def _device_hours(run: ComparedRun, tokens: float) -> float | None:
     return _own_hours(run, run.device_seconds, tokens)
 
 
-def _device_hours_with_parents(run: Run, tokens: float) -> float | None:
+def _device_hours_with_parents(run: ComparedRun, tokens: float) -> float | None:
     """GPU-hours of a run and, up to the tokens at which it was continued, of its parent and the parent's parents."""
     own = 0.0 if run.begins and tokens <= run.begins else _device_hours(run, tokens)
     if not run.begins or own is None:
@@ -159,20 +161,20 @@ def _device_hours_with_parents(run: Run, tokens: float) -> float | None:
     return None if before is None else before + own
 
 
-def _own_hours(run: Run, seconds: float | None, tokens: float) -> float | None:
+def _own_hours(run: ComparedRun, seconds: float | None, tokens: float) -> float | None:
     """Hours of `seconds` up to `tokens`; None if they are unknown, or the run begins later."""
     if seconds is None or (run.begins and tokens <= run.begins):
         return None
     return seconds / 3600 * _fraction_before(run, tokens)
 
 
-def _fraction_before(run: Run, tokens: float) -> float:
+def _fraction_before(run: ComparedRun, tokens: float) -> float:
     """Fraction of a run's own tokens up to `tokens`; scales its time."""
     own = run.tokens - run.begins
     return min(1.0, max(0.0, tokens - run.begins) / own) if own > 0 else 1.0
 
 
-def _worsens(runs: Sequence[Run]) -> bool:
+def _worsens(runs: Sequence[ComparedRun]) -> bool:
     """True if the best validation loss of some run is not its last."""
     return any(_best_validation(run, math.inf) != _last("validation_loss")(run, math.inf) for run in runs)
 
@@ -198,7 +200,7 @@ def _experts(name: str, title: str, better: Direction | None, meaning: str) -> M
 
 
 def _tail(name: str) -> Reader:
-    def read(run: Run, tokens: float) -> float | None:
+    def read(run: ComparedRun, tokens: float) -> float | None:
         return tail_mean(run.series(f"experts/{name}", tokens)[1])
 
     return read

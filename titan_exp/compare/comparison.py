@@ -8,13 +8,13 @@ from typing import Any
 from titan_exp.compare.compared_metrics import Metric, choose_metrics
 from titan_exp.compare.differing_keys import ABSENT, RUNG_KEYS, DifferingKeys, differing_keys, flatten, value_text
 from titan_exp.compare.learnt import Learnt, learn, rank
-from titan_exp.compare.runs import Row, Run, Selection, StudyRecord, finite
+from titan_exp.compare.runs import ComparedRun, Row, Selection, StudyRecord, finite
 from titan_exp.compare.statistics import Delta, difference, estimate, holm
 from titan_exp.compare.tuning import Tuning, tune
 from titan_exp.config.errors.user_error import UserError, did_you_mean
 from titan_exp.tracking.number_format import format_items
 
-COUNTED = ("done", "running", "preempted")
+COUNTED = ("done", "running", "unknown", "preempted")
 """Run states that may limit the budget; other runs ended early."""
 
 UNEQUAL = 0.02
@@ -30,14 +30,14 @@ class TokenBudget:
     why: str
     """Reason, for the heading."""
 
-    def reached(self, run: Run) -> bool:
+    def reached(self, run: ComparedRun) -> bool:
         """True if a run has trained on that many tokens."""
         if math.isinf(self.tokens):
             return bool(run.rows)
         return run.tokens >= self.tokens * (1 - 1e-9) and bool(run.rows)
 
 
-def choose_token_budget(runs: Sequence[Run], at: str) -> TokenBudget:
+def choose_token_budget(runs: Sequence[ComparedRun], at: str) -> TokenBudget:
     """Choose the token budget.
 
     `at` is `least` (the least advanced run that has not failed), `done` (the least advanced finished run), `end` (each
@@ -59,7 +59,7 @@ def choose_token_budget(runs: Sequence[Run], at: str) -> TokenBudget:
     return TokenBudget(tokens, "as requested")
 
 
-def unequal_tokens(runs: Sequence[Run], metrics: Sequence[Metric], budget: TokenBudget) -> list[str]:
+def unequal_tokens(runs: Sequence[ComparedRun], metrics: Sequence[Metric], budget: TokenBudget) -> list[str]:
     """One sentence per metric that is logged seldom, so that its last values up to the budget are of unequal tokens."""
     if math.isinf(budget.tokens):
         return []
@@ -81,7 +81,7 @@ def unequal_tokens(runs: Sequence[Run], metrics: Sequence[Metric], budget: Token
     return found
 
 
-def _least(counted: Sequence[Run], begun: Sequence[Run]) -> TokenBudget:
+def _least(counted: Sequence[ComparedRun], begun: Sequence[ComparedRun]) -> TokenBudget:
     tokens = min(run.tokens for run in counted)
     if all(run.tokens == tokens for run in begun):
         return TokenBudget(tokens, "where every run ends")
@@ -128,7 +128,7 @@ class Comparison:
     """Outcome of a search or of successive halving; None for other runs."""
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[ComparedRun, ...]:
         """All runs, row by row."""
         return tuple(run for row in self.rows for run in row.runs)
 
@@ -204,9 +204,9 @@ def compare(
     )
 
 
-def _without_duplicates(runs: Sequence[Run], notes: list[str]) -> list[Run]:
+def _without_duplicates(runs: Sequence[ComparedRun], notes: list[str]) -> list[ComparedRun]:
     """Keep the most advanced run per id: a copied folder is not a repetition."""
-    best: dict[str, Run] = {}
+    best: dict[str, ComparedRun] = {}
     for run in runs:
         if run.run_id not in best or run.tokens > best[run.run_id].tokens:
             best[run.run_id] = run
@@ -217,7 +217,7 @@ def _without_duplicates(runs: Sequence[Run], notes: list[str]) -> list[Run]:
     return list(best.values())
 
 
-def _columns(runs: Sequence[Run], study: StudyRecord | None) -> DifferingKeys:
+def _columns(runs: Sequence[ComparedRun], study: StudyRecord | None) -> DifferingKeys:
     configs = [run.config for run in runs]
     if study is None:
         return differing_keys(configs)
@@ -225,8 +225,10 @@ def _columns(runs: Sequence[Run], study: StudyRecord | None) -> DifferingKeys:
     return differing_keys(configs, study.lists, choices, left_out=RUNG_KEYS if study.rungs else ())
 
 
-def _grouped(runs: Sequence[Run], columns: DifferingKeys, notes: list[str]) -> list[tuple[dict[str, Any], list[Run]]]:
-    groups: dict[str, tuple[dict[str, Any], list[Run]]] = {}
+def _grouped(
+    runs: Sequence[ComparedRun], columns: DifferingKeys, notes: list[str]
+) -> list[tuple[dict[str, Any], list[ComparedRun]]]:
+    groups: dict[str, tuple[dict[str, Any], list[ComparedRun]]] = {}
     for run, names in zip(runs, columns.names, strict=True):
         flat = flatten(run.config)
         every = {**{key: flat.get(key, ABSENT) for key in columns.all_keys}, **names}
@@ -260,7 +262,7 @@ def _label_keys(columns: DifferingKeys, rows: Sequence[Mapping[str, Any]], names
 
 def _row(
     values: dict[str, Any],
-    runs: list[Run],
+    runs: list[ComparedRun],
     columns: DifferingKeys,
     metrics: Sequence[Metric],
     *,

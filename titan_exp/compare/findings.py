@@ -9,7 +9,7 @@ from typing import Any
 from titan_exp.compare.compared_metrics import Metric
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.differing_keys import differing_keys
-from titan_exp.compare.runs import Row, Run
+from titan_exp.compare.runs import ComparedRun, Row
 from titan_exp.compare.statistics import LEVEL, Delta, Estimate
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.schema.identity_keys import flatten
@@ -48,9 +48,9 @@ class LayoutCheck:
         return None if self.largest is None or self.tolerance is None else self.largest <= self.tolerance
 
 
-def layout_checks(runs: Sequence[Run]) -> list[LayoutCheck]:
+def layout_checks(runs: Sequence[ComparedRun]) -> list[LayoutCheck]:
     """Check every run of an experiment against its first layout."""
-    groups: dict[tuple[str, int | None], list[Run]] = defaultdict(list)
+    groups: dict[tuple[str, int | None], list[ComparedRun]] = defaultdict(list)
     for run in runs:
         if run.experiment_id and run.rows:
             groups[run.experiment_id, run.seed].append(run)
@@ -61,7 +61,7 @@ def layout_checks(runs: Sequence[Run]) -> list[LayoutCheck]:
     return checks
 
 
-def _check(one: Run, two: Run) -> LayoutCheck:
+def _check(one: ComparedRun, two: ComparedRun) -> LayoutCheck:
     early, late = _losses(one), _losses(two)
     common = sorted(early.keys() & late.keys())
     first = [step for step in common if step <= STEPS]
@@ -85,7 +85,7 @@ def _layouts(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[str, str]:
     return columns.label(flatten(one)), columns.label(flatten(two))
 
 
-def _losses(run: Run) -> dict[int, float]:
+def _losses(run: ComparedRun) -> dict[int, float]:
     return {
         int(step or 0): float(loss)
         for step, loss in zip(column_of(run.rows, "step"), column_of(run.rows, "loss"), strict=True)

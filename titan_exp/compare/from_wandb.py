@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.compare.runs import Run, Selection
+from titan_exp.compare.runs import ComparedRun, Selection
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.metrics_jsonl import decode
 from titan_exp.tracking.run_folder.provenance_records import Lineage
@@ -46,7 +46,7 @@ def select_from_wandb(place: str, group: str | None, ids: Sequence[str], runs: P
     return Selection(read, None, name, runs / name)
 
 
-def from_wandb(run: "ApiRun") -> Run:
+def from_wandb(run: "ApiRun") -> ComparedRun:
     """Convert a run of W&B's API."""
     config = {key: value for key, value in run.config.items() if not key.startswith("_")}
     identity = config.pop("run", None) or {}
@@ -54,7 +54,7 @@ def from_wandb(run: "ApiRun") -> Run:
     world_size = identity.get("world_size")
     seconds = _runtime(run.summary)
     state = run.state if run.state == "pending" else STATES.get(run.state, "failed")
-    return Run(
+    return ComparedRun(
         study=identity.get("study") or run.group or "",
         run_id=identity.get("run_id") or run.id,
         experiment_id=identity.get("experiment_id"),

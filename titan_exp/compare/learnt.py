@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from titan_exp.compare.differing_keys import DifferingKeys, value_text
-from titan_exp.compare.runs import Row, Run, StudyRecord
+from titan_exp.compare.runs import ComparedRun, Row, StudyRecord
 from titan_exp.config.groups.training import sequences_after
 from titan_exp.tracking.run_folder.attempts import has_diverged
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
@@ -134,7 +134,7 @@ def _trial(index: int, row: Row, study: StudyRecord, metric: str, sign: int) -> 
     return Trial(index, row.label, last, value, first, len(row.runs))
 
 
-def _chain(run: Run) -> list[Run]:
+def _chain(run: ComparedRun) -> list[ComparedRun]:
     """A run after those that it was continued from."""
     chain = [run]
     while chain[0].parent is not None:
@@ -142,7 +142,7 @@ def _chain(run: Run) -> list[Run]:
     return chain
 
 
-def _value(run: Run, metric: str, sign: int) -> float | None:
+def _value(run: ComparedRun, metric: str, sign: int) -> float | None:
     if has_diverged(run.state, run.reason):
         return sign * math.inf
     value = final_value(run.rows, metric)

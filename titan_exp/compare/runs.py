@@ -11,21 +11,15 @@ from typing import Any, NotRequired, TypedDict
 
 from titan_exp.compare.statistics import Delta, Estimate
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
-from titan_exp.config.schema.typed_config import read_values
+from titan_exp.launch.state.run_lookup import find_runs
+from titan_exp.launch.state.run_status import run_statuses
 from titan_exp.launch.worlds import summarize_worlds
-from titan_exp.plan.prediction import PredictedMetrics, read_predicted_metrics
 from titan_exp.tracking.number_format import format_items
-from titan_exp.tracking.run_folder.attempts import read_json
+from titan_exp.tracking.run_folder.attempts import Heartbeat, read_json
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows
-from titan_exp.tracking.run_folder.provenance_records import (
-    Lineage,
-    ancestors,
-    read_code,
-    read_environment_record,
-    read_history,
-    read_overrides,
-)
-from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder, is_readable_run, readable_runs
+from titan_exp.tracking.run_folder.provenance_records import Lineage, read_history
+from titan_exp.tracking.run_folder.run import PredictedMetrics, Run, RunStatus
+from titan_exp.tracking.run_folder.run_folder import Attempt, is_readable_run, readable_runs
 from titan_exp.tracking.sinks.sink import Row as MetricRow
 
 STUDY_FILE = "study.json"
@@ -122,12 +116,8 @@ class _Study(TypedDict, total=False):
     tune: str
 
 
-SILENCE = 120.0
-"""Seconds without a heartbeat before a running run without a visible lock counts as lost."""
-
-
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """One run, finished or not; unknown fields are None."""
 
     study: str
@@ -135,8 +125,7 @@ class Run:
     run_id: str
     experiment_id: str | None
     state: str
-    """`pending`, `running`, `done`, `failed`, `preempted`, or `lost` (recorded as running, without lock or
-    heartbeat)."""
+    """As of `titan-exp status`, with `pending` for a run that is new or queued."""
     reason: str | None
     config: Mapping[str, Any]
     """Resolved configuration, nested."""
@@ -160,7 +149,7 @@ class Run:
     """Predictions made before the start."""
     lineage: Lineage | None = None
     """Parent and step of a continued run, whose `rows` begin with its parent's."""
-    parent: "Run | None" = None
+    parent: "ComparedRun | None" = None
     """Parent of a continued run; None if it is not on this machine."""
 
     @property
@@ -197,74 +186,60 @@ class Run:
         return [tokens for tokens, _ in known], [value for _, value in known]
 
 
-def read_run(path: str | Path) -> Run:
-    """Read a run folder in any state. Raises UserError if it has no configuration or a damaged file."""
-    folder = RunFolder(path)
-    config = read_values(folder.config)
-    code = read_code(folder.code)
-    attempts = folder.read_attempts()
-    rows = read_history(folder.path)
-    ancestor = next(ancestors(folder.path), None)
-    state, reason = _state(folder)
-    alive = state in ("running", "lost")
+def read_run(run: Run | Path, status: RunStatus | None = None) -> ComparedRun:
+    """Read a run folder in any state; without `status`, its scheduler is not asked. Raises UserError if it has no
+    configuration or a damaged file."""
+    found = run if isinstance(run, Run) else Run(run)
+    folder, config, status = found.folder, found.config, status or found.status
+    if status.state == "unreadable":
+        raise UserError(status.reason or "")
+    code, attempts = found.code, found.attempts
+    ancestor = found.ancestors[0] if found.ancestors else None
+    alive = status.state in ("running", "lost", "unknown")
     spans = [
-        (attempt, _seconds(attempt, folder if alive and attempt is attempts[-1] else None)) for attempt in attempts
+        (attempt, _seconds(attempt, found.heartbeat if alive and attempt is attempts[-1] else None))
+        for attempt in attempts
     ]
     known = [(attempt, seconds) for attempt, seconds in spans if seconds is not None]
-    return Run(
+    return ComparedRun(
         study=str((config.get("experiment") or {}).get("name") or folder.path.resolve().parent.name),
         run_id=(code and code.run_id) or folder.path.resolve().name,
         experiment_id=code and code.experiment_id,
-        state=state,
-        reason=reason,
+        state="pending" if status.state in ("new", "queued") else status.state,
+        reason="never started" if status.state == "new" else status.reason,
         config=config,
-        rows=rows,
+        rows=read_history(folder.path),
         world_size=attempts[-1].world_size if attempts else None,
         seconds=sum(seconds for _, seconds in known) if known else None,
         device_seconds=sum(seconds * attempt.world_size for attempt, seconds in known) if known else None,
-        device=_device(folder.env),
+        device=_device(found),
         commit=code and code.parts[0].commit,
         dirty=code and code.dirty,
-        overrides=read_overrides(folder.overrides) or (),
-        source=str(path),
+        overrides=found.overrides or (),
+        source=str(run),
         lost_seconds=None if (worlds := summarize_worlds(folder)) is None else worlds.lost,
-        predicted=read_predicted_metrics(folder),
+        predicted=found.predicted,
         lineage=None if ancestor is None else ancestor.lineage,
         parent=None if ancestor is None or ancestor.folder is None else _read_parent(ancestor.folder),
     )
 
 
-def _read_parent(folder: Path) -> Run | None:
+def _read_parent(folder: Path) -> ComparedRun | None:
     with suppress(UserError):  # removed in part: its cost is unknown
         return read_run(folder)
     return None
 
 
-def _state(folder: RunFolder) -> tuple[str, str | None]:
-    state = folder.read_state()
-    if state is None:
-        return "pending", "never started"
-    if state.state != "running" or folder.holder() is not None:
-        return state.state, state.reason
-    beat = folder.read_heartbeat()
-    # Locks of another machine may be invisible here; heartbeats are not.
-    if beat is not None and beat.age < SILENCE:
-        return "running", None
-    return "lost", "recorded as running, but its folder is not locked and its heartbeat has stopped"
-
-
-def _seconds(attempt: Attempt, living: RunFolder | None) -> float | None:
+def _seconds(attempt: Attempt, beat: Heartbeat | None) -> float | None:
     if attempt.start is None:
         return None
-    if attempt.end is not None:
-        return max(0.0, attempt.end - attempt.start)
-    beat = living.read_heartbeat() if living else None
-    return max(0.0, min(beat.time, time.time()) - attempt.start) if beat else None
+    end = attempt.end if attempt.end is not None else None if beat is None else min(beat.time, time.time())
+    return None if end is None else max(0.0, end - attempt.start)
 
 
-def _device(path: Path) -> str | None:
+def _device(run: Run) -> str | None:
     try:
-        found = read_environment_record(path) or {}
+        found = run.environment or {}
     except UserError:
         return None
     gpus = [str(gpu.get("name")) for gpu in found.get("gpus") or []]
@@ -279,7 +254,7 @@ class Row:
     """Short names and values of the differing keys: `lr=0.003 tp=2`."""
     values: Mapping[str, Any]
     """Value by differing key; `ABSENT` if the configuration lacks it."""
-    runs: tuple[Run, ...]
+    runs: tuple[ComparedRun, ...]
     """One run per seed."""
     numbers: Mapping[str, Mapping[object, float]]
     """Known values by metric and seed; NaN if the run diverged."""
@@ -303,15 +278,11 @@ def finite(numbers: Mapping[object, float]) -> dict[object, float]:
     return {seed: number for seed, number in numbers.items() if math.isfinite(number)}
 
 
-SHORTEST_ID = 4
-"""Minimum length of a run id prefix."""
-
-
 @dataclass(frozen=True)
 class Selection:
     """Selected runs."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ComparedRun, ...]
     """Runs in command-line order; within a study, in point order."""
     study: StudyRecord | None
     """Study record, if exactly one study was selected."""
@@ -349,22 +320,7 @@ def _folders(word: str, runs: Path) -> list[Path]:
     study = _study_folder(word, runs)
     if study is not None:
         return readable_runs(study)
-    for path in (Path(word).expanduser(), runs / word):
-        if _is_run(path):
-            return [path]
-    if any(mark in word for mark in "*?["):
-        matches = [*_glob(Path(), word), *_glob(runs, word)]
-        found = [run for match in matches for run in ([match] if is_readable_run(match) else readable_runs(match))]
-        if found:
-            return found
-    elif len(word) >= SHORTEST_ID and "/" not in word:
-        found = [path for path in _glob(runs, f"*/{word}*") if is_readable_run(path)]
-        if len({path.name for path in found}) > 1:
-            matches = listed(sorted(path.name for path in found), "and")
-            raise UserError(f"{word}: {matches} begin with it. Give more of the id.")
-        if found:
-            return found
-    raise UserError(f"{word} is no study, run folder, run id or pattern. {_offer(runs, word)}")
+    return [entry.folder.path for entry in find_runs([word], runs) if is_readable_run(entry.folder.path)]
 
 
 def _study_folder(word: str, runs: Path) -> Path | None:
@@ -377,13 +333,6 @@ def _study_folder(word: str, runs: Path) -> Path | None:
 
 def _is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file()
-
-
-def _glob(folder: Path, pattern: str) -> list[Path]:
-    path = Path(pattern).expanduser()
-    if path.is_absolute():
-        folder, pattern = Path(path.anchor), str(path.relative_to(path.anchor))
-    return sorted(folder.glob(pattern))
 
 
 def _points_of(study: StudyRecord, folder: Path, folders: list[Path], notes: list[str]) -> list[Path]:
@@ -418,10 +367,12 @@ def _has_begun(folder: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
 
 
-def _read(folders: Sequence[Path], notes: list[str]) -> Iterator[Run]:
-    for folder in folders:
+def _read(folders: Sequence[Path], notes: list[str]) -> Iterator[ComparedRun]:
+    runs = [Run(_relative(folder)) for folder in folders]
+    statuses = run_statuses(runs)
+    for run in runs:
         try:
-            yield read_run(_relative(folder))
+            yield read_run(run, statuses[run.folder.path])
         except UserError as error:
             notes.append(f"Left out: {error}")
 

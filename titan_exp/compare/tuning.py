@@ -11,7 +11,7 @@ from typing import Any
 
 from titan_exp.compare.compared_metrics import Metric, final_loss, target_metric
 from titan_exp.compare.differing_keys import ABSENT, DifferingKeys
-from titan_exp.compare.runs import Row, Run, finite
+from titan_exp.compare.runs import ComparedRun, Row, finite
 from titan_exp.compare.statistics import Delta, Estimate, difference, estimate, holm
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of
@@ -167,7 +167,7 @@ def _deltas(
     return dict(zip(bests, holm(found), strict=True))
 
 
-def _reached(runs: Sequence[Run], targets: Mapping[object, float], tokens: float) -> tuple[Reached, Reached]:
+def _reached(runs: Sequence[ComparedRun], targets: Mapping[object, float], tokens: float) -> tuple[Reached, Reached]:
     """Steps and seconds to the target loss of each run's seed, or, without that seed, to the mean of all."""
     steps: list[float] = []
     seconds: list[float] = []
@@ -185,7 +185,7 @@ def _reached(runs: Sequence[Run], targets: Mapping[object, float], tokens: float
     return Reached(estimate(steps), len(steps), len(runs)), Reached(estimate(seconds), len(seconds), len(runs))
 
 
-def _mean_speed(run: Run, tokens: float) -> float | None:
+def _mean_speed(run: ComparedRun, tokens: float) -> float | None:
     """Tokens over seconds of all measured rows up to `tokens`; None without any.
 
     A median would leave out what an optimizer does every few steps, such as SOAP's power iterations, and an unweighted

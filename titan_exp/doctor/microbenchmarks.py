@@ -19,6 +19,7 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import command_lines
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.ops.attention.sdpa import SDPA_BACKENDS, CausalAttention, activate, runs_here
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.throughput import peak_by_name
 from titan_exp.trainer.distributed import RunOnRanks, serve
 
@@ -310,9 +311,9 @@ def link_rates(run_on_ranks: RunOnRanks, *, ranks: int, device: str, limit: floa
         return [Measurement("link", f"between {ranks} {device} devices", None, "GB/s", note=f"failed: {last[:200]}")]
 
 
-def rank_main(run_folder: str) -> None:
+def rank_main(run: Run) -> None:
     """Entry point of one rank."""
-    serve(run_folder, _measure)
+    serve(run, _measure)
 
 
 def _measure(_: object, request: Any, device: torch.device) -> list[dict[str, Any]]:

@@ -40,6 +40,7 @@ from titan_exp.parallel.tensor_parallel.apply import vocab_shard
 from titan_exp.rules.data import DATA_RULES
 from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
 from titan_exp.rules.rule import find_violations
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.trainer.distributed import RunOnRanks, joined_process_group, serve
 from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.load_model import Rows, describe, load_source
@@ -49,9 +50,6 @@ from titan_exp.trainer.validate import ValidationResult, evaluate_sources, evalu
 TAKEN = ("data.", "training.", "model.attention", "model.context", f"{ROPE}.", "parallelism.")
 """Keys that an evaluation takes."""
 
-RUNS = "paths.runs="
-"""Key of the folder in which a run is found by its name."""
-
 DEFAULT_BATCH = 8
 """Sequences per batch if `training.micro_batch_size` is not given."""
 
@@ -59,25 +57,23 @@ DEFAULT_BATCH = 8
 def evaluate_command(
     arguments: Sequence[str],
     run_on_ranks: RunOnRanks | None = None,
-    run_path: Callable[[str, Path | None], str] = lambda name, _: name,
+    run_path: Callable[[str, str], str] = lambda name, _: name,
 ) -> int:
     """Run `titan-exp evaluate`; returns the exit code.
 
-    `run_path` maps the name of a run, in a folder of runs (None is the default), to its folder. Raises UserError about
+    `run_path` maps the name of a run, in a folder of runs, to its folder. Raises UserError about
     invalid overrides, weights or data.
     """
     flags = [f"--{name}" for name in provided("observations")]
     options, rest = take_options(EvaluateOptions, arguments, others=flags)
     asked = [flag[2:] for flag in flags if flag in rest or f"{flag[2:]}=true" in rest]
     rest = [word for word in rest if f"--{word.removeprefix('--').partition('=')[0]}" not in flags]
-    runs = [Path(word.removeprefix(RUNS)).expanduser() for word in rest if word.startswith(RUNS)]
-    rest = [word for word in rest if not word.startswith(RUNS)]
     # A run of a study has an = in its label.
     paths = [word for word in rest if "=" not in word or "/" in word.partition("=")[0]]
     overrides = [word for word in rest if word not in paths]
     if len(paths) != 1:
         raise UserError(USAGE)
-    path = local_copy(run_path(paths[0], runs[-1] if runs else None), step=options.step)
+    path = local_copy(run_path(paths[0], options.runs), step=options.step)
     source = open_checkpoint(path, options.step, trust=options.trust, averaged=options.averaged)
     all_documents = options.split == "all"
     experiment = evaluation_experiment(path, source, overrides, all_documents, options.trust)
@@ -223,7 +219,7 @@ def require_whole_sequences(experiment: Experiment, flag: str, *axes: str) -> No
             raise UserError("This cannot be evaluated.", [violation])
 
 
-def rank_main(run_folder: str) -> None:
+def rank_main(run: Run) -> None:
     """Entry point of one rank."""
 
     def evaluate(experiment: Experiment, request: Any, device: torch.device) -> dict[str, Any]:
@@ -232,7 +228,7 @@ def rank_main(run_folder: str) -> None:
         found = evaluate_source(source, experiment, mesh, request["all_documents"], observations(request["observed"]))
         return dataclasses.asdict(found)
 
-    serve(run_folder, evaluate)
+    serve(run, evaluate)
 
 
 def _mesh(experiment: Experiment, device: torch.device) -> Mesh:

@@ -31,6 +31,7 @@ from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, drop_unused_rows
 from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
 from titan_exp.rules.rule import find_violations
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.trainer.distributed import RunOnRanks, serve
 from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of, training_length
 
@@ -118,7 +119,7 @@ TEXTS = "texts"
 def generate_command(
     arguments: Sequence[str],
     run_on_ranks: RunOnRanks | None = None,
-    run_path: Callable[[str, Path], str] = lambda name, _: name,
+    run_path: Callable[[str, str], str] = lambda name, _: name,
 ) -> int:
     """Run `titan-exp generate`; returns the exit code.
 
@@ -127,8 +128,10 @@ def generate_command(
     """
     options = parse_options(GenerateOptions, arguments, positional=["run"])
     prompts = _prompts(options, arguments)
-    runs = Path(options.runs)
-    path = local_copy(run_path(options.run, runs), step=options.step) if options.run else _latest_run(runs)
+    if options.run:
+        path = local_copy(run_path(options.run, options.runs), step=options.step)
+    else:
+        path = _latest_run(Path(options.runs))
     source = _open(path, options)
     _require_kind(options, source)
     generator, cp = generator_of(source), _cp(options)
@@ -237,7 +240,7 @@ def generate(
     return texts
 
 
-def rank_main(run_folder: str) -> None:
+def rank_main(run: Run) -> None:
     """Entry point of one rank."""
 
     def answer(experiment: Experiment, request: Any, device: torch.device) -> list[str]:
@@ -247,7 +250,7 @@ def rank_main(run_folder: str) -> None:
         source = _open(path, options)
         return generator_of(source).lines(path, source, options, request["prompts"], mesh)
 
-    serve(run_folder, answer)
+    serve(run, answer)
 
 
 def sharded_experiment(source: OpenCheckpoint, degree: int, cp: int = 1) -> Experiment:

@@ -22,10 +22,10 @@ from titan_exp.launch.provenance.changes import report_changes, report_large_pat
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot, take_code_snapshot
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
 from titan_exp.launch.rank.host_agent import AGENT, HostFile, hosts_rank
+from titan_exp.launch.rank.join_attempt import LOOPBACK, join_rendezvous, publish_address
 from titan_exp.launch.rank.rank_env import IMPORT_PATH, RankInfo
-from titan_exp.launch.rank.rendezvous import LOOPBACK, join_rendezvous, publish_address
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
-from titan_exp.launch.state.close_attempt import close_attempt, close_dead_attempts
+from titan_exp.launch.state.attempt_end import close_attempt, close_dead_attempts
 from titan_exp.tracking.run_folder.attempts import FAILED, Attempt
 from titan_exp.tracking.run_folder.files import LockedError
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState

@@ -1,13 +1,25 @@
-"""Launcher console. A closed terminal or broken pipe does not end the run."""
+"""Launcher: its console and signals, and the summary of a run at its end."""
 
+import contextlib
 import os
+import signal
+import statistics
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from types import FrameType
+from typing import Any
 
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.launch.rank.main import FAILURE_MARK
+from titan_exp.tracking.run_folder.attempts import read_json
+from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, read_metrics
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.console import ConsoleSink
-from titan_exp.tracking.sinks.sink import Row
+from titan_exp.tracking.sinks.sink import Row, Value
 
 
 class RunConsole:
@@ -72,3 +84,111 @@ class RunConsole:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(devnull, stream.fileno())
             os.close(devnull)
+
+
+DEBOUNCE = 0.5
+"""Debounce window in seconds: some tools signal both the process and its group."""
+
+
+class Interrupts:
+    """Counts SIGINT, SIGTERM and SIGHUP inside the block.
+
+    An ignored SIGHUP (nohup) stays ignored. Outside the main thread no handler is installed.
+    """
+
+    def __init__(self) -> None:
+        self.first: str | None = None
+        """Name of the first signal; None before it."""
+        self.again = False
+        """True after a second signal."""
+        self._time = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
+                self._before[number] = signal.signal(number, self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _count(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self._time = signal.Signals(number).name, now
+        elif now - self._time > DEBOUNCE:
+            self.again = True
+
+
+@contextlib.contextmanager
+def block_terminal_signals() -> Iterator[None]:
+    """Block SIGINT and SIGHUP for processes started in the block; this process receives them after it."""
+    terminal = {signal.SIGINT, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, terminal)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Final state and metrics of a run; None if unknown."""
+
+    state: str
+    """`done`, `failed`, `preempted`, ..."""
+    step: int
+    loss: Value
+    """Last logged training loss, in nats per token."""
+    validation_loss: Value
+    """Last validation loss."""
+    tokens_per_second: Value
+    """Median over rows, excluding the first of each attempt (compilation and warm-up)."""
+    roofline: str | None = None
+    """Roofline note of the newest finished attempt."""
+
+
+def summarize(folder: RunFolder) -> Summary:
+    """Read a run's summary from its folder."""
+    state = folder.read_state()
+    rows = read_metrics(folder.metrics)
+    attempts, speeds = list(rows.column("attempt")), list(rows.column("tokens_per_second"))
+    warm = [speed for pair, speed in zip(pairwise(attempts), speeds[1:], strict=True) if pair[0] == pair[1]]
+    speeds = [speed for speed in warm or speeds if speed is not None]
+    step = state.step if state else 0
+    if state and rows and rows[-1].get("attempt") == state.attempt:
+        step = max(step, int(rows[-1]["step"] or 0))  # ahead of state.json if the disk is full
+    return Summary(
+        state=state.state if state else "pending",
+        step=step,
+        loss=_last(rows, "loss"),
+        validation_loss=_last(rows, "validation_loss"),
+        tokens_per_second=statistics.median(speeds) if speeds else None,
+        roofline=str((read_json(folder.roofline) or {}).get("short") or "") or None,
+    )
+
+
+def describe(summary: Summary, total_steps: int) -> str:
+    """Format the known fields as one line."""
+    parts = [
+        f"{summary.state} after step {summary.step} of {total_steps}",
+        *known_metrics(summary.loss, summary.validation_loss, summary.tokens_per_second),
+    ]
+    if summary.roofline is not None and summary.state == "done":
+        parts.append(summary.roofline)
+    return ", ".join(parts)
+
+
+def known_metrics(loss: Value, validation_loss: Value, tokens_per_second: Value) -> list[str]:
+    """Format those metrics that are known, each by itself."""
+    texts = {"loss {:.4f}": loss, "validation loss {:.4f}": validation_loss, "{:,.0f} tokens/s": tokens_per_second}
+    return [text.format(value) for text, value in texts.items() if value is not None]
+
+
+def _last(rows: MetricRows, key: str) -> Value:
+    return next((value for value in reversed(list(rows.column(key))) if value is not None), None)

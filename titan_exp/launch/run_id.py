@@ -1,20 +1,26 @@
-"""Run id and experiment id: hashes of the resolved configuration, without keys that do not affect the run.
-
-Keys at their dataclass default are left out, so a new key with a default changes no id, and so are keys that other keys
-leave without effect. Repeating a command finds the same folder, and repeating a sweep starts only missing runs.
-"""
+"""Identity of a run: run id and experiment id, and related runs, which a new run can continue."""
 
 import dataclasses
 import hashlib
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.optimizer import LRScheduleConfig
+from titan_exp.config.paths.checkpoint_files import saved_state, step_of
+from titan_exp.config.schema.component import is_dotted
+from titan_exp.config.schema.foreign_code import Trust, import_paths
 from titan_exp.config.schema.identity_keys import LAYOUT, has_effect, idle_keys, is_among
 from titan_exp.config.schema.schema import group_in_mapping, hints
+from titan_exp.config.schema.typed_config import load_experiment, read_values
+from titan_exp.optim.lr_schedule import LRSchedule
+from titan_exp.rules.checkpoint import local_checkpoint
 
 ID_LENGTH = 12
 """Hex digits of an id (48 bits): collision probability 0.2 % for a million runs."""
@@ -84,3 +90,103 @@ def _require_stable(value: object, key: str) -> None:
             f"{key}={value!r}: a {type(value).__name__} has no stable text to name the run by. "
             "Use text, numbers, true, false, null, lists and mappings."
         )
+
+
+AUTO = "auto"
+"""Value of `checkpoint.continue_from` that takes the related run with the most steps."""
+MAY_DIFFER = (
+    *LAYOUT,
+    "training.steps",
+    "training.stop_after",
+    "lr_schedule",
+    *(f"checkpoint.{key}" for key in ("continue_from", "continue_step", "continue_data")),
+)
+"""Keys that may differ between related runs."""
+NEWEST = 100
+"""Run folders looked at, the newest first."""
+
+
+@dataclass(frozen=True)
+class RelatedRun:
+    """Run with a checkpoint."""
+
+    name: str
+    """NAME/ID."""
+    step: int
+    """Step of its newest checkpoint."""
+    experiment: Experiment
+
+
+def related_runs(experiment: Experiment) -> list[RelatedRun]:
+    """Runs in the same folder that a run of this experiment can continue, those with the most steps first.
+
+    The layout of the experiment is resolved. Runs of as many steps as it has, and the run itself, are left out.
+    """
+    wanted, own = _trajectory(experiment), run_id(experiment)
+    trust = import_paths(experiment).values()
+    found = [
+        related
+        for related in _saved_runs(Path(experiment.paths.runs).expanduser() / experiment.experiment.name, trust)
+        if related.name.rpartition("/")[2] != own
+        and related.step < experiment.training.last_step
+        and _trajectory(related.experiment) == wanted
+    ]
+    return sorted(found, key=lambda related: -related.step)
+
+
+def with_auto_parent(experiment: Experiment) -> Experiment:
+    """Experiment with `checkpoint.continue_from=auto` replaced by a run: that of an earlier start with auto, the
+    related run with the most steps, or none. The layout is resolved."""
+    related = related_runs(_continuing(experiment, None))
+    for run in related:
+        parent = run.experiment.checkpoint.continue_from
+        if parent is not None and run.name.endswith(f"/{run_id(again := _continuing(experiment, parent))}"):
+            return again
+    return _continuing(experiment, related[0].name if related else None)
+
+
+def _continuing(experiment: Experiment, parent: str | None) -> Experiment:
+    return replace(experiment, checkpoint=replace(experiment.checkpoint, continue_from=parent))
+
+
+def _trajectory(experiment: Experiment) -> dict[str, Any]:
+    return {key: value for key, value in identity(experiment).items() if not is_among(key, MAY_DIFFER)}
+
+
+def _saved_runs(folder: Path, trust: Trust) -> Iterator[RelatedRun]:
+    if not folder.is_dir():
+        return
+    configs = sorted(folder.glob("[!.]*/config.yaml"), key=lambda path: -path.stat().st_mtime)
+    for config in configs[:NEWEST]:
+        state = saved_state(str(config.parent))
+        step = None if state is None else step_of(state)
+        if step is None:
+            continue
+        try:
+            yield RelatedRun(f"{folder.name}/{config.parent.name}", step, load_experiment(config, trust))
+        except UserError:  # written by another version, or by another user with other code
+            continue
+
+
+def rate_after_decay(experiment: Experiment) -> Iterator[str]:
+    """A sentence about the learning rate of a run that continues one on this machine after the begin of its decay, and
+    rises again."""
+    path = local_checkpoint(experiment.checkpoint, experiment.paths)
+    step = None if path is None else step_of(path)
+    if path is None or step is None:
+        return
+    with suppress(UserError, KeyError, TypeError, ValueError):
+        saved = read_values(path.parent.parent / "config.yaml")
+        values = saved["lr_schedule"]
+        if is_dotted(values["decay"]) or is_dotted(experiment.lr_schedule.decay):
+            return
+        steps, peak = saved["training"]["steps"], saved["optimizer"]["lr"]
+        before = LRSchedule(LRScheduleConfig(**values), peak=peak, steps=steps)(step)
+        training, peak = experiment.training, experiment.optimizer.lr
+        after = LRSchedule(experiment.lr_schedule, peak=peak, steps=training.steps)(step + 1)
+        if step > values["warmup_steps"] and step > steps - values["decay_steps"] and after > 1.05 * before:
+            yield (
+                f"the learning rate rises from {before:.3g} at step {step}, where "
+                f"{experiment.checkpoint.continue_from} has decayed it, to {after:.3g} at step {step + 1}, since this "
+                f"run has a schedule of {training.steps} steps"
+            )

@@ -32,8 +32,7 @@ from titan_exp.launch.executor import RunPlan, check_executor
 from titan_exp.launch.provenance.changes import refuse_other_data
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
 from titan_exp.launch.provenance.secrets import mask_override, refuse_secrets
-from titan_exp.launch.related_runs import AUTO, with_auto_parent
-from titan_exp.launch.run_id import experiment_id, run_id
+from titan_exp.launch.run_id import AUTO, experiment_id, run_id, with_auto_parent
 from titan_exp.launch.state.run_lookup import run_path
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.files import sync_all
@@ -65,6 +64,13 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
     refuse_other_data(resolved, run_folder)
     ids = run_id(resolved), experiment_id(resolved)
     return RunPlan(resolved, tuple(overrides), *ids, run_folder, compilation=tuple(compilation(experiment)))
+
+
+def plan_relaunch(folder: RunFolder, trust: bool = False) -> RunPlan:
+    """Plan an existing run folder, which may have moved. Raises UserError if it is not a run, cannot start here, or is
+    not trusted with the code that it names."""
+    experiment = load_experiment(folder.config, trust)
+    return plan_run(experiment, read_overrides(folder.overrides) or (), folder)
 
 
 def _with_initial(experiment: Experiment) -> Experiment:

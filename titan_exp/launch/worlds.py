@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
     from titan_exp.launch.rank.rank_env import RankInfo
-    from titan_exp.launch.state.exit_status import AttemptResult
+    from titan_exp.launch.state.attempt_end import AttemptResult
     from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 

@@ -15,10 +15,10 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import COLLECTIVE_SECONDS, ClusterConfig
 from titan_exp.config.machine import devices
-from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.parallel.collectives import LOOPBACK, loopback_store
 from titan_exp.tracking.logging import configure_logging
-from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
+from titan_exp.tracking.run_folder.run import Run
+from titan_exp.tracking.run_folder.run_folder import write_atomically
 
 TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
 """Timeout of collectives without the hang watchdog."""
@@ -196,10 +196,9 @@ RunOnRanks = Callable[[str, Experiment, Any], Any]
 returns rank 0's response."""
 
 
-def serve(run_folder: str, function: Callable[[Experiment, Any, torch.device], Any]) -> None:
+def serve(run: Run, function: Callable[[Experiment, Any, torch.device], Any]) -> None:
     """Join the process group, call `function` on the request in a scratch run folder, and write rank 0's response."""
-    folder = RunFolder(run_folder)
-    experiment = load_experiment(folder.config, trust=True)
+    folder, experiment = run.folder, run.experiment
     request = json.loads((folder.path / REQUEST).read_text(encoding="utf-8"))
     configure_logging(int(os.environ.get("RANK", "0")), folder.logs)
     with joined(experiment.cluster) as device:

@@ -6,12 +6,12 @@ import time
 
 import torch.distributed as dist
 
-from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.config.secrets import require_variables
 from titan_exp.tracking.logging import configure_logging, get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.attempts import STOPPED
 from titan_exp.tracking.run_folder.files import LockedError
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 from titan_exp.trainer.commit import commit_of
 from titan_exp.trainer.distributed import joined
@@ -22,14 +22,14 @@ from titan_exp.trainer.restore import log_head
 from titan_exp.trainer.trainer import Trainer
 
 
-def main(run_folder: str) -> None:
-    """Train the run in `run_folder` on this rank, from its newest checkpoint to the end.
+def main(run: Run | str) -> None:
+    """Train a run, or that in a folder, on this rank, from its newest checkpoint to the end.
 
     Raises:
         SystemExit: with `STOPPED`, after saving, if a stop was requested.
     """
-    folder = RunFolder(run_folder)
-    experiment = load_experiment(folder.config, trust=True)
+    run = run if isinstance(run, Run) else Run(run)
+    folder, experiment = RunFolder(run), run.experiment
     require_variables(experiment)
     rank = int(os.environ.get("RANK", "0"))
     configure_logging(rank, folder.logs)

@@ -5,8 +5,7 @@ import os
 import pytest
 
 from titan_exp.launch.rank.rank_env import TOKEN
-from titan_exp.launch.slurm.executor import SlurmExecutor
-from titan_exp.launch.slurm.rendezvous import srun_rank
+from titan_exp.launch.slurm.executor import SlurmExecutor, srun_rank
 
 STEP = {
     "SLURM_PROCID": "5",

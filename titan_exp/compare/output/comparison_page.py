@@ -19,7 +19,7 @@ from titan_exp.compare.findings import findings, layout_checks, remarks, stands_
 from titan_exp.compare.output.formats import MARKS, plain, text_table, title
 from titan_exp.compare.output.plots import study_plots
 from titan_exp.compare.output.study_sections import sections
-from titan_exp.compare.runs import Run
+from titan_exp.compare.runs import ComparedRun
 from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.tracking.html import render_page
 from titan_exp.tracking.number_format import format_count
@@ -54,7 +54,7 @@ def downsampled_curves(comparison: Comparison) -> list[dict[str, Any]]:
     ]
 
 
-def downsample(run: Run, key: str, most: int) -> list[list[float | None]]:
+def downsample(run: ComparedRun, key: str, most: int) -> list[list[float | None]]:
     """Tokens, steps and values of a metric, averaged over neighbours to at most `most` points, and the rows of each.
 
     A group with a non-finite value becomes None, so that a divergence stays visible. No group has rows of the last 2 %,

@@ -24,7 +24,7 @@ from titan_exp.compare.findings import (
 )
 from titan_exp.compare.from_wandb import explain_wandb_errors
 from titan_exp.compare.output.study_sections import markdown, sections
-from titan_exp.compare.runs import Row, Run
+from titan_exp.compare.runs import ComparedRun, Row
 
 MARKS = {"not distinguishable": "n.d.", "only uncorrected": "n.d.*", "no interval": "n = 1", "different": "differs"}
 """Abbreviated significance labels; `better` and `worse` are not abbreviated."""
@@ -278,7 +278,7 @@ def _record(comparison: Comparison, index: int, row: Row) -> dict[str, Any]:
     return record
 
 
-def _run(comparison: Comparison, row: Row, run: Run) -> dict[str, Any]:
+def _run(comparison: Comparison, row: Row, run: ComparedRun) -> dict[str, Any]:
     return {
         **{name: getattr(run, name) for name in RUN_FIELDS},
         "parent": None if run.lineage is None else run.lineage.name,

@@ -8,6 +8,7 @@ from typing import Any
 
 from titan_exp.config.command_line.options import Arguments, option_name
 from titan_exp.config.command_line.verb_options import (
+    CancelOptions,
     CompareOptions,
     ConvertOptions,
     DiffOptions,
@@ -16,6 +17,7 @@ from titan_exp.config.command_line.verb_options import (
     GenerateOptions,
     LogsOptions,
     PlanOptions,
+    RetryOptions,
     ShowOptions,
     StatusOptions,
     TokenizeOptions,
@@ -104,6 +106,8 @@ OPTIONS: dict[str, type] = {
     "logs": LogsOptions,
     "plan": PlanOptions,
     "status": StatusOptions,
+    "cancel": CancelOptions,
+    "retry": RetryOptions,
 }
 """Option dataclasses of verbs that take only some config groups or none."""
 

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed, nearest, shown
-from titan_exp.config.extension import lacking
+from titan_exp.config.extension import CONF_DIR, lacking
 from titan_exp.config.schema.schema import docstrings, hints, takes_switch
 
 Options = TypeVar("Options")
+
+RUNS = "paths.runs="
+"""Spelling of the option `runs` of every verb that reads runs, as in `train`; without its group it is read too."""
 
 HELP = ("--help", "-h", "help")
 """Help flags of a verb."""
@@ -20,7 +23,7 @@ HELP = ("--help", "-h", "help")
 def options_help(usage: str, kind: type) -> str:
     """Help text of a verb: usage, and every option with default and description."""
     lines = [usage, ""]
-    for field in dataclasses.fields(kind):
+    for field in sorted(dataclasses.fields(kind), key=lambda field: field.name == "runs"):
         default = "" if field.default in ("", None, False) else shown(field.default)
         lines.append(f"  {option_name(kind, field)}{default}")
         meaning = " ".join(docstrings(kind).get(field.name, "").split())
@@ -30,6 +33,8 @@ def options_help(usage: str, kind: type) -> str:
 
 def option_name(kind: type, field: dataclasses.Field[Any]) -> str:
     """Canonical spelling of an option: `--watch` for a switch that is off by default, else `name=`."""
+    if field.name == "runs":
+        return RUNS
     is_switch = field.default is False and takes_switch(hints(kind)[field.name])
     return _flag(field.name) if is_switch else f"{field.name}="
 
@@ -75,10 +80,14 @@ def take_options(
 
     fields = hints(kind)
     switches = [_flag(name) for name, annotation in fields.items() if takes_switch(annotation)]
-    valued = {_flag(name): str for name, annotation in fields.items() if annotation is not bool}
+    valued = {_flag(name): str for name, annotation in fields.items() if annotation is not bool and name != "runs"}
     verb = verb or _verb(kind)
+    values: dict[str, Any] = {}
+    if "runs" in fields:
+        folder, argv = take_runs(argv)
+        values["runs"] = str(folder)
     found, unread = take_flags(argv, switches, valued, others=others, verb=verb)
-    values: dict[str, Any] = {flag[2:].replace("-", "_"): value for flag, value in found.items()}
+    values |= {flag[2:].replace("-", "_"): value for flag, value in found.items()}
     places, rest = list(positional), list[str]()
     for word in unread:
         key, equals, value = word.partition("=")
@@ -97,6 +106,28 @@ def take_options(
             field = str(detail["loc"][0])
             violations.append(from_pydantic(detail, field, fields[field], docstrings(kind).get(field, "")))
         raise _refused(violations) from error
+
+
+def take_runs(argv: Sequence[str]) -> tuple[Path, list[str]]:
+    """Folder of runs that `paths.runs=FOLDER` names, the user's default without it, and the other arguments."""
+    found, rest, queue = "", list[str](), list(argv)
+    while queue:
+        word = queue.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        if key not in (RUNS[:-1], "runs") or not (equals or (word.startswith("--") and queue)):
+            rest.append(word)
+            continue
+        value = value if equals else queue.pop(0)
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"  # as Hydra reads it in train
+        found = value[1:-1] if quoted else value
+    return Path(found or default_runs()).expanduser(), rest
+
+
+def default_runs() -> str:
+    """Folder of runs without `paths.runs=`."""
+    from titan_exp.config.hydra.compose import compose
+
+    return str(compose().paths.runs) if (CONF_DIR / "local" / "default.yaml").is_file() else "runs"
 
 
 def take_flags(

@@ -23,21 +23,27 @@ WandbPlace = Annotated[str, Predicate(entity_and_project)]
 """ENTITY/PROJECT, or empty."""
 
 
+@dataclass(frozen=True)
+class RunsOptions:
+    """Options of every verb that reads runs."""
+
+    runs: str = "runs"
+    """Folder of all run folders, as in `train`."""
+
+
 @extended("generate", what="options")
 @dataclass(frozen=True)
-class GenerateOptions:
+class GenerateOptions(RunsOptions):
     """Options of `titan-exp generate`."""
 
     run: str = ""
-    """Run folder, one of its checkpoints, a Hugging Face folder, anything else that `convert` reads, or the URL of
-    one of these; empty is the run under `runs` that was last saved."""
+    """Run, one of its checkpoints, a Hugging Face folder, anything else that `convert` reads, or the URL of one of
+    these; empty is the run that was last saved."""
     step: Count = 0
     """Step of the run's checkpoint; 0 is the newest."""
     averaged: bool | None = None
     """Read the averaged weights of a run with `weight_average`; by default no text is written with them, and other
     outputs are made with them."""
-    runs: str = "runs"
-    """Folder of all run folders, searched if `run` is omitted."""
     prompt: str = ""
     """Text to continue, or to make another output from; empty begins a new document. Several prompts are separate."""
     prompts: str = ""
@@ -67,7 +73,7 @@ TEXT_OPTIONS = frozenset({"tokens", "temperature", "top_k", "top_p", "cache"})
 
 
 @dataclass(frozen=True)
-class ConvertOptions:
+class ConvertOptions(RunsOptions):
     """Options of `titan-exp convert`."""
 
     source: str = ""
@@ -132,7 +138,7 @@ class TokenizeOptions:
 
 
 @dataclass(frozen=True)
-class EvaluateOptions:
+class EvaluateOptions(RunsOptions):
     """Options of `titan-exp evaluate` beside keys of the `data`, `training` and `parallelism` groups."""
 
     step: Count = 0
@@ -148,7 +154,7 @@ class EvaluateOptions:
 
 
 @dataclass(frozen=True)
-class CompareOptions:
+class CompareOptions(RunsOptions):
     """Options of `titan-exp compare`."""
 
     baseline: str = ""
@@ -245,7 +251,7 @@ class PlanSearchOptions:
 
 
 @dataclass(frozen=True)
-class StatusOptions:
+class StatusOptions(RunsOptions):
     """Options of `titan-exp status`."""
 
     watch: bool = False
@@ -255,7 +261,7 @@ class StatusOptions:
 
 
 @dataclass(frozen=True)
-class ShowOptions:
+class ShowOptions(RunsOptions):
     """Options of `titan-exp show`."""
 
     plot: bool = False
@@ -265,7 +271,7 @@ class ShowOptions:
 
 
 @dataclass(frozen=True)
-class DiffOptions:
+class DiffOptions(RunsOptions):
     """Options of `titan-exp diff`."""
 
     json: bool = False
@@ -273,7 +279,7 @@ class DiffOptions:
 
 
 @dataclass(frozen=True)
-class LogsOptions:
+class LogsOptions(RunsOptions):
     """Options of `titan-exp logs`."""
 
     follow: bool = False
@@ -284,3 +290,16 @@ class LogsOptions:
     """Attempt, from 1; by default the last."""
     group: Count | None = None
     """Group of a run with several, at its newest start; by default the first to fail, or 0."""
+
+
+@dataclass(frozen=True)
+class CancelOptions(RunsOptions):
+    """Options of `titan-exp cancel`."""
+
+
+@dataclass(frozen=True)
+class RetryOptions(RunsOptions):
+    """Options of `titan-exp retry`."""
+
+    trust: bool = False
+    """Restart also a run that another user launched, if its configuration names code."""

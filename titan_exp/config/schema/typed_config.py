@@ -141,7 +141,11 @@ def load_experiment(path: str | Path, trust: Trust = False) -> Experiment:
 def load_group(path: Path, group: str, imports: Collection[str] = IMPORT_PATH_KEYS, trust: Trust = False) -> Any:
     """One group of a resolved `config.yaml`, as `load_experiment`; `imports` are the keys whose code the caller
     imports."""
-    values = read_values(path, [key for key in imports if key.startswith(f"{group}.")], trust)
+    return group_of(read_values(path, [key for key in imports if key.startswith(f"{group}.")], trust), group, path)
+
+
+def group_of(values: Mapping[str, Any], group: str, path: Path) -> Any:
+    """One group of the values of the `config.yaml` at `path`, validated. Raises UserError if it is no such group."""
     message = f"The configuration in {path} cannot be read."
     return _build_groups({group: values.get(group)}, [], message, [group])[group]
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
+from titan_exp.config.command_line.options import take_runs
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
@@ -161,17 +162,19 @@ DEFAULT_SEQUENCES = 4
 """Sequences per batch if `training.micro_batch_size` is not given."""
 
 
-def numerics_command(arguments: Sequence[str], run_path: Callable[[str], str] = str) -> int:
+def numerics_command(arguments: Sequence[str], run_path: Callable[[str, Path], str] = lambda name, _: name) -> int:
     """Run `titan-exp doctor --numerics`; returns the exit code.
 
-    `run_path` maps the name of a run to its folder. Raises UserError about an invalid override or unreadable weights.
+    `run_path` maps the name of a run, in a folder of runs, to its folder. Raises UserError about an invalid override or
+    unreadable weights.
     """
+    runs, arguments = take_runs(arguments)
     paths = [argument for argument in arguments if "=" not in argument and not argument.startswith("-")]
     flags = [argument for argument in arguments if argument.startswith("-")]
     trust = "--trust" in flags
     if {*flags} - {"--trust"} != {"--numerics"} or len(paths) > 1:
         raise UserError(NUMERICS)
-    path = Path(run_path(paths[0])).expanduser() if paths else None
+    path = Path(run_path(paths[0], runs)).expanduser() if paths else None
     source = None if path is None else open_checkpoint(path, trust=trust)
     experiment = _compose_single_device(path, source, [argument for argument in arguments if "=" in argument], trust)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

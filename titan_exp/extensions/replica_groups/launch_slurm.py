@@ -18,14 +18,12 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.extensions.replica_groups.agents import read_name, start_agent
 from titan_exp.extensions.replica_groups.config import cluster_of
 from titan_exp.extensions.replica_groups.events import ReplicaGroup, read_events, record_event
-from titan_exp.launch.rank.join_attempt import check_world_size
+from titan_exp.launch.rank.join_attempt import join_rendezvous
 from titan_exp.launch.rank.rank_env import GROUP, TOKEN, RankInfo
-from titan_exp.launch.rank.rendezvous import join_rendezvous
 from titan_exp.launch.slurm.epilogue import ENDED_BY_HAND, attempt_result, own_attempt, requeue
-from titan_exp.launch.slurm.rendezvous import publish_rendezvous
+from titan_exp.launch.slurm.executor import publish_rendezvous
 from titan_exp.launch.slurm.squeue import UnreachableError, ask, listed_jobs
-from titan_exp.launch.state.close_attempt import close_attempt, newest_checkpoint, requeues_after
-from titan_exp.launch.state.exit_status import AttemptResult
+from titan_exp.launch.state.attempt_end import AttemptResult, close_attempt, newest_checkpoint, requeues_after
 from titan_exp.tracking.run_folder.attempts import FAILED, HUNG, STOPPED, Attempt, World
 from titan_exp.tracking.run_folder.files import FileLock
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -49,7 +47,7 @@ AWAY = "stays away"
 def join_group(folder: RunFolder, rank: RankInfo, number: int) -> tuple[RunFolder, RankInfo]:
     """Join the run's attempt as a rank of group `number`; returns the folder as its ranks see it, and the rank.
 
-    Raises UserError if the attempt is over, the run was started anew, or the number of ranks differs from the layout.
+    Raises UserError if the attempt is over, or the run was started anew.
     """
     if rank.rank == 0:
         with groups_lock(folder):
@@ -67,7 +65,6 @@ def join_group(folder: RunFolder, rank: RankInfo, number: int) -> tuple[RunFolde
 
 
 def _open_start(folder: RunFolder, rank: RankInfo, number: int) -> dict[str, Any]:
-    check_world_size(folder, rank)
     attempt = _attempt(folder, rank)
     events = read_events(folder, attempt)
     for event in unended(events):

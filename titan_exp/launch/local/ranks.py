@@ -1,34 +1,57 @@
-"""Rank processes on this machine, started through submitit's local controller and polled by the launcher.
+"""Rank processes on this machine: of a run, or ephemeral, for one function.
 
-submitit's controller, their parent, waits for every rank, so peers of a failed rank would block forever. The launcher
-therefore polls each rank and kills all of them soon after the first failure.
+They are started through submitit's local controller, which waits for every rank, so that peers of a failed rank would
+block forever. The launcher therefore polls each rank and kills all of them soon after the first failure.
+`python -m titan_exp.launch.local.ranks RUN_FOLDER` runs one. It is given a path: nothing is unpickled, least of all
+from the run folder, where other users may write.
 """
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import count_oom_kills
+from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
-from titan_exp.launch.rank.child_env import environment, rank_environment
+from titan_exp.launch.rank.main import RANK_MAIN, run_rank
+from titan_exp.launch.rank.rank_env import (
+    ATTEMPT,
+    LAUNCHER,
+    VISIBLE_GPUS,
+    RankInfo,
+    environment,
+    extend_import_path,
+    rank_environment,
+)
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
-from titan_exp.launch.signals import block_terminal_signals
-from titan_exp.launch.state import exit_status
-from titan_exp.launch.state.exit_status import AttemptResult, RankFailure
+from titan_exp.launch.run_console import Interrupts, block_terminal_signals
+from titan_exp.launch.state import attempt_end
+from titan_exp.launch.state.attempt_end import AttemptResult, RankFailure
 from titan_exp.tracking.run_folder.attempts import World
-from titan_exp.tracking.run_folder.files import FileLock, create_temporary_folder, remove_stale_temporary_folders
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.files import (
+    FileLock,
+    create_temporary_folder,
+    remove_stale_temporary_folders,
+    temporary_folder,
+)
+from titan_exp.tracking.run_folder.run import Run
+from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
 
-RANK = "titan_exp.launch.local.submitit_rank"
+RANK = "titan_exp.launch.local.ranks"
 """Module of a rank."""
 GRACE = 3.0
 """Seconds after the first failure for ranks to record their error and exit."""
@@ -148,11 +171,11 @@ class LocalRanks:
         """Result of the attempt; call after `poll` returned True."""
         if self._failures:
             hang = self._hang.report_hang()
-            return exit_status.hung(hang) if hang is not None else exit_status.failed(self._failures.values())
+            return attempt_end.hung(hang) if hang is not None else attempt_end.failed(self._failures.values())
         codes = [record.exit for record in self._records.values() if record.exit is not None]
         if len(codes) == self.world_size:
-            return exit_status.ended(codes, self.folder.stop_reason())
-        text = exit_status.tail(self.logs / "controller.log")
+            return attempt_end.ended(codes, self.folder.stop_reason())
+        text = attempt_end.tail(self.logs / "controller.log")
         return AttemptResult("failed", 1, "the parent process of the ranks (submitit's controller) died", text)
 
     def _over(self) -> bool:
@@ -189,7 +212,7 @@ class LocalRanks:
             self._records[rank] = record
         if record is not None and record.end is not None:
             if record.failed:
-                self._failures[rank] = exit_status.failure_from_error(record)
+                self._failures[rank] = attempt_end.failure_from_error(record)
         elif alive or self._killed:
             self._last_seen[rank] = now
         elif rank in self._processes or over:
@@ -197,12 +220,12 @@ class LocalRanks:
             seen = self._last_seen.get(rank, now)
             oom = count_oom_kills() > self._oom_kills
             self._failures[rank] = (
-                exit_status.failure_at_start(rank, seen, self.log(rank))
+                attempt_end.failure_at_start(rank, seen, self.log(rank))
                 if record is None
-                else exit_status.failure_from_signal(rank, seen, self.log(rank), out_of_memory=oom)
+                else attempt_end.failure_from_signal(rank, seen, self.log(rank), out_of_memory=oom)
             )
         elif record is None and _is_past(self._first_seen, START_LIMIT):
-            self._failures[rank] = exit_status.failure_at_start(rank, now, self.log(rank))
+            self._failures[rank] = attempt_end.failure_at_start(rank, now, self.log(rank))
 
     def _has_ended(self, rank: int) -> bool:
         record = self._records.get(rank)
@@ -260,3 +283,73 @@ def _output_to(path: Path) -> Iterator[None]:
         os.dup2(kept[1], 2)
         for descriptor in (*kept, target):
             os.close(descriptor)
+
+
+POLL_INTERVAL = 0.05
+
+
+def run_on_ranks(main: str, experiment: Experiment, request: Any) -> Any:
+    """Call `main`, an import path, on all ranks of an experiment's layout; returns rank 0's response.
+
+    Request and response are JSON values. Raises UserError if a rank raised one, RuntimeError with the traceback or log
+    tail if a rank failed otherwise, and KeyboardInterrupt after a signal.
+    """
+    from titan_exp.trainer.distributed import REQUEST, RESPONSE
+
+    with temporary_folder() as scratch:
+        folder = RunFolder(scratch)
+        write_atomically(folder.config, to_yaml(experiment), durable=False)
+        write_atomically(folder.path / REQUEST, json.dumps(request), durable=False)
+        layout = ResolvedLayout.of(experiment)
+        attempt = folder.add_attempt(world_size=layout.world_size, hosts=[socket.gethostname()]).attempt
+        folder.write_state(RunState("running", 0, time.time(), attempt, None))
+        result = _run(main, LocalRanks(layout, folder, attempt))
+        if result.exit_code == UserError.exit_code:
+            raise UserError(result.detail.strip())
+        if result.exit_code:
+            raise RuntimeError(f"{result.detail.strip()}\n{result.reason}")
+        return json.loads((folder.path / RESPONSE).read_text(encoding="utf-8"))
+
+
+def _run(main: str, ranks: LocalRanks) -> AttemptResult:
+    with environment({RANK_MAIN: main}), Interrupts() as interrupts:
+        try:
+            ranks.start()
+            while not ranks.poll():
+                if interrupts.first is not None:
+                    raise KeyboardInterrupt
+                time.sleep(POLL_INTERVAL)
+            return ranks.result()
+        finally:
+            ranks.close()
+
+
+def submitit_rank() -> RankInfo:
+    """Rank from submitit's environment. Restores the launcher's CUDA_VISIBLE_DEVICES and sys.path."""
+    extend_import_path()
+    gpus = os.environ.get(VISIBLE_GPUS)
+    if gpus is None:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+    return RankInfo(
+        rank=int(os.environ["SUBMITIT_LOCAL_GLOBALID"]),
+        world_size=int(os.environ["SUBMITIT_LOCAL_NTASKS"]),
+        local_rank=int(os.environ["SUBMITIT_LOCAL_LOCALID"]),
+        attempt=int(os.environ[ATTEMPT]),
+        launcher=int(os.environ[LAUNCHER]),
+        controller=int(os.environ["SUBMITIT_LOCAL_JOB_ID"]),
+    )
+
+
+def run_submitit_rank(path: str) -> None:
+    """Run one rank of the run folder at `path`; calls `sys.exit` with a nonzero exit code."""
+    world = World.from_environment()
+    folder = RunFolder(path, world_logs=None if world is None else world.logs)
+    code = run_rank(Run(folder), submitit_rank())
+    if code:
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    run_submitit_rank(sys.argv[1])

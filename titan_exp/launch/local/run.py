@@ -1,27 +1,38 @@
 """Local run: create or find the folder, start the ranks, show progress, close the attempt.
 
 Repeating the command resumes the run in the same folder, or reports that it is done.
+
+`python -m titan_exp.launch.local.run RUN_FOLDER [--prediction]` is the launcher of a concurrent run; with the flag,
+plan.json is read from standard input.
 """
 
 import contextlib
 import socket
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from titan_exp.config.command_line.safe_output import safe_output
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.provenance.changes import report_large_patch
-from titan_exp.launch.run_console import RunConsole
-from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
-from titan_exp.launch.signals import Interrupts
-from titan_exp.launch.state.close_attempt import DIED_UNRECORDED, close_attempt, close_dead_attempts
-from titan_exp.launch.state.exit_status import AttemptResult
-from titan_exp.launch.state.run_lock import acquire_run, wait_for_orphans
-from titan_exp.launch.state.tail import FileTail, rows
-from titan_exp.launch.summary import Summary, describe, summarize
+from titan_exp.launch.run_console import Interrupts, RunConsole, Summary, describe, summarize
+from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, plan_relaunch, refresh_snapshot
+from titan_exp.launch.state.attempt_end import (
+    AttemptResult,
+    acquire_run,
+    close_attempt,
+    close_dead_attempts,
+    wait_for_orphans,
+)
 from titan_exp.launch.worlds import Processes, several_worlds
 from titan_exp.tracking.run_folder.attempts import FAILED
+from titan_exp.tracking.run_folder.files import FileTail
 from titan_exp.tracking.run_folder.folder_owner import FolderWatch
+from titan_exp.tracking.run_folder.metrics_jsonl import rows_of
+from titan_exp.tracking.run_folder.run import DIED_UNRECORDED
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 POLL_INTERVAL = 0.1
@@ -30,6 +41,7 @@ WARNING_INTERVAL = 1.0
 """Seconds between reads of the run's warning."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
+PREDICTION_FLAG = "--prediction"
 
 
 @dataclass(frozen=True)
@@ -165,7 +177,7 @@ class _Execution:
 
     def _show(self) -> None:
         self.console.log_lines(self.log.lines())
-        for row in rows(self.metrics.lines(), self.attempt):
+        for row in rows_of(self.metrics.lines(), self.attempt):
             self.console.row(row)
         for line in self.ranks.news():
             self.console.echo(line)
@@ -187,3 +199,22 @@ def _report(plan: RunPlan, summary: Summary, result: AttemptResult, console: Run
         console.echo(f"{describe(summary, plan.experiment.training.last_step)}: {plan.folder.path}")
     if result.state == "preempted":
         console.echo("The same command continues it.")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Launch a run folder's ranks and wait; returns the run's exit code."""
+    folder, *rest = arguments or [""]
+    if not folder or rest not in ([], [PREDICTION_FLAG]):
+        print(f"usage: python -m titan_exp.launch.local.run RUN_FOLDER [{PREDICTION_FLAG}]", file=sys.stderr)
+        return UserError.exit_code
+    safe_output("utf-8", raw=True)
+    prediction = sys.stdin.read() if rest else None
+    try:
+        return run(replace(plan_relaunch(RunFolder(Path(folder)), trust=True), prediction=prediction)).exit_code
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -18,7 +18,6 @@ from titan_exp.data.sources.base import known_identity, require_same_data
 from titan_exp.launch.executor import RunPlan
 from titan_exp.launch.provenance.git import checksums
 from titan_exp.launch.provenance.provenance import read_provenance
-from titan_exp.launch.provenance.recorded_code import recorded_parts, recorded_version
 from titan_exp.rules.checkpoint import local_checkpoint, recorded_data
 from titan_exp.tracking.number_format import format_bytes
 from titan_exp.tracking.run_folder.provenance_records import CodeRecord, CodeVersion, read_code

@@ -22,9 +22,8 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
 from titan_exp.launch.rank.rank_env import HOSTS, IMPORT_PATH, TOKEN, RankInfo, extend_import_path, outer_launch
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
-from titan_exp.launch.state import exit_status
-from titan_exp.launch.state.close_attempt import close_attempt
-from titan_exp.launch.state.exit_status import AttemptResult, RankFailure
+from titan_exp.launch.state import attempt_end
+from titan_exp.launch.state.attempt_end import AttemptResult, RankFailure, close_attempt
 from titan_exp.tracking.run_folder.attempts import DONE, FAILED, STOPPED, Attempt
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -142,13 +141,13 @@ class HostAgent:
             record = self._record(rank)
             if not process.poll() or (record is not None and record.end is not None):
                 continue
-            failure = exit_status.failure_at_start if record is None else exit_status.failure_from_signal
+            failure = attempt_end.failure_at_start if record is None else attempt_end.failure_from_signal
             own.append(failure(rank, time.time(), self.log(rank)))
         if not own:
             return None
         records = [self._record(rank) for rank in range(self.row.world_size)]
-        recorded = [exit_status.failure_from_error(record) for record in records if record and record.failed]
-        return exit_status.failed([*own, *recorded])
+        recorded = [attempt_end.failure_from_error(record) for record in records if record and record.failed]
+        return attempt_end.failed([*own, *recorded])
 
     def _overdue(self) -> AttemptResult | None:
         """Result of the attempt if ranks do not save in time, or another host is lost."""

@@ -1,16 +1,15 @@
-"""Join an attempt: rank 0 takes the run lock and records the start, the other ranks wait for it."""
+"""Join an attempt: rank 0 takes the run lock, records the start and its address; the other ranks wait for both."""
 
+import os
+import socket
 import time
 from dataclasses import replace
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.executor import BY_HAND, Executor
 from titan_exp.launch.rank.rank_env import RankInfo
-from titan_exp.launch.state.close_attempt import close_dead_attempts, newest_checkpoint, requeues_after
-from titan_exp.launch.state.run_lock import acquire_run
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.launch.state.attempt_end import acquire_run, close_dead_attempts, newest_checkpoint, requeues_after
+from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
 
 ATTEMPT_TIMEOUT = 60.0
 """Seconds that other ranks wait for rank 0 to record the start."""
@@ -19,10 +18,8 @@ ATTEMPT_TIMEOUT = 60.0
 def join_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -> RankInfo:
     """Join the run's attempt and its rendezvous; returns the rank with its attempt number.
 
-    Without an executor, torchrun has set the rendezvous address. Raises UserError if another process holds the run, or
-    the number of ranks differs from the layout's world size.
+    Without an executor, torchrun has set the rendezvous address. Raises UserError if another process holds the run.
     """
-    check_world_size(folder, rank)
     claim = None
     if rank.rank == 0:
         claim = acquire_run(folder, "rank 0", print)
@@ -69,16 +66,6 @@ def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) 
     return number
 
 
-def check_world_size(folder: RunFolder, rank: RankInfo) -> None:
-    """Raise UserError if the job has not as many ranks as the layout of the run, or of one of its worlds."""
-    expected = ResolvedLayout.of(load_experiment(folder.config, trust=True)).world_size
-    if rank.world_size != expected:
-        raise UserError(
-            f"{folder.path} is laid out for {expected} process(es) and was started with {rank.world_size}. Start it "
-            f"with `{rank.by_hand.format(expected)} -m titan_exp.launch.rank.main {folder.path}`."
-        )
-
-
 def _await_attempt(folder: RunFolder, rank: RankInfo) -> int:
     deadline = time.monotonic() + ATTEMPT_TIMEOUT
     while time.monotonic() < deadline:
@@ -90,3 +77,44 @@ def _await_attempt(folder: RunFolder, rank: RankInfo) -> int:
             return row.attempt
         time.sleep(0.1)
     raise UserError(f"{folder.path}: rank 0 did not start within {ATTEMPT_TIMEOUT:.0f} s. See its log.")
+
+
+FIRST_PORT, LAST_PORT = 20000, 32000
+"""Port range of the rendezvous, below the ephemeral ports."""
+RENDEZVOUS_TIMEOUT = 60.0
+"""Seconds to wait for rank 0's address: network disks may show new files late."""
+LOOPBACK = "127.0.0.1"
+
+
+def publish_address(folder: RunFolder, rank: RankInfo, address: str, job: int) -> None:
+    """Write rank 0's address and a free port into the attempt's log folder; jobs of other numbers try other ports."""
+    assert rank.attempt is not None
+    logs = folder.make_attempt_logs(rank.attempt)
+    write_atomically(logs / "meeting", f"{address} {free_port(job)}\n", durable=False)
+
+
+def join_rendezvous(folder: RunFolder, rank: RankInfo) -> None:
+    """Set MASTER_ADDR and MASTER_PORT to rank 0's address. Raises UserError if rank 0 has published none."""
+    assert rank.attempt is not None
+    path, deadline = folder.attempt_logs(rank.attempt) / "meeting", time.monotonic() + RENDEZVOUS_TIMEOUT
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise UserError(f"{path} did not appear in {RENDEZVOUS_TIMEOUT:.0f} s. Is this folder shared by all nodes?")
+        time.sleep(0.1)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = path.read_text(encoding="utf-8").split()
+    if os.environ["MASTER_ADDR"] == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def free_port(job: int) -> int:
+    """Find a free port, starting at an offset derived from the number of a job."""
+    count = LAST_PORT - FIRST_PORT
+    for offset in range(count):
+        port = FIRST_PORT + (job * 7 + offset) % count
+        with socket.socket() as candidate:
+            try:
+                candidate.bind(("", port))
+            except OSError:
+                continue
+        return port
+    raise UserError(f"No free port between {FIRST_PORT} and {LAST_PORT} on {socket.gethostname()}.")

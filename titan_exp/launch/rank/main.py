@@ -24,27 +24,27 @@ import psutil
 
 from titan_exp.config.command_line.safe_output import safe_output
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import allocator_environment, return_freed_memory
 from titan_exp.config.schema.builtins import executor_names
-from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.executor import Executor, executor_for
 from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.health.watchdog import Watchdog
 from titan_exp.launch.provenance.changes import attempt_changes, edited_code
-from titan_exp.launch.rank.child_env import environment
 from titan_exp.launch.rank.join_attempt import join_attempt
-from titan_exp.launch.rank.parent_watchdog import ParentWatchdog
-from titan_exp.launch.rank.rank_env import RankInfo, extend_import_path, torchrun_rank
+from titan_exp.launch.rank.rank_env import RankInfo, environment, extend_import_path, torchrun_rank
 from titan_exp.launch.rank.rank_status import (
     FALLBACK_FOLDER,
     FOLDER_LOST,
     HANG,
+    ParentWatchdog,
     RankError,
     RankRecord,
     read_record,
     write_record,
 )
-from titan_exp.launch.state.close_attempt import close_attempt
+from titan_exp.launch.state.attempt_end import close_attempt
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.attempts import DONE, ENDED_STATES, FAILED, HUNG, STOPPED, World
 from titan_exp.tracking.run_folder.files import (
@@ -54,10 +54,11 @@ from titan_exp.tracking.run_folder.files import (
     temporary_folder,
 )
 from titan_exp.tracking.run_folder.folder_owner import FolderWatch
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 RANK_MAIN = "TITAN_EXP_RANK_MAIN"
-"""Environment variable: import path of the rank's main function; the trainer by default."""
+"""Environment variable: import path of the rank's main function, which takes a `Run`; the trainer by default."""
 TRAINER = "titan_exp.trainer.rank_main.main"
 MAPPED_BYTES = 2**22
 """Size from which a rank's host memory goes back to the system when it is freed."""
@@ -65,12 +66,12 @@ FAILURE_MARK = "titan_exp: this rank failed"
 """Line in a rank's log before its traceback. The launcher shows the log up to it, and the traceback separately."""
 
 
-def run_rank(folder: RunFolder, rank: RankInfo) -> int:
+def run_rank(run: Run, rank: RankInfo) -> int:
     """Run one rank that has joined its attempt; returns its exit code, or 0 for a saved stop if srun would kill
     peers."""
     return_freed_memory(MAPPED_BYTES)
     safe_output("utf-8", raw=True)  # a log is UTF-8 in any locale
-    code = _Rank(folder, rank).run()
+    code = _Rank(run, rank).run()
     return DONE if rank.gang and code == STOPPED else code
 
 
@@ -80,29 +81,36 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: python -m titan_exp.launch.rank.main RUN_FOLDER", file=sys.stderr)
         return UserError.exit_code
     safe_output("utf-8", raw=True)
-    folder = RunFolder(arguments[0])
+    run = Run(arguments[0])
+    folder = run.folder
     extend_import_path()
     try:
-        executor, rank = _find_rank(folder)
+        if not folder.config.exists():
+            raise UserError(f"{folder.path} has no config.yaml, so it is not a run. `titan-exp train` creates runs.")
+        executor, rank = _find_rank(run.experiment)
         state = folder.read_state()
         if state is not None and state.state == "done":
             if rank.rank == 0:
                 print(f"{folder.path}: done already, after step {state.step}")
             return DONE
+        expected = ResolvedLayout.of(run.experiment).world_size
+        if rank.world_size != expected:
+            raise UserError(
+                f"{folder.path} is laid out for {expected} process(es) and was started with {rank.world_size}. Start "
+                f"it with `{rank.by_hand.format(expected)} -m titan_exp.launch.rank.main {folder.path}`."
+            )
         joined = None if executor is None else executor.join_world(folder, rank)
-        folder, rank = joined or (folder, join_attempt(folder, rank, executor))
+        run.folder, rank = joined or (folder, join_attempt(folder, rank, executor))
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    return run_rank(folder, rank)
+    return run_rank(run, rank)
 
 
-def _find_rank(folder: RunFolder) -> tuple[Executor | None, RankInfo]:
+def _find_rank(experiment: Experiment) -> tuple[Executor | None, RankInfo]:
     """Executor that started this process, trying the configured one first, and its rank; else None and torchrun's
     rank."""
-    if not folder.config.exists():
-        raise UserError(f"{folder.path} has no config.yaml, so it is not a run. `titan-exp train` creates runs.")
-    kinds = dict.fromkeys([load_experiment(folder.config, trust=True).cluster.kind, *executor_names()])
+    kinds = dict.fromkeys([experiment.cluster.kind, *executor_names()])
     for executor in map(executor_for, kinds):
         rank = executor.rank_info()
         if rank is not None:
@@ -111,13 +119,13 @@ def _find_rank(folder: RunFolder) -> tuple[Executor | None, RankInfo]:
 
 
 class _Rank:
-    def __init__(self, folder: RunFolder, rank: RankInfo) -> None:
+    def __init__(self, source: Run, rank: RankInfo) -> None:
         assert rank.attempt is not None
-        self.folder, self.rank, self.attempt = folder, rank, rank.attempt
+        self.source, self.folder, self.rank, self.attempt = source, source.folder, rank, rank.attempt
         self.record = RankRecord(rank.rank, os.getpid(), socket.gethostname(), time.time())
         self.parent_watchdog: ParentWatchdog | None = None
         self._record_lock = threading.Lock()
-        self.folder_watch = FolderWatch(folder.path)
+        self.folder_watch = FolderWatch(source.folder.path)
         self._is_of_several = World.from_environment() is not None
         self._has_own_job = self._is_of_several and rank.launcher is None
 
@@ -135,7 +143,7 @@ class _Rank:
         self._print_changes()
         watchdog = self._start_watchdog()
         with _temporary_files():
-            code, error = _call(_rank_main, str(self.folder.path))
+            code, error = _call(_rank_main, self.source)
         if error is not None:
             self._give_up_if_lost(self.folder_watch.confirmed_loss())  # the cause of any error
         watchdog.stop()
@@ -145,7 +153,7 @@ class _Rank:
         return code
 
     def _set_allocator(self) -> None:
-        experiment = load_experiment(self.folder.config, trust=True)
+        experiment = self.source.experiment
         os.environ.update(allocator_environment(experiment.cluster, experiment.compile, os.environ))
 
     def _print_changes(self) -> None:
@@ -259,7 +267,7 @@ class _Rank:
 
     def _start_watchdog(self) -> Watchdog:
         watchdog = Watchdog(
-            load_experiment(self.folder.config, trust=True).cluster,
+            self.source.experiment.cluster,
             HangFiles(self.folder.attempt_logs(self.attempt), self.rank.world_size),
             rank=self.rank.rank,
             progress=PROGRESS,
@@ -324,15 +332,15 @@ def _signal_pipe() -> socket.socket:
     return receiving
 
 
-def _rank_main(path: str) -> None:
+def _rank_main(run: Run) -> None:
     module, _, name = os.environ.get(RANK_MAIN, TRAINER).rpartition(".")
-    getattr(importlib.import_module(module), name)(path)
+    getattr(importlib.import_module(module), name)(run)
 
 
-def _call(function: Callable[[str], None], path: str) -> tuple[int, RankError | None]:
-    """Run `function(path)`; returns its exit code and its error."""
+def _call(function: Callable[[Run], None], run: Run) -> tuple[int, RankError | None]:
+    """Run `function(run)`; returns its exit code and its error."""
     try:
-        function(path)
+        function(run)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             code = error.code or DONE

@@ -1,13 +1,15 @@
-"""Rank status: one small file per rank and attempt, written at the rank's start and end.
-
-A rank that has exited without a recorded end was killed.
-"""
+"""Rank status, and the watchdog that ends a rank whose parents are gone."""
 
 import contextlib
 import json
 import os
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import psutil
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.secrets import concealed
@@ -88,3 +90,82 @@ def read_record(folder: RunFolder, attempt: int, rank: int, fallback: Path | Non
 
 def _name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
+
+
+POLL_INTERVAL = 0.25
+GRACE = 3.0
+"""Seconds for an orphaned rank to fail by itself after a peer failed."""
+SAVE_LIMIT = 600.0
+"""Seconds for an orphaned rank to save, since no user can press Ctrl-C twice."""
+
+
+class ParentWatchdog(threading.Thread):
+    """Watchdog thread, running until the process exits.
+
+    `launcher` and `controller` are the pids of the grandparent and parent process; `give_up(reason)` exits this one,
+    and `on_orphaned()` may once the launcher has exited.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        attempt: int,
+        rank: int,
+        world_size: int,
+        launcher: int,
+        controller: int,
+        give_up: Callable[[str], None],
+        on_orphaned: Callable[[], None],
+    ) -> None:
+        super().__init__(name="titan_exp parent watchdog", daemon=True)
+        self.orphaned = False
+        """True if the launcher has exited."""
+        self._folder, self._attempt, self._rank, self._world_size = folder, attempt, rank, world_size
+        self._launcher, self._controller, self._give_up = launcher, controller, give_up
+        self._on_orphaned = on_orphaned
+
+    def run(self) -> None:
+        """Poll the parents. An exited parent, even a zombie, shows as a changed parent pid of its child."""
+        while not self._launcher_is_gone():
+            if os.getppid() != self._controller:
+                self._give_up("the parent process of the ranks (submitit's controller) is gone")
+            time.sleep(POLL_INTERVAL)
+        self.orphaned = True
+        with contextlib.suppress(OSError):  # on a full disk nothing can be saved; the limit below ends the rank
+            self._folder.request_stop("the launcher is gone")
+        self._on_orphaned()
+        self._end_as_orphan()
+
+    def _launcher_is_gone(self) -> bool:
+        try:
+            return psutil.Process(self._controller).ppid() != self._launcher
+        except psutil.Error:
+            return False  # the controller has exited; checked next
+
+    def _end_as_orphan(self) -> None:
+        """Wait until this rank has saved; exit if a peer failed, since its collectives would block forever."""
+        began, peer_died = time.monotonic(), None
+        while True:
+            now = time.monotonic()
+            if os.getppid() != self._controller:
+                self._give_up("the launcher and the parent process of the ranks are gone")
+            if peer_died is None and self._has_peer_died():
+                peer_died = now
+            if peer_died is not None and now - peer_died > GRACE:
+                self._give_up("the launcher is gone and another rank died")
+            if now - began > SAVE_LIMIT:
+                self._give_up(f"the launcher is gone and saving took longer than {SAVE_LIMIT:.0f} s")
+            time.sleep(POLL_INTERVAL)
+
+    def _has_peer_died(self) -> bool:
+        try:
+            siblings = psutil.Process(self._controller).children()
+            alive = {sibling.pid for sibling in siblings if sibling.status() != psutil.STATUS_ZOMBIE}
+        except psutil.Error:
+            return False  # processes have changed; retried at the next poll
+        for rank in set(range(self._world_size)) - {self._rank}:
+            record = read_record(self._folder, self._attempt, rank)
+            if record is not None and (record.failed or (record.exit is None and record.pid not in alive)):
+                return True
+        return False

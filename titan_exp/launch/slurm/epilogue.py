@@ -17,10 +17,9 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.rank.rank_env import TOKEN
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
-from titan_exp.launch.slurm.srun_log import SrunLog, parse_srun_log
-from titan_exp.launch.state import exit_status
-from titan_exp.launch.state.close_attempt import close_attempt, requeues_after
-from titan_exp.launch.state.exit_status import AttemptResult, RankFailure
+from titan_exp.launch.slurm.squeue import SrunLog, parse_srun_log
+from titan_exp.launch.state import attempt_end
+from titan_exp.launch.state.attempt_end import AttemptResult, RankFailure, close_attempt, requeues_after
 from titan_exp.tracking.run_folder.attempts import DONE, FAILED, HUNG, STOPPED, Attempt
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -68,12 +67,12 @@ def attempt_result(folder: RunFolder, row: Attempt, job: str, code: int) -> Atte
     records = {rank: read_record(folder, row.attempt, rank) for rank in range(row.world_size)}
     hang = HangFiles(folder.attempt_logs(row.attempt), row.world_size).report_hang()
     if hang is not None:
-        return replace(exit_status.hung(hang), state="preempted")
+        return replace(attempt_end.hung(hang), state="preempted")
     codes = [record.exit for record in records.values() if record is not None and record.exit is not None]
     if len(codes) < row.world_size:
         return _cut_short(folder, row, job, code, records)
-    failures = [exit_status.failure_from_error(record) for record in records.values() if record and record.failed]
-    return exit_status.failed(failures) if failures else exit_status.ended(codes, folder.stop_reason())
+    failures = [attempt_end.failure_from_error(record) for record in records.values() if record and record.failed]
+    return attempt_end.failed(failures) if failures else attempt_end.ended(codes, folder.stop_reason())
 
 
 def _cut_short(
@@ -85,13 +84,13 @@ def _cut_short(
     order: a failure other than a broken collective, unless srun first reported a rank without a record; a stop
     request; such a rank; a broken collective.
     """
-    failures = [exit_status.failure_from_error(record) for record in records.values() if record and record.failed]
+    failures = [attempt_end.failure_from_error(record) for record in records.values() if record and record.failed]
     log = parse_srun_log(_read(folder.logs / f"slurm-{job}.out"))
     silent = [rank for rank, record in records.items() if record is None or not (record.end or record.signal)]
     exits = [task for task in log.exits if task.rank in silent]
     causes = [failure for failure in failures if not failure.broken_collective]
     if causes and not any(task.first for task in exits):
-        return exit_status.failed(causes)
+        return attempt_end.failed(causes)
     stop = folder.stop_reason()
     # srun sends SIGTERM to the peers of a failed rank, which record it as a stop request.
     by_srun = re.fullmatch(r"rank \d+ received SIGTERM", stop or "") is not None
@@ -104,13 +103,13 @@ def _cut_short(
         missing = [rank for rank, record in records.items() if record is None or record.end is None]
         rank, message = (exits[0].rank, exits[0].message) if exits else ((silent or missing)[0], "")
         failures = [_unrecorded(folder, row, rank, records[rank], message, out_of_memory=log.out_of_memory)]
-    return exit_status.failed(failures)
+    return attempt_end.failed(failures)
 
 
 def _ended_step(log: SrunLog, code: int) -> str | None:
     """Reason if the whole step was ended, and no rank of it first."""
     if log.aborted and log.out_of_memory:
-        return f"SLURM ended the job step, as it ran out of host memory: {MORE_MEMORY}{exit_status.LESS_MEMORY}"
+        return f"SLURM ended the job step, as it ran out of host memory: {MORE_MEMORY}{attempt_end.LESS_MEMORY}"
     if log.aborted:
         return "SLURM ended the job step, by scancel or as a node failed"
     if code > SIGNALLED and not log.exits:
@@ -125,13 +124,13 @@ def _unrecorded(
     """Failure of a rank that recorded no end; `message` is srun's, empty without one."""
     path = folder.attempt_logs(row.attempt) / f"rank-{rank:05d}.log"
     if out_of_memory or (record is not None and message in ("", "Killed")):
-        failure = exit_status.failure_from_signal(
+        failure = attempt_end.failure_from_signal(
             rank, time.time(), path, out_of_memory=out_of_memory, more_memory=MORE_MEMORY
         )
     elif record is None:
-        failure = exit_status.failure_at_start(rank, time.time(), path)
+        failure = attempt_end.failure_at_start(rank, time.time(), path)
     else:
-        failure = exit_status.failure_without_traceback(rank, time.time(), path)
+        failure = attempt_end.failure_without_traceback(rank, time.time(), path)
     return replace(failure, reason=failure.reason + (f" (srun: {message})" if message else ""))
 
 
@@ -150,7 +149,7 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
         return DONE
     holder, code = folder.holder(), code or FAILED
     logs = folder.logs / f"slurm-{job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}-rank-00000.log"
-    print(exit_status.tail(logs))
+    print(attempt_end.tail(logs))
     if holder is not None:
         reason = f"the run is held by {holder}"
         folder.update_attempt(row.attempt, job_id=job, end=time.time(), exit=code, reason=reason)
@@ -160,7 +159,7 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
     why = (
         f"srun: rank {log.exits[0].rank}: {log.exits[0].message}" if log.exits else f"srun ended with exit code {code}"
     )
-    remedy = f"; host memory ran out: {MORE_MEMORY}{exit_status.LESS_MEMORY}" if log.out_of_memory else ""
+    remedy = f"; host memory ran out: {MORE_MEMORY}{attempt_end.LESS_MEMORY}" if log.out_of_memory else ""
     reason = f"no rank started ({why}){remedy}"
     close_attempt(folder, row.attempt, "failed", exit_code=code, reason=reason, overrule=True)
     return code

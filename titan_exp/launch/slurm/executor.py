@@ -5,6 +5,7 @@ The intent is recorded before submission, so no job is lost or submitted twice.
 
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,11 +15,11 @@ from titan_exp.launch.executor import NOT_CANCELLED, JobStatus, Submission, Subm
 from titan_exp.launch.provenance.changes import report_changes, report_large_patch
 from titan_exp.launch.provenance.code_snapshot import take_code_snapshot
 from titan_exp.launch.provenance.provenance import read_provenance
-from titan_exp.launch.rank.rank_env import GROUP, RankInfo, forget_torchrun
+from titan_exp.launch.rank.join_attempt import LOOPBACK, publish_address
+from titan_exp.launch.rank.rank_env import GROUP, TOKEN, RankInfo, forget_torchrun
 from titan_exp.launch.remote import RemoteExecutor, make_ready, runs_of
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors
 from titan_exp.launch.slurm.epilogue import CANCELLED
-from titan_exp.launch.slurm.rendezvous import publish_rendezvous, srun_rank
 from titan_exp.launch.slurm.squeue import Job, UnreachableError, accounted, ask, listed_jobs
 from titan_exp.launch.slurm.submit import (
     Batch,
@@ -28,13 +29,68 @@ from titan_exp.launch.slurm.submit import (
     group_by_resources,
     is_being_submitted,
     submissions_folder,
+    thread_map,
 )
-from titan_exp.launch.state.thread_map import thread_map
 from titan_exp.launch.worlds import several_worlds
 from titan_exp.tracking.run_folder.attempts import STOPPED, Attempt
 from titan_exp.tracking.run_folder.files import FileLock, LockedError
 from titan_exp.tracking.run_folder.folder_owner import own_folder
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+
+
+def srun_rank() -> RankInfo | None:
+    """Rank from srun's environment; None without srun, or under torchrun by hand.
+
+    In a submitted job srun counts, whoever else has set RANK: a hook of the container runtime, or the shell of the
+    submission.
+    """
+    env = os.environ
+    if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env or (TOKEN not in env and "RANK" in env):
+        return None
+    from submitit.slurm.slurm import SlurmJobEnvironment
+
+    token = env.get(TOKEN)
+    return RankInfo(
+        rank=int(env["SLURM_PROCID"]),
+        world_size=int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"]),
+        local_rank=_local_rank(),
+        job_id=slurm_job_id() if token is not None else f"{slurm_job_id()}.{env['SLURM_STEP_ID']}",
+        hosts=tuple(SlurmJobEnvironment().hostnames),
+        restarts=int(env.get("SLURM_RESTART_COUNT", "0")),
+        token=token,
+        gang=True,
+        by_hand="srun --ntasks {} python",
+    )
+
+
+def slurm_job_id() -> str:
+    """Job id of this process; `ARRAY_TASK` for an array task, whose SLURM_JOB_ID may be the array's."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+
+
+def publish_rendezvous(folder: RunFolder, rank: RankInfo, host: str | None = None) -> None:
+    """Write rank 0's address and links to the rank logs into the attempt's log folder, or that of a world.
+
+    Without `host` the address is the loopback interface on one node, else the node's name.
+    """
+    assert rank.attempt is not None
+    address = host or (LOOPBACK if os.environ.get("SLURM_STEP_NUM_NODES") == "1" else socket.gethostname())
+    publish_address(folder, rank, address, int(os.environ["SLURM_JOB_ID"]))
+    logs = folder.attempt_logs(rank.attempt)
+    for number in range(rank.world_size):
+        link = logs / f"rank-{number:05d}.log"
+        if rank.token is not None and not link.is_symlink():
+            up = Path(*[".."] * len(logs.relative_to(folder.logs).parts))
+            link.symlink_to(up / f"slurm-{rank.job_id}-{rank.restarts}-rank-{number:05d}.log")
+
+
+def _local_rank() -> int:
+    number = int(os.environ.get("SLURM_LOCALID", "0"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    # With GPU binding per task, a task sees one GPU, as device 0.
+    return 0 if visible and "," not in visible else number
+
 
 CANNOT_ASK = "SLURM cannot be asked"
 SCANCEL_JOBS = 500

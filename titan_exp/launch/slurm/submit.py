@@ -11,23 +11,36 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
-from titan_exp.launch.rank.child_env import environment
-from titan_exp.launch.rank.rank_env import outer_launch
+from titan_exp.launch.rank.rank_env import environment, outer_launch
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.script import Resources, Script, render, sbatch_options
 from titan_exp.launch.slurm.squeue import in_a_sentence
-from titan_exp.launch.state.thread_map import thread_map
 from titan_exp.rules.cluster import RESERVED, long_name
 from titan_exp.tracking.run_folder.files import is_held
 from titan_exp.tracking.run_folder.run_folder import write_atomically
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+WAITING = 16
+
+
+def thread_map(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Apply `do` to each item in a thread pool; returns results in order or raises the first exception. Calls must not
+    share state."""
+    with ThreadPoolExecutor(WAITING) as pool:
+        return list(pool.map(do, items))
+
 
 ARRAY_LIMIT = 1000
 """Runs per array; SLURM's MaxArraySize is 1001 by default."""

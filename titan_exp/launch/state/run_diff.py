@@ -6,10 +6,8 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import shown
 from titan_exp.config.schema.identity_keys import flatten, has_effect, same_value
-from titan_exp.config.schema.typed_config import read_values
 from titan_exp.launch.provenance.changes import code_changes
-from titan_exp.tracking.run_folder.provenance_records import read_code, read_environment_record
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run import Run
 
 NOT_THERE = "not there"
 MACHINE = ("host", "executable", "cores", "cores_usable", "memory_gib")
@@ -48,13 +46,14 @@ class RunDiff:
         return not (self.configuration or self.code or self.environment or self.data)
 
 
-def diff_runs(a: RunFolder, b: RunFolder) -> RunDiff:
+def diff_runs(a: Run, b: Run) -> RunDiff:
     """Compare two run folders. Raises UserError if a configuration cannot be read. Imports and resolves nothing."""
-    configs = [flatten(read_values(folder.config)) for folder in (a, b)]
-    codes = [read_code(folder.code) for folder in (a, b)]
-    environments = [read_environment_record(folder.env) for folder in (a, b)]
-    data = [_data(folder) for folder in (a, b)]
-    names = ["/".join(folder.path.absolute().parts[-2:]) for folder in (a, b)]
+    runs = (a, b)
+    configs = [flatten(run.config) for run in runs]
+    codes = [run.code for run in runs]
+    environments = [run.environment for run in runs]
+    data = [next((row.data for row in reversed(run.attempts) if row.data is not None), None) for run in runs]
+    names = ["/".join(run.folder.path.absolute().parts[-2:]) for run in runs]
     recorded = {"code": codes, "environment": environments, "data": data}
     return RunDiff(
         *names,
@@ -108,11 +107,6 @@ def _environment(record: Mapping[str, Any] | None) -> dict[str, Any]:
     found.pop("torch", None)  # one of the packages
     settings = {f"${name}": value for name, value in variables.items() if not name.startswith("SLURM_")}
     return found | packages | settings
-
-
-def _data(folder: RunFolder) -> dict[str, Any] | None:
-    rows = [row.data for row in folder.read_attempts() if row.data is not None]
-    return rows[-1] if rows else None
 
 
 def _side_by_side(differences: Sequence[Difference]) -> list[str]:

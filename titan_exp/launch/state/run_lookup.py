@@ -1,17 +1,156 @@
-"""Run lookup by study, study/label, id prefix or path."""
+"""Lookup of runs and studies: by study, study/label, id prefix, path, pattern of paths, or URL."""
 
+import json
 import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from glob import escape
 from pathlib import Path
+from typing import Any, TypedDict
 
+from titan_exp.config.command_line.options import default_runs
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
-from titan_exp.launch.state.study_folder import StudyFolder, StudyRecord, StudyRun
+from titan_exp.config.paths.foreign_file import read_text
+from titan_exp.config.paths.remote_url import is_url
+from titan_exp.tracking.run_folder.attempts import read_json
+from titan_exp.tracking.run_folder.files import FileLock, LockHolder, is_held, write_atomically
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder, is_readable_run, readable_runs
 
-NAMED = "Name a run by its path, the beginning of its id, or STUDY/LABEL; a study by its name."
+
+class RoundsRecord(TypedDict, total=False):
+    """Metric and better direction of later rounds and, with halving, rungs and the kept fraction."""
+
+    metric: str
+    better: str
+    rungs: list[Any]
+    keep: Any
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """Study point and its run. Several points may share a run."""
+
+    label: str
+    """Varied values, including the seed."""
+    variant: str
+    """Varied values without the seed; runs of one variant are repetitions."""
+    seed: int | None
+    """Seed, if the study sets one."""
+    run_id: str
+    """Run id and folder name."""
+    experiment_id: str
+    processes: int
+    steps: int
+    kind: str
+    overrides: tuple[str, ...]
+    choices: Mapping[str, str] = field(default_factory=dict)
+    """Name of the chosen value by named list."""
+    round: int = 1
+    """Rung of successive halving, or batch of Optuna, from 1."""
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """Content of study.json."""
+
+    name: str
+    question: str
+    size: str
+    """Chosen size; empty if the study has none."""
+    typed: tuple[str, ...]
+    baseline: str | None
+    """Baseline variant of the comparison."""
+    metrics: Mapping[str, str]
+    """Better direction, `min` or `max`, by compared metric."""
+    points: tuple[StudyRun, ...]
+    """Points that can run, in study order."""
+    skipped: Mapping[str, str]
+    """Skip reasons of all other points, by label."""
+    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Keys that a named list sets together, by its name."""
+    rounds: RoundsRecord = field(default_factory=RoundsRecord)
+    """Metric, better direction and, with halving, rungs and kept fraction; empty if all points start together."""
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Kind and bounds of each range of a search, by key."""
+    tune: str = ""
+    """Key over which each group of the comparison is tuned."""
+    removed: tuple[StudyRun, ...] = ()
+    """Points of earlier versions that the study no longer contains."""
+    time: float = 0.0
+    """Unix time of writing."""
+
+
+class StudyFolder:
+    """Folder of a study and its runs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.yaml = path / "study.yaml"
+        """Study file at the last launch."""
+        self.json = path / "study.json"
+        self.history = path / "history"
+        """Earlier versions of study.yaml and study.json."""
+        self.stop = path / "stop"
+        """Stop flag: no further run is started."""
+        self.lock = path / ".lock"
+        """Lock of the process that runs the study on its machine."""
+
+    def run(self, point: StudyRun) -> RunFolder:
+        """Run folder of a point; may not exist yet."""
+        return RunFolder(self.path / point.run_id)
+
+    def read(self) -> StudyRecord | None:
+        """Read study.json; None if missing. Raises UserError if it is not a study record."""
+        return read_json(self.json, StudyRecord)
+
+    def write(self, record: StudyRecord, text: str) -> StudyRecord:
+        """Write study.yaml and study.json, archiving earlier versions; returns the record with its removed points.
+
+        `text` is the study file. Each file is replaced atomically.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        before = self.read()
+        now = replace(record, removed=removed_runs(before, record), time=time.time())
+        if before is not None:
+            same = self.yaml.exists() and read_text(self.yaml) == text
+            if same and replace(before, time=now.time) == now:
+                return before
+            # A later round adds points, which is no other version.
+            if not same or now.points[: len(before.points)] != before.points:
+                self._archive()
+        write_atomically(self.yaml, text)
+        write_atomically(self.json, json.dumps(asdict(now), indent=1) + "\n")
+        return now
+
+    def holder(self) -> LockHolder | None:
+        """Process that currently runs the study; None without one."""
+        return FileLock(self.lock).holder() if is_held(self.lock) else None
+
+    def request_stop(self, reason: str) -> None:
+        """Set the stop flag."""
+        write_atomically(self.stop, reason + "\n")
+
+    def _archive(self) -> None:
+        self.history.mkdir(exist_ok=True)
+        number = len(list(self.history.glob("*.json"))) + 1
+        for path in (self.yaml, self.json):
+            if path.exists():
+                write_atomically(self.history / f"{number:03d}{path.suffix}", read_text(path))
+
+
+def removed_runs(before: StudyRecord | None, now: StudyRecord) -> tuple[StudyRun, ...]:
+    """Runs of earlier versions that the study no longer contains, without duplicates."""
+    kept = {point.run_id for point in now.points}
+    earlier = {} if before is None else {point.run_id: point for point in (*before.removed, *before.points)}
+    return tuple(point for run_id, point in earlier.items() if run_id not in kept)
+
+
+NAMED = "Name a run by its path, the beginning of its id, STUDY/LABEL, or its URL; a study by its name."
 
 
 @dataclass(frozen=True)
@@ -31,6 +170,11 @@ class RunEntry:
     rungs: int = 0
     """Number of rungs of its study; 0 without successive halving."""
 
+    @cached_property
+    def run(self) -> Run:
+        """Reader of its files."""
+        return Run(self.folder)
+
     @property
     def train_arguments(self) -> list[str]:
         """Arguments of `titan-exp train` that continue the run, whose paths.runs may be relative to another folder."""
@@ -38,21 +182,13 @@ class RunEntry:
         return ["--config-path", str(path), *([f"paths.runs={path.parents[1]}"] if path.is_absolute() else [])]
 
 
-def split_runs_folder(argv: Sequence[str]) -> tuple[Path, list[str]]:
-    """Split `paths.runs=...` (or the user's default) from other arguments. Raises UserError if an argument sets another
-    key."""
-    runs: str | None = None
-    rest: list[str] = []
-    for word in argv:
-        key, equals, value = word.partition("=")
-        if key == "paths.runs" and equals:
-            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"  # as Hydra reads it in train
-            runs = value[1:-1] if quoted else value
-        elif equals and re.fullmatch(r"[\w.]+", key) and "/" not in key and not Path(word).exists():
+def named_runs(words: Sequence[str]) -> list[str]:
+    """The words as names of runs. Raises UserError if one is an override."""
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if equals and re.fullmatch(r"[\w.]+", key) and not Path(word).exists():
             raise UserError(f"{word}: existing runs take no overrides but paths.runs=FOLDER.")
-        else:
-            rest.append(word)
-    return Path(runs if runs is not None else _default_runs()).expanduser(), rest
+    return list(words)
 
 
 def find_runs(names: Sequence[str], runs: Path) -> list[RunEntry]:
@@ -70,7 +206,7 @@ def require_one(found: Sequence[RunEntry], name: str) -> RunEntry:
     return found[0]
 
 
-def run_path(name: str, runs: Path | None = None) -> str:
+def run_path(name: str, runs: Path | str | None = None) -> str:
     """Folder of a run named by label, id prefix or the folder of an experiment with one run; other existing paths and
     URLs as they are.
 
@@ -78,10 +214,10 @@ def run_path(name: str, runs: Path | None = None) -> str:
     another name matches no run, or several.
     """
     path = Path(name).expanduser()
-    if not name or "://" in name or (path.exists() and not _is_group(path)):
+    if not name or is_url(name) or (path.exists() and not _is_group(path)):
         return name
     try:
-        found = find_runs([name], Path(_default_runs()) if runs is None else runs)
+        found = find_runs([name], Path(default_runs() if runs is None else runs).expanduser())
     except UserError:
         if "/" in name or name.endswith((".pt", ".pth")):
             return name
@@ -113,15 +249,6 @@ def run_groups(runs: Path) -> list[str]:
     return [path.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
 
 
-def _default_runs() -> str:
-    from titan_exp.config.extension import CONF_DIR
-    from titan_exp.config.hydra.compose import compose
-
-    if (CONF_DIR / "local" / "default.yaml").is_file():
-        return str(compose().paths.runs)
-    return "runs"
-
-
 def _all(runs: Path) -> list[RunEntry]:
     for name in run_groups(runs):
         try:
@@ -135,12 +262,19 @@ def _all(runs: Path) -> list[RunEntry]:
 
 
 def _find(word: str, runs: Path) -> list[RunEntry]:
+    if is_url(word):
+        return [_entry(_folder_of_url(word, runs))]
     path = Path(word).expanduser()
     for place in (path, runs / word):
         if (place / "config.yaml").is_file():
             return [_entry(place)]
         if place.is_dir() and any(_in_group(place)) and word not in ("", "."):
             return _in_group(place)
+    if any(mark in word for mark in "*?["):
+        places = dict.fromkeys(place for folder in (Path(), runs) for place in _matches(folder, word))
+        found = [run for place in places for run in ([place] if is_readable_run(place) else readable_runs(place))]
+        if found:
+            return [_entry(run) for run in found]
     name, slash, label = word.partition("/")
     if slash and (runs / name).is_dir():
         found = _labelled(label, _in_group(runs / name))
@@ -151,7 +285,7 @@ def _find(word: str, runs: Path) -> list[RunEntry]:
         raise UserError(f"{word}: {name} has no such run; {offer}")
     if re.fullmatch(r"[0-9a-f]{3,12}", word):
         found = [_entry(place) for place in runs.glob(f"*/{word}*") if is_readable_run(place)]
-        if len(found) > 1:
+        if len({entry.folder.path.name for entry in found}) > 1:
             paths = listed([str(entry.folder.path) for entry in found[:4]], "and")
             raise UserError(f"{word} is the beginning of {len(found)} ids: {paths}")
         if found:
@@ -160,6 +294,25 @@ def _find(word: str, runs: Path) -> list[RunEntry]:
     offer = did_you_mean(word, known) or (f"Under {runs}/ there are {listed(known[:8], 'and')}." if known else "")
     nothing = "" if known else f"There is no run under {runs}/; paths.runs=FOLDER looks elsewhere. "
     raise UserError(f"{word}: unknown run or study. {nothing}{offer[:1].upper()}{offer[1:]}\n  {NAMED}")
+
+
+def _matches(folder: Path, pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.is_absolute():
+        folder, pattern = Path(path.anchor), str(path.relative_to(path.anchor))
+    return sorted(folder.glob(pattern))
+
+
+def _folder_of_url(url: str, runs: Path) -> Path:
+    """Folder, on this machine, of the run at a URL: of its remote copy `.../NAME/ID`, of W&B's page, or `file://`."""
+    *_, name, run_id = ["", *url.partition("://")[2].rstrip("/").split("/")]
+    for place in (Path(url.removeprefix("file://")), runs / name / run_id, *_matches(runs, f"*/{escape(run_id)}")):
+        if is_readable_run(place):
+            return place
+    raise UserError(
+        f"{url}: {runs}/ has no folder of this run, which this verb reads; paths.runs=FOLDER looks elsewhere. "
+        "titan-exp generate, evaluate, convert and checkpoint.continue_from read its checkpoints there."
+    )
 
 
 def _entry(path: Path) -> RunEntry:

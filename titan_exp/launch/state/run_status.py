@@ -1,68 +1,50 @@
-"""Run status from files and locks, then from the executor."""
+"""Run status from files and locks, then from the executor; rows of `titan-exp status`."""
 
-import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TypeVar
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.training import sequences_after
 from titan_exp.launch.executor import Executor, JobStatus, RunPlan, executor_for, size_text, trusted_executor
-from titan_exp.launch.state.close_attempt import DIED_UNRECORDED
+from titan_exp.launch.state.run_lookup import RunEntry, StudyFolder, StudyRecord
+from titan_exp.launch.worlds import WorldsSummary, summarize_worlds
 from titan_exp.tracking.number_format import format_duration
-from titan_exp.tracking.run_folder.attempts import ENDED_STATES
-from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
-
-StatusName = Literal["new", "queued", "running", "done", "failed", "preempted", "lost", "unknown", "unreadable"]
-"""`new`: never started. `queued`: in the scheduler's queue. `lost`: exited without recording its end. `unknown`: the
-scheduler that may hold its job cannot be asked."""
-
-STALE = 60.0
-"""Seconds without a heartbeat before a run without a known holder counts as lost."""
-ENDED = ("done", "failed", "preempted")
-"""Recorded states that need no check of locks or heartbeat."""
+from titan_exp.tracking.run_folder.run import ENDED, Run, RunStatus
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.sinks.sink import REPORTED, Value
 
 
-@dataclass(frozen=True)
-class RunStatus:
-    """Current status of a run."""
-
-    state: StatusName
-    step: int
-    reason: str | None
-    attempt: int
-    """Number of the last attempt; 0 before the first."""
-    job_id: str | None = None
-
-    @property
-    def active(self) -> bool:
-        """True if queued or running, or possibly so if unknown."""
-        return self.state in ("queued", "running", "unknown")
-
-
-def run_statuses(folders: Sequence[RunFolder]) -> dict[Path, RunStatus]:
+def run_statuses(folders: Sequence[RunFolder | Run]) -> dict[Path, RunStatus]:
     """Status of each run by folder path. Each executor is queried once, for all its unfinished runs."""
     statuses: dict[Path, RunStatus] = {}
-    unsure: dict[str, list[RunFolder]] = {}
-    for folder in folders:
+    unsure: dict[str, list[Run]] = {}
+    for run in (found if isinstance(found, Run) else Run(found) for found in folders):
+        path = run.folder.path
         try:
-            status, kind = _from_files(folder)
+            statuses[path] = run.status
+            if run.state is not None and run.state.state != "done" and run.attempts:
+                unsure.setdefault(trusted_executor(run.folder, run.attempts[-1].launched_by), []).append(run)
         except UserError as error:
-            status, kind = RunStatus("unreadable", 0, str(error), 0), None
-        statuses[folder.path] = status
-        if kind is not None and status.state != "done":
-            unsure.setdefault(kind, []).append(folder)
+            statuses[path] = RunStatus("unreadable", 0, str(error), 0)
     for kind, of_kind in unsure.items():
-        job_statuses = _job_statuses(kind, of_kind)
-        for folder in of_kind:
-            statuses[folder.path] = _merge(folder, statuses[folder.path], job_statuses.get(folder.path))
+        job_statuses = _job_statuses(kind, [run.folder for run in of_kind])
+        for run in of_kind:
+            statuses[run.folder.path] = _merge(run, job_statuses.get(run.folder.path))
     return statuses
 
 
 def run_status(folder: RunFolder) -> RunStatus:
     """Status of one run."""
     return run_statuses([folder])[folder.path]
+
+
+def count_states(states: Sequence[str]) -> str:
+    """Format counts of states: `3 done, 1 failed`."""
+    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 
 def print_dry_run(executor: Executor, plan: RunPlan) -> None:
@@ -80,49 +62,6 @@ def print_dry_run(executor: Executor, plan: RunPlan) -> None:
         print(f"\n{script}", end="")
 
 
-def count_states(states: Sequence[str]) -> str:
-    """Format counts of states: `3 done, 1 failed`."""
-    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-
-
-def _from_files(folder: RunFolder) -> tuple[RunStatus, str | None]:
-    """Status by files and locks, and the executor of the last attempt."""
-    state = folder.read_state() or _state_of_attempts(folder)
-    if state is None:
-        return RunStatus("new", 0, None, 0), None
-    attempts = folder.read_attempts() if state.state != "done" else []
-    last = attempts[-1] if attempts else None
-    kind, job_id = (trusted_executor(folder, last.launched_by), last.job_id) if last else (None, None)
-    if state.state in ENDED:
-        return RunStatus(state.state, state.step, state.reason, state.attempt, job_id), kind
-    beat = folder.read_heartbeat()
-    step = max(state.step, beat.step if beat and beat.time >= state.time else 0)
-    if folder.holder() is not None:
-        return RunStatus("running", step, None, state.attempt, job_id), kind
-    if last is None:
-        return RunStatus("new", 0, None, 0), kind
-    age = time.time() - max(state.time, last.intent, beat.time if beat else 0.0)
-    if last.hosts != (socket.gethostname(),) and age < STALE:  # locks are invisible across some network disks
-        return RunStatus("running", step, None, state.attempt, job_id), kind
-    return RunStatus("lost", step, _lost_reason(state, age), state.attempt, job_id), kind
-
-
-def _state_of_attempts(folder: RunFolder) -> RunState | None:
-    """Run state by the last attempt, if state.json was deleted; None before the first."""
-    attempts = folder.read_attempts()
-    if not attempts:
-        return None
-    last = attempts[-1]
-    state = "running" if last.end is None else ENDED_STATES.get(last.exit, "failed")
-    return RunState(state, 0, last.end or last.start or last.intent, last.attempt, last.reason)
-
-
-def _lost_reason(state: RunState, age: float) -> str:
-    if not state.attempt:
-        return DIED_UNRECORDED
-    return f"attempt {state.attempt} {DIED_UNRECORDED}; last heartbeat {format_duration(max(0, round(age)))} ago"
-
-
 def _job_statuses(kind: str, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
     try:
         return executor_for(kind).status(folders)
@@ -130,24 +69,191 @@ def _job_statuses(kind: str, folders: Sequence[RunFolder]) -> Mapping[Path, JobS
         return {}  # the executor's class is not importable here
 
 
-def _merge(folder: RunFolder, status: RunStatus, job: JobStatus | None) -> RunStatus:
+def _merge(run: Run, job: JobStatus | None) -> RunStatus:
     """Merge the job status into the status from files."""
+    status = run.status
     if job is None:
         return status
     step, attempt, job_id = status.step, status.attempt, job.job_id or status.job_id
     if job.state == "unknown":
-        rows = folder.read_attempts()
-        if status.state in ENDED and rows and rows[-1].end is not None:
+        last, beat = run.attempts[-1], run.heartbeat
+        if status.state in ENDED and last.end is not None:
             return status
-        beat = folder.read_heartbeat()
-        last = (
+        seen = (
             "" if beat is None else f"; last heartbeat {format_duration(round(beat.age))} ago, after step {beat.step}"
         )
-        kind = rows[-1].launched_by if rows else "the scheduler"
-        return RunStatus("unknown", step, f"{kind} cannot be asked: {job.reason}{last}", attempt, job_id)
+        reason = f"{last.launched_by} cannot be asked: {job.reason}{seen}"
+        return RunStatus("unknown", step, reason, attempt, job_id)
     if job.state in ("queued", "running"):
         # Until a requeued run starts again, its files describe the previous attempt.
         return RunStatus(job.state, step, job.reason, attempt, job_id)
     if status.state in ("new", "running"):
         return RunStatus("lost", step, job.reason or "the scheduler ended or forgot its job", attempt, job_id)
     return RunStatus(status.state, step, status.reason or job.reason, attempt, job_id)
+
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class StatusRow:
+    """Row of the status table with the latest metrics; None if unknown."""
+
+    label: str
+    group: str
+    """Study, or `experiment.name`."""
+    run_id: str
+    folder: str
+    state: str
+    step: int
+    steps: int | None
+    """Step after which the run ends."""
+    loss: Value
+    """In nats per token."""
+    tokens_per_second: Value
+    """Throughput of the whole job."""
+    mfu: Value
+    """From 0 to 1."""
+    seconds_left: Value
+    """Remaining seconds of a running run at its latest throughput."""
+    gpu_hours: Value
+    """GPU-hours of all attempts; None on CPU."""
+    job_id: str | None
+    reason: str | None
+    removed: bool
+    """True if the study no longer contains this point."""
+    warning: str | None = None
+    """Failing saves or uploads of a running run."""
+    memory: Value = None
+    """Peak memory of rank 0 in GiB: allocated tensors on a GPU, resident set on a CPU."""
+    memory_predicted: Value = None
+    tokens_per_second_predicted: Value = None
+    validation_loss: Value = None
+    parent: str | None = None
+    """NAME/ID or URL of the run from which a continued one begins."""
+    parent_step: int | None = None
+    """Step at which a continued run begins."""
+    rung: int | None = None
+    """Rung of successive halving, from 1."""
+    groups: WorldsSummary | None = None
+    """What happened to the worlds of the run; None if it has one."""
+    reported: Mapping[str, Value] = field(default_factory=dict)
+    """Metrics reported by the objective, the model and the optimizer, by name."""
+
+
+def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:
+    """Build the status row of each run."""
+    now = run_statuses([entry.run for entry in found])
+    return [_row_or_damage(entry, now[entry.folder.path]) for entry in found]
+
+
+def _row_or_damage(entry: RunEntry, status: RunStatus) -> StatusRow:
+    """Row of a run; of one with a damaged file, which is the reason, if the table would fail for it."""
+    try:
+        return _row(entry, status)
+    except UserError as error:
+        name, folder = entry.folder.path.name, str(entry.folder.path)
+        return StatusRow(
+            *(entry.label, entry.group, name, folder, "unreadable", status.step),
+            *(None, None, None, None, None, None, status.job_id, status.reason or str(error), entry.removed),
+        )
+
+
+def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
+    run = entry.run
+    values = run.last_values
+    # Metrics may be ahead of state.json, written at the end.
+    logged = int(values.get("step") or 0) if values.get("attempt") == status.attempt else 0
+    step = max(status.step, logged)
+    try:
+        training, device = (run.config.get(group) or {} for group in ("training", "cluster"))
+        steps = _count(training.get("stop_after")) or _count(training.get("steps"))
+    except UserError:  # missing or damaged, which `show` explains
+        training, device = {}, {}
+        steps = None if entry.folder.config.exists() or entry.point is None else entry.point.steps
+    lineage = _known(lambda: run.lineage)
+    return StatusRow(
+        label=entry.label,
+        group=entry.group,
+        run_id=entry.folder.path.name,
+        folder=str(entry.folder.path),
+        state=status.state,
+        step=step,
+        steps=steps,
+        loss=values.get("loss"),
+        tokens_per_second=values.get("tokens_per_second"),
+        mfu=values.get("mfu"),
+        seconds_left=_seconds_left(run, step, steps) if status.state == "running" and steps is not None else None,
+        gpu_hours=_hours(run, status) if _is_on_gpu(run, device.get("device")) else None,
+        job_id=status.job_id,
+        reason=status.reason,
+        removed=entry.removed,
+        warning=entry.folder.warning() if status.state == "running" else None,
+        memory=values.get("memory"),
+        memory_predicted=run.predicted.memory,
+        tokens_per_second_predicted=run.predicted.tokens_per_second,
+        validation_loss=values.get("validation_loss"),
+        parent=None if lineage is None else lineage.name,
+        parent_step=None if lineage is None else lineage.step,
+        rung=None if entry.point is None or not entry.rungs else entry.point.round,
+        groups=_known(lambda: summarize_worlds(entry.folder)),
+        reported={name: value for name, value in values.items() if name.startswith(REPORTED)},
+    )
+
+
+def _known(read: Callable[[], Found]) -> Found | None:
+    """What a file holds; None if it is damaged, which `show` explains: the table is of other runs as well."""
+    with suppress(UserError):
+        return read()
+    return None
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value < 10**15 else None
+
+
+def _seconds_left(run: Run, step: int, steps: int) -> float | None:
+    values = run.last_values
+    tokens, logged, speed = values.get("tokens"), values.get("step"), values.get("tokens_per_second")
+    if not tokens or not logged or not speed:
+        return None
+    left, done = steps - step, int(logged)
+    if run.config["training"].get("batch_ramp"):
+        training = run.group("training")
+        ends = [
+            sequences_after(training.batch_ramp, training.global_batch_size, end) for end in (steps, step, int(logged))
+        ]
+        left, done = ends[0] - ends[1], ends[2]
+    return left * tokens / done / speed
+
+
+def _hours(run: Run, status: RunStatus) -> float:
+    """Process-hours of all attempts."""
+    seconds = 0.0
+    for row in run.attempts:
+        if row.start is not None:
+            end = row.end if row.end is not None else (time.time() if status.state == "running" else row.start)
+            seconds += (end - row.start) * row.world_size
+    return seconds / 3600
+
+
+def _is_on_gpu(run: Run, device: object) -> bool:
+    """True if the configuration says so, or leaves it to the machine, which has GPUs."""
+    if device in ("cpu", "cuda"):
+        return device == "cuda"
+    return bool((_known(lambda: run.environment) or {}).get("gpus"))
+
+
+def rung_lines(record: StudyRecord, study: StudyFolder) -> Iterator[str]:
+    """One line per rung: its steps, the states of its runs, and their parents' number; none without halving."""
+    rungs = record.rounds.get("rungs", ())
+    statuses = run_statuses([study.run(point) for point in record.points]) if rungs else {}
+    for number in range(1, len(rungs) + 1):
+        points = [point for point in record.points if point.round == number]
+        name = f"rung {number} of {len(rungs)}"
+        if not points:
+            yield f"{name}: begins when the rung before is done, with the best {record.rounds.get('keep')} of it"
+            continue
+        states = count_states([statuses[study.run(point).path].state for point in points])
+        chosen = f", the best by {record.rounds.get('metric')}" if number > 1 else ""
+        yield f"{name}: to step {points[0].steps}, {len(points)} run(s){chosen}: {states}"

@@ -1,6 +1,8 @@
 """Summary of one run, for `titan-exp show`: configuration, code, lineage, state, checkpoints, next commands."""
 
 import shlex
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -10,13 +12,14 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.nondefault import nondefault_overrides
 from titan_exp.config.paths.checkpoint_files import COMPLETE_NAME, METADATA_FILE, step_of
 from titan_exp.config.paths.foreign_file import read_text
-from titan_exp.config.schema.typed_config import read_values
 from titan_exp.launch.provenance.changes import patched_files
+from titan_exp.launch.run_console import known_metrics
 from titan_exp.launch.state.run_lookup import RunEntry
-from titan_exp.launch.state.status_rows import StatusRow, status_rows
-from titan_exp.tracking.run_folder.attempts import Attempt
-from titan_exp.tracking.run_folder.provenance_records import CodePart, ancestors, children, read_code, read_overrides
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.launch.state.run_status import StatusRow, status_rows
+from titan_exp.tracking.number_format import format_bytes, format_duration, format_items
+from titan_exp.tracking.run_folder.attempts import ENDED_STATES, Attempt
+from titan_exp.tracking.run_folder.provenance_records import CodePart, children, for_shell
+from titan_exp.tracking.run_folder.run import Run
 
 
 @dataclass(frozen=True)
@@ -76,28 +79,27 @@ def summarize_run(entry: RunEntry, name: str) -> RunSummary:
 
     Nothing that the configuration names is imported, and none of its interpolations is resolved.
     """
-    folder = entry.folder
-    values = read_values(folder.config)
+    run, folder = entry.run, entry.folder
+    values, recorded = run.config, run.nondefault
     (status,) = status_rows([entry])
-    recorded = read_overrides(folder.nondefault)
     summary = RunSummary(
         status,
         tuple(nondefault_overrides(values) if recorded is None else recorded),
-        _recorded_code(folder),
-        tuple(Relative(ancestor.lineage.name, ancestor.lineage.step) for ancestor in ancestors(folder.path)),
+        _recorded_code(run),
+        tuple(Relative(ancestor.lineage.name, ancestor.lineage.step) for ancestor in run.ancestors),
         tuple(Relative("/".join(path.parts[-2:]), lineage.step) for path, lineage in children(folder.path)),
-        tuple(folder.read_attempts()),
+        tuple(run.attempts),
         tuple(_checkpoints(folder.checkpoints)),
     )
     commands = [*_commands_for_state(summary, entry, name), *_commands_from_checkpoints(summary, values, name)]
     return RunSummary(**{**vars(summary), "commands": tuple(commands)})
 
 
-def _recorded_code(folder: RunFolder) -> RecordedCode:
+def _recorded_code(run: Run) -> RecordedCode:
     """Code of a run; without parts if it was not recorded."""
-    record, patch = read_code(folder.code), ""
+    record, patch = run.code, ""
     with suppress(FileNotFoundError, UserError):
-        patch = read_text(folder.diff)
+        patch = read_text(run.folder.diff)
     names = [each.name for each in fields(CodePart)]
     parts = [CodePart(*(getattr(part, name) for name in names)) for part in (record.parts if record else ())]
     return RecordedCode(tuple(parts), tuple(patched_files(patch)))
@@ -155,3 +157,87 @@ def _commands_from_checkpoints(summary: RunSummary, values: dict[str, Any], name
 
 def _next(purpose: str, verb: str, *words: str) -> NextCommand:
     return NextCommand(purpose, f"{verb} {shlex.join(words)}")
+
+
+WIDTH = 100
+FILES = 10
+"""Maximum number of listed files."""
+
+
+def summary_lines(summary: RunSummary) -> Iterator[str]:
+    """Lines of a summary, a heading before each part."""
+    status = summary.status
+    yield f"{'/'.join(Path(status.folder).absolute().parts[-2:])}  {status.folder}"
+    yield from _section("state", list(_state(status)))
+    yield from _section("differs from the defaults", command_lines("titan-exp train", summary.overrides))
+    yield from _section("code", list(_code(summary.code)))
+    parents = [f"continued from {parent.run} after step {parent.step}" for parent in summary.parents]
+    children = [f"continued by {child.run} after step {child.step}" for child in summary.children]
+    yield from _section("lineage", [*parents, *children])
+    yield from _section("attempts", [_attempt(attempt) for attempt in summary.attempts])
+    sizes = [f"step {saved.step}  {format_bytes(saved.bytes)}" for saved in summary.checkpoints]
+    yield from _section("checkpoints", sizes)
+    width = max((len(command.purpose) for command in summary.commands), default=0)
+    commands = [f"{command.purpose:<{width}}  {command.command}" for command in summary.commands]
+    yield from _section("commands", commands)
+
+
+def command_lines(command: str, overrides: Sequence[str], width: int = WIDTH) -> list[str]:
+    """Command with overrides, wrapped at words as a shell reads it."""
+    lines = [command]
+    for word in map(for_shell, overrides):
+        if len(lines[-1]) + len(word) + len(" ") + len(" \\") > width:
+            lines[-1] += " \\"
+            lines.append(f"  {word}")
+        else:
+            lines[-1] += f" {word}"
+    return lines
+
+
+def _section(heading: str, lines: Sequence[str]) -> Iterator[str]:
+    if lines:
+        yield f"\n{heading}"
+        yield from (f"  {line}" for line in lines)
+
+
+def _state(status: StatusRow) -> Iterator[str]:
+    steps = "?" if status.steps is None else status.steps
+    waits = status.step == 0 and status.state in ("new", "queued", "unknown")
+    yield f"{status.state}, of {steps} steps" if waits else f"{status.state} after step {status.step} of {steps}"
+    if status.reason:
+        yield from status.reason.splitlines()
+    numbers = known_metrics(status.loss, status.validation_loss, status.tokens_per_second)
+    if status.mfu is not None:
+        numbers.append(f"MFU {status.mfu:.1%}")
+    if status.seconds_left is not None:
+        numbers.append(f"{format_duration(status.seconds_left)} left")
+    if status.gpu_hours is not None:
+        numbers.append(f"{status.gpu_hours:,.2f} GPU-hours")
+    if numbers:
+        yield ", ".join(numbers)
+
+
+def _code(code: RecordedCode) -> Iterator[str]:
+    yield from map(str, code.parts)
+    if code.changed:
+        more = len(code.changed) - FILES
+        names = ", ".join(code.changed[:FILES]) + (f" and {more} more" if more > 0 else "")
+        yield f"{format_items(len(code.changed), 'file')} changed (diff.patch): {names}"
+
+
+def _attempt(attempt: Attempt) -> str:
+    began = attempt.start if attempt.start is not None else attempt.intent
+    parts = [f"{attempt.attempt}  {time.strftime('%Y-%m-%d %H:%M', time.localtime(began))}"]
+    if attempt.start is not None and attempt.end is not None:
+        parts.append(format_duration(max(0.0, attempt.end - attempt.start)))
+    job = f", job {attempt.job_id}" if attempt.job_id and attempt.launched_by != "local" else ""
+    more = f" and {len(attempt.hosts) - 1} more" * (len(attempt.hosts) > 1)
+    hosts = "".join(f" on {host}{more}" for host in attempt.hosts[:1])  # unknown before the start
+    parts.append(f"{format_items(attempt.world_size, 'process')}{hosts}{job}")
+    if attempt.end is not None:
+        ended = "ended without a record" if attempt.exit is None else ENDED_STATES.get(attempt.exit, "failed")
+        reason = "" if not attempt.reason else f": {attempt.reason.splitlines()[0]}"
+        parts.append(f"{ended}{reason}")
+    elif attempt.start is None:
+        parts.append("not started")
+    return "  ".join(parts)

@@ -13,7 +13,7 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.study.points import Point
 from titan_exp.config.study.study import Choice, Direction, Halving, Range, Search
-from titan_exp.launch.state.study_folder import RoundsRecord
+from titan_exp.launch.state.run_lookup import RoundsRecord
 from titan_exp.launch.sweep.sweep_plan import SweepPlan
 from titan_exp.tracking.run_folder.attempts import has_diverged
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value

@@ -16,8 +16,8 @@ from titan_exp.config.study.points import Point, baseline_of, chosen_size, narro
 from titan_exp.config.study.study import Choice, Study
 from titan_exp.launch.executor import NOT_CANCELLED, executor_for, last_executor
 from titan_exp.launch.run_plan import explain_write_errors
+from titan_exp.launch.state.run_lookup import StudyFolder, StudyRecord, StudyRun, removed_runs
 from titan_exp.launch.state.run_status import run_statuses
-from titan_exp.launch.state.study_folder import StudyFolder, StudyRecord, StudyRun, removed_runs
 from titan_exp.launch.sweep.rounds import Batches, Rounds, Rungs, drawn_choices
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan
 from titan_exp.tracking.run_folder.files import FileLock

@@ -13,10 +13,10 @@ from titan_exp.config.command_line.help import forgotten_tokenizer
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.machine.devices import device_type
 from titan_exp.launch.executor import Submission, executor_for
-from titan_exp.launch.related_runs import rate_after_decay
+from titan_exp.launch.run_console import summarize
+from titan_exp.launch.run_id import rate_after_decay
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.state.run_status import count_states, run_statuses
-from titan_exp.launch.summary import summarize
 from titan_exp.launch.sweep.shipped_study import StudySweep
 from titan_exp.launch.sweep.sweep_plan import SkippedPoint, SweepPlan, labels_by_reason
 from titan_exp.plan.gate.gate import MemoryCheck

@@ -329,6 +329,14 @@ def parse_row(line: bytes) -> dict[str, Value] | None:
     return decode(row)
 
 
+def rows_of(lines: Iterable[str], attempt: int) -> Iterator[dict[str, Value]]:
+    """Parse metric rows of one attempt; other lines are skipped."""
+    for line in lines:
+        row = parse_row(line.encode())
+        if row is not None and row.get("attempt") == attempt:
+            yield row
+
+
 def _is_value(value: object) -> bool:
     if type(value) is float or value is None:
         return True

@@ -40,7 +40,7 @@ class RunFolder:
     For the ranks of one of several worlds, `world_logs` names their folder below the attempt's logs.
     """
 
-    def __init__(self, path: str | Path, *, world_logs: str | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, world_logs: str | None = None) -> None:
         self.path = Path(path)
         self._world_logs = world_logs
         self.config = self.path / "config.yaml"

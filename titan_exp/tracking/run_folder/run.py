@@ -1,0 +1,197 @@
+"""Reader of a run folder: each file is read when it is asked for, and once."""
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.schema.typed_config import group_of, load_experiment, read_values
+from titan_exp.tracking.number_format import format_duration
+from titan_exp.tracking.run_folder.attempts import ENDED_STATES, Attempt, Heartbeat, RunState, read_json
+from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, read_last_values, read_metrics
+from titan_exp.tracking.run_folder.provenance_records import (
+    Ancestor,
+    CodeRecord,
+    Lineage,
+    ancestors,
+    read_code,
+    read_environment_record,
+    read_overrides,
+)
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.sinks.sink import Value
+
+StatusName = Literal["new", "queued", "running", "done", "failed", "preempted", "lost", "unknown", "unreadable"]
+"""`new`: never started. `queued`: in the scheduler's queue. `lost`: exited without recording its end. `unknown`: the
+scheduler that may hold its job cannot be asked."""
+
+STALE = 60.0
+"""Seconds without a heartbeat before a run without a known holder counts as lost."""
+ENDED = ("done", "failed", "preempted")
+"""Recorded states that need no check of locks or heartbeat."""
+DIED_UNRECORDED = "died without a record (killed, or the machine went down)"
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Current status of a run."""
+
+    state: StatusName
+    step: int
+    reason: str | None
+    attempt: int
+    """Number of the last attempt; 0 before the first."""
+    job_id: str | None = None
+
+    @property
+    def active(self) -> bool:
+        """True if queued or running, or possibly so if unknown."""
+        return self.state in ("queued", "running", "unknown")
+
+
+@dataclass(frozen=True)
+class PredictedMetrics:
+    """Predicted counterparts of measured metrics, in the units of metrics.jsonl; None if not predicted."""
+
+    memory: float | None = None
+    """Peak of rank 0 in GiB: of allocated tensors on a GPU, of the whole process on a CPU."""
+    tokens_per_second: float | None = None
+    """Throughput of the whole job."""
+
+
+class _Prediction(TypedDict, total=False):
+    memory: float | None
+    tokens_per_second: float | None
+
+
+class Run(os.PathLike[str]):
+    """A run as its folder describes it, written by anybody and in any state.
+
+    Each member reads its file once, at most as much as a file of its kind may hold, and keeps what it found; whoever
+    waits for a change reads another `Run`. A member raises UserError if its file is damaged.
+    """
+
+    def __init__(self, folder: "RunFolder | Run | str | os.PathLike[str]") -> None:
+        self.folder = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder))
+
+    def __fspath__(self) -> str:
+        return str(self.folder.path)
+
+    __str__ = __fspath__
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Values of config.yaml, not validated. Raises UserError if there are none."""
+        return read_values(self.folder.config)
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        """Configuration for a process that trains the run, and so imports what it names."""
+        return load_experiment(self.folder.config, trust=True)
+
+    def group(self, name: str) -> Any:
+        """One group of the configuration, whose code is not imported."""
+        return group_of(self.config, name, self.folder.config)
+
+    @cached_property
+    def state(self) -> RunState | None:
+        """Content of state.json, or what the last attempt says if that was deleted; None before the first."""
+        state = self.folder.read_state()
+        if state is not None or not self.attempts:
+            return state
+        last = self.attempts[-1]
+        name = "running" if last.end is None else ENDED_STATES.get(last.exit, "failed")
+        return RunState(name, 0, last.end or last.start or last.intent, last.attempt, last.reason)
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        """All attempts, oldest first."""
+        return self.folder.read_attempts()
+
+    @cached_property
+    def heartbeat(self) -> Heartbeat | None:
+        """Last heartbeat; None before the first, and if it is damaged."""
+        return self.folder.read_heartbeat()
+
+    @cached_property
+    def status(self) -> RunStatus:
+        """Status by files and locks; the scheduler of a run that is not done may know another.
+
+        A run that has neither ended nor recorded why is lost if no process holds it, unless its last attempt is another
+        machine's, whose locks may be invisible across a network disk, and has given a sign of life for STALE seconds.
+        """
+        state = self.state
+        if state is None:
+            return RunStatus("new", 0, None, 0)
+        last = self.attempts[-1] if state.state != "done" and self.attempts else None
+        job_id = None if last is None else last.job_id
+        if state.state in ENDED:
+            return RunStatus(state.state, state.step, state.reason, state.attempt, job_id)
+        beat = self.heartbeat
+        step = max(state.step, beat.step if beat and beat.time >= state.time else 0)
+        if self.folder.holder() is not None:
+            return RunStatus("running", step, None, state.attempt, job_id)
+        if last is None:
+            return RunStatus("new", 0, None, 0)
+        age = time.time() - max(state.time, last.intent, beat.time if beat else 0.0)
+        if last.hosts != (socket.gethostname(),) and age < STALE:
+            return RunStatus("running", step, None, state.attempt, job_id)
+        reason = DIED_UNRECORDED
+        if state.attempt:
+            since = format_duration(max(0, round(age)))
+            reason = f"attempt {state.attempt} {reason}; last heartbeat {since} ago"
+        return RunStatus("lost", step, reason, state.attempt, job_id)
+
+    @cached_property
+    def code(self) -> CodeRecord | None:
+        """Code record; None if missing."""
+        return read_code(self.folder.code)
+
+    @cached_property
+    def environment(self) -> dict[str, Any] | None:
+        """Environment record; None if missing."""
+        return read_environment_record(self.folder.env)
+
+    @cached_property
+    def overrides(self) -> tuple[str, ...] | None:
+        """Overrides as typed; None if they cannot be read."""
+        return read_overrides(self.folder.overrides)
+
+    @cached_property
+    def nondefault(self) -> tuple[str, ...] | None:
+        """Overrides that differ from the defaults of the code that started the run; None if they cannot be read."""
+        return read_overrides(self.folder.nondefault)
+
+    @cached_property
+    def ancestors(self) -> list[Ancestor]:
+        """Parent, its parent, and so on to the last that is on this machine."""
+        return list(ancestors(self.folder.path))
+
+    @cached_property
+    def lineage(self) -> Lineage | None:
+        """Parent of a continued run, and the step at which it begins; None of other runs."""
+        return Lineage.read(self.folder.path)
+
+    @cached_property
+    def predicted(self) -> PredictedMetrics:
+        """Predictions made before the start; none if plan.json is missing or damaged."""
+        try:
+            found = read_json(self.folder.plan, _Prediction) or {}
+        except UserError:
+            found = {}
+        return PredictedMetrics(found.get("memory"), found.get("tokens_per_second"))
+
+    @cached_property
+    def rows(self) -> MetricRows:
+        """Rows of metrics, one per step."""
+        return read_metrics(self.folder.metrics)
+
+    @cached_property
+    def last_values(self) -> dict[str, Value]:
+        """Latest value of every metric, from the end of the file alone."""
+        return read_last_values(self.folder.metrics)

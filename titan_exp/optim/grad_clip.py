@@ -102,6 +102,16 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
     return [norms[place] for place in range(len(gradients))]
 
 
+def clip_gradients(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], norm: Tensor, max_norm: float
+) -> None:
+    """Clip gradients of the global norm `norm` to `max_norm`: by the optimizer if it can, else in place."""
+    if isinstance(optimizer, ScalesGradients):
+        optimizer.set_grad_scale(clip_factor(norm, max_norm))
+    else:
+        scale_gradients(parameters, norm, max_norm)
+
+
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """min(1, max_norm / norm), a scalar on the device."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -124,15 +134,12 @@ class NormClipper:
     """True if gradients must have the dtype of their parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], max_norm: float | None) -> None:
-        self._parameters, self._max_norm = list(parameters), max_norm
-        self._scales = optimizer if isinstance(optimizer, ScalesGradients) else None
+        self._optimizer, self._parameters, self._max_norm = optimizer, list(parameters), max_norm
 
     def clip(self, grad_norm: Tensor, *, step: int) -> Mapping[str, Tensor]:
-        """Clip gradients of the global norm `grad_norm`: by the optimizer if it can, else in place. No metrics."""
-        if self._max_norm is not None and self._scales is not None:
-            self._scales.set_grad_scale(clip_factor(grad_norm, self._max_norm))
-        elif self._max_norm is not None:
-            scale_gradients(self._parameters, grad_norm, self._max_norm)
+        """Clip gradients of the global norm `grad_norm`. There are no metrics."""
+        if self._max_norm is not None:
+            clip_gradients(self._optimizer, self._parameters, grad_norm, self._max_norm)
         return {}
 
     def keep(self) -> None:

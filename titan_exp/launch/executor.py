@@ -21,7 +21,7 @@ from titan_exp.config.groups.run import LOCAL, ClusterConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.builtins import executor_names
 from titan_exp.config.schema.component import import_dotted, is_dotted
-from titan_exp.config.schema.typed_config import read_values, typed_options
+from titan_exp.config.schema.typed_config import load_group, read_values, typed_options
 from titan_exp.config.secrets import revealed
 from titan_exp.launch.rank.rank_env import RankInfo
 from titan_exp.launch.worlds import several_worlds
@@ -117,6 +117,10 @@ class Executor(ABC):
         """`Options` of a run. Raises UserError if a name or a value in `cluster.options` does not fit."""
         return typed_options(self.Options, revealed(cluster.options, "cluster.options"), "cluster.options")
 
+    def options_of(self, folder: RunFolder) -> Any:
+        """`Options` of a run that was launched, as its folder records them."""
+        return self.options(load_group(folder.config, "cluster", trust=True))
+
     @abstractmethod
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
         """Submit runs that are not done, queued or running; returns one result per plan, in order.
@@ -141,16 +145,8 @@ class Executor(ABC):
 
     def cancel(self, folders: Sequence[RunFolder], *, reason: str) -> Mapping[Path, str]:
         """Dequeue waiting runs and request save-and-stop of active ones; returns a message per folder path."""
-        lines: dict[Path, str] = {}
-        statuses = self.status(folders)  # a network disk may not show the locks of other machines
-        for folder in folders:
-            status, who = statuses.get(folder.path), folder.holder()
-            if who is None and status is not None and status.state in ("queued", "running"):
-                who = f"job {status.job_id}"
-            if who is not None:
-                folder.request_stop(reason)
-            lines[folder.path] = "not running" if who is None else f"asked to save and stop ({who})"
-        return lines
+        statuses = self.status(folders)
+        return {folder.path: ask_to_stop(folder, statuses.get(folder.path), reason) for folder in folders}
 
     @abstractmethod
     def rank_info(self) -> RankInfo | None:
@@ -202,6 +198,22 @@ def _own_executor(kind: str) -> type[Executor]:
     if reason:
         raise UserError("This run cannot be started.", [Violation(key, kind, reason, remedy)])
     return found
+
+
+def ask_to_stop(folder: RunFolder, status: JobStatus | None, reason: str) -> str:
+    """Request save-and-stop of an active run; returns a message."""
+    who: object = folder.holder()  # a network disk may not show the locks of other machines
+    if who is None and status is not None and status.state in ("queued", "running"):
+        who = f"job {status.job_id}"
+    if who is None:
+        return "not running"
+    folder.request_stop(reason)
+    return f"asked to save and stop ({who})"
+
+
+def refused(plan: RunPlan, reason: str, job_id: str | None = None) -> Submission:
+    """Result of a run that is not submitted."""
+    return Submission(plan, "refused", job_id, reason, UserError.exit_code)
 
 
 def worst_exit_code(submissions: Sequence[Submission]) -> int:

@@ -34,7 +34,7 @@ from titan_exp.launch.provenance.changes import attempt_changes, edited_code
 from titan_exp.launch.rank.child_env import environment
 from titan_exp.launch.rank.join_attempt import join_attempt
 from titan_exp.launch.rank.parent_watchdog import ParentWatchdog
-from titan_exp.launch.rank.rank_env import RankInfo, extend_import_path, torchrun_rank
+from titan_exp.launch.rank.rank_env import TOKEN, RankInfo, extend_import_path, torchrun_rank
 from titan_exp.launch.rank.rank_status import (
     FALLBACK_FOLDER,
     FOLDER_LOST,
@@ -106,7 +106,7 @@ def _find_rank(folder: RunFolder) -> tuple[Executor | None, RankInfo]:
     for executor in map(executor_for, kinds):
         rank = executor.rank_info()
         if rank is not None:
-            return executor, rank
+            return executor, replace(rank, token=rank.token or os.environ.get(TOKEN))
     return None, torchrun_rank()
 
 

@@ -4,20 +4,32 @@ docs/reference.md, and the comments in conf/.
 
 import ast
 import re
-from dataclasses import MISSING
+from collections import defaultdict
+from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from tests.config.conf_files import allowed, default_of, first_here, options, written
+from titan_exp.config.errors.user_error import listed
 from titan_exp.config.extension import added_groups, added_keys, help_line, provided, source_file
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.paths.foreign_file import read_yaml
 from titan_exp.config.schema.builtins import decay_names, sources
+from titan_exp.config.schema.component import KINDS, builtin_components, component_config
 from titan_exp.config.schema.identity_keys import flatten
-from titan_exp.config.schema.schema import annotation_of, docstrings, example_of, hints, keys, meaning_of, value_keys
+from titan_exp.config.schema.schema import (
+    annotation_of,
+    declared_in,
+    docstrings,
+    example_of,
+    hints,
+    keys,
+    meaning_of,
+    value_keys,
+)
 from titan_exp.optim.lr_schedule import Decays
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
@@ -62,8 +74,32 @@ def _row(key: str, default: Any) -> str:
     shown = "–" if value is ... else f"`{_text(value)}`"
     built_in = "".join(f" `{name}`: {meaning}" for name, meaning in BUILT_IN.get(key, {}).items())
     example = f" E.g. `{example_of(key)}`." if example_of(key) else ""
-    meaning = f"{meaning_of(key)}{allowed(meaning_of(key), annotation_of(key))}{built_in}{example}".replace("|", r"\|")
+    meaning = f"{_meaning(key, default)}{built_in}{example}".replace("|", r"\|")
     return f"| `{key}` | {shown} | {meaning} |"
+
+
+def _meaning(key: str, default: Any) -> str:
+    """Meaning of a key; of one by which components mean different things each with its components, the default first."""
+    group = key.partition(".")[0]
+    found = defaultdict[str, list[str]](list)
+    for name in sorted(
+        builtin_components(group) if group in KINDS else (), key=lambda name: name != default[group][KINDS[group].key]
+    ):
+        kind = component_config(group, name)
+        if key in kind_keys(kind, f"{group}."):
+            annotation, meaning = declared_in(kind, key)
+            found[f"{meaning}{allowed(meaning, annotation)}"].append(name)
+    if len(found) < 2:
+        return f"{meaning_of(key)}{allowed(meaning_of(key), annotation_of(key))}"
+    of_default = default[group][KINDS[group].key] in next(iter(found.values()))
+    texts = [f"{listed([f'`{name}`' for name in names], 'and')}: {text}" for text, names in found.items()]
+    return " ".join([next(iter(found)), *texts[1:]] if of_default else texts)
+
+
+def kind_keys(kind: Any, prefix: str) -> set[str]:
+    """Dotted keys of a group's class."""
+    nested = (kind_keys(inner, f"{prefix}{name}.") for name, inner in hints(kind).items() if is_dataclass(inner))
+    return {f"{prefix}{name}" for name in hints(kind)}.union(*nested)
 
 
 def _text(value: Any) -> str:

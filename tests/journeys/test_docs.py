@@ -80,10 +80,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     losses = {1e-3: [3.1, 3.2, 3.3], 3e-3: [2.7, 2.8, 2.9], 1e-2: [2.9, 3.0, 3.0]}
-    make_study(folder / "runs", losses, study="rates")
-    make_study(folder / "runs", losses, study="optimizers")
-    make_study(folder / "runs", losses, study="halving")
-    make_study(folder / "runs", losses, study="semi_synchronous")
+    for study in ("rates", "optimizers", "halving", "semi_synchronous", "one", "dp", "tp"):
+        make_study(folder / "runs", losses, study=study)
     (run,) = (folder / "runs" / "first").iterdir()
     with contextlib.chdir(folder):
         assert main(["encode", "images=glyphs", "out=stores/glyphs"]) == 0

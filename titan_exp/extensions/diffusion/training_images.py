@@ -8,22 +8,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titan_exp.config.errors.user_error import listed
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.checkpoint_files import step_name
-from titan_exp.config.schema.builtins import SourceDescription
-from titan_exp.extensions.diffusion.config import ImageTracking, images_of
+from titan_exp.extensions.diffusion.config import ImageTracking
 from titan_exp.extensions.diffusion.encoders import encoders_of_samples, image_codec
 from titan_exp.extensions.diffusion.images import image_grid, save_image
-from titan_exp.extensions.diffusion.latent_format import HASHED_WORDS, PIXELS, SPLITS
-from titan_exp.extensions.diffusion.latents import (
-    build_sampler,
-    further_metrics,
-    open_files,
-    open_latents,
-    validation_batches,
-)
+from titan_exp.extensions.diffusion.latent_format import SPLITS
+from titan_exp.extensions.diffusion.latents import open_latents
 from titan_exp.extensions.diffusion.rectified_flow import (
     Conditions,
     RectifiedFlow,
@@ -134,20 +126,3 @@ class TrainingImages(Part):
         for part in model.parts:
             part.train()
         return latents
-
-
-DESCRIPTION = SourceDescription(reads=("paths",), holds="latents", has_options=True)
-
-__all__ = ["build_sampler", "further_metrics", "open_files", "slower_options", "validation_batches"]
-
-
-def slower_options(data: DataConfig) -> Iterator[str]:
-    """Encoders that training runs anew in every epoch."""
-    built_in = {"latents": PIXELS, "texts": HASHED_WORDS}
-    given = [key for key, name in built_in.items() if data.options.get(key, name) != name]
-    if given:
-        yield (
-            f"{listed([f'data.options.{key}={data.options[key]}' for key in given], 'and')} encodes each sample on "
-            "every rank that has it, in every epoch, and in memory that titan-exp plan does not count; "
-            f"titan-exp encode images={images_of(data)} out=STORE does it once, for data=latents data.paths='[STORE]'"
-        )

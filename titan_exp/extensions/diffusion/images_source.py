@@ -1,0 +1,26 @@
+"""Source `images`: captioned images encoded while training, with the samples, order and splits of a latent store."""
+
+from collections.abc import Iterator
+
+from titan_exp.config.errors.user_error import listed
+from titan_exp.config.groups.run import DataConfig
+from titan_exp.config.schema.builtins import SourceDescription
+from titan_exp.extensions.diffusion.config import images_of
+from titan_exp.extensions.diffusion.latent_format import HASHED_WORDS, PIXELS
+from titan_exp.extensions.diffusion.latents import build_sampler, further_metrics, open_files, validation_batches
+
+DESCRIPTION = SourceDescription(reads=("paths",), holds="latents", has_options=True)
+
+__all__ = ["build_sampler", "further_metrics", "open_files", "slower_options", "validation_batches"]
+
+
+def slower_options(data: DataConfig) -> Iterator[str]:
+    """Encoders that training runs anew in every epoch."""
+    built_in = {"latents": PIXELS, "texts": HASHED_WORDS}
+    given = [key for key, name in built_in.items() if data.options.get(key, name) != name]
+    if given:
+        yield (
+            f"{listed([f'data.options.{key}={data.options[key]}' for key in given], 'and')} encodes each sample on "
+            "every rank that has it, in every epoch, and in memory that titan-exp plan does not count; "
+            f"titan-exp encode images={images_of(data)} out=STORE does it once, for data=latents data.paths='[STORE]'"
+        )

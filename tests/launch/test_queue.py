@@ -1,6 +1,7 @@
 """The queue of the guide: a folder of scripts, and a worker that runs one after the other."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,10 +25,17 @@ KIND = "my_package.spool.SpoolExecutor"
 class Spool(Fleet):
     """Runs that a worker starts."""
 
-    def work(self) -> None:
+    def work(self, fake: str = "") -> None:
+        if fake:
+            self.set("TITAN_EXP_RANK_MAIN", f"tests.launch.fake_ranks.{fake}")
         command = [sys.executable, "-m", "my_package.spool", str(self.home / "queue")]
         path = os.pathsep.join([str(PACKAGE), str(REPOSITORY)])
         self.worker = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, start_new_session=True)
+
+    def ended(self, state: str) -> None:
+        """Wait until the worker has run a job, whose run has ended so."""
+        wait_until(lambda: any((self.home / "queue").glob("*.ended")), limit=120)
+        self.wait(state)
 
 
 @pytest.fixture
@@ -54,39 +62,38 @@ def test_jobs_are_queued_once_dequeued_and_run(spool: Spool, capsys: pytest.Capt
     assert (run_status(folder).state, run_status(folder).reason) == ("preempted", "titan-exp cancel")
     spool.train(*words, "cluster.options.priority=7")
     spool.work()
-    spool.wait("done", limit=120)
+    spool.ended("done")
     first, second = folder.read_attempts()
     assert (first.start, second.exit, second.world_size) == (None, 0, 2)
     assert (second.job_id or "").startswith("07-")
 
 
 def test_the_cause_is_the_killed_rank_and_retry_queues_it_again(spool: Spool):
-    spool.work()
-    folder = spool.train(fake="killed_on_rank_1")
-    spool.wait("failed")
+    spool.work("killed_on_rank_1")
+    folder = spool.train()
+    spool.ended("failed")
     assert "rank 1 was killed by a signal" in (run_status(folder).reason or "")
-    spool.set("TITAN_EXP_RANK_MAIN", "tests.launch.fake_ranks.succeed")
     assert main(["retry", str(folder.path)]) == 0
 
 
 def test_a_run_is_asked_to_save_whatever_the_queue_says(
     spool: Spool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    spool.work()
-    folder = spool.train(fake="obey_stop")
-    wait_until(lambda: all((folder.path / f"seen-{rank}.json").exists() for rank in (0, 1)))
+    spool.work("obey_stop")
+    folder = spool.train()
+    wait_until(lambda: all((folder.path / f"seen-{rank}.json").exists() for rank in (0, 1)), limit=120)
     (job,) = (spool.home / "queue").glob("*.running")
-    job.rename(job.with_suffix(".lost"))  # as a queue that has forgotten the job
+    job.rename(job.with_suffix(".forgotten"))
     assert run_status(folder).state == "running"
     assert main(["cancel", str(folder.path)]) == 0
     assert "asked to save and stop" in capsys.readouterr().out
     spool.wait("preempted")
     executor = executor_for(KIND)
     monkeypatch.setattr(type(executor), "jobs", lambda *_: (_ for _ in ()).throw(OSError("no route to the queue")))
-    assert executor.status([folder]) == {}  # its attempt has ended
+    assert executor.status([folder])[folder.path].state == "gone"  # as its attempt has ended
     spool.worker.kill()
     spool.worker.wait()
-    spool.train(fake="obey_stop")
+    spool.train()
     assert executor.status([folder])[folder.path].state == "unknown"
     assert main(["cancel", str(folder.path)]) == 2
     assert "queue cannot be asked: no route to the queue" in capsys.readouterr().out
@@ -97,7 +104,8 @@ def test_a_refused_job_leaves_the_run_as_it_was(spool: Spool, capsys: pytest.Cap
     (spool.home / "queue").touch()
     folder = spool.train(code=2)
     assert "refused" in capsys.readouterr().err
-    assert (run_status(folder).state, folder.read_attempts()[0].start) == ("new", None)
+    assert folder.read_attempts()[0].start is None
+    assert "not submitted: " in (run_status(folder).reason or "")
     # A job that exists all the same starts nothing.
     assert host_agent.main([str(folder.path), "1", "0"]) == 0
 
@@ -111,7 +119,7 @@ def test_an_attempt_has_the_job_of_its_submission(tmp_path: Path):
 
 def test_agents_of_several_nodes_learn_their_names(spool: Spool):
     """As in a job of two nodes, each of which the queue has given a number."""
-    spool.train("cluster.nodes=2", "cluster.processes_per_node=1", fake="succeed")
+    spool.train("cluster.nodes=2", "+cluster.processes_per_node=1", fake="succeed")
     (job,) = (spool.home / "queue").glob("*.queued")
     command = job.read_text().partition("exec ")[2]
     assert " 0 >> " in command
@@ -125,7 +133,9 @@ def test_agents_of_several_nodes_learn_their_names(spool: Spool):
     assert run_status(spool.folder).state == "done"
 
 
-def test_the_guide_shows_the_queue():
+def test_the_guide_shows_the_methods_of_the_queue_which_is_short():
     text = (PACKAGE / "my_package" / "spool.py").read_text()
     guide = (REPOSITORY / "docs" / "guides" / "extending.md").read_text()
-    assert text.partition("class SpoolExecutor")[2].partition("\n\n\ndef work")[0] in guide
+    methods = re.findall(r"^    def .*:$", text, re.MULTILINE)
+    assert [f"{method} ..." in guide for method in methods] == [True] * 3
+    assert text.count("\n") <= 70

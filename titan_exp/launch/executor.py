@@ -225,9 +225,7 @@ def worst_exit_code(submissions: Sequence[Submission]) -> int:
 
 def print_submission(submission: Submission) -> None:
     """Print the outcome of one run (refusals to stderr) and the next commands if it is active."""
-    name = os.path.relpath(submission.plan.folder.path)
-    if name.startswith(".."):
-        name = str(submission.plan.folder.path)
+    name = typed_path(submission.plan.folder.path)
     line = submission.outcome + (f" job {submission.job_id}" if submission.job_id else "")
     if submission.outcome == "submitted":
         line += f", {size_text(submission.plan.layout)}"
@@ -236,6 +234,12 @@ def print_submission(submission: Submission) -> None:
     print(f"{line}: {name}", file=sys.stderr if submission.outcome == "refused" else sys.stdout)
     if submission.outcome in ("submitted", "queued", "running"):
         print(f"  titan-exp status {name}\n  titan-exp logs -f {name}\n  titan-exp cancel {name}")
+
+
+def typed_path(path: Path) -> str:
+    """Path as a user would type it: relative below the current folder."""
+    name = os.path.relpath(path)
+    return str(path) if name.startswith("..") else name
 
 
 def size_text(layout: ResolvedLayout) -> str:

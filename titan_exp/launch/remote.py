@@ -169,10 +169,21 @@ class RemoteExecutor(Executor):
         rows = folder.read_attempts()
         return rows[-1] if rows and rows[-1].launched_by == self.kind else None
 
-    def open_attempts(self, folders: Sequence[RunFolder]) -> dict[RunFolder, Attempt]:
-        """Last attempts of runs, if this executor submitted them and they have no end."""
-        rows = {folder: self.attempt(folder) for folder in folders}
-        return {folder: row for folder, row in rows.items() if row is not None and row.end is None}
+    def look(self, rows: Mapping[RunFolder, Attempt]) -> Mapping[Path, JobStatus]:
+        """Job status by run folder path, of attempts of this executor that have no end."""
+        return {}
+
+    def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
+        """Job status by run folder path. A run that gives signs of life is running, whatever a scheduler says."""
+        rows = {folder: row for folder in folders if (row := self.attempt(folder)) is not None}
+        waiting = {folder: row for folder, row in rows.items() if row.end is None}
+        found = {folder.path: JobStatus("gone", row.job_id, row.reason) for folder, row in rows.items() if row.end}
+        found |= self.look(waiting)
+        for folder, row in waiting.items():
+            status = found.get(folder.path)
+            if (status is None or status.state in ("gone", "unknown")) and is_alive(folder, row):
+                found[folder.path] = JobStatus("running", row.job_id)
+        return found
 
     def record_intent(self, plan: RunPlan, snapshot: CodeSnapshot, hosts: Sequence[str] = ()) -> Job:
         """Record an attempt before its submission, and forget a stop request."""
@@ -275,28 +286,24 @@ class QueueExecutor(RemoteExecutor):
             return refused(plan, said(error))
         return self.record_submitted(plan, job.attempt, job_id)
 
-    def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
-        """Job status of unfinished runs, in one query for all of the same options. A run that gives signs of life is
-        running, whatever the queue says."""
+    def look(self, rows: Mapping[RunFolder, Attempt]) -> Mapping[Path, JobStatus]:
+        """Job status, in one query for all runs of the same options."""
         found: dict[Path, JobStatus] = {}
-        asked: dict[str, tuple[Any, dict[RunFolder, Attempt]]] = {}
-        for folder, row in self.open_attempts(folders).items():
+        asked: dict[str, tuple[Any, dict[Path, str]]] = {}
+        for folder, row in rows.items():
             try:
                 options = self.options_of(folder)
-                asked.setdefault(repr(options), (options, {}))[1][folder] = row
             except UserError as error:  # its options are no longer those of the class
                 found[folder.path] = JobStatus("unknown", row.job_id, str(error))
-        for options, rows in asked.values():
+            else:
+                asked.setdefault(repr(options), (options, {}))[1][folder.path] = row.job_id or ""
+        for options, ids in asked.values():
             answers, missing = {}, JobStatus("gone", reason="the queue has no job of it")
             try:
-                answers = self.jobs(options, [row.job_id for row in rows.values() if row.job_id])
+                answers = self.jobs(options, list(filter(None, ids.values())))
             except FAILURES as error:
                 missing = JobStatus("unknown", reason=said(error))
-            for folder, row in rows.items():
-                status = answers.get(row.job_id or "", missing)
-                if status.state not in ("queued", "running") and is_alive(folder, row):
-                    status = JobStatus("running")
-                found[folder.path] = replace(status, job_id=row.job_id)
+            found |= {path: replace(answers.get(job_id, missing), job_id=job_id) for path, job_id in ids.items()}
         return found
 
     def cancel(self, folders: Sequence[RunFolder], *, reason: str) -> Mapping[Path, str]:
@@ -339,16 +346,13 @@ class HostsExecutor(RemoteExecutor):
         job = self.planned_job(plan)
         return "".join(f"# {host}\n{_detached(job, node)}\n" for node, host in enumerate(self._hosts(plan)))
 
-    def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
-        """Status by signs of life."""
+    def look(self, rows: Mapping[RunFolder, Attempt]) -> Mapping[Path, JobStatus]:
+        """`queued` while the agents of all hosts may still appear."""
         found = {}
-        for folder, row in self.open_attempts(folders).items():
-            status = JobStatus("gone", row.job_id, "its host agents are gone")
-            if is_alive(folder, row):
-                status = JobStatus("running", row.job_id)
-            elif all(HostFile(folder, row.attempt, node).awaited(since=row.intent) for node in range(len(row.hosts))):
-                status = JobStatus("queued", row.job_id)
-            found[folder.path] = status
+        for folder, row in rows.items():
+            awaited = [HostFile(folder, row.attempt, node).awaited(row.intent) for node in range(len(row.hosts))]
+            lost = JobStatus("gone", row.job_id, "its host agents are gone")
+            found[folder.path] = JobStatus("queued", row.job_id) if all(awaited) else lost
         return found
 
     def start_run(self, plan: RunPlan, snapshot: CodeSnapshot) -> Submission:

@@ -121,10 +121,12 @@ class HostAgent:
                 if not self._processes and all(names):
                     for rank in self.ranks:
                         self._processes[rank] = self._start(rank, self.row.hosts or names)
-                result = self._failure() or self._overdue()
+                result, over = self._failure(), self._is_over()
+                if result is None and not over:
+                    result = self._overdue()
                 if result is not None:
                     self._close(result)
-                if result is not None or self._is_over():
+                if result is not None or over:
                     self._end_ranks()
                     return FAILED if result is None else result.exit_code
                 time.sleep(POLL_INTERVAL)
@@ -178,16 +180,23 @@ class HostAgent:
                 "preempted", STOPPED, f"{self.folder.stop_reason()}; killed before all ranks had saved"
             )
         for host, sign in enumerate(self.signs):
-            age = sign.age
+            age, log = sign.age, sign.path.with_name(f"host-{host}.log")
             if age is None and now - self._began > START_LIMIT:
-                log = sign.path.with_name(f"host-{host}.log")
                 return AttemptResult(
                     "failed", FAILED, f"{self._name(host)} did not start in {START_LIMIT:.0f} s: {log}"
                 )
+            if sign.text == ENDED and self._is_unexplained(host):
+                return AttemptResult("failed", FAILED, f"{self._name(host)} has ended without a cause: {log}")
             if age is not None and age > SILENCE:
                 reason = f"{self._name(host)} has given no sign of life for {SILENCE:.0f} s"
                 return AttemptResult("failed", FAILED, reason)
         return None
+
+    def _is_unexplained(self, host: int) -> bool:
+        """True if a rank of a host has no end, and neither has the attempt."""
+        ranks = range(host * len(self.ranks), (host + 1) * len(self.ranks))
+        records = [self._record(rank) for rank in ranks]
+        return self.folder.read_attempts()[-1].end is None and not all(record and record.end for record in records)
 
     def _is_over(self) -> bool:
         """True if the attempt has failed, or another one has begun."""

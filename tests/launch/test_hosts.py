@@ -1,5 +1,6 @@
 """Executor over ssh of the guide, with a stand-in for ssh: two hosts of this machine, each with a rank."""
 
+import contextlib
 import os
 import re
 import signal
@@ -106,17 +107,21 @@ def test_a_host_that_cannot_be_reached_ends_the_others(fleet: Fleet, capsys: pyt
     assert folder.read_attempts()[-1].exit == 1
 
 
-def test_of_two_runs_on_the_same_hosts_one_is_started(fleet: Fleet, capsys: pytest.CaptureFixture[str]):
+def test_a_host_that_has_a_run_refuses_another(fleet: Fleet, capsys: pytest.CaptureFixture[str]):
+    folder = fleet.train("optimizer.lr=1e-3", fake="obey_stop")
+    for words in (["-m", "optimizer.lr=1e-3,2e-3"], ["optimizer.lr=2e-3"]):  # found running; in another command
+        capsys.readouterr()
+        with contextlib.suppress(SystemExit):
+            assert main([*fleet.words, *words]) == 2
+        assert f"node1 runs x/{folder.path.name}; type the same command" in "".join(capsys.readouterr())
+    assert main(["cancel", str(folder.path)]) == 0
+    wait_until(lambda: not fleet.processes())
+    (other,) = (RunFolder(path) for path in (fleet.home / "runs" / "x").glob("[!.]*/") if path != folder.path)
+    assert run_status(other).state == "new"  # the refused one is listed
     fleet.set("TITAN_EXP_RANK_MAIN", "tests.launch.fake_ranks.succeed")
-    with pytest.raises(SystemExit, match="1"):
-        main([*fleet.words, "-m", "optimizer.lr=1e-3,2e-3"])
-    out = "".join(capsys.readouterr())
-    assert "node1 runs x/" in out
+    assert main([*fleet.words, "optimizer.lr=2e-3"]) == 0
     wait_until(lambda: not fleet.processes())
-    assert main([*fleet.words, "-m", "optimizer.lr=1e-3,2e-3"]) == 0
-    wait_until(lambda: not fleet.processes())
-    states = [run_status(RunFolder(path)).state for path in (fleet.home / "runs" / "x").glob("[!.]*/")]
-    assert states == ["done", "done"]
+    assert [run_status(run).state for run in (folder, other)] == ["preempted", "done"]
 
 
 def test_a_silent_host_is_lost(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):

@@ -30,8 +30,8 @@ class DetachedExecutor(Executor):
     def _start(self, plan: RunPlan) -> Submission:
         create_run_folder(plan)
         size, token = ResolvedLayout.of(plan.experiment).world_size, uuid.uuid4().hex
-        attempt = plan.folder.add_attempt(world_size=size, hosts=(), launched_by=self.kind, token=token).attempt
-        logs = plan.folder.attempt_logs(attempt)
+        row = plan.folder.add_attempt(world_size=size, hosts=(), launched_by=self.kind, token=token, job_id=token)
+        logs = plan.folder.attempt_logs(row.attempt)
         logs.mkdir(parents=True)
         command = [sys.executable, "-m", "titan_exp.launch.rank.main", str(plan.folder.path)]
         pids = []
@@ -56,8 +56,8 @@ class DetachedExecutor(Executor):
     def rank_info(self) -> RankInfo | None:
         if "DETACHED_RANK" not in os.environ:
             return None
-        rank, token = int(os.environ["DETACHED_RANK"]), os.environ[TOKEN]
-        return RankInfo(rank, int(os.environ["DETACHED_SIZE"]), rank, token, (socket.gethostname(),), token=token)
+        rank = int(os.environ["DETACHED_RANK"])
+        return RankInfo(rank, int(os.environ["DETACHED_SIZE"]), rank, hosts=(socket.gethostname(),))
 
     def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
         with socket.socket() as free:

@@ -1,5 +1,6 @@
 """Executor over ssh of the guide, with a stand-in for ssh: two hosts of this machine, each with a rank."""
 
+import contextlib
 import os
 import re
 import signal
@@ -7,9 +8,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.launch.fleet import PACKAGE, Fleet
 from tests.launch.launching import REPOSITORY, wait_until
 from titan_exp.cli.main import main
 from titan_exp.launch.rank import host_agent
@@ -17,7 +18,6 @@ from titan_exp.launch.rank.host_agent import HostAgent, HostFile
 from titan_exp.launch.state.run_status import run_status
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
-PACKAGE = REPOSITORY / "docs" / "examples" / "my_package"
 SSH = """\
 #!/bin/sh
 # ssh -o BatchMode=yes -p PORT HOST COMMAND
@@ -25,51 +25,15 @@ echo "$4 $5" >> ssh.calls
 if [ "$5" = down ]; then echo "ssh: connect to host down: No route to host" >&2; exit 255; fi
 exec sh -c "$6"
 """
-SMALL = ["model=llama_debug", "cluster=ssh", "cluster.device=cpu", "cluster.processes_per_node=1", "experiment.name=x"]
-SMALL += ["parallelism.dp_shard=2", "plan.gate=off", f"hydra.searchpath=[file://{PACKAGE}/my_package/conf]"]
-
-
-class Fleet:
-    """A folder with runs on two hosts."""
-
-    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.home, self.set = home, monkeypatch.setenv
-
-    def train(self, *words: str, fake: str = "", code: int = 0) -> RunFolder:
-        if fake:
-            self.set("TITAN_EXP_RANK_MAIN", f"tests.launch.fake_ranks.{fake}")
-        assert main(["train", *SMALL, *words]) == code
-        return self.folder
-
-    @property
-    def folder(self) -> RunFolder:
-        (path,) = (self.home / "runs" / "x").glob("[!.]*")
-        return RunFolder(path)
-
-    def wait(self, state: str, limit: float = 60.0) -> None:
-        """Wait until the run has ended so, and no agent is left."""
-        wait_until(lambda: not self.processes(), limit)
-        status = run_status(self.folder)
-        assert status.state == state, status
-
-    def processes(self, word: str = "") -> list[psutil.Process]:
-        found = psutil.process_iter(["cmdline", "status"])
-        ours = [process for process in found if process.info["status"] != psutil.STATUS_ZOMBIE]
-        lines = {process: " ".join(process.info["cmdline"] or []) for process in ours}
-        return [process for process, line in lines.items() if f"{self.home}/runs" in line and word in line]
 
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(PACKAGE))
-    monkeypatch.syspath_prepend(str(REPOSITORY))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ssh").write_text(SSH)
     (tmp_path / "bin" / "ssh").chmod(0o755)
-    fleet = Fleet(tmp_path, monkeypatch)
+    fleet = Fleet(tmp_path, monkeypatch, "cluster=ssh", "cluster.processes_per_node=1")
     yield fleet
     for process in fleet.processes():
         process.kill()
@@ -143,17 +107,21 @@ def test_a_host_that_cannot_be_reached_ends_the_others(fleet: Fleet, capsys: pyt
     assert folder.read_attempts()[-1].exit == 1
 
 
-def test_of_two_runs_on_the_same_hosts_one_is_started(fleet: Fleet, capsys: pytest.CaptureFixture[str]):
+def test_a_host_that_has_a_run_refuses_another(fleet: Fleet, capsys: pytest.CaptureFixture[str]):
+    folder = fleet.train("optimizer.lr=1e-3", fake="obey_stop")
+    for words in (["-m", "optimizer.lr=1e-3,2e-3"], ["optimizer.lr=2e-3"]):  # found running; in another command
+        capsys.readouterr()
+        with contextlib.suppress(SystemExit):
+            assert main([*fleet.words, *words]) == 2
+        assert f"node1 runs x/{folder.path.name}; type the same command" in "".join(capsys.readouterr())
+    assert main(["cancel", str(folder.path)]) == 0
+    wait_until(lambda: not fleet.processes())
+    (other,) = (RunFolder(path) for path in (fleet.home / "runs" / "x").glob("[!.]*/") if path != folder.path)
+    assert run_status(other).state == "new"  # the refused one is listed
     fleet.set("TITAN_EXP_RANK_MAIN", "tests.launch.fake_ranks.succeed")
-    with pytest.raises(SystemExit, match="1"):
-        main(["train", "-m", *SMALL, "optimizer.lr=1e-3,2e-3"])
-    out = "".join(capsys.readouterr())
-    assert "was just started on node1, node2" in out
+    assert main([*fleet.words, "optimizer.lr=2e-3"]) == 0
     wait_until(lambda: not fleet.processes())
-    assert main(["train", "-m", *SMALL, "optimizer.lr=1e-3,2e-3"]) == 0
-    wait_until(lambda: not fleet.processes())
-    states = [run_status(RunFolder(path)).state for path in (fleet.home / "runs" / "x").glob("[!.]*/")]
-    assert states == ["done", "done"]
+    assert [run_status(run).state for run in (folder, other)] == ["preempted", "done"]
 
 
 def test_a_silent_host_is_lost(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
@@ -180,14 +148,17 @@ def test_a_silent_host_is_lost(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
         (["+cluster.options.prot=2"], "cluster.options.prot=2: there is no such option\n    did you mean port?"),
         (["cluster.options.port=abc"], "cluster.options.port=abc: must be a whole number"),
         (["~cluster.options.hosts"], "+cluster.options.hosts=VALUE"),
-        (["cluster.options.hosts=[node1]"], "2 processes, 1 on a host, need 2 hosts, and cluster.options names 1"),
+        (
+            ["cluster.options.hosts=[node1]"],
+            "takes 2 nodes with 1 process each, and cluster.options names 1 host. Name",
+        ),
         (["cluster.kind=local", "cluster.gpus_per_node=null", "cluster.nodes=1"], "no such option\n    leave it out"),
         (["cluster.kind=my_package.launch.dataclass"], "it is no Executor"),
         (["cluster.kind=titan_exp.launch.remote.HostsExecutor"], "the class defines no hosts and no start"),
     ],
 )
 def test_wrong_options_are_refused(fleet: Fleet, words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["train", *SMALL, *words]) == 2
+    assert main([*fleet.words, *words]) == 2
     assert message in capsys.readouterr().err
     assert not fleet.processes()
 

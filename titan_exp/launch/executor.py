@@ -21,7 +21,7 @@ from titan_exp.config.groups.run import LOCAL, ClusterConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.builtins import executor_names
 from titan_exp.config.schema.component import import_dotted, is_dotted
-from titan_exp.config.schema.typed_config import read_values, typed_options
+from titan_exp.config.schema.typed_config import load_group, read_values, typed_options
 from titan_exp.config.secrets import revealed
 from titan_exp.launch.rank.rank_env import RankInfo
 from titan_exp.launch.worlds import several_worlds
@@ -117,6 +117,10 @@ class Executor(ABC):
         """`Options` of a run. Raises UserError if a name or a value in `cluster.options` does not fit."""
         return typed_options(self.Options, revealed(cluster.options, "cluster.options"), "cluster.options")
 
+    def options_of(self, folder: RunFolder) -> Any:
+        """`Options` of a run that was launched, as its folder records them."""
+        return self.options(load_group(folder.config, "cluster", trust=True))
+
     @abstractmethod
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
         """Submit runs that are not done, queued or running; returns one result per plan, in order.
@@ -141,16 +145,8 @@ class Executor(ABC):
 
     def cancel(self, folders: Sequence[RunFolder], *, reason: str) -> Mapping[Path, str]:
         """Dequeue waiting runs and request save-and-stop of active ones; returns a message per folder path."""
-        lines: dict[Path, str] = {}
-        statuses = self.status(folders)  # a network disk may not show the locks of other machines
-        for folder in folders:
-            status, who = statuses.get(folder.path), folder.holder()
-            if who is None and status is not None and status.state in ("queued", "running"):
-                who = f"job {status.job_id}"
-            if who is not None:
-                folder.request_stop(reason)
-            lines[folder.path] = "not running" if who is None else f"asked to save and stop ({who})"
-        return lines
+        statuses = self.status(folders)
+        return {folder.path: ask_to_stop(folder, statuses.get(folder.path), reason) for folder in folders}
 
     @abstractmethod
     def rank_info(self) -> RankInfo | None:
@@ -204,6 +200,22 @@ def _own_executor(kind: str) -> type[Executor]:
     return found
 
 
+def ask_to_stop(folder: RunFolder, status: JobStatus | None, reason: str) -> str:
+    """Request save-and-stop of an active run; returns a message."""
+    who: object = folder.holder()  # a network disk may not show the locks of other machines
+    if who is None and status is not None and status.state in ("queued", "running"):
+        who = f"job {status.job_id}"
+    if who is None:
+        return "not running"
+    folder.request_stop(reason)
+    return f"asked to save and stop ({who})"
+
+
+def refused(plan: RunPlan, reason: str, job_id: str | None = None) -> Submission:
+    """Result of a run that is not submitted."""
+    return Submission(plan, "refused", job_id, reason, UserError.exit_code)
+
+
 def worst_exit_code(submissions: Sequence[Submission]) -> int:
     """Combined exit code: 130 after Ctrl-C, else 1 if any failed or was refused, 85 if any stopped, 0 otherwise."""
     order = (0, 85, 1, 130)
@@ -213,9 +225,7 @@ def worst_exit_code(submissions: Sequence[Submission]) -> int:
 
 def print_submission(submission: Submission) -> None:
     """Print the outcome of one run (refusals to stderr) and the next commands if it is active."""
-    name = os.path.relpath(submission.plan.folder.path)
-    if name.startswith(".."):
-        name = str(submission.plan.folder.path)
+    name = typed_path(submission.plan.folder.path)
     line = submission.outcome + (f" job {submission.job_id}" if submission.job_id else "")
     if submission.outcome == "submitted":
         line += f", {size_text(submission.plan.layout)}"
@@ -224,6 +234,12 @@ def print_submission(submission: Submission) -> None:
     print(f"{line}: {name}", file=sys.stderr if submission.outcome == "refused" else sys.stdout)
     if submission.outcome in ("submitted", "queued", "running"):
         print(f"  titan-exp status {name}\n  titan-exp logs -f {name}\n  titan-exp cancel {name}")
+
+
+def typed_path(path: Path) -> str:
+    """Path as a user would type it: relative below the current folder."""
+    name = os.path.relpath(path)
+    return str(path) if name.startswith("..") else name
 
 
 def size_text(layout: ResolvedLayout) -> str:

@@ -1,9 +1,11 @@
 """Executors whose submitter, hosts and ranks share the folder of runs and nothing else.
 
-`RemoteExecutor` has what each of them needs, SLURM's too. `HostsExecutor` needs no scheduler: it starts a command on
-every host, the host agent, which does for the ranks what srun does in a job.
+`RemoteExecutor` has what each of them needs, SLURM's too: what comes before a start, how ranks meet, how starts are
+recorded. `QueueExecutor` is for a batch queue and `HostsExecutor` for hosts without one. Both run host agents, which do
+for the ranks of a host what srun does in a job.
 """
 
+import os
 import shlex
 import socket
 import subprocess
@@ -12,33 +14,151 @@ import time
 import uuid
 import zlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import quote
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.executor import Executor, JobStatus, Submission, SubmitOptions
+from titan_exp.launch.executor import (
+    NOT_CANCELLED,
+    Executor,
+    JobStatus,
+    Submission,
+    SubmitOptions,
+    ask_to_stop,
+    refused,
+    size_text,
+)
 from titan_exp.launch.provenance.changes import report_changes, report_large_patch
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot, take_code_snapshot
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
-from titan_exp.launch.rank.host_agent import AGENT, HostFile, hosts_rank
+from titan_exp.launch.rank.host_agent import AGENT, SILENCE, HostFile, host_files, hosts_rank
 from titan_exp.launch.rank.join_attempt import LOOPBACK, join_rendezvous, publish_address
 from titan_exp.launch.rank.rank_env import IMPORT_PATH, RankInfo
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
+from titan_exp.launch.slurm.submit import thread_map
 from titan_exp.launch.state.attempt_end import close_attempt, close_dead_attempts
-from titan_exp.tracking.run_folder.attempts import FAILED, Attempt
-from titan_exp.tracking.run_folder.files import LockedError
-from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+from titan_exp.tracking.run_folder.attempts import FAILED, STOPPED, Attempt
+from titan_exp.tracking.run_folder.files import FileLock, LockedError
+from titan_exp.tracking.run_folder.folder_owner import own_folder
+from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
+
+Result = TypeVar("Result")
+
+SUBMITTER_LIMIT = 120.0
+"""Seconds to wait for another submission to the same folder of runs."""
+FAILURES = (OSError, subprocess.SubprocessError, UserError)
+"""Errors of a scheduler's or a host's commands, which become the reason of a refusal."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One start of a run: a command on each of its nodes."""
+
+    plan: RunPlan
+    attempt: int
+    """Number of the attempt."""
+    token: str
+    """Word that no other submission has."""
+    snapshot: CodeSnapshot
+
+    @property
+    def name(self) -> str:
+        """Name for a list of jobs."""
+        return f"{self.plan.experiment.experiment.name}-{self.plan.run_id}"
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.plan.layout.nodes
+
+    def command(self, node: int | str = 0) -> str:
+        """Shell command of a node, which ends when the node's ranks have ended, with their exit code: 0 done, 85 saved
+        and stopped, any other failed.
+
+        `node` is a number from 0, or what the shell expands to it: `$PBS_NODENUM`.
+        """
+        cluster, folder = self.plan.experiment.cluster, self.plan.folder
+        variables = {
+            # The code as it was at submission.
+            "PYTHONPATH": self.snapshot.package,
+            IMPORT_PATH: ":".join(self.snapshot.import_path()),
+            **dict.fromkeys(
+                ("PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE"), "1"
+            ),
+            **cluster.environment,
+        }
+        python = [cluster.python or sys.executable, "-m", AGENT, str(folder.path), str(self.attempt)]
+        words = shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), *python])
+        log = shlex.quote(str(folder.attempt_logs(self.attempt) / "host-"))
+        return f"{words} {node} >> {log}{node}.log 2>&1 < /dev/null"
 
 
 class RemoteExecutor(Executor):
     """Executor of other machines: ranks meet at an address that rank 0 writes into the attempt's logs."""
 
+    scheduler: ClassVar[str] = "scheduler"
+    """Name in texts for users, and of the folder of this user's submissions in a folder of runs."""
+
+    @abstractmethod
+    def start_run(self, plan: RunPlan, snapshot: CodeSnapshot) -> Submission:
+        """Start a run whose folder is ready, without waiting for it. A UserError becomes a refusal.
+
+        `record_intent` comes before the job exists, and `record_submitted` follows it.
+        """
+
+    def start_runs(self, plans: Sequence[RunPlan], snapshot: CodeSnapshot) -> Iterable[Submission]:
+        """Start several runs in one folder of runs."""
+        return (_explained(plan, partial(self.start_run, plan, snapshot)) for plan in plans)
+
+    def existing(self, plan: RunPlan, status: JobStatus | None, snapshot: CodeSnapshot) -> Submission | None:
+        """Result of a run that needs no start; None if it needs one."""
+        state, row = plan.folder.read_state(), self.attempt(plan.folder)
+        if state is not None and state.state == "done":
+            return Submission(plan, "done", row and row.job_id)
+        if status is None or row is None:
+            return None
+        if status.state in ("queued", "running"):
+            if row.job_id is None:  # the submitter was killed before it recorded the id
+                plan.folder.update_attempt(row.attempt, job_id=status.job_id)
+            return Submission(plan, "queued" if status.state == "queued" else "running", status.job_id, status.reason)
+        if status.state == "unknown" and (row.end is None or row.exit == STOPPED):
+            return refused(plan, f"{self.scheduler} cannot be asked, and it may be queued: {status.reason}", row.job_id)
+        return None
+
+    def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
+        """Start runs that are not done, queued or running, without waiting for them."""
+        found: dict[Path, Submission] = {}
+        for runs in dict.fromkeys(map(runs_of, plans)):
+            here = [plan for plan in plans if runs_of(plan) == runs]
+            with explain_write_errors(runs), self.submitting(runs):
+                for submission in self._submit(runs, here, options):
+                    found[submission.plan.folder.path] = submission
+        return [found[plan.folder.path] for plan in plans]
+
+    def script(self, plan: RunPlan) -> str:
+        """Command of each node."""
+        job = self.planned_job(plan)
+        return "".join(f"# node {node}\n{job.command(node)}\n" for node in range(job.nodes))
+
+    def planned_job(self, plan: RunPlan) -> Job:
+        """The next job of a run, for `script`; writes nothing."""
+        rows = plan.folder.read_attempts() if plan.folder.path.exists() else []
+        snapshot = take_code_snapshot(runs_of(plan), [plan.experiment], write=False)
+        return Job(plan, rows[-1].attempt + 1 if rows else 1, "TOKEN", snapshot)
+
+    def rank_info(self) -> RankInfo | None:
+        """Rank that a host agent started; None under another launcher."""
+        return hosts_rank()
+
     def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
         """Write rank 0's address into the attempt's log folder: the name of its machine, on one host the loopback
         interface."""
         address = LOOPBACK if len(rank.hosts) == 1 else socket.gethostname()
-        publish_address(folder, rank, address, zlib.crc32(rank.job_id.encode()))
+        publish_address(folder, rank, address, zlib.crc32((rank.job_id or rank.token or "").encode()))
 
     def join_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
         """Set MASTER_ADDR and MASTER_PORT to rank 0's address."""
@@ -48,6 +168,235 @@ class RemoteExecutor(Executor):
         """Last attempt of a run if this executor submitted it, else None."""
         rows = folder.read_attempts()
         return rows[-1] if rows and rows[-1].launched_by == self.kind else None
+
+    def look(self, rows: Mapping[RunFolder, Attempt]) -> Mapping[Path, JobStatus]:
+        """Job status by run folder path, of attempts of this executor that have no end."""
+        return {}
+
+    def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
+        """Job status by run folder path. A run that gives signs of life is running, whatever a scheduler says."""
+        rows = {folder: row for folder in folders if (row := self.attempt(folder)) is not None}
+        waiting = {folder: row for folder, row in rows.items() if row.end is None}
+        found = {folder.path: JobStatus("gone", row.job_id, row.reason) for folder, row in rows.items() if row.end}
+        found |= self.look(waiting)
+        for folder, row in waiting.items():
+            status = found.get(folder.path)
+            if (status is None or status.state in ("gone", "unknown")) and is_alive(folder, row):
+                found[folder.path] = JobStatus("running", row.job_id)
+        return found
+
+    def record_intent(self, plan: RunPlan, snapshot: CodeSnapshot, hosts: Sequence[str] = ()) -> Job:
+        """Record an attempt before its submission, and forget a stop request."""
+        folder, token = plan.folder, uuid.uuid4().hex[:12]
+        folder.clear_stop()
+        size = plan.layout.world_size
+        number = folder.add_attempt(world_size=size, hosts=hosts, launched_by=self.kind, token=token).attempt
+        folder.make_attempt_logs(number)
+        return Job(plan, number, token, snapshot)
+
+    def record_submitted(self, plan: RunPlan, attempt: int, job_id: str) -> Submission:
+        """Record the job of an attempt, which may have begun meanwhile."""
+        state = plan.folder.read_state()
+        row = plan.folder.update_attempt(attempt, job_id=job_id)
+        if state is not None and row.start is None and state.state != "pending":
+            plan.folder.write_state(RunState("pending", state.step, time.time(), attempt, None))
+        return Submission(plan, "submitted", job_id)
+
+    def record_dequeued(self, folder: RunFolder, reason: str) -> None:
+        """Close the attempt of a job that was taken out of the queue."""
+        row, state = self.attempt(folder), folder.read_state()
+        if row is not None and row.start is None and row.end is None:
+            folder.update_attempt(row.attempt, end=time.time(), reason=reason)
+        if state is not None:
+            # `preempted`, not `lost`: the same command continues the run.
+            folder.write_state(RunState("preempted", state.step, time.time(), state.attempt, reason))
+
+    def submissions(self, runs: Path) -> Path:
+        """Folder of this user's submissions, in a folder of runs that several users may share."""
+        return runs / f".{self.scheduler.lower()}-{os.geteuid()}"
+
+    def submitting(self, runs: Path) -> FileLock:
+        """Acquire the lock of this user's submissions to a folder of runs. Raises UserError if it is held."""
+        lock = FileLock(own_folder(self.submissions(runs)) / "lock")
+        try:
+            lock.acquire("submission", timeout=SUBMITTER_LIMIT)
+        except LockedError as error:
+            raise UserError(f"{runs}: {error.holder or 'another process'} is submitting to it. Wait for it.") from None
+        return lock
+
+    def _submit(self, runs: Path, plans: Sequence[RunPlan], options: SubmitOptions) -> Iterator[Submission]:
+        snapshot = take_code_snapshot(runs, [plan.experiment for plan in plans])
+        for line in snapshot.notes():
+            options.echo(line)
+        provenance = read_provenance(snapshot)
+        existed = thread_map(lambda plan: _explained(plan, partial(create_run_folder, plan, provenance)), plans)
+        for plan in [plan for plan, there in zip(plans, existed, strict=True) if there is False][:1]:
+            report_large_patch(plan.folder, options.echo)  # all have the same
+        statuses = self.status([plan.folder for plan, there in zip(plans, existed, strict=True) if there is True])
+        ready = []
+        for plan, there in zip(plans, existed, strict=True):
+            found = there if isinstance(there, Submission) else None
+            if there is True:
+                found = self.existing(plan, statuses.get(plan.folder.path), snapshot)
+            if found is None:
+                found = _explained(plan, partial(make_ready, plan, provenance, renew=there is True))
+            if found is None:
+                ready.append(plan)
+            else:
+                yield found
+        report_changes(ready, options.echo)
+        yield from self.start_runs(ready, snapshot)
+
+
+class QueueExecutor(RemoteExecutor):
+    """Runs as jobs of a batch queue. A job is a command on each node, a host agent: it starts the ranks of the node,
+    ends them with those of other nodes, and closes the attempt with the cause if one fails."""
+
+    scheduler = "queue"
+
+    @abstractmethod
+    def enqueue(self, options: Any, job: Job) -> str:
+        """Queue a job; returns its id, which no other job has.
+
+        Raises OSError, subprocess.SubprocessError or UserError if the queue does not take it.
+        """
+
+    @abstractmethod
+    def jobs(self, options: Any, ids: Sequence[str]) -> Mapping[str, JobStatus]:
+        """Jobs by id that are `queued` or `running`, with a reason why they wait. Those left out are gone.
+
+        Raises OSError, subprocess.SubprocessError or UserError if the queue does not answer.
+        """
+
+    @abstractmethod
+    def dequeue(self, options: Any, job_id: str) -> bool:
+        """Take a job that waits out of the queue; returns False if it runs, which is then asked to save and stop.
+
+        Raises OSError, subprocess.SubprocessError or UserError if the queue does not answer.
+        """
+
+    def start_run(self, plan: RunPlan, snapshot: CodeSnapshot) -> Submission:
+        """Queue a run."""
+        job = self.record_intent(plan, snapshot)
+        try:
+            job_id = self.enqueue(self.options(plan.experiment.cluster), job)
+        except FAILURES as error:
+            # A job that exists all the same starts nothing, as its attempt has ended.
+            plan.folder.update_attempt(job.attempt, end=time.time(), reason=f"not submitted: {said(error)}")
+            return refused(plan, said(error))
+        return self.record_submitted(plan, job.attempt, job_id)
+
+    def look(self, rows: Mapping[RunFolder, Attempt]) -> Mapping[Path, JobStatus]:
+        """Job status, in one query for all runs of the same options."""
+        found: dict[Path, JobStatus] = {}
+        asked: dict[str, tuple[Any, dict[Path, str]]] = {}
+        for folder, row in rows.items():
+            try:
+                options = self.options_of(folder)
+            except UserError as error:  # its options are no longer those of the class
+                found[folder.path] = JobStatus("unknown", row.job_id, str(error))
+            else:
+                asked.setdefault(repr(options), (options, {}))[1][folder.path] = row.job_id or ""
+        for options, ids in asked.values():
+            answers, missing = {}, JobStatus("gone", reason="the queue has no job of it")
+            try:
+                answers = self.jobs(options, list(filter(None, ids.values())))
+            except FAILURES as error:
+                missing = JobStatus("unknown", reason=said(error))
+            found |= {path: replace(answers.get(job_id, missing), job_id=job_id) for path, job_id in ids.items()}
+        return found
+
+    def cancel(self, folders: Sequence[RunFolder], *, reason: str) -> Mapping[Path, str]:
+        """Take waiting jobs out of the queue, and ask active runs to save and stop; returns a message per folder."""
+        statuses, lines = self.status(folders), {}
+        for folder in folders:
+            status = statuses.get(folder.path, JobStatus("gone"))
+            try:
+                if status.state == "unknown":
+                    raise UserError(f"{self.scheduler} cannot be asked: {status.reason}")
+                if status.state == "queued" and self.dequeue(self.options_of(folder), status.job_id or ""):
+                    self.record_dequeued(folder, reason)
+                    lines[folder.path] = f"job {status.job_id}: taken out of the queue"
+                else:
+                    lines[folder.path] = ask_to_stop(folder, status, reason)
+            except FAILURES as error:
+                lines[folder.path] = f"{NOT_CANCELLED}: {said(error)}"
+        return lines
+
+
+class HostsExecutor(RemoteExecutor):
+    """Runs on named hosts without a scheduler. The command of a host starts its ranks, ends them with those of other
+    hosts, and closes the attempt if they cannot."""
+
+    scheduler = "hosts"
+
+    @abstractmethod
+    def hosts(self, options: Any) -> Sequence[str]:
+        """Names of the hosts; a run takes the first ones, as many as it has nodes."""
+
+    @abstractmethod
+    def start(self, options: Any, host: str, command: str) -> None:
+        """Run a shell command on a host. It returns at once there and leaves its process in the background.
+
+        Raises OSError or subprocess.SubprocessError if the host cannot be reached, or the command fails.
+        """
+
+    def script(self, plan: RunPlan) -> str:
+        """Command of each host."""
+        job = self.planned_job(plan)
+        return "".join(f"# {host}\n{_detached(job, node)}\n" for node, host in enumerate(self._hosts(plan)))
+
+    def look(self, rows: Mapping[RunFolder, Attempt]) -> Mapping[Path, JobStatus]:
+        """`queued` while the agents of all hosts may still appear."""
+        found = {}
+        for folder, row in rows.items():
+            awaited = [HostFile(folder, row.attempt, node).awaited(row.intent) for node in range(len(row.hosts))]
+            lost = JobStatus("gone", row.job_id, "its host agents are gone")
+            found[folder.path] = JobStatus("queued", row.job_id) if all(awaited) else lost
+        return found
+
+    def start_run(self, plan: RunPlan, snapshot: CodeSnapshot) -> Submission:
+        """Start the agent of each host. A run on a host that has another one is refused."""
+        hosts, options = self._hosts(plan), self.options(plan.experiment.cluster)
+        for host in hosts:
+            if (other := self._run_on(runs_of(plan), host)) is not None:
+                name = "/".join(other.path.parts[-2:])
+                return refused(plan, f"{host} runs {name}; type the same command when that has ended")
+        job = self.record_intent(plan, snapshot, hosts)
+        submission = self.record_submitted(plan, job.attempt, job.token)
+        for node, host in enumerate(hosts):
+            note = self.submissions(runs_of(plan)) / _note(host)
+            where = [*plan.folder.path.parts[-2:], str(job.attempt), str(node)]
+            write_atomically(note, "\n".join(where), durable=False)
+            try:
+                self.start(options, host, _detached(job, node))
+            except FAILURES as error:
+                reason = f"{host} cannot be started: {said(error)}"
+                # The agents of other hosts end as they see it.
+                close_attempt(plan.folder, job.attempt, "failed", exit_code=FAILED, reason=reason, overrule=True)
+                return Submission(plan, "failed", job.token, reason, FAILED)
+        return submission
+
+    def _run_on(self, runs: Path, host: str) -> RunFolder | None:
+        """Run whose agent is on a host, or is awaited there, of any user of this folder of runs."""
+        for note in runs.glob(f".{self.scheduler}-*/{_note(host)}"):
+            name, run_id, attempt, node = note.read_text(encoding="utf-8").split("\n")
+            folder = RunFolder(runs / name / run_id)
+            rows = [row for row in folder.read_attempts() if row.attempt == int(attempt)]
+            agent = HostFile(folder, int(attempt), int(node))
+            if agent.alive or any(row.end is None and agent.awaited(since=row.intent) for row in rows):
+                return folder
+        return None
+
+    def _hosts(self, plan: RunPlan) -> list[str]:
+        """Hosts of a run. Raises UserError if there are too few."""
+        known, nodes = list(dict.fromkeys(self.hosts(self.options(plan.experiment.cluster)))), plan.layout.nodes
+        if len(known) < nodes:
+            raise UserError(
+                f"This run takes {size_text(plan.layout)}, and cluster.options names {len(known) or 'no'} "
+                f"host{'s' * (len(known) != 1)}. Name more, or choose fewer processes."
+            )
+        return known[:nodes]
 
 
 def make_ready(plan: RunPlan, provenance: Provenance, *, renew: bool) -> Submission | None:
@@ -73,134 +422,38 @@ def runs_of(plan: RunPlan) -> Path:
     return plan.folder.path.parents[1]
 
 
-class HostsExecutor(RemoteExecutor):
-    """Runs on named hosts without a scheduler. The command of a host starts its ranks, ends them with those of other
-    hosts, and closes the attempt if they cannot."""
-
-    @abstractmethod
-    def hosts(self, options: Any) -> Sequence[str]:
-        """Names of the hosts; a run takes the first ones, as many as it has nodes."""
-
-    @abstractmethod
-    def start(self, options: Any, host: str, command: str) -> None:
-        """Run a shell command on a host. It returns at once there and leaves its process in the background.
-
-        Raises OSError or subprocess.SubprocessError if the host cannot be reached, or the command fails.
-        """
-
-    def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
-        """Start runs that are not done or running, without waiting for them; one of several on the same host is started
-        and the others are refused."""
-        results: list[Submission] = []
-        taken: dict[str, RunPlan] = {}
-        for plan in plans:
-            if options.stop_requested():
-                results.append(Submission(plan, "not started", exit_code=130))
-                continue
-            try:
-                with explain_write_errors(plan.folder.path):
-                    results.append(self._submit(plan, taken, options))
-            except UserError as error:
-                results.append(Submission(plan, "refused", reason=str(error), exit_code=error.exit_code))
-        return results
-
-    def script(self, plan: RunPlan) -> str:
-        """Command of each host."""
-        snapshot = take_code_snapshot(runs_of(plan), [plan.experiment], write=False)
-        rows = plan.folder.read_attempts() if plan.folder.path.exists() else []
-        hosts, number = self._hosts(plan), rows[-1].attempt + 1 if rows else 1
-        return "".join(f"# {host}\n{_command(plan, snapshot, number, index)}\n" for index, host in enumerate(hosts))
-
-    def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
-        """Status by the signs of life of the host agents, in the attempt's logs."""
-        found = {}
-        for folder in folders:
-            row = self.attempt(folder)
-            if row is not None and row.end is None:
-                agents = [HostFile(folder, row.attempt, index) for index in range(len(row.hosts))]
-                state = "running" if any(agent.alive for agent in agents) else "gone"
-                if state == "gone" and all(agent.awaited(since=row.intent) for agent in agents):
-                    state = "queued"
-                found[folder.path] = JobStatus(
-                    state, row.job_id, None if state != "gone" else "its host agents are gone"
-                )
-        return found
-
-    def rank_info(self) -> RankInfo | None:
-        """Rank that a host agent started; None under another launcher."""
-        return hosts_rank()
-
-    def _submit(self, plan: RunPlan, taken: dict[str, RunPlan], options: SubmitOptions) -> Submission:
-        folder, hosts = plan.folder, self._hosts(plan)
-        existed = folder.path.exists()
-        state = folder.read_state() if existed else None
-        if state is not None and state.state == "done":
-            return Submission(plan, "done")
-        status = self.status([folder]).get(folder.path) if existed else None
-        if status is not None and status.state in ("queued", "running"):
-            return Submission(plan, status.state, status.job_id, "left alone")
-        if (other := next((taken[host] for host in hosts if host in taken), None)) is not None:
-            reason = (
-                f"{options.title(other)} was just started on {', '.join(hosts)}; type the same command when it ends"
-            )
-            return Submission(plan, "refused", reason=reason, exit_code=UserError.exit_code)
-        snapshot = take_code_snapshot(runs_of(plan), [plan.experiment])
-        provenance = read_provenance(snapshot)
-        existed = create_run_folder(plan, provenance)
-        if (busy := make_ready(plan, provenance, renew=existed)) is not None:
-            return busy
-        for line in snapshot.notes():
-            options.echo(line)
-        if existed:
-            report_changes([plan], options.echo)
-        else:
-            report_large_patch(folder, options.echo)
-        taken |= dict.fromkeys(hosts, plan)
-        return self._start(plan, snapshot, hosts)
-
-    def _start(self, plan: RunPlan, snapshot: CodeSnapshot, hosts: Sequence[str]) -> Submission:
-        """Record the intent, and start the agent of each host."""
-        folder, token, options = plan.folder, uuid.uuid4().hex[:12], self.options(plan.experiment.cluster)
-        folder.clear_stop()
-        size = plan.layout.world_size
-        intent = folder.add_attempt(world_size=size, hosts=hosts, launched_by=self.kind, token=token, job_id=token)
-        state, number = folder.read_state(), intent.attempt
-        folder.write_state(RunState("pending", 0 if state is None else state.step, time.time(), number, None))
-        folder.make_attempt_logs(number)
-        for index, host in enumerate(hosts):
-            try:
-                self.start(options, host, _command(plan, snapshot, number, index))
-            except (OSError, subprocess.SubprocessError) as error:
-                said = getattr(error, "stderr", None) or b""
-                text = (said.decode(errors="replace") if isinstance(said, bytes) else said).strip() or str(error)
-                reason = f"{host} cannot be started: {text}"
-                # The agents of other hosts end as they see it.
-                close_attempt(folder, number, "failed", exit_code=FAILED, reason=reason, overrule=True)
-                return Submission(plan, "failed", token, reason, FAILED)
-        return Submission(plan, "submitted", token)
-
-    def _hosts(self, plan: RunPlan) -> list[str]:
-        """Hosts of a run. Raises UserError if there are too few."""
-        known, nodes = list(dict.fromkeys(self.hosts(self.options(plan.experiment.cluster)))), plan.layout.nodes
-        if len(known) < nodes:
-            raise UserError(
-                f"{plan.layout.world_size} processes, {plan.layout.node_size} on a host, need {nodes} hosts, and "
-                f"cluster.options names {len(known)}. Name more, or choose fewer processes."
-            )
-        return known[:nodes]
+def is_alive(folder: RunFolder, row: Attempt) -> bool:
+    """True if an attempt gives signs of life: a lock, its host agents, or a heartbeat where locks of other machines may
+    not show."""
+    agents = host_files(folder, row.attempt)
+    if folder.ranks_alive() or any(agent.alive for agent in agents):
+        return True
+    if agents or row.hosts == (socket.gethostname(),):
+        return False
+    beat = folder.read_heartbeat()
+    return beat is not None and beat.time >= row.intent and beat.age < SILENCE
 
 
-def _command(plan: RunPlan, snapshot: CodeSnapshot, attempt: int, index: int) -> str:
-    """Shell command that starts the agent of host `index` in the background."""
-    cluster, folder = plan.experiment.cluster, plan.folder
-    variables = {
-        # The code as it was at submission.
-        "PYTHONPATH": snapshot.package,
-        IMPORT_PATH: ":".join(snapshot.import_path()),
-        **dict.fromkeys(("PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE"), "1"),
-        **cluster.environment,
-    }
-    python = [cluster.python or sys.executable, "-m", AGENT, str(folder.path), str(attempt), str(index)]
-    words = ["env", *(f"{name}={value}" for name, value in variables.items()), *python]
-    log = folder.attempt_logs(attempt) / f"host-{index:05d}.log"
-    return f"setsid nohup {shlex.join(words)} >> {shlex.quote(str(log))} 2>&1 < /dev/null &"
+def said(error: Exception) -> str:
+    """Message of a command that failed, of one that it printed if it did."""
+    printed = getattr(error, "stderr", None) or b""
+    return (printed.decode(errors="replace") if isinstance(printed, bytes) else printed).strip() or str(error)
+
+
+def _explained(plan: RunPlan, act: Callable[[], Result]) -> Result | Submission:
+    """Result of `act`, of which a UserError or a failed write becomes a refusal."""
+    try:
+        with explain_write_errors(plan.folder.path):
+            return act()
+    except UserError as error:
+        return refused(plan, str(error))
+
+
+def _detached(job: Job, node: int) -> str:
+    """Command of a host that leaves its process in the background."""
+    return f"setsid nohup {job.command(node)} &"
+
+
+def _note(host: str) -> str:
+    """Name of the file that says which run is on a host."""
+    return f"host-{quote(host, safe='')}"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_exp.launch import remote
 from titan_exp.launch.slurm import executor
 from titan_exp.launch.slurm.squeue import Job, UnreachableError
 from titan_exp.launch.slurm.submit import is_being_submitted
@@ -35,10 +36,11 @@ def test_reason_of_an_ended_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_users_of_one_folder_submit_without_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(executor, "SUBMITTER_LIMIT", 0.0)
-    with executor._submitting(tmp_path):
+    monkeypatch.setattr(remote, "SUBMITTER_LIMIT", 0.0)
+    slurm = executor.SlurmExecutor("slurm")
+    with slurm.submitting(tmp_path):
         monkeypatch.setattr("os.geteuid", lambda: 4242)
-        with executor._submitting(tmp_path) as other, FileLock(other.path.with_name("sbatch.lock")) as sbatch:
+        with slurm.submitting(tmp_path) as other, FileLock(other.path.with_name("sbatch.lock")) as sbatch:
             sbatch.acquire("sbatch")
             monkeypatch.undo()
             token = other.path.parent / "abc"

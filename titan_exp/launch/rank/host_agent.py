@@ -1,13 +1,14 @@
 """Host agent: starts the ranks of one host of a run and ends them together, where no scheduler does.
 
 `python -m titan_exp.launch.rank.host_agent RUN_FOLDER ATTEMPT HOST` runs the agent of host number HOST of an attempt.
-Agents of several hosts know each other by files in the attempt's logs: each touches its own while it lives.
+Agents of several hosts know each other by files in the attempt's logs: each writes its name there while it lives.
 """
 
 import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import process_threads
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
@@ -54,26 +56,34 @@ class HostFile:
         return self.folder.attempt_logs(self.attempt) / f"host-{self.host:05d}"
 
     @property
+    def text(self) -> str:
+        """Name of the machine, or `ended`; empty before the first sign."""
+        with contextlib.suppress(OSError):
+            return self.path.read_text(encoding="utf-8")
+        return ""
+
+    @property
     def age(self) -> float | None:
         """Seconds since the last sign; None before the first, 0 once the agent has ended its ranks."""
         with contextlib.suppress(FileNotFoundError):
-            return 0.0 if self.ended else time.time() - self.path.stat().st_mtime
+            return 0.0 if self.text == ENDED else time.time() - self.path.stat().st_mtime
         return None
-
-    @property
-    def ended(self) -> bool:
-        """True if the agent has ended and says so."""
-        return self.path.read_text(encoding="utf-8") == ENDED
 
     @property
     def alive(self) -> bool:
         """True if the agent runs."""
         age = self.age
-        return age is not None and age < SILENCE and not self.ended
+        return age is not None and age < SILENCE and self.text != ENDED
 
     def awaited(self, since: float) -> bool:
         """True if the agent may still appear, having been started at a Unix time."""
         return self.age is None and time.time() - since < START_LIMIT
+
+
+def host_files(folder: RunFolder, attempt: int) -> list[HostFile]:
+    """Signs of the agents that have appeared."""
+    paths = folder.attempt_logs(attempt).glob("host-" + "[0-9]" * 5)
+    return [HostFile(folder, attempt, int(path.name.rpartition("-")[2])) for path in paths]
 
 
 def hosts_rank() -> RankInfo | None:
@@ -82,7 +92,7 @@ def hosts_rank() -> RankInfo | None:
     if HOSTS not in env:
         return None
     rank, size, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    return RankInfo(rank, size, local, env[TOKEN], tuple(env[HOSTS].split(",")), token=env[TOKEN])
+    return RankInfo(rank, size, local, hosts=tuple(env[HOSTS].split(",")), token=env[TOKEN])
 
 
 class HostAgent:
@@ -90,31 +100,39 @@ class HostAgent:
 
     def __init__(self, folder: RunFolder, row: Attempt, host: int) -> None:
         self.folder, self.row, self.host = folder, row, host
-        self.sign = HostFile(folder, row.attempt, host)
-        self.cluster = load_experiment(folder.config, trust=True).cluster
-        size = row.world_size // len(row.hosts)
+        experiment = load_experiment(folder.config, trust=True)
+        self.cluster, nodes = experiment.cluster, ResolvedLayout.of(experiment).nodes
+        self.signs = [HostFile(folder, row.attempt, number) for number in range(nodes)]
+        size = row.world_size // nodes
         self.ranks = range(host * size, (host + 1) * size)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._began = time.monotonic()
         self._stop_seen: float | None = None
 
-    def run(self) -> None:
-        """Start the ranks, and return once they have ended."""
+    def run(self) -> int:
+        """Start the ranks once the agents of all hosts have appeared; returns an exit code once the ranks have
+        ended."""
         signal.signal(signal.SIGTERM, lambda *_: self.folder.request_stop(f"{self._name(self.host)} received SIGTERM"))
         try:
-            for rank in self.ranks:
-                self._processes[rank] = self._start(rank)
-            while any(process.poll() is None for process in self._processes.values()):
-                self._give_sign()
-                result = self._failure() or self._overdue()
+            while not self._processes or any(process.poll() is None for process in self._processes.values()):
+                self._give_sign(socket.gethostname())
+                names = [sign.text for sign in self.signs]
+                if not self._processes and all(names):
+                    for rank in self.ranks:
+                        self._processes[rank] = self._start(rank, self.row.hosts or names)
+                result, over = self._failure(), self._is_over()
+                if result is None and not over:
+                    result = self._overdue()
                 if result is not None:
                     self._close(result)
-                if result is not None or self._is_over():
+                if result is not None or over:
                     self._end_ranks()
-                    return
+                    return FAILED if result is None else result.exit_code
                 time.sleep(POLL_INTERVAL)
             if (result := self._failure()) is not None:
                 self._close(result)
+                return result.exit_code
+            return min((process.returncode for process in self._processes.values() if process.returncode), default=DONE)
         finally:
             self._kill()
             self._give_sign(ENDED)
@@ -123,11 +141,11 @@ class HostAgent:
         """Path of a rank's log."""
         return self.folder.attempt_logs(self.row.attempt) / f"rank-{rank:05d}.log"
 
-    def _start(self, rank: int) -> "subprocess.Popen[bytes]":
+    def _start(self, rank: int, hosts: Sequence[str]) -> "subprocess.Popen[bytes]":
         numbers = {"RANK": rank, "WORLD_SIZE": self.row.world_size, "LOCAL_RANK": rank - self.ranks.start}
         environment = {name: value for name, value in os.environ.items() if name not in outer_launch()}
         environment |= {name: str(number) for name, number in numbers.items()}
-        environment |= {TOKEN: self.row.token or "", HOSTS: ",".join(self.row.hosts)}
+        environment |= {TOKEN: self.row.token or "", HOSTS: ",".join(hosts)}
         environment[IMPORT_PATH] = os.environ.get(IMPORT_PATH, "")
         environment.setdefault("OMP_NUM_THREADS", str(process_threads(self.cluster, len(self.ranks))))
         command = [sys.executable, "-m", "titan_exp.launch.rank.main", str(self.folder.path)]
@@ -154,21 +172,30 @@ class HostAgent:
         now = time.monotonic()
         if self._stop_seen is None and self.folder.stop_requested():
             self._stop_seen = now
+        if self._stop_seen is not None and not self._processes:
+            return AttemptResult("preempted", STOPPED, self.folder.stop_reason())
         if self._stop_seen is not None and now - self._stop_seen > self.cluster.stop_limit:
             return AttemptResult(
                 "preempted", STOPPED, f"{self.folder.stop_reason()}; killed before all ranks had saved"
             )
-        for host in range(len(self.row.hosts)):
-            age = HostFile(self.folder, self.row.attempt, host).age
+        for host, sign in enumerate(self.signs):
+            age, log = sign.age, sign.path.with_name(f"host-{host}.log")
             if age is None and now - self._began > START_LIMIT:
-                log = self.sign.path.with_name(f"host-{host:05d}.log")
                 return AttemptResult(
                     "failed", FAILED, f"{self._name(host)} did not start in {START_LIMIT:.0f} s: {log}"
                 )
+            if sign.text == ENDED and self._is_unexplained(host):
+                return AttemptResult("failed", FAILED, f"{self._name(host)} has ended without a cause: {log}")
             if age is not None and age > SILENCE:
                 reason = f"{self._name(host)} has given no sign of life for {SILENCE:.0f} s"
                 return AttemptResult("failed", FAILED, reason)
         return None
+
+    def _is_unexplained(self, host: int) -> bool:
+        """True if a rank of a host has no end, and neither has the attempt."""
+        ranks = range(host * len(self.ranks), (host + 1) * len(self.ranks))
+        records = [self._record(rank) for rank in ranks]
+        return self.folder.read_attempts()[-1].end is None and not all(record and record.end for record in records)
 
     def _is_over(self) -> bool:
         """True if the attempt has failed, or another one has begun."""
@@ -185,7 +212,7 @@ class HostAgent:
         pending = HangFiles(self.folder.attempt_logs(self.row.attempt), self.row.world_size).report_pending()
         deadline = time.monotonic() + (2 * REPORT_TIMEOUT if pending else GRACE)
         while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):
-            self._give_sign()
+            self._give_sign(socket.gethostname())
             time.sleep(0.1)
 
     def _kill(self) -> None:
@@ -198,15 +225,15 @@ class HostAgent:
                         victim.kill()
                 process.wait()
 
-    def _give_sign(self, text: str = "") -> None:
+    def _give_sign(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a network disk may fail for a while, and ranks leave a lost folder alone
-            self.sign.path.write_text(text, encoding="utf-8")
+            self.signs[self.host].path.write_text(text, encoding="utf-8")
 
     def _record(self, rank: int) -> RankRecord | None:
         return read_record(self.folder, self.row.attempt, rank)
 
     def _name(self, host: int) -> str:
-        return f"host {self.row.hosts[host]}"
+        return f"host {self.row.hosts[host]}" if self.row.hosts else f"node {host}"
 
 
 def _stop_with_agent() -> None:
@@ -215,16 +242,19 @@ def _stop_with_agent() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the agent of a host; returns 0 once its ranks have ended, whatever their end."""
+    """Run the agent of a host; returns an exit code: of its ranks, 0 if the attempt is over."""
     path, attempt, host = arguments
     folder = RunFolder(path)
     extend_import_path()
     rows = folder.read_attempts()
-    if not rows or rows[-1].attempt != int(attempt) or rows[-1].exit is not None:
+    if not rows or rows[-1].attempt != int(attempt) or rows[-1].end is not None:
         print(f"{path}: attempt {attempt} is over, so this host starts nothing.")
         return DONE
-    HostAgent(folder, rows[-1], int(host)).run()
-    return DONE
+    agent = HostAgent(folder, rows[-1], int(host))
+    if agent.signs[agent.host].age is not None:
+        print(f"{path}: attempt {attempt} was started here before. The command that launched it starts the next one.")
+        return FAILED
+    return agent.run()
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ import os
 import socket
 import time
 from dataclasses import replace
+from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import BY_HAND, Executor
 from titan_exp.launch.rank.rank_env import RankInfo
 from titan_exp.launch.state.attempt_end import acquire_run, close_dead_attempts, newest_checkpoint, requeues_after
-from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
+from titan_exp.tracking.run_folder.files import write_atomically
+from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder
 
 ATTEMPT_TIMEOUT = 60.0
 """Seconds that other ranks wait for rank 0 to record the start."""
@@ -23,25 +25,27 @@ def join_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -
     claim = None
     if rank.rank == 0:
         claim = acquire_run(folder, "rank 0", print)
-        attempt = _open_attempt(folder, rank, executor)
+        row = _open_attempt(folder, rank, executor)
     else:
-        attempt = _await_attempt(folder, rank)
-    rank = replace(rank, attempt=attempt, claim=claim)
+        row = _await_attempt(folder, rank)
+    rank = replace(rank, attempt=row.attempt, job_id=row.job_id or "", claim=claim)
     if executor is not None and rank.world_size > 1:
         executor.join_rendezvous(folder, rank)
     return rank
 
 
-def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -> int:
+def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -> Attempt:
     """Record the start in the row written at submission, or in a new row if the scheduler restarted the job."""
     rows = folder.read_attempts()
     last = rows[-1] if rows else None
     same_job = last is not None and rank.token is not None and last.token == rank.token
     if rank.token is not None and not same_job:
         raise UserError(
-            f"{folder.path}: this run was started anew after job {rank.job_id} was submitted"
+            f"{folder.path}: this run was started anew after job {rank.job_id or rank.token} was submitted"
             f"{'' if last is None else f' (attempt {last.attempt})'}, so this job ends."
         )
+    if last is not None and same_job and rank.restarts is None:
+        rank = replace(rank, job_id=last.job_id or rank.job_id)  # the submission knows it
     if last is not None and same_job and last.start is None and last.end is None:
         number = last.attempt
     else:
@@ -52,7 +56,7 @@ def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) 
         number = folder.add_attempt(
             world_size=rank.world_size,
             hosts=rank.hosts,
-            job_id=rank.job_id,
+            job_id=rank.job_id or None,
             launched_by=BY_HAND if rank.token is None or executor is None else executor.kind,
             token=rank.token,
             requeues=requeues_after(folder, last) if last is not None and same_job else 0,
@@ -61,22 +65,29 @@ def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) 
         folder.clear_stop()  # a batch script has already cleared it, and a stop may have been requested since
     if executor is not None:
         executor.publish_rendezvous(folder, replace(rank, attempt=number))
-    known = {"job_id": rank.job_id, "hosts": rank.hosts, "restarts": rank.restarts}
-    folder.update_attempt(number, **known, checkpoint=newest_checkpoint(folder), start=time.time())
-    return number
+    known: dict[str, Any] = {"hosts": rank.hosts, "restarts": rank.restarts, "checkpoint": newest_checkpoint(folder)}
+    if rank.job_id:  # else the submission is about to record it
+        known["job_id"] = rank.job_id
+    return folder.update_attempt(number, **known, start=time.time())
 
 
-def _await_attempt(folder: RunFolder, rank: RankInfo) -> int:
+def _await_attempt(folder: RunFolder, rank: RankInfo) -> Attempt:
     deadline = time.monotonic() + ATTEMPT_TIMEOUT
     while time.monotonic() < deadline:
         rows = folder.read_attempts()
-        row = rows[-1] if rows else None
-        # Without a restart count, an ended attempt may be an earlier one with the same address.
-        ended = row is not None and row.end is not None and rank.restarts is None
-        if row and row.start is not None and not ended and (row.job_id, row.restarts) == (rank.job_id, rank.restarts):
-            return row.attempt
+        if rows and rows[-1].start is not None and _is_joined(rows[-1], rank):
+            return rows[-1]
         time.sleep(0.1)
     raise UserError(f"{folder.path}: rank 0 did not start within {ATTEMPT_TIMEOUT:.0f} s. See its log.")
+
+
+def _is_joined(row: Attempt, rank: RankInfo) -> bool:
+    """True if rank 0 has opened this attempt for this start of the job."""
+    if rank.restarts is not None:
+        return (row.job_id, row.restarts) == (rank.job_id, rank.restarts)
+    # Without a restart count, an ended attempt may be an earlier one with the same address.
+    same = row.job_id == rank.job_id if rank.token is None else row.token == rank.token
+    return same and row.end is None
 
 
 FIRST_PORT, LAST_PORT = 20000, 32000

@@ -33,7 +33,7 @@ from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.health.watchdog import Watchdog
 from titan_exp.launch.provenance.changes import attempt_changes, edited_code
 from titan_exp.launch.rank.join_attempt import join_attempt
-from titan_exp.launch.rank.rank_env import RankInfo, environment, extend_import_path, torchrun_rank
+from titan_exp.launch.rank.rank_env import TOKEN, RankInfo, environment, extend_import_path, torchrun_rank
 from titan_exp.launch.rank.rank_status import (
     FALLBACK_FOLDER,
     FOLDER_LOST,
@@ -114,7 +114,7 @@ def _find_rank(experiment: Experiment) -> tuple[Executor | None, RankInfo]:
     for executor in map(executor_for, kinds):
         rank = executor.rank_info()
         if rank is not None:
-            return executor, rank
+            return executor, replace(rank, token=rank.token or os.environ.get(TOKEN))
     return None, torchrun_rank()
 
 

@@ -59,12 +59,14 @@ class RankInfo:
     local_rank: int
     """Rank on this machine; 0 if only one GPU is visible."""
     job_id: str = ""
-    """Job id of the scheduler or torchrun; equal on all ranks, unique per job."""
+    """Job id, equal on all ranks and unique per job, of ranks started by hand or of a scheduler that counts restarts;
+    else the attempt has the id that its submission recorded, and this one is not read."""
     hosts: tuple[str, ...] = ()
+    """Names of all machines of the run."""
     restarts: int | None = None
     """Number of restarts of the job by the scheduler; None if not counted."""
     token: str | None = None
-    """Submission token; None for ranks started by hand."""
+    """Submission token, by default that of the environment; None for ranks started by hand."""
     gang: bool = False
     """True if the scheduler may kill all ranks after a nonzero exit code of one."""
     by_hand: str = "torchrun --nproc-per-node {}"

@@ -7,18 +7,16 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.executor import NOT_CANCELLED, JobStatus, Submission, SubmitOptions
-from titan_exp.launch.provenance.changes import report_changes, report_large_patch
-from titan_exp.launch.provenance.code_snapshot import take_code_snapshot
-from titan_exp.launch.provenance.provenance import read_provenance
+from titan_exp.launch.executor import NOT_CANCELLED, JobStatus, Submission, SubmitOptions, refused
+from titan_exp.launch.provenance.code_snapshot import CodeSnapshot, take_code_snapshot
 from titan_exp.launch.rank.join_attempt import LOOPBACK, publish_address
 from titan_exp.launch.rank.rank_env import GROUP, TOKEN, RankInfo, forget_torchrun
-from titan_exp.launch.remote import RemoteExecutor, make_ready, runs_of
-from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors
+from titan_exp.launch.remote import RemoteExecutor, runs_of
+from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.epilogue import CANCELLED
 from titan_exp.launch.slurm.squeue import Job, UnreachableError, accounted, ask, listed_jobs
 from titan_exp.launch.slurm.submit import (
@@ -28,14 +26,11 @@ from titan_exp.launch.slurm.submit import (
     UncertainError,
     group_by_resources,
     is_being_submitted,
-    submissions_folder,
     thread_map,
 )
 from titan_exp.launch.worlds import several_worlds
-from titan_exp.tracking.run_folder.attempts import STOPPED, Attempt
-from titan_exp.tracking.run_folder.files import FileLock, LockedError
-from titan_exp.tracking.run_folder.folder_owner import own_folder
-from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+from titan_exp.tracking.run_folder.attempts import Attempt
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
 def srun_rank() -> RankInfo | None:
@@ -94,24 +89,28 @@ def _local_rank() -> int:
 
 CANNOT_ASK = "SLURM cannot be asked"
 SCANCEL_JOBS = 500
-SUBMITTER_LIMIT = 120.0
-"""Seconds to wait for another submission to the same folder of runs."""
 
 
 class SlurmExecutor(RemoteExecutor):
     """Submits runs as SLURM jobs; runs with equal resources form a job array."""
 
+    scheduler = "SLURM"
+
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
         """Submit runs that are not done, queued or running, without waiting for them. Raises UserError without SLURM,
         inside a job, or if the folder of runs cannot be written."""
         _require_slurm(plans)
-        found: dict[Path, Submission] = {}
-        for runs in dict.fromkeys(map(runs_of, plans)):
-            here = [plan for plan in plans if runs_of(plan) == runs]
-            with explain_write_errors(runs), _submitting(runs):
-                for submission in _submit(self, runs, here, options.echo):
-                    found[submission.plan.folder.path] = submission
-        return [found[plan.folder.path] for plan in plans]
+        return super().submit(plans, options)
+
+    def start_runs(self, plans: Sequence[RunPlan], snapshot: CodeSnapshot) -> Iterable[Submission]:
+        """Submit an array for each group of runs with equal resources."""
+        for group in group_by_resources(plans):
+            yield from _submit_group(self, Batch(runs_of(plans[0]), group, snapshot))
+
+    def start_run(self, plan: RunPlan, snapshot: CodeSnapshot) -> Submission:
+        """Submit one run."""
+        (submission,) = self.start_runs([plan], snapshot)
+        return submission
 
     def script(self, plan: RunPlan) -> str:
         """Batch script of a run, with TOKEN in the place of the submission's token."""
@@ -153,7 +152,8 @@ class SlurmExecutor(RemoteExecutor):
         for folder in folders:
             status = statuses[folder.path]
             if status.state == "unknown":
-                lines[folder.path] = f"{NOT_CANCELLED}: {CANNOT_ASK}: {status.reason}. Type it again when SLURM answers"
+                line = f"SLURM cannot be asked: {status.reason}. Type it again when SLURM answers"
+                lines[folder.path] = f"{NOT_CANCELLED}: {line}"
                 continue
             if status.state == "gone" or status.job_id is None:
                 lines[folder.path] = f"nothing done: {status.reason or status.state}"
@@ -167,7 +167,7 @@ class SlurmExecutor(RemoteExecutor):
         # Signal the batch script, not the ranks: it enforces cluster.stop_limit while they save.
         failures |= _scancel(["--batch", "--signal=USR2"], running)
         thread_map(
-            lambda job: _record_dequeued(queued[job], self.attempt(queued[job]), reason),
+            lambda job: self.record_dequeued(queued[job], f"{CANCELLED}: {reason}"),
             [job for job in queued if job not in failures and queued[job].path not in active],
         )
         for job, folder in (queued | running).items():
@@ -206,53 +206,16 @@ class SlurmExecutor(RemoteExecutor):
         """Write rank 0's address into the attempt's log folder."""
         publish_rendezvous(folder, rank)
 
-    def existing(self, plan: RunPlan, status: JobStatus | None) -> Submission | None:
-        """Result of a run that needs no submission; None if it needs one."""
-        state, row = plan.folder.read_state(), self.attempt(plan.folder)
-        if state is not None and state.state == "done":
-            return Submission(plan, "done", row and row.job_id)
-        if status is None or row is None:
-            return None
-        if status.state in ("queued", "running"):
-            if row.job_id is None:  # the submitter was killed before sbatch returned
-                plan.folder.update_attempt(row.attempt, job_id=status.job_id)
-            return Submission(plan, "queued" if status.state == "queued" else "running", status.job_id, status.reason)
-        if status.state == "unknown" and (row.end is None or row.exit == STOPPED):
-            return _refused(plan, f"{CANNOT_ASK}, and it may be queued: {status.reason}", row.job_id)
-        if row.end is None and row.token is not None and is_being_submitted(runs_of(plan), row.token):
-            return _refused(plan, "an earlier submission of it still waits for SLURM: try again soon")
-        return None
-
-
-def _submit(
-    slurm: SlurmExecutor, runs: Path, plans: Sequence[RunPlan], echo: Callable[[str], None]
-) -> Iterable[Submission]:
-    snapshot = take_code_snapshot(runs, [plan.experiment for plan in plans])
-    for line in snapshot.notes():
-        echo(line)
-    provenance = read_provenance(snapshot)
-    existed = thread_map(lambda plan: create_run_folder(plan, provenance), plans)
-    old = {plan.folder.path for plan, there in zip(plans, existed, strict=True) if there}
-    for plan in [plan for plan in plans if plan.folder.path not in old][:1]:  # all have the same
-        report_large_patch(plan.folder, echo)
-    statuses = slurm.status([plan.folder for plan in plans if plan.folder.path in old])
-    ready = []
-    for plan in plans:
-        status = statuses.get(plan.folder.path)
-        submission = slurm.existing(plan, status) if plan.folder.path in old else None
-        missing = None if submission is None or status is None else slurm.missing_worlds(plan, status)
-        if missing is not None:
-            yield _submit_missing(plan, Batch(runs, [plan], snapshot, missing), missing)
-            continue
-        if submission is None and (busy := make_ready(plan, provenance, renew=plan.folder.path in old)) is not None:
-            submission = busy
-        if submission is None:
-            ready.append(plan)
-        else:
-            yield submission
-    report_changes(ready, echo)
-    for group in group_by_resources(ready):
-        yield from _submit_group(slurm, Batch(runs, group, snapshot))
+    def existing(self, plan: RunPlan, status: JobStatus | None, snapshot: CodeSnapshot) -> Submission | None:
+        """Result of a run that needs no submission, or of worlds that had no job; None if it needs one."""
+        found, row = super().existing(plan, status, snapshot), self.attempt(plan.folder)
+        missing = None if status is None else self.missing_worlds(plan, status)
+        if found is not None and missing is not None:
+            return _submit_missing(plan, Batch(runs_of(plan), [plan], snapshot, missing), missing)
+        token = None if row is None or row.end is not None else row.token
+        if found is None and token is not None and is_being_submitted(runs_of(plan), token):
+            return refused(plan, "an earlier submission of it still waits for SLURM: try again soon")
+        return found
 
 
 def _submit_group(slurm: SlurmExecutor, batch: Batch) -> Iterable[Submission]:
@@ -266,14 +229,14 @@ def _submit_group(slurm: SlurmExecutor, batch: Batch) -> Iterable[Submission]:
         for plan, attempt in zip(batch.plans, attempts, strict=True):
             status = statuses[plan.folder.path]
             if status.job_id is not None:
-                yield _submitted((plan, attempt, status.job_id))
+                yield slurm.record_submitted(plan, attempt, status.job_id)
             elif isinstance(error, RejectedError) and status.state == "gone":
                 plan.folder.update_attempt(attempt, end=time.time(), reason=f"not submitted: {error}")
-                yield _refused(plan, str(error))
+                yield refused(plan, str(error))
             else:
-                yield _refused(plan, f"{error}; type the same command again to ask SLURM for the job")
+                yield refused(plan, f"{error}; type the same command again to ask SLURM for the job")
         return
-    yield from thread_map(_submitted, zip(batch.plans, attempts, jobs, strict=True))
+    yield from thread_map(lambda each: slurm.record_submitted(*each), zip(batch.plans, attempts, jobs, strict=True))
 
 
 def _submit_missing(plan: RunPlan, batch: Batch, missing: MissingWorlds) -> Submission:
@@ -282,17 +245,8 @@ def _submit_missing(plan: RunPlan, batch: Batch, missing: MissingWorlds) -> Subm
     try:
         (job,) = batch.submit()
     except (RejectedError, UncertainError) as error:
-        return _refused(plan, f"groups {_listed(missing.numbers)}: {error}")
+        return refused(plan, f"groups {_listed(missing.numbers)}: {error}")
     return Submission(plan, "submitted", job, f"only groups {_listed(missing.numbers)}, which had no job")
-
-
-def _submitted(result: tuple[RunPlan, int, str]) -> Submission:
-    plan, attempt, job = result
-    state = plan.folder.read_state()
-    row = plan.folder.update_attempt(attempt, job_id=job)
-    if state is not None and row.start is None and state.state != "pending":
-        plan.folder.write_state(RunState("pending", state.step, time.time(), attempt, None))
-    return Submission(plan, "submitted", job)
 
 
 def _job_status(row: Attempt, job: Job | None, ends: Mapping[str, str]) -> JobStatus:
@@ -335,10 +289,6 @@ def _job_of(row: Attempt, jobs: Sequence[Job]) -> Job | None:
     return min(own, key=lambda job: job.phase == "gone", default=None)
 
 
-def _refused(plan: RunPlan, reason: str, job_id: str | None = None) -> Submission:
-    return Submission(plan, "refused", job_id, reason, UserError.exit_code)
-
-
 def _scancel(options: Sequence[str], jobs: Collection[str], at_once: int = SCANCEL_JOBS) -> dict[str, str]:
     """Call scancel for many jobs at a time; returns error messages by job id.
 
@@ -356,16 +306,6 @@ def _scancel(options: Sequence[str], jobs: Collection[str], at_once: int = SCANC
     return failures
 
 
-def _record_dequeued(folder: RunFolder, row: Attempt | None, reason: str) -> None:
-    """Close the attempt of a job removed from the queue."""
-    if row is not None and row.start is None and row.end is None:
-        folder.update_attempt(row.attempt, end=time.time(), reason=f"{CANCELLED}: {reason}")
-    state = folder.read_state()
-    if state is not None:
-        # `preempted`, not `lost`: the same command continues the run.
-        folder.write_state(RunState("preempted", state.step, time.time(), state.attempt, f"{CANCELLED}: {reason}"))
-
-
 def _require_slurm(plans: Sequence[RunPlan]) -> None:
     for command in ("sbatch", "srun", "squeue", "scancel"):
         if shutil.which(command) is None:
@@ -379,13 +319,3 @@ def _require_slurm(plans: Sequence[RunPlan]) -> None:
             f"This process is inside SLURM job {inside}; jobs that submit jobs are usually a mistake. Submit from a "
             "login node, run here with cluster=local, or set cluster.submit_from_job=true."
         )
-
-
-def _submitting(runs: Path) -> FileLock:
-    """Lock for this user's submissions to a folder of runs."""
-    lock = FileLock(own_folder(submissions_folder(runs)) / "lock")
-    try:
-        lock.acquire("submission", timeout=SUBMITTER_LIMIT)
-    except LockedError as error:
-        raise UserError(f"{runs}: {error.holder or 'another process'} is submitting to it. Wait for it.") from None
-    return lock

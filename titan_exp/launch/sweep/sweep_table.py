@@ -12,7 +12,7 @@ from rich.table import Table
 from titan_exp.config.command_line.help import forgotten_tokenizer
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.machine.devices import device_type
-from titan_exp.launch.executor import Submission, executor_for
+from titan_exp.launch.executor import Submission, executor_for, typed_path
 from titan_exp.launch.run_console import summarize
 from titan_exp.launch.run_id import rate_after_decay
 from titan_exp.launch.run_plan import RunPlan
@@ -155,9 +155,9 @@ def show_outcomes(
 
 def _next(states: Sequence[str], sweep_plan: SweepPlan, study: StudySweep | None) -> list[str]:
     """Suggested next commands."""
-    name = sweep_plan.planned[0].plan.folder.path.parent if study is None else study.arguments
+    name = typed_path(sweep_plan.planned[0].plan.folder.path.parent) if study is None else study.arguments
     if any(state in ("submitted", "queued") for state in states):
-        first = sweep_plan.planned[0].plan.folder.path
+        first = typed_path(sweep_plan.planned[0].plan.folder.path)
         return [f"  titan-exp status {name}", f"  titan-exp logs -f {first}", f"  titan-exp cancel {name}"]
     if study is not None and ("failed" in states or "refused" in states):
         return [f"Why: titan-exp logs {name}. The same command starts again what is missing or failed."]

@@ -183,7 +183,9 @@ def _families() -> dict[str, HuggingFace]:
     found: dict[str, tuple[str, HuggingFace]] = {}
     for name in builtin_components("model"):
         family: HuggingFace | None = getattr(component("model", name), "huggingface", None)
-        for kind in () if family is None else (family.model_type, *family.other_types):
+        if family is None:
+            continue
+        for kind in (family.model_type, *family.other_types):
             if (other := found.setdefault(kind, (name, family)))[0] != name:
                 raise UserError(
                     f"config.json: the families {other[0]} and {name} both read the model_type {kind!r}. "

@@ -27,6 +27,7 @@ from titan_exp.checkpoint.optimizer_state import (
     saved_tensors,
 )
 from titan_exp.checkpoint.state_values import UnsavedStateError
+from titan_exp.config.errors.explained_errors import UserCodeError, innermost_module, user_traceback
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout

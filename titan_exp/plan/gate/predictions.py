@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import titan_exp
+from titan_exp.config.errors.explained_errors import UserCodeError
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.pipeline_schedules import is_file

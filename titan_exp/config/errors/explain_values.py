@@ -39,6 +39,7 @@ class Read:
     """Metadata of a type: conversion of a value before its type is checked. It may raise Unfit."""
 
     convert: Callable[[Any], Any]
+    """Function of the value as read, which returns the converted one."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core.core_schema import no_info_before_validator_function
@@ -51,6 +52,7 @@ class Check:
     """Metadata of a type: check of a value of the type, which raises Unfit."""
 
     check: Callable[[Any], None]
+    """Function of the typed value, which returns if that fits."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core.core_schema import no_info_after_validator_function

@@ -14,7 +14,7 @@ from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.config.schema.foreign_code import Untrusted
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.run_console import summarize
-from titan_exp.launch.state.run_lookup import RunEntry, find_runs, named_runs
+from titan_exp.launch.state.run_lookup import RunEntry, find_runs, named_runs, runs_folder
 from titan_exp.launch.sweep.sweep_table import plain_table
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
 from titan_exp.plan.device_memory import cpu_device, refine_gpu, write_constants
@@ -62,7 +62,8 @@ def calibrate_command(argv: Sequence[str]) -> int:
         print(HELP, end="")
         return 0
     flags, rest = take_flags(argv, ("--dry-run", "--trust"), verb="plan calibrate")
-    runs, named = take_runs(rest)
+    typed, named = take_runs(rest)
+    runs = runs_folder(typed)
     left_out: dict[str, int] = {}
     measured = _measured(find_runs(named_runs(named), runs), runs / ".cache", left_out, trust="--trust" in flags)
     _require_one_device(measured)

@@ -72,7 +72,7 @@ def test_a_pipe_is_written_to_and_not_replaced(runs: Path, capsys: pytest.Captur
     ("words", "answer"),
     [
         ([], "compare takes a study"),
-        (["mde"], "did you mean made"),
+        (["mde"], "Did you mean made"),
         (["made", "--metric", "loss"], "--metric: unknown flag; did you mean --metrics?"),
         (["made", "--target", "low"], "target=low: must be a number"),
         (["made", "--baseline"], "--baseline needs a value"),

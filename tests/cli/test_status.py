@@ -119,8 +119,8 @@ def test_runs_by_path_id_and_label(make, home: Path):
     assert [entry.folder.path for entry in find_runs([first.path.name[:6]], runs)] == [first.path]
     assert [entry.folder.path for entry in find_runs([f"x/{first.path.name}"], runs)] == [first.path]
     assert [entry.folder.path for entry in find_runs([str(second.path), second.path.name], runs)] == [second.path]
-    assert take_runs(["paths.runs=there", "x"]) == (Path("there"), ["x"])
-    assert take_runs(['paths.runs="over there"']) == (Path("over there"), []), "as train takes it"
+    assert take_runs(["paths.runs=there", "x"]) == ("there", ["x"])
+    assert take_runs(['paths.runs="over there"']) == ("over there", []), "as train takes it"
     options, rest = take_options(GenerateOptions, ["optimizers/change=none,seed=0", "tokens=3"], positional=["run"])
     assert (options.run, options.tokens, rest) == ("optimizers/change=none,seed=0", 3, [])
     for word, says in {

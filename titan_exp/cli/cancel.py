@@ -8,7 +8,7 @@ from pathlib import Path
 from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.verb_options import CancelOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, named_runs
+from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, named_runs, runs_folder
 from titan_exp.launch.state.run_status import count_states, run_statuses
 from titan_exp.launch.sweep.shipped_study import cancel_runs
 
@@ -25,7 +25,7 @@ HELP_TEXT = options_help(USAGE, CancelOptions)
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     options, rest = take_options(CancelOptions, argv)
-    runs, named = Path(options.runs), named_runs(rest)
+    runs, named = runs_folder(options.runs), named_runs(rest)
     if not named:
         raise UserError("No run is named: titan-exp cancel NAME or RUN; titan-exp status lists runs.")
     entries = find_runs(named, runs)

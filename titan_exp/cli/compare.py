@@ -4,14 +4,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_exp.cli.shell.hydra_command import OutputFile
 from titan_exp.config.command_line.options import HELP, options_help, take_options
 from titan_exp.config.command_line.verb_options import CompareOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.state.run_lookup import named_runs
+from titan_exp.launch.state.run_lookup import named_runs, runs_folder
 
 if TYPE_CHECKING:
     from titan_exp.compare.comparison import Comparison
@@ -46,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     options, rest = take_options(CompareOptions, argv)
     if options.group and not options.from_wandb:
         raise UserError(f"group={options.group}: it selects W&B runs and needs --from-wandb ENTITY/PROJECT.")
-    runs, named = Path(options.runs), named_runs(rest)
+    runs, named = runs_folder(options.runs), named_runs(rest)
     from titan_exp.compare.comparison import compare
     from titan_exp.compare.runs import select
 

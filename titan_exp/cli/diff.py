@@ -3,12 +3,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.verb_options import DiffOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.state.run_lookup import find_runs, named_runs, require_one
+from titan_exp.launch.state.run_lookup import find_runs, named_runs, require_one, runs_folder
 
 USAGE = """\
 titan-exp diff A B: what differs between two runs, from their folders. Changes nothing, and imports no code that their
@@ -24,7 +23,7 @@ HELP_TEXT = options_help(USAGE, DiffOptions)
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     options, rest = take_options(DiffOptions, argv)
-    runs, named = Path(options.runs), named_runs(rest)
+    runs, named = runs_folder(options.runs), named_runs(rest)
     if len(named) != 2:
         raise UserError("titan-exp diff takes two runs: titan-exp diff A B; titan-exp status lists runs.")
     entries = [require_one(find_runs([name], runs), name) for name in named]

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.verb_options import LogsOptions
@@ -10,7 +9,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.foreign_file import FILE_BYTES
 from titan_exp.launch.rank.rank_status import read_record
 from titan_exp.launch.state.attempt_end import TAIL
-from titan_exp.launch.state.run_lookup import RunEntry, find_runs, named_runs, require_one
+from titan_exp.launch.state.run_lookup import RunEntry, find_runs, named_runs, require_one, runs_folder
 from titan_exp.launch.state.run_status import run_status, run_statuses
 from titan_exp.tracking.number_format import format_bytes
 from titan_exp.tracking.run_folder.files import FileTail, last_lines
@@ -33,7 +32,7 @@ FAILED = ("failed", "lost", "unreadable")
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     options, rest = take_options(LogsOptions, ["--follow" if word == "-f" else word for word in argv])
-    runs, named = Path(options.runs), named_runs(rest)
+    runs, named = runs_folder(options.runs), named_runs(rest)
     if not named:
         raise UserError("No run is named: titan-exp logs RUN; titan-exp status lists runs.")
     found = find_runs(named, runs)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from titan_exp.config.command_line.options import default_runs, options_help, take_options
+from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.verb_options import RetryOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.foreign_code import require_plain
@@ -13,7 +13,7 @@ from titan_exp.launch.executor import Submission, SubmitOptions, executor_for, w
 from titan_exp.launch.memory_gate import gate_runs
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan, plan_relaunch
-from titan_exp.launch.state.run_lookup import RunEntry, find_runs, require_one
+from titan_exp.launch.state.run_lookup import RunEntry, find_runs, require_one, runs_folder
 from titan_exp.launch.state.run_status import count_states, run_statuses
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -37,11 +37,11 @@ def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     options, rest = take_options(RetryOptions, argv)
     overrides = [word for word in rest if _is_override(word)]
-    runs, trust, named = Path(options.runs), options.trust, [word for word in rest if word not in overrides]
+    runs, trust, named = runs_folder(options.runs), options.trust, [word for word in rest if word not in overrides]
     if not named:
         raise UserError("No run is named: titan-exp retry NAME or RUN; titan-exp status lists failed ones.")
     if overrides:
-        overrides = [*([] if options.runs == default_runs() else [f"paths.runs={options.runs}"]), *overrides]
+        overrides = [*([f"paths.runs={options.runs}"] if options.runs else []), *overrides]
         return _continue_with(require_one(find_runs(named, runs), " ".join(named)), overrides, trust)
     entries = [entry for entry in find_runs(named, runs) if not entry.removed]
     statuses = run_statuses([entry.folder for entry in entries])

@@ -4,12 +4,11 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-from titan_exp.config.command_line.options import default_runs, options_help, take_options
+from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.verb_options import ShowOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.state.run_lookup import find_runs, named_runs, require_one
+from titan_exp.launch.state.run_lookup import find_runs, named_runs, require_one, runs_folder
 
 USAGE = """\
 titan-exp show RUN: one run, from its folder. Changes nothing, and imports no code that its configuration names.
@@ -26,7 +25,7 @@ HELP_TEXT = options_help(USAGE, ShowOptions)
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     options, rest = take_options(ShowOptions, argv)
-    runs, named = Path(options.runs), named_runs(rest)
+    runs, named = runs_folder(options.runs), named_runs(rest)
     if len(named) != 1:
         raise UserError("titan-exp show takes one run: titan-exp show RUN; titan-exp status lists runs.")
     entry = require_one(find_runs(named, runs), named[0])
@@ -35,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     if not entry.folder.path.is_dir():
         raise UserError(f"{entry.label}: this run has not been started yet. titan-exp sweep {entry.group} starts it.")
     # Other verbs find NAME/ID in the default folder of runs.
-    is_default = options.runs == default_runs() and entry.folder.path.parent.parent == runs
+    is_default = runs == runs_folder() and entry.folder.path.parent.parent == runs
     path = entry.folder.path
     summary = summarize_run(entry, "/".join(path.parts[-2:]) if is_default else str(path))
     print(json.dumps(asdict(summary), indent=1) if options.json else "\n".join(summary_lines(summary)))

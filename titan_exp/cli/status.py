@@ -11,7 +11,7 @@ from rich.table import Table
 
 from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.verb_options import StatusOptions
-from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, named_runs
+from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, named_runs, runs_folder
 from titan_exp.launch.state.run_status import StatusRow, rung_lines, status_rows
 from titan_exp.launch.sweep.sweep_table import plain_console
 from titan_exp.launch.worlds import worlds_launch
@@ -46,7 +46,7 @@ WATCH_EVERY = 2.0
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     options, rest = take_options(StatusOptions, argv)
-    runs, named = Path(options.runs), named_runs(rest)
+    runs, named = runs_folder(options.runs), named_runs(rest)
     if options.json:
         print(json.dumps([asdict(row) for row in status_rows(find_runs(named, runs))], indent=1))
         return 0

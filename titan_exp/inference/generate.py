@@ -131,7 +131,7 @@ def generate_command(
     if options.run:
         path = local_copy(run_path(options.run, options.runs), step=options.step)
     else:
-        path = _latest_run(Path(options.runs))
+        path = _latest_run(Path(options.runs or "runs").expanduser())
     source = _open(path, options)
     _require_kind(options, source)
     generator, cp = generator_of(source), _cp(options)

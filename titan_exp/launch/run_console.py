@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.launch.rank.main import FAILURE_MARK
+from titan_exp.launch.rank.rank_status import FAILURE_MARK
 from titan_exp.tracking.run_folder.attempts import read_json
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder

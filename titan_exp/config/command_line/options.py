@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed, nearest, shown
-from titan_exp.config.extension import CONF_DIR, lacking
+from titan_exp.config.extension import lacking
 from titan_exp.config.schema.schema import docstrings, hints, takes_switch
 
 Options = TypeVar("Options")
@@ -84,8 +84,7 @@ def take_options(
     verb = verb or _verb(kind)
     values: dict[str, Any] = {}
     if "runs" in fields:
-        folder, argv = take_runs(argv)
-        values["runs"] = str(folder)
+        values["runs"], argv = take_runs(argv)
     found, unread = take_flags(argv, switches, valued, others=others, verb=verb)
     values |= {flag[2:].replace("-", "_"): value for flag, value in found.items()}
     places, rest = list(positional), list[str]()
@@ -108,8 +107,8 @@ def take_options(
         raise _refused(violations) from error
 
 
-def take_runs(argv: Sequence[str]) -> tuple[Path, list[str]]:
-    """Folder of runs that `paths.runs=FOLDER` names, the user's default without it, and the other arguments."""
+def take_runs(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """Folder of runs that `paths.runs=FOLDER` names, empty without it, and the other arguments."""
     found, rest, queue = "", list[str](), list(argv)
     while queue:
         word = queue.pop(0)
@@ -120,14 +119,7 @@ def take_runs(argv: Sequence[str]) -> tuple[Path, list[str]]:
         value = value if equals else queue.pop(0)
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"  # as Hydra reads it in train
         found = value[1:-1] if quoted else value
-    return Path(found or default_runs()).expanduser(), rest
-
-
-def default_runs() -> str:
-    """Folder of runs without `paths.runs=`."""
-    from titan_exp.config.hydra.compose import compose
-
-    return str(compose().paths.runs) if (CONF_DIR / "local" / "default.yaml").is_file() else "runs"
+    return found, rest
 
 
 def take_flags(

@@ -27,8 +27,8 @@ WandbPlace = Annotated[str, Predicate(entity_and_project)]
 class RunsOptions:
     """Options of every verb that reads runs."""
 
-    runs: str = "runs"
-    """Folder of all run folders, as in `train`."""
+    runs: str = ""
+    """Folder of all run folders; by default that of `train`, which is runs."""
 
 
 @extended("generate", what="options")

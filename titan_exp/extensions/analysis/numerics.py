@@ -162,7 +162,7 @@ DEFAULT_SEQUENCES = 4
 """Sequences per batch if `training.micro_batch_size` is not given."""
 
 
-def numerics_command(arguments: Sequence[str], run_path: Callable[[str, Path], str] = lambda name, _: name) -> int:
+def numerics_command(arguments: Sequence[str], run_path: Callable[[str, str], str] = lambda name, _: name) -> int:
     """Run `titan-exp doctor --numerics`; returns the exit code.
 
     `run_path` maps the name of a run, in a folder of runs, to its folder. Raises UserError about an invalid override or

@@ -35,6 +35,7 @@ from titan_exp.launch.provenance.changes import attempt_changes, edited_code
 from titan_exp.launch.rank.join_attempt import join_attempt
 from titan_exp.launch.rank.rank_env import TOKEN, RankInfo, environment, extend_import_path, torchrun_rank
 from titan_exp.launch.rank.rank_status import (
+    FAILURE_MARK,
     FALLBACK_FOLDER,
     FOLDER_LOST,
     HANG,
@@ -62,8 +63,6 @@ RANK_MAIN = "TITAN_EXP_RANK_MAIN"
 TRAINER = "titan_exp.trainer.rank_main.main"
 MAPPED_BYTES = 2**22
 """Size from which a rank's host memory goes back to the system when it is freed."""
-FAILURE_MARK = "titan_exp: this rank failed"
-"""Line in a rank's log before its traceback. The launcher shows the log up to it, and the traceback separately."""
 
 
 def run_rank(run: Run, rank: RankInfo) -> int:

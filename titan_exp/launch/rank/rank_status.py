@@ -20,6 +20,8 @@ FALLBACK_FOLDER = "TITAN_EXP_SPARE"
 """Environment variable: folder on another disk for the record if the run folder is missing or its disk is full."""
 
 
+FAILURE_MARK = "titan_exp: this rank failed"
+"""Line in a rank's log before its traceback. The launcher shows the log up to it, and the traceback separately."""
 HANG, FOLDER_LOST = "Hung", "FolderLost"
 """Types of the errors that concern the run and not one rank."""
 

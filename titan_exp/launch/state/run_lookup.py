@@ -12,7 +12,6 @@ from glob import escape
 from pathlib import Path
 from typing import Any, TypedDict
 
-from titan_exp.config.command_line.options import default_runs
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.paths.foreign_file import read_text
 from titan_exp.config.paths.remote_url import is_url
@@ -182,6 +181,17 @@ class RunEntry:
         return ["--config-path", str(path), *([f"paths.runs={path.parents[1]}"] if path.is_absolute() else [])]
 
 
+def runs_folder(typed: str | Path = "") -> Path:
+    """Folder of runs as typed, or without it that of `train`."""
+    from titan_exp.config.extension import CONF_DIR
+
+    if not typed and (CONF_DIR / "local" / "default.yaml").is_file():
+        from titan_exp.config.hydra.compose import compose
+
+        typed = compose().paths.runs
+    return Path(typed or "runs").expanduser()
+
+
 def named_runs(words: Sequence[str]) -> list[str]:
     """The words as names of runs. Raises UserError if one is an override."""
     for word in words:
@@ -206,7 +216,7 @@ def require_one(found: Sequence[RunEntry], name: str) -> RunEntry:
     return found[0]
 
 
-def run_path(name: str, runs: Path | str | None = None) -> str:
+def run_path(name: str, runs: Path | str = "") -> str:
     """Folder of a run named by label, id prefix or the folder of an experiment with one run; other existing paths and
     URLs as they are.
 
@@ -217,7 +227,7 @@ def run_path(name: str, runs: Path | str | None = None) -> str:
     if not name or is_url(name) or (path.exists() and not _is_group(path)):
         return name
     try:
-        found = find_runs([name], Path(default_runs() if runs is None else runs).expanduser())
+        found = find_runs([name], runs_folder(runs))
     except UserError:
         if "/" in name or name.endswith((".pt", ".pth")):
             return name

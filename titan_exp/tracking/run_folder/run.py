@@ -1,4 +1,7 @@
-"""Reader of a run folder: each file is read when it is asked for, and once."""
+"""Reader of a run folder: each file is read when it is asked for, and once.
+
+The configuration's reader, which imports Hydra, is imported with it: completion lists runs.
+"""
 
 import os
 import socket
@@ -6,11 +9,9 @@ import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.typed_config import group_of, load_experiment, read_values
 from titan_exp.tracking.number_format import format_duration
 from titan_exp.tracking.run_folder.attempts import ENDED_STATES, Attempt, Heartbeat, RunState, read_json
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, read_last_values, read_metrics
@@ -25,6 +26,9 @@ from titan_exp.tracking.run_folder.provenance_records import (
 )
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.sink import Value
+
+if TYPE_CHECKING:
+    from titan_exp.config.groups.experiment import Experiment
 
 StatusName = Literal["new", "queued", "running", "done", "failed", "preempted", "lost", "unknown", "unreadable"]
 """`new`: never started. `queued`: in the scheduler's queue. `lost`: exited without recording its end. `unknown`: the
@@ -87,15 +91,21 @@ class Run(os.PathLike[str]):
     @cached_property
     def config(self) -> dict[str, Any]:
         """Values of config.yaml, not validated. Raises UserError if there are none."""
+        from titan_exp.config.schema.typed_config import read_values
+
         return read_values(self.folder.config)
 
     @cached_property
-    def experiment(self) -> Experiment:
+    def experiment(self) -> "Experiment":
         """Configuration for a process that trains the run, and so imports what it names."""
+        from titan_exp.config.schema.typed_config import load_experiment
+
         return load_experiment(self.folder.config, trust=True)
 
     def group(self, name: str) -> Any:
         """One group of the configuration, whose code is not imported."""
+        from titan_exp.config.schema.typed_config import group_of
+
         return group_of(self.config, name, self.folder.config)
 
     @cached_property

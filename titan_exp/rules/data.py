@@ -1,10 +1,7 @@
 """Data rules: source, validation split and tokenizer."""
 
-import glob
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, Violation, shown
@@ -13,13 +10,12 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths.data_files import (
-    LOADERS,
     SPLIT_FURTHER,
-    corpus_entries,
     distinct_files,
+    existing,
     is_text,
     matching_files,
-    missing_decompressor,
+    no_such_file,
     none_held_out,
     none_to_train_on,
     tokenizer_file,
@@ -27,76 +23,81 @@ from titan_exp.config.paths.data_files import (
     unit_hash,
     unlimited_split,
 )
-from titan_exp.config.schema.builtins import TOKENIZERS, sources
+from titan_exp.config.schema.builtins import TOKENIZERS, asked, corpus_entries, described, sources
 from titan_exp.rules.import_paths import source_is_known
 from titan_exp.rules.rule import find_violations, rules
 from titan_exp.rules.stores.token_store import STORE_OPTIONS, store_vocabulary
 
 _UNSET = {"document": "file"}
 """Values of keys that choose an input and are never empty, where they are not set."""
+_NEVER_UNSET = ("split", "text_column")
+"""Keys that choose an input and have a value for every source."""
 
 
 def source_has_input(data: DataConfig) -> Iterator[Violation]:
     """The source's input files or data set are given and exist."""
-    if data.source == "text":
-        if not data.paths:
-            reason = "source text reads files, and none is given"
-            yield Violation("data.paths", (), reason, "data.paths='[notes,books/*.txt]'")
-        for path in data.paths:
-            if not _matches(path):
-                yield Violation("data.paths", path, "no such file or folder", _nearby(path))
-            elif next(matching_files(path), None) is None:
-                reason = "there is no file in it, hidden ones left out"
-                yield Violation("data.paths", path, reason, "a folder with files, or files")
-    if data.source == "huggingface":
-        yield from _dataset_is_named(data)
+    key, violations = described(data.source).files, asked(data.source, "violations")
+    entries = getattr(data, key) if key else ()
+    if key and not entries:
+        reason = f"source {data.source} reads files, and none is given"
+        yield Violation(f"data.{key}", (), reason, f"data.{key}='[notes,books/*.txt]'")
+    for entry in entries:
+        if not existing(entry):
+            yield no_such_file(entry, f"data.{key}")
+        elif next(matching_files(entry), None) is None:
+            reason = "there is no file in it, hidden ones left out"
+            yield Violation(f"data.{key}", entry, reason, "a folder with files, or files")
+    try:
+        yield from () if violations is None else violations(data)
+    except OSError as error:
+        yield _closed(error, "data.source", data.source)
 
 
 def input_has_text(data: DataConfig) -> Iterator[Violation]:
-    """Some local file has text. Files are read until one has."""
-    entries = corpus_entries(data)
+    """Some file of plain text has text. Files are read until one has."""
+    entries = corpus_entries(data) if is_plain_text(data) else ()
     if next(_files(entries), None) is None:
         return
     try:
-        if data.source == "huggingface":
-            if not any(path.stat().st_size for path in _files(entries)):
-                key, value = ("data.data_files", entries) if data.data_files else ("data.dataset", data.dataset)
-                yield Violation(key, value, "there are no rows", f"files that the loader {data.dataset} reads")
-        elif not any(map(is_text, _files(entries))):
+        if not any(map(is_text, _files(entries))):
             yield Violation("data.paths", entries, "no file there contains text", "text files")
         elif data.document != "file" and not any(is_text(path, blank=False) for path in _files(entries)):
             yield Violation("data.document", data.document, "all files of data.paths are blank", "files with text")
     except OSError as error:
-        reason = f"{error.filename} cannot be read ({(error.strerror or str(error)).lower()})"
-        yield Violation("data.paths", entries, reason, "files that you can read")
+        yield _closed(error, "data.paths", entries)
 
 
 def no_input_is_ignored(data: DataConfig) -> Iterator[Violation]:
     """The source reads every given input. A user-defined source may read any of them."""
     if data.source not in sources():
         return
-    own = sources()[data.source]
-    for key in dict.fromkeys(key for other in sources().values() for key in other.reads):
-        value, readers = getattr(data, key), [name for name, other in sources().items() if key in other.reads]
+    own = described(data.source)
+    for key in dict.fromkeys(key for other in sources().values() for key in other.reads if key not in _NEVER_UNSET):
+        value = getattr(data, key)
         if key not in own.reads and value and value != _UNSET.get(key):
-            yield _ignored(key, value, data.source, "text" if "text" in readers else readers[0])
+            yield _ignored(key, value, data.source, [name for name, other in sources().items() if key in other.reads])
     if own.holds != "text" and data.streaming:
-        yield _ignored("streaming", True, data.source, "huggingface")
+        yield _ignored("streaming", True, data.source, [name for name, other in sources().items() if other.is_endless])
+
+
+def is_plain_text(data: DataConfig) -> bool:
+    """True if the documents are the text of files, each of which is one or is divided."""
+    return "document" in described(data.source).reads
 
 
 def files_are_divided(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
     """Files that are one document each leave some to train on, and some to evaluate on if the run evaluates."""
     fraction, evaluates = data.validation_fraction, bool(training.evaluate_every)
-    if data.source != "text" or data.document != "file" or fraction == 0:
+    if not is_plain_text(data) or data.document != "file" or fraction == 0:
         return
     with suppress(OSError):  # named by `input_has_text`
         needed = {True, False} if evaluates else {False}
-        for key, path in (pair for entry in data.paths for pair in matching_files(entry)):
+        for key, path in (pair for entry in corpus_entries(data) for pair in matching_files(entry)):
             if (held_out := unit_hash(key) < fraction) in needed and is_text(path):
                 needed.remove(held_out)
             if not needed:
                 return
-        hashes = [unit_hash(key) for path, key in distinct_files(data.paths).items() if is_text(path)]
+        hashes = [unit_hash(key) for path, key in distinct_files(corpus_entries(data)).items() if is_text(path)]
         if len(hashes) == 1 and evaluates:
             reason = "the one file is the one document, which cannot be both trained and evaluated on"
             remedy = "data.document=paragraph (or line) makes documents of its parts; or training.evaluate_every=0"
@@ -109,8 +110,7 @@ def files_are_divided(data: DataConfig, training: TrainingConfig) -> Iterator[Vi
 
 def streamed_validation_is_limited(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
     """A validation split held out of a stream has a limit, since the stream may be endless."""
-    endless = data.source in sources() and sources()[data.source].is_endless
-    streamed = endless and data.streaming and data.validation_split is None
+    streamed = described(data.source).is_endless and data.streaming and data.validation_split is None
     held_out = training.evaluate_every and data.validation_fraction
     if streamed and held_out and data.validation_documents is None:
         yield unlimited_split(data)
@@ -148,27 +148,13 @@ def unreadable_source(experiment: Experiment) -> list[Violation]:
     ]
 
 
-def _dataset_is_named(data: DataConfig) -> Iterator[Violation]:
-    files = "data.data_files='[corpus.jsonl]'"
-    if data.dataset is None:
-        remedy = f"data.dataset=NAME on the hub, or data.dataset=json {files}"
-        yield Violation("data.dataset", None, "source huggingface needs a data set", remedy)
-        return
-    if data.dataset in LOADERS and not data.data_files:
-        yield Violation("data.data_files", (), f"the loader {data.dataset} reads files, and none is named", files)
-    local = data.dataset.startswith((".", "/", "~"))
-    if local and not Path(data.dataset).expanduser().exists():
-        yield Violation("data.dataset", data.dataset, "no such file or folder", _nearby(data.dataset))
-    for file in data.data_files:
-        if data.dataset in LOADERS and "://" not in file and not _matches(file):
-            yield Violation("data.data_files", file, "no such file or folder", _nearby(file))
-    named = [str(path) for file in data.data_files for path in _matches(file)] or data.data_files
-    within = Path(data.dataset).expanduser().glob("**/*") if local and not data.data_files else ()
-    for key, files in (("data.data_files", named), ("data.dataset", map(str, within))):
-        yield from islice(filter(None, (missing_decompressor(file, key) for file in files)), 1)
+def _closed(error: OSError, key: str, value: object) -> Violation:
+    reason = f"{error.filename} cannot be read ({(error.strerror or str(error)).lower()})"
+    return Violation(key, value, reason, "files that you can read")
 
 
-def _ignored(key: str, value: object, source: str, reader: str) -> Violation:
+def _ignored(key: str, value: object, source: str, readers: Sequence[str]) -> Violation:
+    reader = max(readers, key=lambda name: (described(name).holds == "text", len(described(name).reads)))
     remedy = f"data={reader} data.{key}={_quoted(value)}, or leave it out"
     return Violation(f"data.{key}", value, f"source {source} does not read it", remedy)
 
@@ -178,21 +164,8 @@ def _quoted(value: object) -> str:
     return f"'{text}'" if text.startswith("[") else text
 
 
-def _matches(pattern: str) -> list[Path]:
-    return [Path(match) for match in glob.glob(str(Path(pattern).expanduser()), recursive=True)]
-
-
 def _files(entries: Sequence[str]) -> Iterator[Path]:
     return (path for entry in entries for _, path in matching_files(entry))
-
-
-def _nearby(path: str) -> str:
-    folder = Path(path).expanduser().absolute().parent
-    while not os.path.exists(folder):  # False below a closed folder, where Path.exists raises
-        folder = folder.parent
-    if not os.access(folder, os.R_OK | os.X_OK):
-        return f"it may exist: {folder} is closed to you, so ask its owner"
-    return f"paths are relative to the current folder; the deepest folder that exists is {folder}"
 
 
 RULES = rules(

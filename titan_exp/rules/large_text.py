@@ -7,31 +7,29 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from titan_exp.config.errors.user_error import Violation, listed, shown
+from titan_exp.config.errors.user_error import UserError, Violation, listed, shown
 from titan_exp.config.groups.run import CheckpointConfig, DataConfig, PathsConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths import data_files
+from titan_exp.config.schema.builtins import corpus_entries, described, open_files
 from titan_exp.rules.continue_from import local_checkpoint, recorded_data
-from titan_exp.rules.data import streamed_validation_is_limited
+from titan_exp.rules.data import is_plain_text, streamed_validation_is_limited
 from titan_exp.rules.rule import rules
 
 BYTES_PER_SECOND, MERGED_BYTES_PER_SECOND = 24e6, 2.9e6
 """Text that one core tokenizes in a second, with the tokenizer `bytes` and with one of 30,000 merges: measured on the
 standard library's source."""
-_STORED = {
-    "text": ("paths", "document"),
-    "huggingface": ("dataset", "subset", "data_files", "split", "validation_split", "text_column"),
-}
-"""Keys of a source that choose its documents."""
 
 
 def large_text_is_tokenized_first(
     data: DataConfig, checkpoint: CheckpointConfig, paths: PathsConfig, training: TrainingConfig
 ) -> Iterator[Violation]:
     """A text on this machine above `LARGEST_TEXT` is a token store, unless it is streamed or a parent reads it so."""
-    entries, size = () if data.streaming else data_files.corpus_entries(data), 0
-    with suppress(OSError):  # another rule names the file
-        size = data_files.corpus_size(entries, only_text=data.source == "text")
+    entries, size = () if data.streaming else corpus_entries(data), 0
+    with suppress(OSError, UserError):  # another rule says what is wrong
+        size = data_files.corpus_size(entries, only_text=is_plain_text(data))
+        if size > data_files.LARGEST_TEXT and described(data.source).has_options:  # which may leave files out
+            size = files.content.size if (files := open_files(data)) is not None else size
     if size <= data_files.LARGEST_TEXT or _parent_reads_it(checkpoint, paths):
         return
     seconds = size / (BYTES_PER_SECOND if data.tokenizer == "bytes" else MERGED_BYTES_PER_SECOND)
@@ -54,8 +52,9 @@ def _store_command(data: DataConfig, entries: tuple[str, ...]) -> str:
     """Command that makes a store of the same documents, and the overrides that train from it."""
     from titan_exp.config.hydra.nondefault import quoted  # imports Hydra
 
-    values = {key: getattr(data, key) for key in (*_STORED[data.source], "tokenizer", "validation_fraction")}
+    values = {key: getattr(data, key) for key in (*described(data.source).reads, "tokenizer", "validation_fraction")}
     given = {f"data.{key}": shown(value, quoted) for key, value in values.items() if value not in (None, ())}
+    given |= {f"++data.options.{key}": shown(value, quoted) for key, value in data.options.items()}
     names = re.findall(r"(?<![^/])[\w-]+(?=[\w.-]*(?:/|$))", str(Path(entries[0]).expanduser().absolute()))
     store = f"stores/{names[-1] if names else 'text'}"
     words = [f"data={data.source}", *(f"{key}={value}" for key, value in given.items()), f"out={store}"]

@@ -10,6 +10,7 @@ from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths.data_files import Manifest, read_manifest
+from titan_exp.config.schema.builtins import described
 from titan_exp.rules.rule import Refuse, rules
 
 _NAMED = 3
@@ -73,7 +74,7 @@ def store_vocabulary(data: DataConfig) -> int | None:
 
 
 def _readable(data: DataConfig) -> Iterator[Manifest]:
-    for path in data.paths if data.source == "tokens" else ():
+    for path in data.paths if _reads_stores(data) else ():
         try:
             yield read_manifest(path)
         except UserError:
@@ -81,7 +82,7 @@ def _readable(data: DataConfig) -> Iterator[Manifest]:
 
 
 def _reads_stores(data: DataConfig) -> bool:
-    return data.source == "tokens"
+    return described(data.source).holds == "tokens"
 
 
 STORE_OPTIONS = rules(

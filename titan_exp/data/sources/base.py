@@ -1,7 +1,10 @@
 """Document source interfaces: random access and streaming.
 
-`data.source` takes the import path of a class with either interface (`data.source=my_package.data.Source`); it is
-called with the `DataConfig` and `data.options`.
+`data.source` takes the import path of a class with either interface (`data.source=my_package.data.Source`), or of a
+function that returns one. A class with a nested dataclass `Options` is called as `(config, options)`, others as
+`(config, **data.options)`. Its options join its `fingerprint` unless they are at their defaults or are a
+`field(compare=False)`. A built-in one may have a static method `open_files`, called in the same way, which returns the
+`FileSource` of the files that its documents are made of, or None; its objects then have the same `content`.
 """
 
 import contextlib

@@ -27,7 +27,7 @@ _EXCLUDED = {
 class PythonStdlibSource(FileSource):
     """One document per module. Raises UserError if this Python has no library source."""
 
-    def __init__(self, config: DataConfig) -> None:
+    def __init__(self, config: DataConfig | None = None) -> None:
         super().__init__(f"python_stdlib {python_version()}", _modules(Path(sysconfig.get_path("stdlib"))))
         if len(self) == 0:
             remedy = "data=text data.paths='[your/files]', or a Python installed with its library source"

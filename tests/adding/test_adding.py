@@ -164,6 +164,13 @@ def test_the_rule_refuses_and_its_remedy_is_accepted(tree: Path, added: dict[str
     assert python(tree, "titan_exp", "train", "--dry-run", "lr_schedule.lowest=0.004").returncode == 0
 
 
+def test_the_source_takes_its_options(tree: Path, added: dict[str, tuple[set[str], set[str]]]):
+    words = ["train", "--dry-run", "model=llama_debug", "plan.gate=off", "data=sums"]
+    refused = python(tree, "titan_exp", *words, "+data.options.other=5")
+    assert (refused.returncode, "did you mean others?" in refused.stderr) == (2, True), refused.stderr
+    assert python(tree, "titan_exp", *words, "+data.options.others=5").returncode == 0
+
+
 def test_the_verb_runs_and_is_listed(tree: Path, added: dict[str, tuple[set[str], set[str]]]):
     assert python(tree, "titan_exp", "where", "paths.runs=/scratch").stdout == "/scratch\n"
     assert "  where      Print the folder that holds every run." in python(tree, "titan_exp", "--help").stdout

@@ -49,6 +49,7 @@ def test_an_option_file_is_one_error(
     assert str(tmp_path / "optimizer" / "broken.yaml") in error
     assert says in error
     assert len(error.splitlines()) == 3, "a headline, the violation and its remedy"
+    assert not ("begin the file with" in error and (content or b"").startswith(b"defaults: [")), "it does"
 
 
 def test_keys_of_an_own_config_are_those_of_no_shipped_option(

@@ -22,10 +22,9 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.sources import huggingface
 from titan_exp.data.sources.base import build_source, build_validation_source, fingerprint
-from titan_exp.data.sources.huggingface import HuggingFaceStream, HuggingFaceTable, build
+from titan_exp.data.sources.huggingface import HuggingFaceStream, HuggingFaceTable, build, violations
 from titan_exp.data.tokenizers import ByteTokenizer
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.rules.data import _dataset_is_named
 
 FILES, ROWS = 3, 20
 TEXTS = [text(number) for number in range(FILES * ROWS)]
@@ -209,7 +208,7 @@ def test_compressed_files_are_read_or_refused_before_the_launch(tmp_path: Path, 
     for keys in ({"dataset": "json", "data_files": (str(file.parent / "x*"),)}, {"dataset": str(file.parent)}):
         data: dict[str, Any] = {"source": "huggingface", "streaming": streaming, "validation_fraction": 0.0, **keys}
         run = experiment(**data)
-        found = [violation for violation in _dataset_is_named(run.data) if str(violation.value) == str(file)]
+        found = [violation for violation in violations(run.data) if str(violation.value) == str(file)]
         if suffix == ".lzma":
             assert "does not read .lzma" in found[0].reason
         elif package and find_spec(package) is None:

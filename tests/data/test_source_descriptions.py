@@ -1,7 +1,9 @@
 """Built-in sources describe themselves, and are described without being imported."""
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import provided
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.schema.builtins import sources
+from titan_exp.config.schema.builtins import source_member, sources
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.sources import base
 from titan_exp.rules import check
@@ -20,12 +22,26 @@ from titan_exp.rules import check
 def test_every_source_says_what_its_module_says():
     modules = {name: f"titan_exp.data.sources.{name}" for name in sources()} | provided("sources")
     for name, described in sources().items():
-        assert described == import_module(modules[name]).DESCRIPTION
-    opening = ("\ndef build(", "\nbuild_sampler")
+        stated = import_module(modules[name]).DESCRIPTION
+        assert replace(described, has_options=stated.has_options) == stated
+        assert described.has_options == (source_member(name, "Options") is not None)
+    opening = ("\ndef build(", "\nbuild = ", "\nbuild_sampler")
     files = {file.stem: file.read_text() for file in Path(base.__file__).parent.glob("*.py")}
     assert {name for name, text in files.items() if any(word in text for word in opening)} == {*sources()} - {
         *provided("sources")
     }
+
+
+def test_nothing_asks_for_the_name_of_a_source():
+    """Rules and loaders ask the description, so that a new source gets every rule that fits it."""
+    named = "|".join(sources())
+    asked = re.compile(
+        rf"\.source\s*(==|!=|\bin\b|\bnot in\b)\s*[\"'(\[{{]|[\"']({named})[\"']: *\(|[\"']python_stdlib[\"']"
+    )
+    package = Path(base.__file__).parents[2]
+    files = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
+    core = {name: text for name, text in files.items() if not name.startswith(("extensions/", "data/sources/"))}
+    assert [name for name, text in core.items() if asked.search(text)] == []
 
 
 def test_no_source_is_imported_for_it():

@@ -13,6 +13,7 @@ from titan_exp.config.command_line.verb_options import TokenizeOptions
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed, nearest
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.data_files import Manifest, read_manifest
+from titan_exp.config.schema.builtins import described
 from titan_exp.config.schema.schema import hints
 from titan_exp.data.token_store.build_store import build_store
 from titan_exp.data.token_store.writer import find_damage
@@ -95,8 +96,10 @@ def check_store(folder: str) -> int:
 def make_store(options: TokenizeOptions, experiment: Experiment) -> int:
     """Make or resume the token store of the options and the `data` group; returns the exit code."""
     violations = unreadable_source(experiment)
-    if experiment.data.source == "tokens":
-        violations = [Violation("data.source", "tokens", "it is tokenized already", "a text source, such as data=text")]
+    source = experiment.data.source
+    if (holds := described(source).holds) != "text":
+        reason = "it is tokenized already" if holds == "tokens" else f"it holds {holds}"
+        violations = [Violation("data.source", source, reason, "a text source, such as data=text")]
     if not options.out:
         violations.append(Violation("out", "", "no folder is given for the store", "out=stores/mine"))
     if violations:

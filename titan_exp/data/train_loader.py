@@ -18,6 +18,7 @@ import torch
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.schema.builtins import source_member
 from titan_exp.data.batch import Batch, MicroBatch, collate
 from titan_exp.data.data_warning import warn
 from titan_exp.data.sampler import NextRow, RowBuffer, Sampler, SamplerState
@@ -28,7 +29,6 @@ from titan_exp.data.sources.base import (
     SHARDS,
     STREAMING,
     build_source,
-    builtin_source,
     content_identity,
     fingerprint,
     held_out_fraction,
@@ -179,7 +179,7 @@ class TrainLoader(Iterator[Any]):
         self._dp_degree = dp_degree
         self._micro_batch_size = micro_batch_size
         self._pin_memory, self._mtp_depth, self._prepare = pin_memory, mtp_depth, prepare
-        build_sampler = getattr(builtin_source(data), "build_sampler", build_text_sampler)
+        build_sampler = source_member(data.source, "build_sampler") or build_text_sampler
         self._build = partial(
             partial, data=data, seq_len=training.seq_len, seed=seed, dp_rank=dp_rank, dp_degree=dp_degree
         )

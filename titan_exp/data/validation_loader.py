@@ -15,6 +15,7 @@ import numpy as np
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import unit_hash, unlimited_split
+from titan_exp.config.schema.builtins import source_member
 from titan_exp.data.batch import Batch, collate
 from titan_exp.data.sources.base import (
     RandomAccessSource,
@@ -22,7 +23,6 @@ from titan_exp.data.sources.base import (
     StreamingSource,
     build_source,
     build_validation_source,
-    builtin_source,
 )
 from titan_exp.data.token_store.reader import TokenSequence, TokenSplit, concatenate, open_split
 from titan_exp.data.token_store.text_store import stored_text
@@ -49,14 +49,14 @@ class ValidationLoader:
         micro_batch_size: int,
         all_documents: bool = False,
     ) -> None:
-        module = builtin_source(data)
-        self.further_metrics = getattr(module, "further_metrics", lambda sources, row, evaluate: {})
+        member = partial(source_member, data.source)
+        self.further_metrics = member("further_metrics") or (lambda sources, row, evaluate: {})
         """Function of `sources`, their metrics and an evaluation of batches by name that returns more metrics."""
-        if hasattr(module, "validation_batches"):
+        if (batches := member("validation_batches")) is not None:
             shard = {"dp_rank": dp_rank, "dp_degree": dp_degree, "micro_batch_size": micro_batch_size}
-            self.sources: Mapping[str, Any] = module.validation_batches(data, **shard, all_documents=all_documents)  # type: ignore[union-attr]
+            self.sources: Mapping[str, Any] = batches(data, **shard, all_documents=all_documents)
             return
-        splits = getattr(module, "validation_splits", _text_split)(data, all_documents)
+        splits = (member("validation_splits") or _text_split)(data, all_documents)
         self.sources = {
             name: SplitBatches(
                 open_, data, seq_len, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size

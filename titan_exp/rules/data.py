@@ -1,7 +1,5 @@
 """Data rules: inputs exist and have text, stores are complete, a large text is tokenized before the run."""
 
-import glob
-import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -17,14 +15,13 @@ from titan_exp.config.groups.run import CheckpointConfig, DataConfig, PathsConfi
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths import data_files
 from titan_exp.config.paths.data_files import (
-    LOADERS,
     SPLIT_FURTHER,
     Manifest,
-    corpus_entries,
     distinct_files,
+    existing,
     is_text,
     matching_files,
-    missing_decompressor,
+    no_such_file,
     none_held_out,
     none_to_train_on,
     read_manifest,
@@ -33,7 +30,7 @@ from titan_exp.config.paths.data_files import (
     unit_hash,
     unlimited_split,
 )
-from titan_exp.config.schema.builtins import TOKENIZERS, sources
+from titan_exp.config.schema.builtins import TOKENIZERS, asked, corpus_entries, described, open_files, sources
 from titan_exp.rules.checkpoint import local_checkpoint, recorded_data
 from titan_exp.rules.names import source_is_known
 from titan_exp.rules.rule import Refuse, find_violations, rules
@@ -99,7 +96,7 @@ def store_vocabulary(data: DataConfig) -> int | None:
 
 
 def _readable(data: DataConfig) -> Iterator[Manifest]:
-    for path in data.paths if data.source == "tokens" else ():
+    for path in data.paths if _reads_stores(data) else ():
         try:
             yield read_manifest(path)
         except UserError:
@@ -107,7 +104,7 @@ def _readable(data: DataConfig) -> Iterator[Manifest]:
 
 
 def _reads_stores(data: DataConfig) -> bool:
-    return data.source == "tokens"
+    return described(data.source).holds == "tokens"
 
 
 STORE_OPTIONS = rules(
@@ -154,69 +151,74 @@ STORE_RULES = (
 
 _UNSET = {"document": "file"}
 """Values of keys that choose an input and are never empty, where they are not set."""
+_NEVER_UNSET = ("split", "text_column")
+"""Keys that choose an input and have a value for every source."""
 
 
 def source_has_input(data: DataConfig) -> Iterator[Violation]:
     """The source's input files or data set are given and exist."""
-    if data.source == "text":
-        if not data.paths:
-            reason = "source text reads files, and none is given"
-            yield Violation("data.paths", (), reason, "data.paths='[notes,books/*.txt]'")
-        for path in data.paths:
-            if not _matches(path):
-                yield Violation("data.paths", path, "no such file or folder", _nearby(path))
-            elif next(matching_files(path), None) is None:
-                reason = "there is no file in it, hidden ones left out"
-                yield Violation("data.paths", path, reason, "a folder with files, or files")
-    if data.source == "huggingface":
-        yield from _dataset_is_named(data)
+    key, violations = described(data.source).files, asked(data.source, "violations")
+    entries = getattr(data, key) if key else ()
+    if key and not entries:
+        reason = f"source {data.source} reads files, and none is given"
+        yield Violation(f"data.{key}", (), reason, f"data.{key}='[notes,books/*.txt]'")
+    for entry in entries:
+        if not existing(entry):
+            yield no_such_file(entry, f"data.{key}")
+        elif next(matching_files(entry), None) is None:
+            reason = "there is no file in it, hidden ones left out"
+            yield Violation(f"data.{key}", entry, reason, "a folder with files, or files")
+    try:
+        yield from () if violations is None else violations(data)
+    except OSError as error:
+        yield _closed(error, "data.source", data.source)
 
 
 def input_has_text(data: DataConfig) -> Iterator[Violation]:
-    """Some local file has text. Files are read until one has."""
-    entries = corpus_entries(data)
+    """Some file of plain text has text. Files are read until one has."""
+    entries = corpus_entries(data) if is_plain_text(data) else ()
     if next(_files(entries), None) is None:
         return
     try:
-        if data.source == "huggingface":
-            if not any(path.stat().st_size for path in _files(entries)):
-                key, value = ("data.data_files", entries) if data.data_files else ("data.dataset", data.dataset)
-                yield Violation(key, value, "there are no rows", f"files that the loader {data.dataset} reads")
-        elif not any(map(is_text, _files(entries))):
+        if not any(map(is_text, _files(entries))):
             yield Violation("data.paths", entries, "no file there contains text", "text files")
         elif data.document != "file" and not any(is_text(path, blank=False) for path in _files(entries)):
             yield Violation("data.document", data.document, "all files of data.paths are blank", "files with text")
     except OSError as error:
-        reason = f"{error.filename} cannot be read ({(error.strerror or str(error)).lower()})"
-        yield Violation("data.paths", entries, reason, "files that you can read")
+        yield _closed(error, "data.paths", entries)
 
 
 def no_input_is_ignored(data: DataConfig) -> Iterator[Violation]:
     """The source reads every given input. A user-defined source may read any of them."""
     if data.source not in sources():
         return
-    own = sources()[data.source]
-    for key in dict.fromkeys(key for other in sources().values() for key in other.reads):
-        value, readers = getattr(data, key), [name for name, other in sources().items() if key in other.reads]
+    own = described(data.source)
+    for key in dict.fromkeys(key for other in sources().values() for key in other.reads if key not in _NEVER_UNSET):
+        value = getattr(data, key)
         if key not in own.reads and value and value != _UNSET.get(key):
-            yield _ignored(key, value, data.source, "text" if "text" in readers else readers[0])
+            yield _ignored(key, value, data.source, [name for name, other in sources().items() if key in other.reads])
     if own.holds != "text" and data.streaming:
-        yield _ignored("streaming", True, data.source, "huggingface")
+        yield _ignored("streaming", True, data.source, [name for name, other in sources().items() if other.is_endless])
+
+
+def is_plain_text(data: DataConfig) -> bool:
+    """True if the documents are the text of files, each of which is one or is divided."""
+    return "document" in described(data.source).reads
 
 
 def files_are_divided(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
     """Files that are one document each leave some to train on, and some to evaluate on if the run evaluates."""
     fraction, evaluates = data.validation_fraction, bool(training.evaluate_every)
-    if data.source != "text" or data.document != "file" or fraction == 0:
+    if not is_plain_text(data) or data.document != "file" or fraction == 0:
         return
     with suppress(OSError):  # named by `input_has_text`
         needed = {True, False} if evaluates else {False}
-        for key, path in (pair for entry in data.paths for pair in matching_files(entry)):
+        for key, path in (pair for entry in corpus_entries(data) for pair in matching_files(entry)):
             if (held_out := unit_hash(key) < fraction) in needed and is_text(path):
                 needed.remove(held_out)
             if not needed:
                 return
-        hashes = [unit_hash(key) for path, key in distinct_files(data.paths).items() if is_text(path)]
+        hashes = [unit_hash(key) for path, key in distinct_files(corpus_entries(data)).items() if is_text(path)]
         if len(hashes) == 1 and evaluates:
             reason = "the one file is the one document, which cannot be both trained and evaluated on"
             remedy = "data.document=paragraph (or line) makes documents of its parts; or training.evaluate_every=0"
@@ -229,8 +231,7 @@ def files_are_divided(data: DataConfig, training: TrainingConfig) -> Iterator[Vi
 
 def streamed_validation_is_limited(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
     """A validation split held out of a stream has a limit, since the stream may be endless."""
-    endless = data.source in sources() and sources()[data.source].is_endless
-    streamed = endless and data.streaming and data.validation_split is None
+    streamed = described(data.source).is_endless and data.streaming and data.validation_split is None
     held_out = training.evaluate_every and data.validation_fraction
     if streamed and held_out and data.validation_documents is None:
         yield unlimited_split(data)
@@ -268,27 +269,13 @@ def unreadable_source(experiment: Experiment) -> list[Violation]:
     ]
 
 
-def _dataset_is_named(data: DataConfig) -> Iterator[Violation]:
-    files = "data.data_files='[corpus.jsonl]'"
-    if data.dataset is None:
-        remedy = f"data.dataset=NAME on the hub, or data.dataset=json {files}"
-        yield Violation("data.dataset", None, "source huggingface needs a data set", remedy)
-        return
-    if data.dataset in LOADERS and not data.data_files:
-        yield Violation("data.data_files", (), f"the loader {data.dataset} reads files, and none is named", files)
-    local = data.dataset.startswith((".", "/", "~"))
-    if local and not Path(data.dataset).expanduser().exists():
-        yield Violation("data.dataset", data.dataset, "no such file or folder", _nearby(data.dataset))
-    for file in data.data_files:
-        if data.dataset in LOADERS and "://" not in file and not _matches(file):
-            yield Violation("data.data_files", file, "no such file or folder", _nearby(file))
-    named = [str(path) for file in data.data_files for path in _matches(file)] or data.data_files
-    within = Path(data.dataset).expanduser().glob("**/*") if local and not data.data_files else ()
-    for key, files in (("data.data_files", named), ("data.dataset", map(str, within))):
-        yield from islice(filter(None, (missing_decompressor(file, key) for file in files)), 1)
+def _closed(error: OSError, key: str, value: object) -> Violation:
+    reason = f"{error.filename} cannot be read ({(error.strerror or str(error)).lower()})"
+    return Violation(key, value, reason, "files that you can read")
 
 
-def _ignored(key: str, value: object, source: str, reader: str) -> Violation:
+def _ignored(key: str, value: object, source: str, readers: Sequence[str]) -> Violation:
+    reader = max(readers, key=lambda name: (described(name).holds == "text", len(described(name).reads)))
     remedy = f"data={reader} data.{key}={_quoted(value)}, or leave it out"
     return Violation(f"data.{key}", value, f"source {source} does not read it", remedy)
 
@@ -298,21 +285,8 @@ def _quoted(value: object) -> str:
     return f"'{text}'" if text.startswith("[") else text
 
 
-def _matches(pattern: str) -> list[Path]:
-    return [Path(match) for match in glob.glob(str(Path(pattern).expanduser()), recursive=True)]
-
-
 def _files(entries: Sequence[str]) -> Iterator[Path]:
     return (path for entry in entries for _, path in matching_files(entry))
-
-
-def _nearby(path: str) -> str:
-    folder = Path(path).expanduser().absolute().parent
-    while not os.path.exists(folder):  # False below a closed folder, where Path.exists raises
-        folder = folder.parent
-    if not os.access(folder, os.R_OK | os.X_OK):
-        return f"it may exist: {folder} is closed to you, so ask its owner"
-    return f"paths are relative to the current folder; the deepest folder that exists is {folder}"
 
 
 DATA_RULES = rules(
@@ -328,20 +302,17 @@ DATA_RULES = rules(
 BYTES_PER_SECOND, MERGED_BYTES_PER_SECOND = 24e6, 2.9e6
 """Text that one core tokenizes in a second, with the tokenizer `bytes` and with one of 30,000 merges: measured on the
 standard library's source."""
-_STORED = {
-    "text": ("paths", "document"),
-    "huggingface": ("dataset", "subset", "data_files", "split", "validation_split", "text_column"),
-}
-"""Keys of a source that choose its documents."""
 
 
 def large_text_is_tokenized_first(
     data: DataConfig, checkpoint: CheckpointConfig, paths: PathsConfig, training: TrainingConfig
 ) -> Iterator[Violation]:
     """A text on this machine above `LARGEST_TEXT` is a token store, unless it is streamed or a parent reads it so."""
-    entries, size = () if data.streaming else data_files.corpus_entries(data), 0
-    with suppress(OSError):  # another rule names the file
-        size = data_files.corpus_size(entries, only_text=data.source == "text")
+    entries, size = () if data.streaming else corpus_entries(data), 0
+    with suppress(OSError, UserError):  # another rule says what is wrong
+        size = data_files.corpus_size(entries, only_text=is_plain_text(data))
+        if size > data_files.LARGEST_TEXT and described(data.source).has_options:  # which may leave files out
+            size = files.content.size if (files := open_files(data)) is not None else size
     if size <= data_files.LARGEST_TEXT or _parent_reads_it(checkpoint, paths):
         return
     seconds = size / (BYTES_PER_SECOND if data.tokenizer == "bytes" else MERGED_BYTES_PER_SECOND)
@@ -364,8 +335,9 @@ def _store_command(data: DataConfig, entries: tuple[str, ...]) -> str:
     """Command that makes a store of the same documents, and the overrides that train from it."""
     from titan_exp.config.hydra.nondefault import quoted  # imports Hydra
 
-    values = {key: getattr(data, key) for key in (*_STORED[data.source], "tokenizer", "validation_fraction")}
+    values = {key: getattr(data, key) for key in (*described(data.source).reads, "tokenizer", "validation_fraction")}
     given = {f"data.{key}": shown(value, quoted) for key, value in values.items() if value not in (None, ())}
+    given |= {f"++data.options.{key}": shown(value, quoted) for key, value in data.options.items()}
     names = re.findall(r"(?<![^/])[\w-]+(?=[\w.-]*(?:/|$))", str(Path(entries[0]).expanduser().absolute()))
     store = f"stores/{names[-1] if names else 'text'}"
     words = [f"data={data.source}", *(f"{key}={value}" for key, value in given.items()), f"out={store}"]

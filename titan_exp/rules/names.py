@@ -16,6 +16,7 @@ from titan_exp.config.schema.builtins import (
     COMPILE_BACKENDS,
     LANGUAGE_MODELING,
     decay_names,
+    described,
     executor_names,
     metric_names,
     objective_names,
@@ -66,8 +67,7 @@ CPP_COMPILERS = ("g++", "clang++", "c++")
 
 def source_is_known(data: DataConfig) -> Iterator[Violation]:
     """The data source is built in or can be imported."""
-    described = sources().get(data.source)
-    options = {} if described is not None and described.has_options else data.options
+    options = {} if described(data.source).has_options else data.options
     yield from _known("data.source", data.source, tuple(sources()), options, "my_package.data.Corpus")
 
 

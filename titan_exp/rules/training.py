@@ -14,8 +14,7 @@ from titan_exp.config.groups.run import ProfilingConfig
 from titan_exp.config.groups.training import GradClipConfig, TrainingConfig, WeightAverageConfig
 from titan_exp.config.layout.pipeline_schedules import is_file, takes
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, cuts_blocks, head_is_fp32
-from titan_exp.config.schema.builtins import LANGUAGE_MODELING, sources
-from titan_exp.config.schema.identity_keys import COUNTS_BESIDE
+from titan_exp.config.schema.builtins import LANGUAGE_MODELING, described
 from titan_exp.config.schema.schema import choices_of, hints
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
@@ -138,7 +137,7 @@ TRAINING_RULES = rules(
     Refuse(
         "training.evaluate_every",
         lambda data, training: (
-            not (data.source in sources() and sources()[data.source].is_store)
+            not described(data.source).is_store
             and training.evaluate_every
             and data.validation_fraction == 0
             and data.validation_split is None

@@ -6,8 +6,8 @@ import pytest
 
 from tests.config.composing import experiment
 from titan_exp.cli.main import main
-from titan_exp.config.extension import extensions
 from titan_exp.config.schema.builtins import sources
+from titan_exp.config.schema.identity_keys import COUNTS_BESIDE
 from titan_exp.models.spec.lookup import model_spec
 
 
@@ -31,7 +31,7 @@ from titan_exp.models.spec.lookup import model_spec
             "train model=flux_debug",
             "training.objective=rectified_flow data=latents data.paths='[STORE]'; or a language",
         ),
-        ("train data.images=glyphs", "source python_stdlib reads no images\n    data=images data.images=glyphs"),
+        ("train data.images=glyphs", "source python_stdlib does not read it\n    data=images data.images=glyphs"),
         ("generate sample=3", "did you mean samples?"),
     ],
 )
@@ -42,7 +42,7 @@ def test_what_is_refused(words: str, says: str, capsys: pytest.CaptureFixture[st
 
 def test_images_count_in_no_run_of_another_source():
     """A new source of the core must not change the ids of its runs by a key of another extension."""
-    switch, idle = extensions()["diffusion"].idle["data.images"]
+    switch, idle = COUNTS_BESIDE["data.images"]
     assert (switch, {*idle}) == ("data.source", {*sources()} - {"images"})
 
 

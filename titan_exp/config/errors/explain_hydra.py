@@ -28,7 +28,7 @@ from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import primary_file
 from titan_exp.config.hydra.config_groups import Groups, groups_for
-from titan_exp.config.hydra.option_files import file_remedy, option_path
+from titan_exp.config.hydra.option_files import option_path
 from titan_exp.config.paths.foreign_file import read_yaml
 from titan_exp.config.schema.schema import annotation_of, hints, is_number, keys, meaning_of, optional_fields
 
@@ -263,7 +263,7 @@ def _at_fault(error: Exception, arguments: Arguments) -> Iterator[Violation]:
             for text in alone:
                 group, _, option = text.lstrip("+").partition("=")
                 if option_path(groups, group, option) is not None:
-                    files[text] = (f"{option_path(groups, group, option)}: ", file_remedy(groups, group))
+                    files[text] = (f"{option_path(groups, group, option)}: ", "correct the file there")
     if not alone:
         alone = {text: error for text in arguments.overrides if text.lstrip("+~").startswith("hydra")}
     for text, failure in alone.items():

@@ -24,15 +24,19 @@ def check_option_file(groups: Groups, group: str, option: str, tree: Mapping[str
     path = option_path(groups, group, option)
     if path is None:
         return
+    content: dict[Any, Any] = {}
+    begins_well = False
     try:
         content = read_yaml(path, "an option")
         _check_defaults(groups, group, path, content, (path,))
         problem = "" if tree is None else _explain_missing(path, group, content, tree)
     except UserError as error:
-        problem = str(error)
+        problem = str(error)  # of a file that cannot be read, or of an entry of its defaults list
+        begins_well = error.__cause__ is not None or isinstance(content.get("defaults"), list)
     if problem:
         own = own_keys(group, (tree or {}).get(group))
         remedy = "give each a value in the file, in a line `key: value`" if own else file_remedy(groups, group)
+        remedy = "correct the file there" if begins_well else remedy
         yield Violation(f"{group}={option}", "", problem, remedy)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -165,28 +164,8 @@ def _refusal(folder: str | Path, reason: str, remedy: str) -> UserError:
     return UserError("The token store cannot be used.", [Violation("data.paths", str(folder), reason, remedy)])
 
 
-LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
-"""Values of `data.dataset` that are file loaders."""
-
 END_OF_TEXT = "<|endoftext|>"
 """Name of the byte tokenizer's end-of-text token in its file."""
-
-
-DECOMPRESSORS = {".zst": "zstandard", ".lz4": "lz4"}
-"""Packages that the datasets library needs for files with these suffixes; `.gz`, `.bz2`, `.xz` and `.zip` need none."""
-
-
-def missing_decompressor(file: str, key: str) -> Violation | None:
-    """Violation of a compressed file that cannot be read in this environment."""
-    suffix = Path(file).suffix.lower()
-    if suffix == ".lzma":
-        remedy = "xz --format=xz compresses it anew, or unlzma unpacks it"
-        return Violation(key, file, "the datasets library does not read .lzma", remedy)
-    package = DECOMPRESSORS.get(suffix)
-    if package is None or find_spec(package) is not None:
-        return None
-    remedy = f"pip install {package}; or the file unpacked, or as .gz, .bz2, .xz or .zip"
-    return Violation(key, file, f"{suffix} is unpacked by {package}, which is not installed here", remedy)
 
 
 def tokenizer_file(name: str) -> Path:
@@ -256,19 +235,20 @@ SPLIT_FURTHER = {"file": "data.document=paragraph", "paragraph": "data.document=
 _BINARY_CHECK_BYTES = 8192
 
 
-def corpus_entries(config: DataConfig) -> tuple[str, ...]:
-    """Files, folders and globs that source `text` or `huggingface` reads on this machine; empty for data of the hub, of
-    another server, and of other sources."""
-    if config.source == "text":
-        return config.paths
-    if config.source != "huggingface" or config.dataset is None:
-        return ()
-    folder = Path(config.dataset).expanduser()
-    local = config.dataset not in LOADERS and folder.is_dir()
-    if any("://" in entry for entry in config.data_files):
-        return ()
-    entries = (str(folder / entry) for entry in config.data_files) if local else config.data_files
-    return tuple(entries) or ((str(folder),) if folder.is_dir() else ())
+def existing(pattern: str) -> list[str]:
+    """Files and folders that an entry of a key names."""
+    return glob.glob(str(Path(pattern).expanduser()), recursive=True)
+
+
+def no_such_file(entry: str, key: str) -> Violation:
+    """Violation of an entry of a key that names nothing."""
+    folder = Path(entry).expanduser().absolute().parent
+    while not os.path.exists(folder):  # False below a closed folder, where Path.exists raises
+        folder = folder.parent
+    remedy = f"paths are relative to the current folder; the deepest folder that exists is {folder}"
+    if not os.access(folder, os.R_OK | os.X_OK):
+        remedy = f"it may exist: {folder} is closed to you, so ask its owner"
+    return Violation(key, entry, "no such file or folder", remedy)
 
 
 def matching_files(entry: str) -> Iterator[tuple[str, Path]]:

@@ -1,11 +1,16 @@
 """Built-in names of components; any other name is an import path of user code."""
 
 import ast
+import re
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from titan_exp.config.extension import provided, source_file
+from titan_exp.config.groups.run import DataConfig
+from titan_exp.config.secrets import revealed
 
 LANGUAGE_MODELING = "language_modeling"
 """The core's own `training.objective`."""
@@ -43,15 +48,21 @@ class SourceDescription:
     """Facts about a built-in source, which its module states in literals as `DESCRIPTION`."""
 
     reads: tuple[str, ...] = ()
-    """Keys of `data` that choose its input, and that a source without them ignores."""
+    """Keys of `data` that choose its documents, and that a source without them ignores. With `document`, its documents
+    are the plain text of its files, each of which is one or is divided."""
+    files: str = ""
+    """Key of `reads` that holds files, folders and globs of this machine, each of which must match a file."""
     holds: str = "text"
     """`text`, documents to tokenize; `tokens`, those of a store; or samples of a kind that an extension trains on."""
-    has_options: bool = False
-    """True if `data.options` are options of its own."""
     is_store: bool = False
     """True if its validation split was fixed when a store was made."""
     is_endless: bool = False
     """True if its documents may have no end when they are streamed."""
+    has_options: bool = False
+    """True if it takes `data.options`: found by itself where its module or class has `Options`, a dataclass of them."""
+
+
+_HAS_OPTIONS = re.compile(rb"^ *(class Options\b|Options = )", re.MULTILINE)
 
 
 @cache
@@ -67,8 +78,52 @@ def sources() -> dict[str, SourceDescription]:
             match node:
                 case ast.Assign(targets=[ast.Name("DESCRIPTION")], value=ast.Call() as call):
                     stated = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
-                    found[name] = SourceDescription(**stated)
+                    found[name] = SourceDescription(**{"has_options": bool(_HAS_OPTIONS.search(text)), **stated})
     return found
+
+
+def described(source: str) -> SourceDescription:
+    """Description of a source by `data.source`; the defaults for a class of the user's."""
+    return sources().get(source, SourceDescription())
+
+
+def source_member(source: str, name: str) -> Any:
+    """What a built-in source, or an extension's, has by this name: its module, or the class that is its `build`. None
+    if it has none, and for a class of the user's. Imports the module."""
+    if source not in sources():
+        return None
+    module = import_module(provided("sources").get(source, f"titan_exp.data.sources.{source}"))
+    return getattr(module, name, getattr(getattr(module, "build", None), name, None))
+
+
+def asked(source: str, name: str) -> Any:
+    """`source_member` of a source of text; None for others, whose modules may import torch."""
+    return source_member(source, name) if described(source).holds == "text" else None
+
+
+def source_arguments(options: Any, config: DataConfig) -> tuple[Any, ...]:
+    """Arguments of a source and of its `open_files`: the group `data`, and its options if it has a dataclass of them.
+
+    Raises:
+        UserError: an option does not fit, or the environment lacks a secret.
+    """
+    from titan_exp.config.schema.typed_config import typed_options  # imports OmegaConf
+
+    config = revealed(config, "data")
+    return (config,) if options is None else (config, typed_options(options, config.options, "data.options"))
+
+
+def open_files(config: DataConfig) -> Any:
+    """Files that a built-in source of text lists, as its `open_files` returns them; None if it lists none. Raises
+    UserError if it cannot."""
+    find = asked(config.source, "open_files")
+    return None if find is None else find(*source_arguments(asked(config.source, "Options"), config))
+
+
+def corpus_entries(config: DataConfig) -> tuple[str, ...]:
+    """Files, folders and globs of this machine that a built-in source of text reads; empty for data elsewhere."""
+    key, entries = described(config.source).files, asked(config.source, "local_entries")
+    return getattr(config, key) if key else () if entries is None else entries(config)
 
 
 @cache

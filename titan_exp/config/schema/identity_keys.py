@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from titan_exp.config.errors.user_error import shown
-from titan_exp.config.extension import extensions
+from titan_exp.config.extension import added_keys, extensions
+from titan_exp.config.schema.builtins import sources
 
 NOT_IN_RUN_ID = {
     "experiment.name": "names the folder above the run's",
@@ -78,6 +79,11 @@ id: a mode's own keys belong here, as `activation_checkpoint.budget` does."""
 
 
 COUNTS_BESIDE |= {key: beside for one in extensions().values() for key, beside in one.idle.items()}
+COUNTS_BESIDE |= {
+    f"data.{key}": ("data.source", tuple(name for name, one in sources().items() if key not in one.reads))
+    for key in added_keys("data")
+    if any(key in one.reads for one in sources().values())
+}
 
 
 def idle_keys(values: Mapping[str, object]) -> list[str]:

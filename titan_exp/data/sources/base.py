@@ -1,7 +1,10 @@
 """Document source interfaces: random access and streaming.
 
-`data.source` takes the import path of a class with either interface (`data.source=my_package.data.Source`); it is
-called with the `DataConfig` and `data.options`.
+`data.source` takes the import path of a class with either interface (`data.source=my_package.data.Source`), or of a
+function that returns one. A class with a nested dataclass `Options` is called as `(config, options)`, others as
+`(config, **data.options)`. Its options join its `fingerprint` unless they are at their defaults or are a
+`field(compare=False)`. A built-in one may have a static method `open_files`, called in the same way, which returns the
+`FileSource` of the files that its documents are made of, or None; its objects then have the same `content`.
 """
 
 import contextlib
@@ -10,19 +13,18 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from hashlib import blake2b
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.extension import provided
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import read_manifest
 from titan_exp.config.paths.user_folder import user_folder
-from titan_exp.config.schema.builtins import sources
-from titan_exp.config.schema.component import Call, import_callable, require_members
+from titan_exp.config.schema.builtins import described, open_files, source_arguments, source_member, sources
+from titan_exp.config.schema.component import Call, import_callable, import_dotted, require_members
+from titan_exp.config.schema.typed_config import typed_options
 from titan_exp.config.secrets import revealed
 
 WHOLE_BYTES, WHOLE_FILES = 256 * 2**20, 20_000
@@ -214,46 +216,64 @@ def fingerprint(source: Source, config: DataConfig) -> str:
     """One-line identity of a corpus: the source's own `fingerprint`, or one from its settings and size."""
     own = getattr(source, "fingerprint", None)
     if isinstance(own, str):
-        return own
+        return own + _chosen_options(getattr(source, "Options", None), config)
     size = f"{len(source)} documents" if isinstance(source, RandomAccessSource) else f"{source.parts} parts"
     return f"{config.source} {list(config.paths)} {sorted(config.options.items())}: {size}"
+
+
+def _chosen_options(kind: Any, config: DataConfig) -> str:
+    """Options that choose documents, where they are not at their defaults; a `field(compare=False)` chooses none."""
+    if not is_dataclass(kind):
+        return ""
+    chosen = {}
+    typed = typed_options(kind, config.options, "data.options")  # type: ignore[arg-type]  # secrets stay hidden
+    for field in filter(lambda field: field.compare, fields(kind)):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if (value := getattr(typed, field.name)) != default:
+            chosen[field.name] = value
+    return f", options {chosen}" if chosen else ""
 
 
 INTERFACE = "titan_exp/data/sources/base.py"
 """File that documents the interface of a source."""
 
 
-def builtin_source(config: DataConfig) -> ModuleType | None:
-    """Module of a built-in source or of an extension's; None for a user's class."""
-    name = config.source
-    return import_module(provided("sources").get(name, f"titan_exp.data.sources.{name}")) if name in sources() else None
-
-
 def build_source(config: DataConfig) -> Source:
     """Open the training documents, held-out ones included. Raises UserError if they cannot be read."""
-    module = builtin_source(config)
-    return _build_own(config) if module is None else module.build(config)
+    build = source_member(config.source, "build") or own_source(config)
+    options = source_member(config.source, "Options") or getattr(build, "Options", None)
+    if config.source in sources() or is_dataclass(options):
+        source = build(*source_arguments(options, config))
+    else:
+        given = revealed(config, "data")
+        source = build(given, **given.options)
+    if not isinstance(source, RandomAccessSource | StreamingSource):
+        reason = "its objects are neither a random-access nor a streaming source"
+        remedy = f"a class with __len__ and __getitem__, or with parts and open; see {INTERFACE}"
+        raise _refusal(config, reason, remedy)
+    if isinstance(source, RandomAccessSource) and len(source) == 0:
+        raise _refusal(config, "it has no documents", "a source whose __len__ is 1 or more")
+    return source
 
 
 def known_identity(config: DataConfig) -> tuple[dict[str, Any], CorpusContent | None]:
     """Identity of the data as far as it is known without opening the source: entries of `Sampler.corpus`, and the local
     files, if any. Imports no torch. Raises UserError if files are missing."""
     identity: dict[str, Any] = {}
-    if config.source == "tokens":
+    if described(config.source).holds == "tokens":
         return {"data.paths": [read_manifest(path).fingerprint for path in config.paths]}, None
     if config.tokenizer != "bytes":
         from titan_exp.data.tokenizers import build_tokenizer  # imports numpy
 
         identity["data.tokenizer"] = build_tokenizer(config).fingerprint
-    files = None if (module := builtin_source(config)) is None else module.open_files(config)
-    if files is None:
+    if (files := open_files(config)) is None:
         return identity, None
     return identity | {CONTENT: files.content.fingerprint()}, files.content
 
 
 def has_validation_split(config: DataConfig) -> bool:
     """True if the source has a separate validation split, so that no training documents are held out."""
-    return config.validation_split is not None and hasattr(builtin_source(config), "build_validation")
+    return config.validation_split is not None and source_member(config.source, "build_validation") is not None
 
 
 def held_out_fraction(config: DataConfig) -> float:
@@ -263,38 +283,22 @@ def held_out_fraction(config: DataConfig) -> float:
 
 def build_validation_source(config: DataConfig) -> Source | None:
     """Open the source's validation split; None if validation documents are held out of the training documents."""
-    module = builtin_source(config)
-    return module.build_validation(config) if module is not None and has_validation_split(config) else None
+    return source_member(config.source, "build_validation")(config) if has_validation_split(config) else None
 
 
 def own_source(config: DataConfig) -> Any:
     """Import a user's class, without opening its data.
 
     Raises:
-        UserError: it cannot be imported, takes other arguments than `(config, **options)`, or is no source.
+        UserError: it cannot be imported, takes other arguments than `(config, options)`, with `Options`, or else
+            `(config, **options)`, or is no source.
     """
-    own = import_callable(config.source, "data.source", Call(("config",), (), "data.options", config.options))
+    typed = is_dataclass(getattr(import_dotted(config.source, "data.source"), "Options", None))
+    call = Call(("config", "options")) if typed else Call(("config",), (), "data.options", config.options)
+    own = import_callable(config.source, "data.source", call)
     if isinstance(own, type) and not hasattr(own, "open"):
         require_members(own, config.source, "data.source", ("__len__", "__getitem__"), INTERFACE)
     return own
-
-
-def is_stream(own: Any) -> bool:
-    """True if a user's class, or the one that a user's function says it returns, is a streaming source."""
-    made = own if isinstance(own, type) else getattr(own, "__annotations__", {}).get("return")
-    return hasattr(made, "open") and not hasattr(made, "__getitem__")
-
-
-def _build_own(config: DataConfig) -> Source:
-    own, config = own_source(config), revealed(config, "data")
-    source = own(config, **config.options)
-    if not isinstance(source, RandomAccessSource | StreamingSource):
-        reason = "its objects are neither a random-access nor a streaming source"
-        remedy = f"a class with __len__ and __getitem__, or with parts and open; see {INTERFACE}"
-        raise _refusal(config, reason, remedy)
-    if isinstance(source, RandomAccessSource) and len(source) == 0:
-        raise _refusal(config, "it has no documents", "a source whose __len__ is 1 or more")
-    return source
 
 
 def _refusal(config: DataConfig, reason: str, remedy: str) -> UserError:

@@ -6,12 +6,14 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import LOADERS, corpus_entries, matching_files
+from titan_exp.config.paths.data_files import existing, matching_files, no_such_file
 from titan_exp.config.schema.builtins import SourceDescription
 from titan_exp.data.sources.base import CorpusContent, Source
 from titan_exp.data.sources.text import FileSource
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 
+DESCRIPTION = SourceDescription(
+    reads=("dataset", "subset", "data_files", "split", "validation_split", "text_column"), is_endless=True
+)
+
+LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
+"""Values of `data.dataset` that are file loaders."""
 _HUB_TIMEOUT_SECONDS = 5.0
 _COMPRESSIONS = {"zstd": "zstandard", "lz4": "lz4"}
 """Packages by the compressions that the library names when it lacks them."""
@@ -124,9 +132,6 @@ def _failure(violation: Violation) -> UserError:
     return UserError("The data set cannot be loaded.", [violation])
 
 
-DESCRIPTION = SourceDescription(reads=("dataset", "subset", "data_files", "validation_split"), is_endless=True)
-
-
 def build(config: DataConfig) -> Source:
     """Open the training split. Raises UserError if it cannot be loaded or lacks the text column."""
     return _build_split(config, config.split)
@@ -138,9 +143,62 @@ def build_validation(config: DataConfig) -> Source:
     return _build_split(config, config.validation_split)
 
 
+def local_entries(config: DataConfig) -> tuple[str, ...]:
+    """Files, folders and globs on this machine; empty for data of the hub and of another server."""
+    if config.dataset is None or any("://" in entry for entry in config.data_files):
+        return ()
+    folder = Path(config.dataset).expanduser()
+    local = config.dataset not in LOADERS and folder.is_dir()
+    entries = (str(folder / entry) for entry in config.data_files) if local else config.data_files
+    return tuple(entries) or ((str(folder),) if folder.is_dir() else ())
+
+
+def violations(config: DataConfig) -> Iterator[Violation]:
+    """The data set is named, its local files exist and have rows, and they can be unpacked here."""
+    files = "data.data_files='[corpus.jsonl]'"
+    if config.dataset is None:
+        remedy = f"data.dataset=NAME on the hub, or data.dataset=json {files}"
+        yield Violation("data.dataset", None, "source huggingface needs a data set", remedy)
+        return
+    if config.dataset in LOADERS and not config.data_files:
+        yield Violation("data.data_files", (), f"the loader {config.dataset} reads files, and none is named", files)
+    local = config.dataset.startswith((".", "/", "~"))
+    if local and not Path(config.dataset).expanduser().exists():
+        yield no_such_file(config.dataset, "data.dataset")
+    for file in config.data_files:
+        if config.dataset in LOADERS and "://" not in file and not existing(file):
+            yield no_such_file(file, "data.data_files")
+    named = [path for file in config.data_files for path in existing(file)] or config.data_files
+    within = Path(config.dataset).expanduser().glob("**/*") if local and not config.data_files else ()
+    for key, found in (("data.data_files", named), ("data.dataset", map(str, within))):
+        yield from islice(filter(None, (_missing_decompressor(file, key) for file in found)), 1)
+    entries = local_entries(config)
+    sizes = [path.stat().st_size for entry in entries for _, path in matching_files(entry)]
+    if sizes and not any(sizes):
+        key, value = ("data.data_files", entries) if config.data_files else ("data.dataset", config.dataset)
+        yield Violation(key, value, "there are no rows", f"files that the loader {config.dataset} reads")
+
+
+_DECOMPRESSORS = {".zst": "zstandard", ".lz4": "lz4"}
+"""Packages that the datasets library needs for files with these suffixes; `.gz`, `.bz2`, `.xz` and `.zip` need none."""
+
+
+def _missing_decompressor(file: str, key: str) -> Violation | None:
+    """Violation of a compressed file that cannot be read in this environment."""
+    suffix = Path(file).suffix.lower()
+    if suffix == ".lzma":
+        remedy = "xz --format=xz compresses it anew, or unlzma unpacks it"
+        return Violation(key, file, "the datasets library does not read .lzma", remedy)
+    package = _DECOMPRESSORS.get(suffix)
+    if package is None or find_spec(package) is not None:
+        return None
+    remedy = f"pip install {package}; or the file unpacked, or as .gz, .bz2, .xz or .zip"
+    return Violation(key, file, f"{suffix} is unpacked by {package}, which is not installed here", remedy)
+
+
 def open_files(config: DataConfig) -> FileSource | None:
     """List the local files of a data set; None for one of the hub or of another server."""
-    if not (entries := corpus_entries(config)):
+    if not (entries := local_entries(config)):
         return None
     return FileSource("huggingface", sorted({file for entry in entries for file in matching_files(entry)}))
 

@@ -24,25 +24,18 @@ _EXCLUDED = {
 }
 
 
-def build(config: DataConfig) -> "PythonStdlibSource":
-    """Open the source; it has no settings."""
-    return PythonStdlibSource()
-
-
-def open_files(config: DataConfig) -> "PythonStdlibSource":
-    """List the modules."""
-    return PythonStdlibSource()
-
-
 class PythonStdlibSource(FileSource):
     """One document per module. Raises UserError if this Python has no library source."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: DataConfig | None = None) -> None:
         super().__init__(f"python_stdlib {python_version()}", _modules(Path(sysconfig.get_path("stdlib"))))
         if len(self) == 0:
             remedy = "data=text data.paths='[your/files]', or a Python installed with its library source"
             reason = "this Python is installed without the source of its library"
             raise UserError("There is no text to read.", [Violation("data.source", "python_stdlib", reason, remedy)])
+
+
+build = open_files = PythonStdlibSource
 
 
 def _modules(root: Path) -> Iterator[tuple[str, Path]]:

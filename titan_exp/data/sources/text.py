@@ -19,6 +19,8 @@ from titan_exp.config.schema.builtins import SourceDescription
 from titan_exp.data.data_warning import warn
 from titan_exp.data.sources.base import CorpusContent
 
+DESCRIPTION = SourceDescription(reads=("paths", "document"), files="paths")
+
 
 class FileSource:
     """Random-access source over files, ordered by key.
@@ -136,8 +138,6 @@ def _document_offsets(path: Path, unit: Granularity) -> np.ndarray:
             offset += len(line)
     return np.frombuffer(offsets, dtype=np.int64)
 
-
-DESCRIPTION = SourceDescription(reads=("paths", "document"))
 
 _NAMED = 5
 """Skipped files that are named."""

@@ -22,13 +22,12 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import LARGEST_TEXT, VERSION, Manifest, read_manifest
 from titan_exp.config.paths.user_folder import user_folder
-from titan_exp.config.schema.builtins import sources
+from titan_exp.config.schema.builtins import open_files, sources
 from titan_exp.data.sources.base import (
     STREAMING,
     CorpusContent,
     RandomAccessSource,
     Source,
-    builtin_source,
     content_identity,
     fingerprint,
     held_out_fraction,
@@ -109,7 +108,8 @@ class StoredText:
                 if _is_of(folder, error):  # a full disk keeps nothing of it
                     shutil.rmtree(unfinished, ignore_errors=True)
                 raise
-            if _stamp(data) != getattr(getattr(self.source, "content", None), "stamp", None):
+            content, files = getattr(self.source, "content", None), open_files(data)
+            if content is not None and files is not None and content.stamp != files.content.stamp:
                 shutil.rmtree(unfinished)
                 raise UserError("The text changed while it was tokenized. Type the same command again.")
             unfinished.rename(store)
@@ -174,9 +174,3 @@ def _finished(folder: Path) -> Manifest | None:
         manifest = read_manifest(folder / "store")
         return None if any(manifest.damaged()) else manifest
     return None
-
-
-def _stamp(data: DataConfig) -> str | None:
-    """Present stamp of the local files, if any."""
-    files = None if (module := builtin_source(data)) is None else module.open_files(data)
-    return None if files is None else files.content.stamp

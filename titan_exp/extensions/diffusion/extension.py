@@ -8,7 +8,6 @@ EXTENSION = Extension(
     name="diffusion",
     summary="Diffusion models (FLUX.1), and encoding of images for their training.",
     groups={"data": f"{HERE}.config:ImageData", "tracking": f"{HERE}.config:ImageTracking"},
-    idle={"data.images": ("data.source", ("huggingface", "latents", "python_stdlib", "text", "tokens"))},
     rules=f"{HERE}.rules",
     families={"flux": f"{HERE}.flux"},
     objectives={"rectified_flow": f"{HERE}.rectified_flow:RectifiedFlow"},

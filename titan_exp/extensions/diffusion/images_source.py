@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.builtins import SourceDescription
-from titan_exp.extensions.diffusion.config import images_of
+from titan_exp.extensions.diffusion.config import ImageOptions, images_of
 from titan_exp.extensions.diffusion.latent_format import HASHED_WORDS, PIXELS
-from titan_exp.extensions.diffusion.latents import build_sampler, further_metrics, open_files, validation_batches
+from titan_exp.extensions.diffusion.latents import build_sampler, further_metrics, validation_batches
 
-DESCRIPTION = SourceDescription(reads=("paths",), holds="latents", has_options=True)
+DESCRIPTION = SourceDescription(reads=("paths", "images"), holds="latents")
 
-__all__ = ["build_sampler", "further_metrics", "open_files", "slower_options", "validation_batches"]
+Options = ImageOptions
+
+__all__ = ["Options", "build_sampler", "further_metrics", "slower_options", "validation_batches"]
 
 
 def slower_options(data: DataConfig) -> Iterator[str]:

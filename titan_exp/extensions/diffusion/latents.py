@@ -253,7 +253,3 @@ class LatentRows:
 DESCRIPTION = SourceDescription(reads=("paths",), holds="latents", is_store=True)
 
 build_sampler = LatentSampler
-
-
-def open_files(config: DataConfig) -> None:
-    """None: the store's own checksum identifies its files."""

@@ -10,7 +10,7 @@ from titan_exp.config.groups.parallelism import BLOCK, ParallelismConfig, Quanti
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.schema.builtins import sources
+from titan_exp.config.schema.builtins import described
 from titan_exp.config.schema.typed_config import typed_options
 from titan_exp.extensions.diffusion.config import READ_FROM_PATHS, RectifiedFlowOptions, images_of
 from titan_exp.extensions.diffusion.latent_format import LatentManifest, format_of
@@ -69,17 +69,16 @@ def store_fits(spec: ModelSpec, data: DataConfig, training: TrainingConfig) -> I
 
 
 def _has_latents(data: DataConfig) -> bool:
-    return data.source in sources() and sources()[data.source].holds == "latents"
+    return described(data.source).holds == "latents"
+
+
+def _reads_images(data: DataConfig) -> bool:
+    return "images" in described(data.source).reads
 
 
 def images_are_given(data: DataConfig) -> Iterator[Violation]:
     """Images have a kind, and a path if they are read from one."""
     images = images_of(data)
-    if data.source != "images":
-        if images is not None and data.source in sources():
-            reason = f"source {data.source} reads no images"
-            yield Violation("data.images", images, reason, f"data=images data.images={images}")
-        return
     example = _EXAMPLES.get(images or "", "")
     if images is None:
         yield Violation("data.images", None, "source images reads some", "data.images=folder data.paths='[photos]'")
@@ -155,7 +154,7 @@ def quantized_streams_divide(
 RULES = (
     *rules(tokens_divide),
     *rules(options_are_known, when=lambda training: training.objective == _OBJECTIVE),
-    *rules(images_are_given),
+    *rules(images_are_given, when=_reads_images),
     *rules(store_fits, when=_has_latents),
     *rules(
         Refuse(

@@ -32,9 +32,8 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
-from titan_exp.config.paths.data_files import unlimited_split
 from titan_exp.config.schema.foreign_code import import_paths, user_packages
-from titan_exp.data.sources.base import is_stream, own_source
+from titan_exp.data.source_check import check_source
 from titan_exp.models.build import build_model
 from titan_exp.models.convert.hf_config import to_huggingface
 from titan_exp.models.convert.state_dict_map import state_dict_map
@@ -379,11 +378,9 @@ def _decay(experiment: Experiment) -> Iterator[Violation]:
             return
 
 
-def _source(experiment: Experiment) -> Iterator[Violation]:
-    own, data = own_source(experiment.data), experiment.data
-    evaluates = experiment.training.evaluate_every and data.validation_fraction
-    if is_stream(own) and evaluates and data.validation_documents is None:
-        yield unlimited_split(data)
+def _source(experiment: Experiment) -> tuple[()]:
+    check_source(experiment.data, evaluates=bool(experiment.training.evaluate_every))
+    return ()
 
 
 _CHECKS: dict[str, Callable[[Experiment], Iterable[Violation]]] = {

@@ -13,8 +13,7 @@ from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM, ResolvedLayout, why_eager
 from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.config.machine.torch_features import ATTENTION_BACKEND, HEAD_SIZES
-from titan_exp.config.schema.builtins import sources
-from titan_exp.data.sources.base import builtin_source
+from titan_exp.config.schema.builtins import source_member, sources
 from titan_exp.models.spec.lookup import attention_backend, block_count, model_spec
 from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.tracking.logging import get_logger
@@ -35,7 +34,8 @@ def slower_options(experiment: Experiment) -> Iterator[str]:
     cuda = device_type(experiment.cluster) == "cuda"
     yield from _replicated_weights(experiment)
     yield from repeated_reading(experiment.data, ResolvedLayout.of(experiment))
-    yield from getattr(builtin_source(experiment.data), "slower_options", lambda data: ())(experiment.data)
+    if (slower := source_member(experiment.data.source, "slower_options")) is not None:
+        yield from slower(experiment.data)
     yield from _optimizer(experiment.optimizer, cuda=cuda)
     yield from _quantization(experiment.quantization, experiment.model, cuda=cuda)
     unmasked_bf16 = experiment.training.mixed_precision == "bf16" and not experiment.data.document_mask

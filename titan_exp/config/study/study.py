@@ -206,7 +206,8 @@ class Axis:
     grid: Annotated[dict[Name, Texts], _NOTHING] = field(default_factory=dict)
     """Values of a key; several keys are an axis each. E.g. `grid: {optimizer.lr: [1e-3, 3e-3]}`."""
     zip: Annotated[dict[Name, Texts], _NOTHING, Check(_are_side_by_side)] = field(default_factory=dict)
-    """Values of several keys, taken side by side. E.g. `zip: {optimizer.lr: [1e-3, 2e-3], training.steps: [200, 100]}`."""
+    """Values of several keys, taken side by side.
+    E.g. `zip: {optimizer.lr: [1e-3, 2e-3], training.steps: [200, 100]}`."""
     list: Annotated[dict[Name, Overrides], _NOTHING] = field(default_factory=dict)
     """Overrides by the name of a point. E.g. `list: {plain: [], slow: [optimizer.lr=1e-4]}`."""
     name: Annotated[str, Read(lambda value: "" if value is None else value)] = ""

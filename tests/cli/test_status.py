@@ -123,7 +123,21 @@ def test_runs_by_path_id_and_label(make, home: Path):
     assert take_runs(['paths.runs="over there"']) == ("over there", []), "as train takes it"
     options, rest = take_options(GenerateOptions, ["optimizers/change=none,seed=0", "tokens=3"], positional=["run"])
     assert (options.run, options.tokens, rest) == ("optimizers/change=none,seed=0", 3, [])
+    urls = [
+        f"s3://bucket/runs/x/{first.path.name}",
+        f"https://wandb.ai/a/b/runs/{first.path.name}",
+        f"file://{first.path}",
+    ]
+    for url in urls:
+        assert [entry.folder.path for entry in find_runs([url], runs)] == [first.path]
+    assert {entry.folder.path for entry in find_runs(["x/*"], runs)} == {first.path, second.path}
+    assert {entry.folder.path for entry in find_runs(["runs/x/*"], runs)} == {
+        Path("runs/x") / first.path.name,
+        Path("runs/x") / second.path.name,
+    }
     for word, says in {
+        "s3://bucket/x/0123": "has no folder of this run",
+        "x/9*": "x has no such run",
         "y": "Under",
         "0000": "unknown run",
         f"x/{'0' * 12}": "x has no such run",
@@ -131,6 +145,21 @@ def test_runs_by_path_id_and_label(make, home: Path):
     }.items():
         with pytest.raises(UserError, match=says):
             find_runs([word], runs)
+
+
+VERBS = ("status", "show", "diff", "logs", "cancel", "retry", "compare", "generate", "evaluate", "convert")
+"""Verbs that read runs."""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_spells_the_folder_of_runs_alike(verb: str, home: Path, capsys: pytest.CaptureFixture[str]):
+    """`paths.runs=` as in `train`, with dashes too, and as `generate` once had it."""
+    words = ["nope", "nope"] if verb in ("diff", "convert") else ["nope"]
+    for spelling in (["paths.runs=there"], ["--paths.runs=there"], ["--paths.runs", "there"], ["runs=there"]):
+        assert main([verb, *words, *spelling]) == 2
+        assert "There is no run under there/" in capsys.readouterr().err
+    assert main([verb, "--help"]) == 0
+    assert "paths.runs=" in capsys.readouterr().out
 
 
 def test_folders_of_other_users_that_are_closed_are_left_out(

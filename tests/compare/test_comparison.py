@@ -14,6 +14,7 @@ from titan_exp.compare.efficiency import pareto, scaling
 from titan_exp.compare.findings import findings, heading, layout_checks, remarks, verdict
 from titan_exp.compare.runs import select
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 THREE = {0.001: [3.0, 3.1, 3.2], 0.003: [2.5, 2.61, 2.69], 0.01: [3.01, 3.08, 3.22]}
 
@@ -99,6 +100,7 @@ def test_last_values_at_unequal_tokens_are_named(tmp_path: Path):
 def test_run_without_heartbeat_is_lost(tmp_path: Path):
     folder = make_run(tmp_path, {"optimizer.lr": 0.1}, metrics=rows(2.0)[:30], state="running")
     (folder / "heartbeat").write_text('{"step": 30, "time": 1.0}')
+    RunFolder(folder).update_attempt(1, intent=1.0)
     make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=rows(2.0))
     found = compared(tmp_path)
     assert [row.runs[0].state for row in found.rows] == ["lost", "done"]
@@ -242,7 +244,12 @@ def test_ways_to_name_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(
     ("words", "answer"),
-    [(["mad"], "did you mean made"), (["nothing/*"], "is no study"), ([], "compare takes a study"), (["zz"], "made")],
+    [
+        (["mad"], "Did you mean made"),
+        (["nothing/*"], "unknown run or study"),
+        ([], "compare takes a study"),
+        (["zz"], "made"),
+    ],
 )
 def test_unknown_names_are_refused_with_suggestions(tmp_path: Path, words: Sequence[str], answer: str):
     make_study(tmp_path, {0.001: [3.0]})

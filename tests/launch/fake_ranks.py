@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 LIMIT = 60.0
@@ -52,6 +53,10 @@ def succeed(path: str) -> None:
         wait_until(lambda: all(peer.exists() for peer in peers))  # as collectives make it, in each attempt anew
         for step in (1, 2):
             log(folder, step)
+
+
+def read_configuration(run: Run) -> None:
+    assert run.experiment.training.steps > 0  # as the trainer does
 
 
 def raise_on_rank_1(path: str) -> None:

@@ -30,7 +30,7 @@ from titan_exp.launch.provenance.changes import (
 )
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, refresh_snapshot
 from titan_exp.tracking.run_folder.attempts import StateName
-from titan_exp.tracking.run_folder.provenance_records import code_record
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunState
 
 
@@ -197,10 +197,10 @@ def test_the_next_attempt_says_what_changed(lab: Path) -> None:
     create_run_folder(plan)
     plan.folder.add_attempt(world_size=1, hosts=["here"])
     refresh_snapshot(plan, 1)
-    assert attempt_changes(plan.folder, 2) == ("attempt 1", [])
+    assert attempt_changes(Run(plan.folder), 2) == ("attempt 1", [])
     (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 1\n")
     refresh_snapshot(plan, 1)
-    since, (line,) = attempt_changes(plan.folder, 2)
+    since, (line,) = attempt_changes(Run(plan.folder), 2)
     assert (since, "1 file differs: lab_of_mine/decay.py" in line) == ("attempt 1", True)
     lines: list[str] = []
     report_changes([plan], lines.append)
@@ -252,7 +252,7 @@ def test_a_continued_run_is_compared_with_its_parent(lab: Path) -> None:
     (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 1\n")
     child = plan_of(lab, f"checkpoint.continue_from={parent.folder.path}", "training.steps=2000")
     create_run_folder(child)
-    since, (line,) = attempt_changes(child.folder, 1)
+    since, (line,) = attempt_changes(Run(child.folder), 1)
     assert since == f"idea/{parent.run_id}"
     assert "lab_of_mine/decay.py" in line
 

@@ -159,6 +159,22 @@ def test_a_second_ctrl_c_ends_at_once_and_the_next_start_closes_the_row(tmp_path
     assert second.exit == 0
 
 
+def test_a_rank_reads_its_configuration_once(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    script = (
+        "import os, sys; opened = []\n"
+        "sys.addaudithook(lambda event, found: event == 'open' and opened.append(str(found[0])))\n"
+        "from titan_exp.launch.rank.main import main\n"
+        f"code = main([{str(folder.path)!r}])\n"
+        "print(code, sum(path.endswith('config.yaml') for path in opened))"
+    )
+    environment = launch_environment("read_configuration")
+    answer = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, timeout=LIMIT, check=False
+    )
+    assert answer.stdout.splitlines()[-1] == b"0 1", answer.stderr
+
+
 def test_a_running_run_is_refused(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     with folder.claim("launcher"):

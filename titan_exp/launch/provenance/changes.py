@@ -13,14 +13,14 @@ from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.checkpoint_files import saved_state
 from titan_exp.config.paths.remote_url import parent_location
-from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.sources.base import known_identity, require_same_data
 from titan_exp.launch.executor import RunPlan
 from titan_exp.launch.provenance.git import checksums
 from titan_exp.launch.provenance.provenance import read_provenance
 from titan_exp.rules.checkpoint import local_checkpoint, recorded_data
 from titan_exp.tracking.number_format import format_bytes
-from titan_exp.tracking.run_folder.provenance_records import CodeRecord, CodeVersion, read_code
+from titan_exp.tracking.run_folder.provenance_records import read_code
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 LARGE_PATCH = 1_000_000
@@ -42,15 +42,15 @@ def code_changes(before: CodeRecord, after: CodeRecord) -> list[str]:
     return [line for line in lines if line is not None]
 
 
-def attempt_changes(folder: RunFolder, attempt: int) -> tuple[str, list[str]]:
+def attempt_changes(run: Run, attempt: int) -> tuple[str, list[str]]:
     """Start that attempt `attempt` continues, and the code changes since: the last attempt, or the parent run."""
-    present = read_code(folder.code)
+    folder, present = run.folder, run.code
     if present is None:
         return "", []
     if attempt > 1:
         kept = read_code(folder.attempt_logs(attempt - 1) / folder.code.name)
         return f"attempt {attempt - 1}", [] if kept is None else code_changes(kept, present)
-    name, runs = load_group(folder.config, "checkpoint").continue_from, load_group(folder.config, "paths").runs
+    name, runs = run.group("checkpoint").continue_from, run.group("paths").runs
     if name is None:
         return "", []
     parent = parent_location(name, Path(runs).expanduser().absolute())
@@ -78,7 +78,7 @@ def report_changes(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> Non
     continued: dict[tuple[str, ...], int] = {}
     for plan in plans:
         rows = plan.folder.read_attempts()
-        since, lines = attempt_changes(plan.folder, (rows[-1].attempt if rows else 0) + 1)
+        since, lines = attempt_changes(Run(plan.folder), (rows[-1].attempt if rows else 0) + 1)
         if lines:
             heading = f"Code changed since {since}:" if len(plans) == 1 else "run(s) continue with other code:"
             continued[heading, *lines] = continued.get((heading, *lines), 0) + 1

@@ -161,7 +161,7 @@ class _Rank:
         if self.rank.rank == 0:
             # A damaged or unreadable record does not stop a run.
             with contextlib.suppress(UserError, OSError, LookupError, TypeError, AttributeError):
-                since, lines = attempt_changes(self.folder, self.attempt)
+                since, lines = attempt_changes(self.source, self.attempt)
                 if lines:
                     print(f"Code changed since {since}:", *lines, sep="\n  ", flush=True)
                 if edited := edited_code(self.folder):

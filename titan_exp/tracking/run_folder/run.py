@@ -104,6 +104,8 @@ class Run(os.PathLike[str]):
 
     def group(self, name: str) -> Any:
         """One group of the configuration, whose code is not imported."""
+        if "experiment" in vars(self):
+            return getattr(self.experiment, name)
         from titan_exp.config.schema.typed_config import group_of
 
         return group_of(self.config, name, self.folder.config)

@@ -23,7 +23,8 @@ from titan_exp.config.paths.data_files import (
     unit_hash,
     unlimited_split,
 )
-from titan_exp.config.schema.builtins import TOKENIZERS, asked, corpus_entries, described, sources
+from titan_exp.config.schema.builtins import TOKENIZERS, described, sources
+from titan_exp.config.schema.sources import asked, corpus_entries
 from titan_exp.rules.import_paths import source_is_known
 from titan_exp.rules.rule import find_violations, rules
 from titan_exp.rules.stores.token_store import STORE_OPTIONS, store_vocabulary

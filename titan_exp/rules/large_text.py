@@ -11,7 +11,8 @@ from titan_exp.config.errors.user_error import UserError, Violation, listed, sho
 from titan_exp.config.groups.run import CheckpointConfig, DataConfig, PathsConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths import data_files
-from titan_exp.config.schema.builtins import corpus_entries, described, open_files
+from titan_exp.config.schema.builtins import described
+from titan_exp.config.schema.sources import corpus_entries, open_files
 from titan_exp.rules.continue_from import local_checkpoint, recorded_data
 from titan_exp.rules.data import is_plain_text, streamed_validation_is_limited
 from titan_exp.rules.rule import rules

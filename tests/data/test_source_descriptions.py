@@ -13,7 +13,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import provided
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.schema.builtins import source_member, sources
+from titan_exp.config.schema.builtins import sources
+from titan_exp.config.schema.sources import source_member
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.sources import base
 from titan_exp.rules import check

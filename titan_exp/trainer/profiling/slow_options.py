@@ -13,7 +13,8 @@ from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM, ResolvedLayout, why_eager
 from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.config.machine.torch_features import ATTENTION_BACKEND, HEAD_SIZES
-from titan_exp.config.schema.builtins import source_member, sources
+from titan_exp.config.schema.builtins import sources
+from titan_exp.config.schema.sources import source_member
 from titan_exp.models.spec.lookup import attention_backend, block_count, model_spec
 from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.tracking.logging import get_logger

@@ -11,7 +11,7 @@ HEAVY = ("torch", "wandb", "tensorboard", "matplotlib.pyplot")
     [
         "tracking.sinks.build_sinks",
         "tracking.sinks.console",
-        "tracking.device_rates",
+        "tracking.throughput",
         "tracking.run_folder.run_folder",
         "tracking.sinks.wandb_sink",
         "compare.output.plots",

@@ -48,7 +48,7 @@ BLOCK_BYTES, MAX_BYTES = 2**24, 2**32
 """Bytes per write, and in total."""
 
 # Memory bandwidth in GB/s (10⁹ bytes) by torch device name, from the data sheets listed in
-# `tracking.device_rates.PEAK_TFLOPS`. The whole name must match.
+# `tracking.throughput.PEAK_TFLOPS`. The whole name must match.
 BANDWIDTHS: tuple[tuple[str, float], ...] = (
     (r"(NVIDIA )?A100-SXM4-40GB", 1555.0),
     (r"(NVIDIA )?A100-SXM4-80GB", 2039.0),

@@ -30,8 +30,8 @@ from titan_exp.config.paths.data_files import (
     unit_hash,
     unlimited_split,
 )
-<<<<<<< HEAD
-from titan_exp.config.schema.builtins import TOKENIZERS, asked, corpus_entries, described, open_files, sources
+from titan_exp.config.schema.builtins import TOKENIZERS, described, sources
+from titan_exp.config.schema.sources import asked, corpus_entries, open_files
 from titan_exp.rules.checkpoint import local_checkpoint, recorded_data
 from titan_exp.rules.names import source_is_known
 from titan_exp.rules.rule import Refuse, find_violations, rules
@@ -149,13 +149,6 @@ STORE_RULES = (
     ),
 )
 
-=======
-from titan_exp.config.schema.builtins import TOKENIZERS, described, sources
-from titan_exp.config.schema.sources import asked, corpus_entries
-from titan_exp.rules.import_paths import source_is_known
-from titan_exp.rules.rule import find_violations, rules
-from titan_exp.rules.stores.token_store import STORE_OPTIONS, store_vocabulary
->>>>>>> sourceseam
 
 _UNSET = {"document": "file"}
 """Values of keys that choose an input and are never empty, where they are not set."""

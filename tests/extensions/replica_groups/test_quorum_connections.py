@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from titan_exp.extensions.replica_groups.lighthouse import Quorum, QuorumClient
+from titan_exp.extensions.replica_groups.quorum import Quorum, QuorumClient
 
 KEPT = object()
 

@@ -249,7 +249,7 @@ def _writes_before_the_commit(_: ReplicaGroup) -> None:
 
 
 def _commits_what_failed(_: ReplicaGroup) -> None:
-    from titan_exp.extensions.replica_groups.lighthouse import QuorumClient
+    from titan_exp.extensions.replica_groups.quorum import QuorumClient
 
     vote = QuorumClient.vote
     QuorumClient.vote = lambda client, step, ready: vote(client, step, True)  # type: ignore[method-assign]
@@ -337,7 +337,7 @@ def test_a_part_of_a_state_trains_nowhere(tmp_path, monkeypatch):
     """Nobody is left to heal from: the refusal names what the run knows."""
     from titan_exp.extensions.replica_groups import groups as replica_groups
     from titan_exp.extensions.replica_groups.config import cluster_of
-    from titan_exp.extensions.replica_groups.lighthouse import Quorum
+    from titan_exp.extensions.replica_groups.quorum import Quorum
 
     run = Fleet(tmp_path / "run", *SETTINGS)
     run.close()
@@ -367,7 +367,7 @@ class _Stops:
     def __call__(self, group: ReplicaGroup) -> None:
         from titan_exp.extensions.replica_groups import groups as replica_groups
         from titan_exp.extensions.replica_groups.groups import ReplicaGroups
-        from titan_exp.extensions.replica_groups.lighthouse import QuorumClient
+        from titan_exp.extensions.replica_groups.quorum import QuorumClient
 
         join, ask, stopped, rank = ReplicaGroups.join, QuorumClient.ask, list[bool](), int(os.environ["RANK"])
         (self.folder / f"pid-{group.number}-{rank}").write_text(str(os.getpid()))

@@ -31,8 +31,8 @@ from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.state_dict import MODEL_PREFIX, decode_json, encode_json, model_state_dict, sync_tied_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.extensions.replica_groups.events import ReplicaGroup, group_number, newest_quorum
-from titan_exp.extensions.replica_groups.lighthouse import Quorum, QuorumClient
 from titan_exp.extensions.replica_groups.outer_optimizer import KEPT, MOMENTUM, AsyncAllReduce, exchange, ring_bytes
+from titan_exp.extensions.replica_groups.quorum import Quorum, QuorumClient
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger

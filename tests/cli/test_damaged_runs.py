@@ -44,7 +44,7 @@ def start_again(bad: Path) -> int:
     folder = RunFolder(bad)
     plan = plan_relaunch(folder, trust=True)
     with acquire_run(folder, "launcher", print):
-        number = local_run._open_attempt(plan, folder.read_state(), RunConsole())
+        number = local_run._open_attempt(plan, folder.read_state(), RunConsole(), renew=True)
         JsonlSink(folder.metrics, number).close("done")
         close_attempt(folder, number, "failed", exit_code=1, reason="a test", overrule=True)
     return 0

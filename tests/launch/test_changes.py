@@ -30,6 +30,7 @@ from titan_exp.launch.provenance.changes import (
 )
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, refresh_snapshot
 from titan_exp.tracking.run_folder.attempts import StateName
+from titan_exp.tracking.run_folder.provenance_records import code_record
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunState
 

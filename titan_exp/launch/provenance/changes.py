@@ -19,7 +19,7 @@ from titan_exp.launch.provenance.git import checksums
 from titan_exp.launch.provenance.provenance import read_provenance
 from titan_exp.rules.checkpoint import local_checkpoint, recorded_data
 from titan_exp.tracking.number_format import format_bytes
-from titan_exp.tracking.run_folder.provenance_records import read_code
+from titan_exp.tracking.run_folder.provenance_records import CodeRecord, CodeVersion, read_code
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 

@@ -259,3 +259,16 @@ def test_logs_of_a_rank_and_an_attempt(make, capsys: pytest.CaptureFixture[str])
     assert "2 runs match" in capsys.readouterr().err
     assert main(["logs", "x"]) == 0
     assert "out of luck" in capsys.readouterr().out
+
+
+def test_numbers_of_parts_of_the_users_own_are_shown(make, capsys: pytest.CaptureFixture[str]):
+    folder = make(0, "done")
+    text = folder.config.read_text()
+    assert "\n  parts: {}\n" in text
+    folder.config.write_text(text.replace("\n  parts: {}\n", "\n  parts:\n    probe: {name: a.Probe, options: {}}\n"))
+    log(folder, 4, **{"probe/max_logit": 7.5, "other/number": 1.0})
+    assert main(["status", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["reported"] == {"probe/max_logit": 7.5}
+    assert main(["status"]) == 0
+    assert "probe/max_logit" in capsys.readouterr().out

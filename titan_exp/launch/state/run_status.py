@@ -138,7 +138,7 @@ class StatusRow:
     groups: WorldsSummary | None = None
     """What happened to the worlds of the run; None if it has one."""
     reported: Mapping[str, Value] = field(default_factory=dict)
-    """Metrics reported by the objective, the model and the optimizer, by name."""
+    """Metrics reported by the objective, the model, the optimizer and parts of the user's own, by name."""
 
 
 def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:
@@ -171,6 +171,8 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
     except UserError:  # missing or damaged, which `show` explains
         training, device = {}, {}
         steps = None if entry.folder.config.exists() or entry.point is None else entry.point.steps
+    own = training.get("parts")
+    parts = [f"{name}/" for name in own] if isinstance(own, dict) else []
     lineage = _known(lambda: run.lineage)
     return StatusRow(
         label=entry.label,
@@ -197,7 +199,7 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
         parent_step=None if lineage is None else lineage.step,
         rung=None if entry.point is None or not entry.rungs else entry.point.round,
         groups=_known(lambda: summarize_worlds(entry.folder)),
-        reported={name: value for name, value in values.items() if name.startswith(REPORTED)},
+        reported={name: value for name, value in values.items() if name.startswith((*REPORTED, *parts))},
     )
 
 

@@ -70,7 +70,7 @@ def test_code_edited_while_a_job_waits_has_no_effect(cluster: Submitting, tmp_pa
     for name in ("titan_exp", "hydra_plugins", "conf"):
         shutil.copytree(REPOSITORY / name, copy / name)
     edited = copy / "titan_exp" / "stand_in.py"
-    edited.write_text("def main(path):\n    open(path + '/ran', 'w').write('as submitted')\n")
+    edited.write_text("def main(path):\n    open(f'{path}/ran', 'w').write('as submitted')\n")
     words = [*SMALL, f"paths.runs={cluster.runs}", "cluster.sbatch_args=['--hold']"]
     environment = {**os.environ, "PYTHONPATH": str(copy), "TITAN_EXP_RANK_MAIN": "titan_exp.stand_in.main"}
     command = [sys.executable, "-m", "titan_exp", "train", *words]

@@ -83,7 +83,8 @@ def ranks_of(runs: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         line = " ".join(process.info["cmdline"] or [])
-        if "submitit" in line and str(runs) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+        ours = "submitit" in line or "titan_exp.launch.local.ranks" in line
+        if ours and str(runs) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
 

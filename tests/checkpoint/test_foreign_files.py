@@ -16,7 +16,7 @@ from tests.checkpoint.tools import exported
 from tests.config.composing import experiment
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.hydra.compose import UnreadableSourceError
+from titan_exp.config.hydra.resolve import UnreadableSourceError
 from titan_exp.config.paths.checkpoint_files import INDEX, missing_part, parse_checksums, parse_index
 from titan_exp.config.paths.data_files import read_manifest, tokenizer_words
 from titan_exp.models.convert.hf_config import config_json, repository_lines, special_tokens_of, to_huggingface

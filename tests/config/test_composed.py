@@ -8,7 +8,8 @@ import pytest
 
 from tests.config.composing import experiment
 from titan_exp.cli.main import main
-from titan_exp.config.hydra.compose import compose, consequences
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.hydra.resolve import consequences
 from titan_exp.config.schema.typed_config import GapError, readable_part, with_gaps
 from titan_exp.rules import violations
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from titan_exp.config.errors.explain_values import about, explained, from_pydantic, unknown_keys
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.compose import Uncomputed, consequences, resolve
+from titan_exp.config.hydra.resolve import Uncomputed, consequences, resolve
 from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.schema.component import KINDS, builtin_components, config_class, config_classes, current_names
 from titan_exp.config.schema.foreign_code import IMPORT_PATH_KEYS, Trust, require_trust

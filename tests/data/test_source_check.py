@@ -73,7 +73,7 @@ def folder(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({}, r"data\.options\.folder: this option has no value"),
+        ({}, r"data\.options\.folder: this key has no value"),
         ({"sufix": ".md"}, r"data\.options\.sufix=\.md: there is no such option\n    did you mean suffix?"),
         ({"most": "all"}, r"data\.options\.most=all: must be a"),
         ({"suffix": ".md"}, "it has no documents"),

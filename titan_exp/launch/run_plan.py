@@ -29,7 +29,6 @@ from titan_exp.config.paths.remote_url import is_url, normalize_parent
 from titan_exp.config.schema.builtins import sources
 from titan_exp.config.schema.foreign_code import import_paths, signed
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
-from titan_exp.data.source_check import check_source
 from titan_exp.launch.executor import RunPlan, check_executor
 from titan_exp.launch.provenance.changes import refuse_other_data
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
@@ -66,6 +65,8 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
     refuse_other_data(resolved, run_folder)
     state = run_folder.read_state()
     if resolved.data.source in sources() and (state is None or state.state != "done"):  # the gate opens a user's own
+        from titan_exp.data.source_check import check_source  # imports NumPy, which --help needs not
+
         check_source(resolved.data, evaluates=bool(resolved.training.evaluate_every))
     ids = run_id(resolved), experiment_id(resolved)
     return RunPlan(resolved, tuple(overrides), *ids, run_folder, compilation=tuple(compilation(experiment)))

@@ -121,7 +121,7 @@ def test_what_would_fail_is_refused(overrides: list[str], parts: list[str]):
         ["model.architecture=tests.models.own_model.Bigram", "+model.options={scale:2.0}"],
         ["data.source=tests.data.corpora.OwnStream", "data.validation_documents=1024"],
         ["data.source=tests.data.corpora.OwnStream", "training.evaluate_every=0"],
-        ["data.source=tests.data.corpora.OwnTable"],
+        ["data.source=tests.data.corpora.OwnTable", "data.validation_fraction=0.1"],
         ["model.architecture=tests.models.own_experts.Mixture", "quantization=mxfp8"],
     ],
 )

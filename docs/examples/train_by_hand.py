@@ -34,7 +34,7 @@ from titan_exp.rules import check
 from titan_exp.trainer.determinism import seed_step
 from titan_exp.trainer.distributed import joined
 from titan_exp.trainer.forward_backward import EagerModel
-from titan_exp.trainer.objective.build import build_objective
+from titan_exp.trainer.objective import build_objective
 
 
 def main(words: list[str]) -> list[float]:

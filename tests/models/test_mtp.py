@@ -26,8 +26,13 @@ from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.transformer import MTPConfig
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 from titan_exp.trainer.load_model import load_source
-from titan_exp.trainer.objective.base import loss_divisors, normalize_by_tokens, token_counts
-from titan_exp.trainer.objective.build import LanguageModeling, MultiTokenPrediction
+from titan_exp.trainer.objective import (
+    LanguageModeling,
+    MultiTokenPrediction,
+    loss_divisors,
+    normalize_by_tokens,
+    token_counts,
+)
 
 transformers = pytest.importorskip("transformers")
 

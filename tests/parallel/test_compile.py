@@ -20,7 +20,7 @@ from titan_exp.config.groups.parallelism import CompileConfig
 from titan_exp.data.batch import Batch
 from titan_exp.parallel.compile import compile_blocks, inductor_options
 from titan_exp.trainer.distributed import joined_process_group
-from titan_exp.trainer.objective.build import LanguageModeling
+from titan_exp.trainer.objective import LanguageModeling
 
 
 def mesh(device: str, ranks: int = 1) -> Any:

@@ -18,7 +18,7 @@ from tests.parity.test_mtp import EXPERIMENTS
 from tests.patching import patch
 from tests.ranks import run_ranks
 
-OBJECTIVE = "titan_exp.trainer.objective.build"
+OBJECTIVE = "titan_exp.trainer.objective"
 
 
 def targets_are_those_of_the_depth_before() -> None:

@@ -6,8 +6,7 @@ import torch
 
 from titan_exp.data.batch import Batch
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
-from titan_exp.trainer.objective.base import Loss, Reduction
-from titan_exp.trainer.objective.build import LanguageModeling
+from titan_exp.trainer.objective import LanguageModeling, Loss, Reduction
 
 
 class LogitStatistics(LanguageModeling):

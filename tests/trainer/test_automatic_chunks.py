@@ -13,8 +13,7 @@ from titan_exp.data.batch import Batch
 from titan_exp.plan.extrapolate.eligibility import small_run
 from titan_exp.plan.gate.check_user_code import check_user_code
 from titan_exp.plan.trace.fake_world import fake_rank
-from titan_exp.trainer.objective.base import Loss
-from titan_exp.trainer.objective.build import LanguageModeling
+from titan_exp.trainer.objective import LanguageModeling, Loss
 
 OWN = "tests.trainer.own_objective.LogitStatistics"
 

@@ -31,7 +31,7 @@ from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.cuda_graphs import GraphedModel
-from titan_exp.trainer.objective.build import LanguageModeling
+from titan_exp.trainer.objective import LanguageModeling
 
 CHANGING = [*LINES, "lr_schedule.warmup_steps=4", "lr_schedule.decay_steps=4", "training.max_grad_norm=0.3"]
 """Every micro-batch has positions and documents, and predicts another number of tokens; rates change, and it clips."""

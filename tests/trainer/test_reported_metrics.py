@@ -14,7 +14,7 @@ from titan_exp.compare.compared_metrics import choose_metrics
 from titan_exp.compare.runs import read_run
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.trainer.metrics import MetricReducer
-from titan_exp.trainer.objective.build import LanguageModeling
+from titan_exp.trainer.objective import LanguageModeling
 
 OBJECTIVE = [
     "training.objective=tests.trainer.own_objective.LogitStatistics",

@@ -60,7 +60,7 @@ class Extension:
     families: Mapping[str, str] = field(default_factory=dict)
     """Module of a model family by `model.architecture`, with the public names of a family in `titan_exp/models`."""
     objectives: Mapping[str, str] = field(default_factory=dict)
-    """Class of an objective by `training.objective`, as `titan_exp.trainer.objective.base.Objective`."""
+    """Class of an objective by `training.objective`, as `titan_exp.trainer.objective.Objective`."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Module of a source by `data.source`, with the public names and the `DESCRIPTION` of `titan_exp/data/sources`."""
     parts: Mapping[str, str] = field(default_factory=dict)

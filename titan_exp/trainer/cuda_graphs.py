@@ -15,7 +15,7 @@ from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.forward_backward import EagerModel
-from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisors, normalize_by_tokens
+from titan_exp.trainer.objective import MetricSums, Objective, loss_divisors, normalize_by_tokens
 
 
 @dataclass(frozen=True)

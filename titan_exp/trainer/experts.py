@@ -13,7 +13,7 @@ from titan_exp.parallel.collectives import all_reduce
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.expert_load import load_statistics
 from titan_exp.tracking.sinks.sink import Value
-from titan_exp.trainer.objective.base import Reduction
+from titan_exp.trainer.objective import Reduction
 
 
 class ExpertLoad:

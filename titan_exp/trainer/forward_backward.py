@@ -14,7 +14,7 @@ from titan_exp.parallel.fsdp import set_gradient_sync
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
 from titan_exp.trainer.experts import ExpertLoad
-from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisors, normalize_by_tokens
+from titan_exp.trainer.objective import MetricSums, Objective, loss_divisors, normalize_by_tokens
 
 
 def shard_batch(batch: MicroBatch, mesh: Mesh) -> MicroBatch:

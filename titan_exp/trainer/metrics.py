@@ -25,7 +25,7 @@ from titan_exp.tracking.sinks.build_sinks import build_sinks
 from titan_exp.tracking.sinks.sink import ImageSink, Sink, Value
 from titan_exp.tracking.throughput import PeakMemory, Throughput, mfu_peak
 from titan_exp.trainer.experts import ExpertMetrics
-from titan_exp.trainer.objective.base import Objective, Reduction
+from titan_exp.trainer.objective import Objective, Reduction
 from titan_exp.trainer.profiling.compile_report import CompileReport, cache_of
 from titan_exp.trainer.profiling.slow_options import SpareMemory, saving_options
 from titan_exp.trainer.profiling.step_times import ROWS, OwnTimes, StepTimes, Stragglers

@@ -13,7 +13,7 @@ from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 from titan_exp.parallel.pipeline_parallel.stage import Stage
 from titan_exp.trainer.experts import ExpertLoad
 from titan_exp.trainer.forward_backward import shard_batch, whole_outputs
-from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisors, normalize_by_tokens
+from titan_exp.trainer.objective import MetricSums, Objective, loss_divisors, normalize_by_tokens
 
 
 class PipelineModel:

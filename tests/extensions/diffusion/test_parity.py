@@ -190,7 +190,7 @@ def numbers_depend_on_the_place_in_the_micro_batch() -> None:
 
 
 def the_loss_is_a_mean_over_the_rows_of_a_micro_batch() -> None:
-    from titan_exp.trainer.objective.base import Loss
+    from titan_exp.trainer.objective import Loss
 
     def make(original: Callable[..., Loss]) -> object:
         def call(self: object, model: object, batch: object, hidden: object = None) -> Loss:

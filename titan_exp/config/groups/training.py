@@ -105,7 +105,7 @@ class TrainingConfig:
     objective: str = "language_modeling"
     """Objective: `language_modeling`, the name of an extension's, or the import path of a class of your own.
 
-    The class is a subclass of `titan_exp.trainer.objective.build.LanguageModeling`, or has the same
+    The class is a subclass of `titan_exp.trainer.objective.LanguageModeling`, or has the same
     methods. E.g. `training.objective=my_package.objective.Distill`."""
     objective_options: dict[str, Any] = field(default_factory=dict)
     """Options of an extension's objective, or extra keyword arguments for one of your own.

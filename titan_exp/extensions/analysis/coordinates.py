@@ -45,7 +45,7 @@ from titan_exp.parallel.meta_init import (
     materialize_parameters,
 )
 from titan_exp.rules import check
-from titan_exp.trainer.objective.build import LanguageModeling
+from titan_exp.trainer.objective import LanguageModeling
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

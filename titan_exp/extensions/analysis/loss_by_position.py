@@ -16,8 +16,7 @@ from titan_exp.data.batch import Batch
 from titan_exp.inference.evaluate import require_whole_sequences
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum, log_normalizer_and_target
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.trainer.objective.base import Loss
-from titan_exp.trainer.objective.build import LanguageModeling
+from titan_exp.trainer.objective import LanguageModeling, Loss
 
 OCTAVES = 32
 """Octaves of positions; the last begins at 2³⁰."""

@@ -45,7 +45,7 @@ from titan_exp.parallel.meta_init import (
 from titan_exp.quantization.quantize import quantize
 from titan_exp.rules import check
 from titan_exp.trainer.load_model import describe, load_source, training_length
-from titan_exp.trainer.objective.build import LanguageModeling
+from titan_exp.trainer.objective import LanguageModeling
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.objective.base import Reduction
+from titan_exp.trainer.objective import Reduction
 
 if TYPE_CHECKING:
     from titan_exp.extensions.replica_groups.config import GroupedCluster

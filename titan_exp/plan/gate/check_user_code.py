@@ -49,7 +49,7 @@ from titan_exp.optim.torch_optimizer import optimizer_class
 from titan_exp.parallel.module_requirements import module_violations, require_modules
 from titan_exp.quantization.quantize import require_quantized_linears
 from titan_exp.trainer.module_metrics.metric import chosen_metrics
-from titan_exp.trainer.objective.build import build_objective
+from titan_exp.trainer.objective import build_objective
 from titan_exp.trainer.parts import build_part
 
 STEPS, RESTORED_AFTER = 12, (1, 9)

@@ -18,7 +18,7 @@ from titan_exp.config.schema.builtins import metric_names
 from titan_exp.config.schema.component import import_dotted
 from titan_exp.ops.autograd import is_recomputing
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.trainer.objective.base import Reduction
+from titan_exp.trainer.objective import Reduction
 from titan_exp.trainer.train_state import TrainState
 
 KEY = "tracking.metrics"

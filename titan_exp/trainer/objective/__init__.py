@@ -1,1 +1,0 @@
-"""Objectives: the loss of a batch and the metrics reported with it."""

@@ -359,7 +359,7 @@ def gradients_are_scaled_by_micro_batches() -> None:
 
         return normalize_by_tokens
 
-    patch("titan_exp.trainer.pipeline_forward_backward.normalize_by_tokens", make)
+    patch("titan_exp.trainer.forward_backward.normalize_by_tokens", make)
 
 
 def tied_copies_diverge() -> None:
@@ -374,10 +374,10 @@ def the_norm_is_not_summed_over_stages() -> None:
 
 
 def the_tied_weight_counts_twice() -> None:
-    from titan_exp.trainer.pipeline_forward_backward import PipelineModel
+    from titan_exp.trainer.forward_backward import PipelineModel
 
     patch(
-        "titan_exp.trainer.pipeline_forward_backward.PipelineModel.unique_parameters",
+        "titan_exp.trainer.forward_backward.PipelineModel.unique_parameters",
         lambda _: PipelineModel.parameters,
     )
 

@@ -28,9 +28,8 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.build_model import BuiltModel
 from titan_exp.trainer.cuda_graphs import CudaRecorder, GraphedModel, Recorder
 from titan_exp.trainer.experts import ExpertLoad
-from titan_exp.trainer.forward_backward import EagerModel, Model
+from titan_exp.trainer.forward_backward import EagerModel, Model, PipelineModel
 from titan_exp.trainer.objective import build_objective
-from titan_exp.trainer.pipeline_forward_backward import PipelineModel
 
 
 @dataclass(frozen=True)

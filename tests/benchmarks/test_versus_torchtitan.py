@@ -27,7 +27,7 @@ from benchmarks.versus.turns import Budget, Session
 from benchmarks.versus.weights import export_weights
 from tests.config.composing import give_gpus
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-from titan_exp.models.blocks.initialization import ShardSpec, init_shard_
+from titan_exp.models.blocks.linear import ShardSpec, init_shard_
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.plan.cuda.devices import DEVICES, Device
 

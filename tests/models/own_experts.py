@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.initialization import InitSpec
-from titan_exp.models.blocks.linear import GroupedLinear
+from titan_exp.models.blocks.linear import GroupedLinear, InitSpec
 from titan_exp.models.blocks.transformer import Embedding, Head, RMSNorm
 from titan_exp.models.llama import Config
 from titan_exp.ops.swiglu import swiglu

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from titan_exp.models import plain
-from titan_exp.models.blocks.initialization import ShardSpec, init_shard_
+from titan_exp.models.blocks.linear import ShardSpec, init_shard_
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.llama import Config
 from titan_exp.models.spec.rope import RopeConfig

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.models.own_attention import Config, spec, state_dict_map
 from tests.models.shapes import TINY
 from titan_exp.inference.generate import DecodeSession
-from titan_exp.models.blocks.initialization import ShardSpec, init_shard_
+from titan_exp.models.blocks.linear import ShardSpec, init_shard_
 from titan_exp.models.build import build_model, init_specs, parameter_count
 from titan_exp.ops.swiglu import swiglu
 from titan_exp.optim.parameter_groups import named_parameters

@@ -18,7 +18,7 @@ from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.inference.generate import DecodeSession
-from titan_exp.models.blocks.initialization import InitSpec
+from titan_exp.models.blocks.linear import InitSpec
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.convert.hf_config import from_huggingface, to_huggingface
 from titan_exp.models.deepseek import Config, spec, state_dict_map

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from titan_exp.models.blocks import initialization
-from titan_exp.models.blocks.initialization import InitSpec, ShardSpec, init_shard_
+from titan_exp.models.blocks import linear
+from titan_exp.models.blocks.linear import InitSpec, ShardSpec, init_shard_
 
 NORMAL = InitSpec("normal", 0.5)
 
@@ -22,12 +22,12 @@ def whole(shape: tuple[int, ...], name: str = "w", seed: int = 0) -> torch.Tenso
 
 
 @pytest.mark.parametrize("shape", [(200, 30), (64, 7), (1, 5), (37,), (3, 130, 6), (2, 3, 4, 5)])
-@pytest.mark.parametrize("chunk", [4, initialization.CPU_CHUNK])
+@pytest.mark.parametrize("chunk", [4, linear.CPU_CHUNK])
 def test_any_part_is_that_part_of_the_whole(shape, chunk):
     random = np.random.default_rng(0)
     everything = whole(shape)
     assert torch.isfinite(everything).all()
-    with patch.object(initialization, "CPU_CHUNK", chunk):
+    with patch.object(linear, "CPU_CHUNK", chunk):
         for _ in range(20):
             start = tuple(int(random.integers(0, extent)) for extent in shape)
             size = tuple(

@@ -9,7 +9,7 @@ import torch
 from tests.parity.runs import LINES, Curve, assert_same_curve, remembered, train
 from tests.parity.test_continued import assert_continues, continued
 from tests.patching import patch
-from titan_exp.models.blocks.initialization import InitSpec
+from titan_exp.models.blocks.linear import InitSpec
 
 MOE = "model=qwen3_moe_debug training.steps=6"
 V3 = (

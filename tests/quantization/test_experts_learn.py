@@ -11,8 +11,7 @@ from torch.func import functional_call
 from tests.config.composing import experiment, llama
 from tests.models.own_experts import Mixture
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.models.blocks.initialization import ShardSpec, init_shard_
-from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl
+from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, ShardSpec, init_shard_
 from titan_exp.models.build import init_specs
 from titan_exp.quantization.quantize import quantize
 

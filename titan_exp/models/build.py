@@ -10,7 +10,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import component, is_builtin
 from titan_exp.config.secrets import revealed
-from titan_exp.models.blocks.initialization import InitSpec
+from titan_exp.models.blocks.linear import InitSpec
 from titan_exp.models.decoder import Decoder
 from titan_exp.models.parametrization.parameter_scale import ParameterScale
 from titan_exp.models.spec.lookup import model_spec

@@ -30,7 +30,7 @@ from titan_exp.checkpoint.state_dict import MODEL_PREFIX, is_training_state, mod
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.run import CheckpointConfig, DataConfig
 from titan_exp.config.paths.checkpoint_files import step_name
-from titan_exp.models.blocks.initialization import ShardSpec
+from titan_exp.models.blocks.linear import ShardSpec
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, state_dict_map
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.local_tensor import local_tensor

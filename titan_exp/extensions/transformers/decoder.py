@@ -20,8 +20,7 @@ from titan_exp.extensions.transformers.anatomy import (
     take_apart,
 )
 from titan_exp.extensions.transformers.describe import styles_of_block
-from titan_exp.models.blocks.initialization import InitSpec
-from titan_exp.models.blocks.linear import Linear
+from titan_exp.models.blocks.linear import InitSpec, Linear
 from titan_exp.models.blocks.transformer import Embedding, Head, LogitsLoss
 from titan_exp.models.spec.model_spec import AttentionSpec, ModelSpec, PipelinePlan
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, GatherInput, HeadParallel, TPStyle

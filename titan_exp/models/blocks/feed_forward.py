@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.initialization import InitSpec
-from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, add_bias, linear, weight_and_bias
+from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, InitSpec, add_bias, linear, weight_and_bias
 from titan_exp.models.spec.feed_forward import FFN_GROUP
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.moe import RouterSpec

@@ -10,8 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.feed_forward import FeedForward, MoEFeedForward
-from titan_exp.models.blocks.initialization import InitSpec
-from titan_exp.models.blocks.linear import linear
+from titan_exp.models.blocks.linear import InitSpec, linear
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, HeadSharded, TPStyle, VocabEmbedding, VocabLogits
 from titan_exp.ops.attention.rope import rotate, split_rotated

@@ -19,8 +19,14 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.resolve import UnreadableSourceError
 from titan_exp.config.paths.checkpoint_files import INDEX, missing_part, parse_checksums, parse_index
 from titan_exp.config.paths.data_files import read_manifest, tokenizer_words
-from titan_exp.models.convert.hf_config import config_json, repository_lines, special_tokens_of, to_huggingface
-from titan_exp.models.convert.model_json import from_json, to_json
+from titan_exp.models.convert.hf_config import (
+    config_json,
+    from_json,
+    repository_lines,
+    special_tokens_of,
+    to_huggingface,
+    to_json,
+)
 from titan_exp.models.spec.lookup import family_violations, model_spec
 from titan_exp.rules.weights import given_weights
 

@@ -22,8 +22,7 @@ from titan_exp.config.paths.foreign_file import read_object
 from titan_exp.config.schema.component import current_names
 from titan_exp.config.schema.identity_keys import flatten, is_among, same_value
 from titan_exp.config.schema.typed_config import read_values, validated
-from titan_exp.models.convert.hf_config import config_json, foreign_type, from_huggingface, language_model
-from titan_exp.models.convert.model_json import FILE
+from titan_exp.models.convert.hf_config import FILE, config_json, foreign_type, from_huggingface, language_model
 from titan_exp.models.convert.state_dict_map import checkpoint_formats
 from titan_exp.models.spec.lookup import model_spec, mtp_depth, with_mtp_depth
 

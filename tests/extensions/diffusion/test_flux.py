@@ -39,7 +39,7 @@ from titan_exp.extensions.diffusion.flux import Config
 from titan_exp.inference.evaluate import evaluate_command
 from titan_exp.inference.generate import generate_command
 from titan_exp.models.build import build_model, init_specs
-from titan_exp.models.convert.model_json import to_json
+from titan_exp.models.convert.hf_config import to_json
 from titan_exp.models.convert.state_dict_map import half_split_rows
 from titan_exp.models.spec.lookup import family_violations, model_spec
 from titan_exp.ops.attention.mask_pattern import CAUSAL

@@ -25,8 +25,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.data.tokenizers import write_tokenizer
 from titan_exp.models.convert.diffusers_config import diffusers_violations, to_diffusers
-from titan_exp.models.convert.hf_config import export_violations, generation_config, to_huggingface
-from titan_exp.models.convert.model_json import FILE, to_json
+from titan_exp.models.convert.hf_config import FILE, export_violations, generation_config, to_huggingface, to_json
 from titan_exp.models.convert.state_dict_map import CheckpointFormat, checkpoint_formats, state_dict_map
 from titan_exp.models.llama import to_params
 from titan_exp.models.spec.lookup import model_spec

@@ -27,14 +27,15 @@ from titan_exp.data.tokenizers import TOKENIZER_FILES, build_tokenizer
 from titan_exp.models.convert.decoder_state_dict import META
 from titan_exp.models.convert.diffusers_config import CLASS, from_bfl, from_diffusers
 from titan_exp.models.convert.hf_config import (
+    FILE,
     config_json,
     from_huggingface,
+    from_json,
     language_model,
     quantized_weights,
     special_tokens_of,
     unread_prefixes,
 )
-from titan_exp.models.convert.model_json import FILE, from_json
 from titan_exp.models.convert.state_dict_map import CheckpointFormat, checkpoint_formats, state_dict_map
 from titan_exp.models.spec.lookup import family_violations, model_spec, mtp_depth, with_mtp_depth
 from titan_exp.ops.local_tensor import local_tensor

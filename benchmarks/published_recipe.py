@@ -27,10 +27,10 @@ from titan_exp.models.blocks.feed_forward import FeedForward
 from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.blocks.transformer import Attention
 from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.ops import cross_entropy
 from titan_exp.ops.attention.attention_with_lse import attention_backward, attention_forward
 from titan_exp.ops.attention.sdpa import CausalAttention
-from titan_exp.ops.loss import cross_entropy
-from titan_exp.ops.loss.cross_entropy import VocabShard, locate
+from titan_exp.ops.cross_entropy import VocabShard, locate
 from titan_exp.parallel.collectives import group_named
 from titan_exp.parallel.context_parallel.attention import ContextAttention
 

@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from titan_exp.data.batch import collate
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 WINDOWS = np.array([[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]])
 STARTS = [[2, 3], [5]]

@@ -15,7 +15,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.tokenizers import ByteTokenizer
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_split import validation_subset
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 CORPORA = {
     "table": experiment(),

@@ -9,7 +9,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.data_files import unit_hash
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.data.validation_split import validation_subset
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 SEQ_LEN = 24
 

@@ -24,7 +24,7 @@ from titan_exp.models.build import build_model
 from titan_exp.models.deepseek import spec, state_dict_map
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.transformer import MTPConfig
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.trainer.load_model import load_source
 from titan_exp.trainer.objective import (
     LanguageModeling,

@@ -7,8 +7,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, cross_entropy_sum, loss_sum, write_logits_gradient
-from titan_exp.ops.loss.linear_cross_entropy import chunk_loss, linear_loss_sum
+from titan_exp.ops.cross_entropy import (
+    IGNORE_INDEX,
+    chunk_loss,
+    cross_entropy_sum,
+    linear_loss_sum,
+    loss_sum,
+    write_logits_gradient,
+)
 from titan_exp.parallel.pipeline_parallel.stage import BackwardSplit
 
 ROWS, SEQ, DIM, VOCAB = 2, 17, 24, 53

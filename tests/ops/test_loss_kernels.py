@@ -12,18 +12,18 @@ from torch.utils._pytree import tree_leaves
 
 from tests.interpreted import DEVICES, needs_triton, run_kernels
 from tests.patching import patch
-from titan_exp.ops.loss.cross_entropy import (
+from titan_exp.ops.cross_entropy import (
     BLOCK,
     IGNORE_INDEX,
     LossSum,
     VocabShard,
     has_row_kernels,
+    linear_loss_sum,
     log_normalizer_and_target,
     loss_sum,
     row_statistics,
     write_logits_gradient,
 )
-from titan_exp.ops.loss.linear_cross_entropy import linear_loss_sum
 
 pytestmark = needs_triton
 
@@ -80,7 +80,7 @@ def results(logits: Tensor, labels: Tensor, z_loss: float, columns: slice | None
 
 def use_kernels() -> None:
     """In the loss of this process, also on a CPU."""
-    patch("titan_exp.ops.loss.cross_entropy.has_row_kernels", lambda _: lambda logits: True)
+    patch("titan_exp.ops.cross_entropy.has_row_kernels", lambda _: lambda logits: True)
 
 
 def compared(device: str) -> dict[str, list[tuple[Tensor, ...]]]:

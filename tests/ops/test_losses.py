@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from titan_exp.models.spec.tp_plan import Colwise, ReplicatedGateUp
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, cross_entropy_sum
+from titan_exp.ops.cross_entropy import IGNORE_INDEX, cross_entropy_sum
 from titan_exp.ops.swiglu import GROUP, swiglu
 from titan_exp.parallel.tensor_parallel.layers import TensorParallelGroup
 from titan_exp.parallel.tensor_parallel.styles import _gate_up_rows_of

@@ -52,6 +52,7 @@ def all_kernels() -> set[str]:
 def variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
     """Kernels, the types of their arguments, and what is fixed when they are compiled."""
     from titan_exp.ops.adamw import adamw_kernel
+    from titan_exp.ops.cross_entropy import BLOCK, logits_gradient_kernel, row_statistics_kernel
     from titan_exp.ops.float8 import (
         amax_kernel,
         cast_kernel,
@@ -59,7 +60,6 @@ def variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
         cast_weights_kernel,
         weights_amax_kernel,
     )
-    from titan_exp.ops.loss.cross_entropy import BLOCK, logits_gradient_kernel, row_statistics_kernel
 
     numbers = dict.fromkeys(("keep", "beta1", "rest1", "beta2", "rest2", "eps"), "fp32")
     found = {}

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.ranks import run_ranks
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum, VocabShard, loss_sum
-from titan_exp.ops.loss.linear_cross_entropy import linear_loss_sum
+from titan_exp.ops.cross_entropy import IGNORE_INDEX, LossSum, VocabShard, linear_loss_sum, loss_sum
 from titan_exp.trainer.distributed import joined_process_group
 
 VOCAB = 53

@@ -162,7 +162,7 @@ def gates_are_taken_for_ups() -> None:
 
 def onehot_is_one_column_off() -> None:
     patch(
-        "titan_exp.ops.loss.cross_entropy.locate",
+        "titan_exp.ops.cross_entropy.locate",
         lambda original: lambda labels, *rest: (original(labels, *rest)[0] + 1, original(labels, *rest)[1]),
     )
 

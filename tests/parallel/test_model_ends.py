@@ -20,8 +20,7 @@ from tests.patching import patch
 from tests.ranks import run_ranks
 from titan_exp.models.blocks.transformer import Embedding
 from titan_exp.models.build import build_model, init_specs
-from titan_exp.ops.loss.cross_entropy import LossSum
-from titan_exp.ops.loss.linear_cross_entropy import linear_loss_sum
+from titan_exp.ops.cross_entropy import LossSum, linear_loss_sum
 from titan_exp.parallel.fsdp import FSDPOptions, apply_fsdp, set_gradient_sync
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.parallel.meta_init import init_weights, materialize_parameters

@@ -143,7 +143,7 @@ def copies_do_not_exchange_gradients() -> None:
 
 def chunks_ignore_the_gradient_from_above() -> None:
     patch(
-        "titan_exp.ops.loss.linear_cross_entropy._ManyChunks.backward",
+        "titan_exp.ops.cross_entropy._ManyChunks.backward",
         lambda original: lambda ctx, *gradients: original(ctx, torch.ones(())),
     )
 
@@ -157,7 +157,7 @@ def the_last_chunk_is_lost() -> None:
 
         return over_chunks
 
-    patch("titan_exp.ops.loss.linear_cross_entropy._over_chunks", make)
+    patch("titan_exp.ops.cross_entropy._over_chunks", make)
 
 
 def gradients_of_logits_are_taken_for_logits() -> None:
@@ -171,12 +171,12 @@ def gradients_of_logits_are_taken_for_logits() -> None:
 
         return backward
 
-    patch("titan_exp.ops.loss.linear_cross_entropy._OneChunk.backward", make)
+    patch("titan_exp.ops.cross_entropy._OneChunk.backward", make)
 
 
 def one_chunk_ignores_the_gradient_from_above() -> None:
     patch(
-        "titan_exp.ops.loss.linear_cross_entropy._OneChunk.backward",
+        "titan_exp.ops.cross_entropy._OneChunk.backward",
         lambda original: lambda ctx, *gradients: original(ctx, torch.ones(())),
     )
 
@@ -184,14 +184,14 @@ def one_chunk_ignores_the_gradient_from_above() -> None:
 def loss_kernels_ignore_the_shards_first_token() -> None:
     use_loss_kernels()
     patch(
-        "titan_exp.ops.loss.cross_entropy.write_row_gradient",
+        "titan_exp.ops.cross_entropy.write_row_gradient",
         lambda original: lambda *args, first, **options: original(*args, first=0, **options),
     )
 
 
 def only_the_last_chunk_counts_in_the_heads_gradient() -> None:
     patch(
-        "titan_exp.ops.loss.linear_cross_entropy._accumulate_outer",
+        "titan_exp.ops.cross_entropy._accumulate_outer",
         lambda original: lambda total, grad, hidden, first: original(total, grad, hidden, first=True),
     )
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tests.plan.layouts import experiment_of
 from tests.ranks import run_ranks
 from titan_exp.ops.adamw import adamw_update
-from titan_exp.ops.loss.cross_entropy import row_statistics, write_row_gradient
+from titan_exp.ops.cross_entropy import row_statistics, write_row_gradient
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.predict import predict
 from titan_exp.plan.roofline import class_times, rank_time

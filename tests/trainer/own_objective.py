@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from titan_exp.data.batch import Batch
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.trainer.objective import LanguageModeling, Loss, Reduction
 
 

@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 from tests.models.shapes import real_model
 from tests.ranks import run_ranks
 from titan_exp.data.batch import Batch
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
-from titan_exp.ops.loss.linear_cross_entropy import linear_loss_sum
+from titan_exp.ops.cross_entropy import IGNORE_INDEX, linear_loss_sum
 from titan_exp.trainer.objective import LanguageModeling
 
 VOCAB, SEQ = 4001, 64

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 
 class SequencePart(Protocol):

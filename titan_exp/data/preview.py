@@ -10,7 +10,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.data.batch import Batch
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 _MAX_TEXT = 200
 

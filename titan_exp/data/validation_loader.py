@@ -28,7 +28,7 @@ from titan_exp.data.token_store.reader import TokenSequence, TokenSplit, concate
 from titan_exp.data.token_store.text_store import stored_text
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer, encode_document
 from titan_exp.data.validation_split import validation_subset
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 
 class ValidationLoader:

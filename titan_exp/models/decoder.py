@@ -15,7 +15,7 @@ from titan_exp.models.blocks.transformer import Embedding, Head, LogitsLoss, RMS
 from titan_exp.models.spec.model_spec import ModelSpec, PipelinePlan
 from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern
 from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, TemperatureTable
-from titan_exp.ops.loss.cross_entropy import LossSum
+from titan_exp.ops.cross_entropy import LossSum
 
 
 class Decoder(nn.Module):

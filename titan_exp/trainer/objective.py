@@ -19,8 +19,7 @@ from titan_exp.config.secrets import revealed
 from titan_exp.data.batch import Batch, MicroBatch
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.transformer import MTP_DEPTH
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum, VocabShard, loss_sum
-from titan_exp.ops.loss.linear_cross_entropy import ChunkFunctions, linear_loss_sum
+from titan_exp.ops.cross_entropy import IGNORE_INDEX, ChunkFunctions, LossSum, VocabShard, linear_loss_sum, loss_sum
 
 Reduction = Literal["mean", "sum", "max"]
 """Reduction of a metric over micro-batches and ranks. `mean` divides the sum by the items of the global batch."""

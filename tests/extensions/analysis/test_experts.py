@@ -21,7 +21,7 @@ from titan_exp.extensions.analysis.experts import CLASSES, ExpertClasses, TokenC
 from titan_exp.inference.evaluate import Evaluation, evaluate_command
 from titan_exp.models.blocks.feed_forward import Router
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig, RouterSpec
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.parallel.mesh import Mesh
 
 CODE = "def f_1(x):\n    return [x, 'É'] + 20\n"

@@ -18,7 +18,7 @@ from titan_exp.data.batch import Batch
 from titan_exp.extensions.analysis import loss_by_position
 from titan_exp.extensions.analysis.loss_by_position import LossByPosition, lines, octave, positions
 from titan_exp.inference.evaluate import evaluate_command, evaluate_source, evaluation_experiment, observations
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.trainer.distributed import joined_process_group
 

@@ -22,7 +22,7 @@ from titan_exp.data.batch import Batch
 from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.inference.evaluate import evaluate_source, evaluation_experiment, require_whole_sequences
 from titan_exp.models.spec.lookup import has_experts
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.ops.moe.routing import Routing
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.trainer.distributed import joined_process_group

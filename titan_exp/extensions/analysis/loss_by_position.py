@@ -14,7 +14,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import Batch
 from titan_exp.inference.evaluate import require_whole_sequences
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum, log_normalizer_and_target
+from titan_exp.ops.cross_entropy import IGNORE_INDEX, LossSum, log_normalizer_and_target
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.trainer.objective import LanguageModeling, Loss
 

@@ -23,7 +23,7 @@ from titan_exp.extensions.diffusion.encoders import TextEncoder
 from titan_exp.extensions.diffusion.samples import LatentBatch, grid_positions, noise_of
 from titan_exp.extensions.diffusion.spec import latent_inputs
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.ops.loss.cross_entropy import VocabShard
+from titan_exp.ops.cross_entropy import VocabShard
 from titan_exp.trainer.objective import Loss, Reduction
 
 MODE_SCALE = 1.29

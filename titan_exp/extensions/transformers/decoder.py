@@ -25,7 +25,7 @@ from titan_exp.models.blocks.transformer import Embedding, Head, LogitsLoss
 from titan_exp.models.spec.model_spec import AttentionSpec, ModelSpec, PipelinePlan
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, GatherInput, HeadParallel, TPStyle
 from titan_exp.ops.attention.sdpa import AttentionBackend
-from titan_exp.ops.loss.cross_entropy import LossSum
+from titan_exp.ops.cross_entropy import LossSum
 
 if TYPE_CHECKING:
     from titan_exp.extensions.transformers.repository import Config

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titan_exp.data.batch import Batch
 from titan_exp.ops.attention.sdpa import CausalAttention
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.trainer.part import Part, Phase, Run, Step
 
 

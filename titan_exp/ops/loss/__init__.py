@@ -1,1 +1,0 @@
-"""Cross-entropy: plain, fused with the LM head, vocabulary-parallel."""

@@ -15,8 +15,7 @@ from titan_exp.ops.autograd import recompute_input
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.ops.moe.grouped_mm import add_expert_bias, grouped_linear, weighted_swiglu_linear
 from titan_exp.ops.moe.permutation import PaddedOrder, permute
-from titan_exp.ops.swiglu import weighted_swiglu
-from titan_exp.ops.swiglu_variant import SwiGLUVariant
+from titan_exp.ops.swiglu import SwiGLUVariant, weighted_swiglu
 from titan_exp.ops.truncated_normal import GAMMA, splitmix64, truncated_normal, wrap
 
 CPU_CHUNK = 2**14

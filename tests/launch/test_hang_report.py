@@ -19,7 +19,7 @@ from titan_exp.launch.health.hang_report import (
     format_ranks,
 )
 from titan_exp.launch.health.watchdog import Watchdog, limit
-from titan_exp.tracking.progress_tracker import FIRST_STEP, STEP, ProgressSnapshot, ProgressTracker
+from titan_exp.tracking.progress import FIRST_STEP, STEP, ProgressSnapshot, ProgressTracker
 
 
 def at(rank: int, place: str, collective: str | None = None, **issued: int) -> RankStack:

@@ -18,7 +18,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.expert_load import ExpertLoadLog
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.progress_tracker import PROGRESS
+from titan_exp.tracking.progress import PROGRESS
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.build_sinks import build_sinks

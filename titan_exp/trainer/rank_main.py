@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from titan_exp.config.secrets import require_variables
 from titan_exp.tracking.logging import configure_logging, get_logger
-from titan_exp.tracking.progress_tracker import PROGRESS
+from titan_exp.tracking.progress import PROGRESS
 from titan_exp.tracking.run_folder.attempts import STOPPED
 from titan_exp.tracking.run_folder.files import LockedError
 from titan_exp.tracking.run_folder.run import Run

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from titan_exp.data.batch import MicroBatch
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.tracking.progress_tracker import PROGRESS
+from titan_exp.tracking.progress import PROGRESS
 from titan_exp.trainer.forward_backward import Model
 from titan_exp.trainer.part import Part, Run, Step
 from titan_exp.trainer.train_state import TrainState

@@ -32,9 +32,8 @@ from titan_exp.config.paths.remote_url import is_url, joined
 from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
 from titan_exp.models.convert.hf_config import FILE
 from titan_exp.parallel.mesh import new_cpu_group
-from titan_exp.tracking.byte_progress import ProgressCallback, byte_progress
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.progress_tracker import PROGRESS
+from titan_exp.tracking.progress import PROGRESS, ProgressCallback, byte_progress
 
 CACHE = Path("runs/.cache/remote")
 """Cache of commands outside runs; may be deleted while no command is running."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from titan_exp.tracking.progress_tracker import ProgressSnapshot
+from titan_exp.tracking.progress import ProgressSnapshot
 from titan_exp.tracking.run_folder.files import write_atomically
 
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"

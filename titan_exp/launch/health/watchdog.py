@@ -22,7 +22,7 @@ from titan_exp.launch.health.hang_report import (
     read_flight_recorder,
 )
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.progress_tracker import STEP, ProgressSnapshot, ProgressTracker
+from titan_exp.tracking.progress import STEP, ProgressSnapshot, ProgressTracker
 
 POLL_INTERVAL = 1.0
 """Maximum seconds between polls."""

@@ -46,7 +46,7 @@ from titan_exp.launch.rank.rank_status import (
     write_record,
 )
 from titan_exp.launch.state.attempt_end import close_attempt
-from titan_exp.tracking.progress_tracker import PROGRESS
+from titan_exp.tracking.progress import PROGRESS
 from titan_exp.tracking.run_folder.attempts import DONE, ENDED_STATES, FAILED, HUNG, STOPPED, World
 from titan_exp.tracking.run_folder.files import (
     hold_temporary_folder,

@@ -13,8 +13,8 @@ from titan_exp.config.errors.explained_errors import package_prefix
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.extension import provided
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.paths.data_files import user_folder
 from titan_exp.config.paths.foreign_file import read_file
-from titan_exp.config.paths.user_folder import user_folder
 from titan_exp.config.schema.component import KINDS, is_builtin, is_dotted
 
 IMPORT_PATH_KEYS = (

@@ -20,8 +20,7 @@ from stat import S_ISDIR
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import LARGEST_TEXT, VERSION, Manifest, read_manifest
-from titan_exp.config.paths.user_folder import user_folder
+from titan_exp.config.paths.data_files import LARGEST_TEXT, VERSION, Manifest, read_manifest, user_folder
 from titan_exp.config.schema.builtins import sources
 from titan_exp.config.schema.sources import open_files
 from titan_exp.data.sources.base import (

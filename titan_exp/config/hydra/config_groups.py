@@ -19,7 +19,7 @@ from titan_exp.config.command_line.options import Arguments
 from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.extension import CONF_DIR, shipped_folders
 from titan_exp.config.hydra.compose import HYDRA_VERSION, primary_file
-from titan_exp.config.hydra.values_of_options import OptionValues
+from titan_exp.config.hydra.presets import OptionValues
 
 
 class Groups:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.cluster.submitting import Submitting, ends
-from titan_exp.launch.health.hang_report import HangFiles
+from titan_exp.launch.watchdog import HangFiles
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
 

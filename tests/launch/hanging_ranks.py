@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from titan_exp.launch.health import watchdog as hang_watch
+from titan_exp.launch import watchdog as hang_watch
 
 hang_watch.OTHER_PHASE_FACTOR = 40.0
 

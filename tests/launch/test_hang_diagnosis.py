@@ -7,8 +7,8 @@ import pytest
 
 from tests.launch.launching import Launch, ranks_of
 from tests.parity.runs import EVALUATE, SMALL
-from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.rank.rank_status import read_record
+from titan_exp.launch.watchdog import HangFiles
 
 SECONDS = 3.0
 """For which a step may make no progress."""

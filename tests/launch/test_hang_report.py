@@ -9,16 +9,17 @@ import pytest
 
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.health.hang_report import (
+from titan_exp.launch.watchdog import (
     COLLECTIVES,
     HangDiagnosis,
     HangFiles,
     RankStack,
+    Watchdog,
     _is_own_code,
     diagnose_hang,
     format_ranks,
+    limit,
 )
-from titan_exp.launch.health.watchdog import Watchdog, limit
 from titan_exp.tracking.progress import FIRST_STEP, STEP, ProgressSnapshot, ProgressTracker
 
 

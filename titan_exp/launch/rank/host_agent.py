@@ -21,11 +21,11 @@ import psutil
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import process_threads
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
 from titan_exp.launch.rank.rank_env import HOSTS, IMPORT_PATH, TOKEN, RankInfo, extend_import_path, outer_launch
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.state import attempt_end
 from titan_exp.launch.state.attempt_end import AttemptResult, RankFailure, close_attempt
+from titan_exp.launch.watchdog import REPORT_TIMEOUT, HangFiles
 from titan_exp.tracking.run_folder.attempts import DONE, FAILED, STOPPED, Attempt
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 

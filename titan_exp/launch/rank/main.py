@@ -29,8 +29,6 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import allocator_environment, return_freed_memory
 from titan_exp.config.schema.builtins import executor_names
 from titan_exp.launch.executor import Executor, executor_for
-from titan_exp.launch.health.hang_report import HangFiles
-from titan_exp.launch.health.watchdog import Watchdog
 from titan_exp.launch.provenance.changes import attempt_changes, edited_code
 from titan_exp.launch.rank.join_attempt import join_attempt
 from titan_exp.launch.rank.rank_env import TOKEN, RankInfo, environment, extend_import_path, torchrun_rank
@@ -46,6 +44,7 @@ from titan_exp.launch.rank.rank_status import (
     write_record,
 )
 from titan_exp.launch.state.attempt_end import close_attempt
+from titan_exp.launch.watchdog import HangFiles, Watchdog
 from titan_exp.tracking.progress import PROGRESS
 from titan_exp.tracking.run_folder.attempts import DONE, ENDED_STATES, FAILED, HUNG, STOPPED, World
 from titan_exp.tracking.run_folder.files import (

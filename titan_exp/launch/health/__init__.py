@@ -1,1 +1,0 @@
-"""Health of running ranks: watchdog, stack dumps, hang report."""

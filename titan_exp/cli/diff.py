@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
     if len(named) != 2:
         raise UserError("titan-exp diff takes two runs: titan-exp diff A B; titan-exp status lists runs.")
     entries = [require_one(find_runs([name], runs), name) for name in named]
-    from titan_exp.launch.state.run_diff import diff_lines, diff_runs
+    from titan_exp.launch.state.run_summary import diff_lines, diff_runs
 
     for entry in entries:
         if not entry.folder.path.is_dir():

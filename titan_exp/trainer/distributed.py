@@ -1,5 +1,6 @@
 """Rendezvous of ranks: device and default process group from environment variables."""
 
+import hashlib
 import json
 import os
 import platform
@@ -205,3 +206,24 @@ def serve(run: Run, function: Callable[[Experiment, Any, torch.device], Any]) ->
         response = function(experiment, request, device)
         if dist.get_rank() == 0:
             write_atomically(folder.path / RESPONSE, json.dumps(response))
+
+
+def seed_step(seed: int, step: int, dp_rank: int, device: torch.device) -> None:
+    """Seed the default generators of CPU and device for a step."""
+    digest = hashlib.sha256(f"{seed}/step/{step}/{dp_rank}".encode()).digest()
+    number = int.from_bytes(digest[:7], "little")
+    # torch.manual_seed would probe every device type in each step.
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)
+
+
+def set_deterministic(deterministic: bool) -> None:
+    """Allow deterministic kernels only, if `deterministic`."""
+    if not deterministic:
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Filling fresh memory with NaN costs time and breaks buffers that are computed later.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False

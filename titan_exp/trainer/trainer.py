@@ -18,7 +18,7 @@ from titan_exp.optim.lr_schedule import LRSchedule
 from titan_exp.tracking.progress import PROGRESS
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.commit import Commit, Flags
-from titan_exp.trainer.determinism import seed_step, set_deterministic
+from titan_exp.trainer.distributed import seed_step, set_deterministic
 from titan_exp.trainer.metrics import Report
 from titan_exp.trainer.part import Parts, Phase, Run, Step
 from titan_exp.trainer.parts import all_parts

@@ -24,7 +24,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.checkpoint_files import INDEX
 from titan_exp.models.convert.state_dict_map import state_dict_map
 from titan_exp.models.spec.transformer import MTPConfig
-from titan_exp.trainer.load_model import load_source
+from titan_exp.trainer.restore import load_source
 
 FP8 = torch.float8_e4m3fn
 CONFIG = replace(V3, dim=160, ffn_dim=288, kv_lora_rank=136, layers=2, mtp=MTPConfig(1))

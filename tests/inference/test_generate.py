@@ -13,7 +13,7 @@ from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.inference.generate import generate_command, sample_token
 from titan_exp.models.spec.rope import RopeConfig, exceeds_context
 from titan_exp.tracking.run_folder.provenance_records import LINEAGE_FILE, Lineage
-from titan_exp.trainer.load_model import training_length
+from titan_exp.trainer.restore import training_length
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_the_kv_cache_does_not_change_the_text(trained, capsys):
 def test_the_kv_cache_does_not_change_the_logits(trained):
     from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
     from titan_exp.inference.generate import DecodeSession, window_start
-    from titan_exp.trainer.load_model import load_source
+    from titan_exp.trainer.restore import load_source
 
     source, device = open_checkpoint(trained), torch.device("cpu")
     ids = [256, *b"import os, sys, re, json and a lot more than that"]

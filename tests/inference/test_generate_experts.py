@@ -44,14 +44,14 @@ def on_rank(experts: int) -> tuple[list[str], int]:
     with joined_process_group(device):
         made, opened = sharded_experiment(source(experts), 2), source(experts)
         mesh = build_mesh(made.parallelism, device, experts=True)
-        from titan_exp.trainer import load_model
+        from titan_exp.trainer import restore
 
         def counted(model: torch.nn.Module, *rest: torch.device) -> object:
             weights = [weight for name, weight in model.named_parameters() if ".experts." in name]
             found.append(sum(local_tensor(weight).numel() for weight in weights))
             return materialize(model, *rest)
 
-        load_model.materialize_parameters = counted  # type: ignore[assignment]  # in this process alone
+        restore.materialize_parameters = counted  # type: ignore[assignment]  # in this process alone
         return generate(opened, replace(GREEDY, tp=2), PROMPTS, window=16, mesh=mesh), found[0]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.trainer.load_model import load_source
+from titan_exp.trainer.restore import load_source
 
 
 def assert_comes_back(theirs: Any, shape: ModelConfig, ids: Tensor, folder: Path, *, file_bytes: float = 5e9) -> None:

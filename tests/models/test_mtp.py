@@ -25,7 +25,6 @@ from titan_exp.models.deepseek import spec, state_dict_map
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.transformer import MTPConfig
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
-from titan_exp.trainer.load_model import load_source
 from titan_exp.trainer.objective import (
     LanguageModeling,
     MultiTokenPrediction,
@@ -33,6 +32,7 @@ from titan_exp.trainer.objective import (
     normalize_by_tokens,
     token_counts,
 )
+from titan_exp.trainer.restore import load_source
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,7 +10,7 @@ import torch
 from tests.parity.runs import Curve, assert_same_curve, remembered, train
 from tests.parity.test_quantized import assert_same_recipe
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-from titan_exp.trainer.load_model import load_source
+from titan_exp.trainer.restore import load_source
 
 EXPERTS = "model.architecture=tests.models.own_experts.Mixture training.steps=3 optimizer.lr=5e-4"
 RUNS = {

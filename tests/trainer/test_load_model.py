@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_exp.trainer.load_model import _runs
+from titan_exp.trainer.restore import _runs
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from titan_exp.trainer.load_model import _runs
 def test_kernels_of_low_precision_load_no_fp32_weights_on_cuda(
     monkeypatch: pytest.MonkeyPatch, backend: str, dtype: torch.dtype, kept: bool
 ):
-    monkeypatch.setattr("titan_exp.trainer.load_model.runs_here", lambda backend, device: True)
+    monkeypatch.setattr("titan_exp.trainer.restore.runs_here", lambda backend, device: True)
     assert _runs(backend, torch.device("cuda", 0), dtype) == kept
 
 
@@ -29,5 +29,5 @@ def test_cpus_keep_the_kernels_that_they_have():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("backend", ["auto", "flash", "cudnn", "math", "flex"])
 def test_parts_of_a_sequence_keep_kernels_that_merge(monkeypatch: pytest.MonkeyPatch, device: str, backend: str):
-    monkeypatch.setattr("titan_exp.trainer.load_model.runs_here", lambda backend, device: True)
+    monkeypatch.setattr("titan_exp.trainer.restore.runs_here", lambda backend, device: True)
     assert _runs(backend, torch.device(device), torch.bfloat16, parts=True) == (backend in ("auto", "flash"))

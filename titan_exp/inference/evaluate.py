@@ -43,8 +43,8 @@ from titan_exp.rules.rule import find_violations
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.trainer.distributed import RunOnRanks, joined_process_group, serve
 from titan_exp.trainer.forward_backward import EagerModel
-from titan_exp.trainer.load_model import Rows, describe, load_source
 from titan_exp.trainer.objective import LanguageModeling, build_objective
+from titan_exp.trainer.restore import Rows, describe, load_source
 from titan_exp.trainer.validate import ValidationResult, evaluate_sources, evaluate_split
 
 TAKEN = ("data.", "training.", "model.attention", "model.context", f"{ROPE}.", "parallelism.")

@@ -33,7 +33,7 @@ from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
 from titan_exp.rules.rule import find_violations
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.trainer.distributed import RunOnRanks, serve
-from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of, training_length
+from titan_exp.trainer.restore import Rows, describe, load_source, tokenizer_of, training_length
 
 
 class DecodeSession:

@@ -45,7 +45,7 @@ from titan_exp.models.spec.lookup import family_violations, model_spec
 from titan_exp.ops.attention.mask_pattern import CAUSAL
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.rules import violations
-from titan_exp.trainer.load_model import load_source
+from titan_exp.trainer.restore import load_source
 
 
 def differences(config: Config, *, guidance: bool = True) -> tuple[float, float]:

@@ -27,8 +27,8 @@ from titan_exp.ops.moe.routing import Routing
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.experts import layer_label, routers_of
-from titan_exp.trainer.load_model import tokenizer_of
 from titan_exp.trainer.objective import LanguageModeling
+from titan_exp.trainer.restore import tokenizer_of
 
 PATTERNS = {
     "line breaks": r"[\r\n]+",

@@ -44,8 +44,8 @@ from titan_exp.parallel.meta_init import (
 )
 from titan_exp.quantization.quantize import quantize
 from titan_exp.rules import check
-from titan_exp.trainer.load_model import describe, load_source, training_length
 from titan_exp.trainer.objective import LanguageModeling
+from titan_exp.trainer.restore import describe, load_source, training_length
 
 
 @dataclass(frozen=True)

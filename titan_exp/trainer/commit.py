@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
-from titan_exp.trainer.row import Numbers, Row, StepResult
+from titan_exp.trainer.metrics import Numbers, Row, StepResult
 from titan_exp.trainer.train_step import sync_step_flags
 from titan_exp.trainer.training import Training
 

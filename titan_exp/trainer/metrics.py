@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -29,8 +30,35 @@ from titan_exp.trainer.objective import Objective, Reduction
 from titan_exp.trainer.profiling.compile_report import CompileReport, cache_of
 from titan_exp.trainer.profiling.slow_options import SpareMemory, saving_options
 from titan_exp.trainer.profiling.step_times import ROWS, OwnTimes, StepTimes, Stragglers
-from titan_exp.trainer.row import Numbers, Row, StepResult
 from titan_exp.trainer.train_state import TrainState
+
+Numbers = Mapping[str, float | int | None]
+"""Numbers of a row by name."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of a step, still on the device: reading a tensor synchronizes."""
+
+    metrics: Mapping[str, Tensor]
+    """This rank's share of the mean `loss` and of the objective's metrics, before reduction over ranks."""
+    grad_norm: Tensor
+    """Global gradient norm before clipping."""
+    tokens: int
+    """Predicted tokens of the global batch."""
+    clipping: Mapping[str, Tensor] = field(default_factory=dict)
+    """Metrics of clipping, the same on every rank."""
+
+
+@dataclass
+class Row:
+    """Numbers of one step."""
+
+    values: dict[str, float]
+    """Reduced metrics of the step, the same on every rank: `loss`, `grad_norm`, those of modules and experts."""
+    row: dict[str, Any] | None
+    """The whole row, on the first rank; None on others."""
+
 
 MODEL = "model/"
 """Prefix of metrics of modules."""

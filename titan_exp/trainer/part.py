@@ -29,8 +29,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.metrics import Report
-from titan_exp.trainer.row import Numbers, Row
+from titan_exp.trainer.metrics import Numbers, Report, Row
 from titan_exp.trainer.train_state import TrainState
 
 Pause = Callable[[str], AbstractContextManager[object]]

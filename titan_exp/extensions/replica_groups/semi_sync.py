@@ -32,8 +32,8 @@ from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.experts import LOAD, is_of_experts
+from titan_exp.trainer.metrics import Row
 from titan_exp.trainer.objective import Reduction
-from titan_exp.trainer.row import Row
 
 T = TypeVar("T")
 

@@ -16,8 +16,7 @@ from titan_exp.extensions.diffusion.spec import (
     modulation_style,
 )
 from titan_exp.models.blocks.linear import Linear, linear
-from titan_exp.models.blocks.token_order import ResultGather, Rope, RopeOrder, TokenShard
-from titan_exp.models.blocks.transformer import norm
+from titan_exp.models.blocks.transformer import ResultGather, Rope, RopeOrder, TokenShard, norm
 from titan_exp.models.spec.model_spec import LayerSpec, PipelinePlan
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, FusedRows, TPStyle
 from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, rotate

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from titan_exp.models.blocks.feed_forward import FeedForward, MoEFeedForward
 from titan_exp.models.blocks.linear import InitSpec, linear
 from titan_exp.models.spec.model_spec import LayerSpec
-from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, HeadSharded, TPStyle, VocabEmbedding, VocabLogits
+from titan_exp.models.spec.tp_plan import (
+    SEQUENCE_PARALLEL,
+    GatheredOrder,
+    GatherResult,
+    HeadSharded,
+    ShardTokens,
+    TPStyle,
+    VocabEmbedding,
+    VocabLogits,
+)
 from titan_exp.ops.attention.rope import rotate, split_rotated
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 from titan_exp.ops.autograd import recompute_input
@@ -316,3 +325,29 @@ def iter_numbered_blocks(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     if isinstance(blocks, nn.ModuleDict):
         for index, (key, block) in enumerate(blocks.items()):
             yield int(key) if key.isdecimal() else index, block
+
+
+Rope = tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 half"]]
+"""Cosines and sines of positions."""
+
+
+class TokenShard(nn.Identity):
+    """Tokens of a stream that this rank computes between blocks: all, without sequence parallelism."""
+
+    tp_style = ShardTokens()
+
+
+class ResultGather(nn.Identity):
+    """Results of all tokens."""
+
+    tp_style = GatherResult()
+
+
+class RopeOrder(nn.Module):
+    """RoPE caches in the order of the gathered sequence: one stream, then the other, without sequence parallelism."""
+
+    tp_style = GatheredOrder()
+
+    def forward(self, rope: Rope, first_stream: int) -> Rope:
+        """Caches of all tokens; the first stream has `first_stream` of this rank's."""
+        return rope

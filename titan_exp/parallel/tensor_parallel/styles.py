@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_exp.models.blocks.linear import Linear
-from titan_exp.models.blocks.token_order import Rope
-from titan_exp.models.blocks.transformer import RMSNorm
+from titan_exp.models.blocks.transformer import RMSNorm, Rope
 from titan_exp.models.spec.tp_plan import (
     AcrossHeads,
     Colwise,

@@ -15,11 +15,16 @@ from titan_exp.models import family
 from titan_exp.models.convert.hf_config import MTP_KEY, HuggingFace
 from titan_exp.models.convert.hf_keys import UNBALANCED, Key, both_ways, flag, rope_keys, whole
 from titan_exp.models.spec.feed_forward import moe_linears, swiglu_linears
-from titan_exp.models.spec.latent_attention import LatentAttentionConfig, latent_attention
 from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, ModelSpec, VectorSpec
 from titan_exp.models.spec.moe import MoEConfig, RouterSpec
 from titan_exp.models.spec.rope import YarnRope
-from titan_exp.models.spec.transformer import MTPConfig, decoder_spec, mtp_layers
+from titan_exp.models.spec.transformer import (
+    LatentAttentionConfig,
+    MTPConfig,
+    decoder_spec,
+    latent_attention,
+    mtp_layers,
+)
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,17 @@ from titan_exp.config.schema.component import component
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, TensorNames, decoder_map
 from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.models.spec.feed_forward import moe_violations, swiglu_violations
-from titan_exp.models.spec.latent_attention import (
-    LatentAttentionConfig,
-    LatentAttentionSpec,
-    latent_attention_violations,
-)
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.rope import rope_violations
-from titan_exp.models.spec.transformer import AttentionConfig, DecoderConfig, attention_violations, mtp_violations
+from titan_exp.models.spec.transformer import (
+    AttentionConfig,
+    DecoderConfig,
+    LatentAttentionConfig,
+    LatentAttentionSpec,
+    attention_violations,
+    latent_attention_violations,
+    mtp_violations,
+)
 
 if TYPE_CHECKING:
     from titan_exp.models.blocks.transformer import TransformerBlock

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from titan_exp.models.blocks.linear import linear
 from titan_exp.models.blocks.transformer import norm
-from titan_exp.models.spec.latent_attention import LatentAttentionSpec
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.tp_plan import GatherTokens, TPStyle
+from titan_exp.models.spec.transformer import LatentAttentionSpec
 from titan_exp.ops.attention.kv_cache import LatentCache
 from titan_exp.ops.attention.rope import rotate, rotate_tail
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, gate_up_rows, qkv_rows, rotated_tail_rows
-from titan_exp.models.spec.latent_attention import LatentAttentionSpec
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
+from titan_exp.models.spec.transformer import LatentAttentionSpec
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from tests.config.composing import experiment
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.models.build import build_model
-from titan_exp.ops.attention.max_logits import MaxLogits
+from titan_exp.ops.attention.attention_with_lse import MaxLogits
 from titan_exp.parallel.qk_clip import QKClip, _attentions
 
 HALVES = ["model=llama_debug", "model.kv_heads=4"]

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from titan_exp.ops.attention import max_logits
-from titan_exp.ops.attention.max_logits import MaxLogits
+from titan_exp.ops.attention import attention_with_lse
+from titan_exp.ops.attention.attention_with_lse import MaxLogits
 from titan_exp.ops.attention.sdpa import document_mask
 
 
 @pytest.mark.parametrize("tile", [1, 100, 1 << 22])
 @pytest.mark.parametrize("kind", ["causal", "documents", "all"])
 def test_tiles_find_the_largest_visible_score(monkeypatch: pytest.MonkeyPatch, tile: int, kind: str):
-    monkeypatch.setattr(max_logits, "TILE_SCORES", tile)
+    monkeypatch.setattr(attention_with_lse, "TILE_SCORES", tile)
     query, key = torch.randn(2, 6, 10, 4), torch.randn(2, 3, 10, 4)
     documents = torch.tensor([[0] * 4 + [1] * 6, [0] * 9 + [1]])
     visible = document_mask(documents) if kind == "documents" else None

@@ -10,7 +10,7 @@ import torch
 from tests.parity.runs import LINES, Curve, assert_same_curve, train
 from tests.parity.test_continued import assert_continues, continued
 from tests.patching import patch
-from titan_exp.ops.attention.max_logits import raise_to_logits
+from titan_exp.ops.attention.attention_with_lse import raise_to_logits
 
 MUON = ["optimizer=muon", "optimizer.lr=2e-3", "optimizer.eps=1e-4", *LINES]
 CLIP = [*MUON, "optimizer.qk_clip=0.1"]
@@ -88,7 +88,7 @@ def the_last_micro_batch_decides() -> None:
 
         return forward
 
-    patch("titan_exp.ops.attention.max_logits.MaxLogits.forward", make)
+    patch("titan_exp.ops.attention.attention_with_lse.MaxLogits.forward", make)
 
 
 def shards_take_the_first_rows_factors() -> None:
@@ -144,7 +144,7 @@ def ulysses_ranks_have_the_first_heads() -> None:
 
 def logits_include_the_future() -> None:
     patch(
-        "titan_exp.ops.attention.max_logits.MaxLogits.forward",
+        "titan_exp.ops.attention.attention_with_lse.MaxLogits.forward",
         lambda original: (
             lambda self, query, key, visible, *, causal, scale: original(
                 self, query, key, None, causal=False, scale=scale

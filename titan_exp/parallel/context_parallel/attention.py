@@ -17,16 +17,17 @@ from torch import Tensor, nn
 
 from titan_exp.ops.attention.attention_with_lse import (
     HIDDEN,
+    MaxLogits,
     PartialBackend,
     additive,
     attention_backward,
     attention_forward,
     merge_lse,
     merge_sinks,
+    raise_to_logits,
     sinks_grad,
 )
 from titan_exp.ops.attention.mask_pattern import CAUSAL, FULL, MaskPattern, Tile
-from titan_exp.ops.attention.max_logits import MaxLogits, raise_to_logits
 from titan_exp.ops.attention.sdpa import segment_ids
 from titan_exp.ops.autograd import is_recomputing
 from titan_exp.parallel.collectives import (

@@ -14,7 +14,7 @@ from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.inference.generate import generate, sharded_experiment
 from titan_exp.models.blocks.linear import ShardSpec, init_shard_
 from titan_exp.models.build import build_model, init_specs
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel import meta_init
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.trainer.distributed import joined_process_group

@@ -48,7 +48,7 @@ def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[in
     """Texts, number of local weights, and numbers of KV heads in the cache."""
     from titan_exp.inference import generate as room
     from titan_exp.inference.generate import DecodeSession
-    from titan_exp.ops.local_tensor import local_tensor
+    from titan_exp.ops.autograd import local_tensor
     from titan_exp.parallel.mesh import build_mesh
     from titan_exp.trainer.distributed import joined_process_group
 

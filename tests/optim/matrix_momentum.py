@@ -22,7 +22,7 @@ def build(parameters: Sequence["NamedParameter"], config: Config) -> Any:
     """A torch optimizer whose groups know their role."""
     import torch
 
-    from titan_exp.ops.local_tensor import local_tensor
+    from titan_exp.ops.autograd import local_tensor
     from titan_exp.optim.parameter_groups import parameter_groups
 
     class MatrixMomentum(torch.optim.AdamW):

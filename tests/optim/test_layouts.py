@@ -11,7 +11,7 @@ from tests.optim.updates import Tensors, assert_same, experiment_of, optimizer_c
 from tests.parity.drawn import draw
 from tests.parity.test_drawn import MOST_RANKS, seeds
 from tests.patching import patch
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 
 OPTIMIZERS = {
     "muon": ["optimizer=muon"],

@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 from titan_exp.config.groups.parallelism import QuantizationConfig
 from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.build import build_model, init_specs
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.collectives import group_named
 from titan_exp.parallel.compile import compile_blocks
 from titan_exp.parallel.mesh import Mesh, build_mesh

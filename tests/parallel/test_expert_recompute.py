@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.blocks.feed_forward import Router
 from titan_exp.models.build import build_model, init_specs
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.fsdp import disable_gradient_sync, reduce_gradients
 from titan_exp.parallel.mesh import build_mesh

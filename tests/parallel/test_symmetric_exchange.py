@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.expert_parallel import (
     _BUFFERS,
     Received,

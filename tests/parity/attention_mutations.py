@@ -27,7 +27,7 @@ def biases_are_added_by_every_tensor_parallel_rank() -> None:
     def make(_: Any) -> Any:
         def forward(self: Any, x: Any) -> Any:
             from titan_exp.models.blocks.linear import add_bias
-            from titan_exp.ops.local_tensor import local_tensor
+            from titan_exp.ops.autograd import local_tensor
 
             return self.region.reduce_output(add_bias(self.linear_impl(x, local_tensor(self.weight)), self.bias))
 

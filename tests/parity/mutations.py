@@ -470,7 +470,7 @@ def the_embeddings_gradient_is_of_distinct_tokens() -> None:
 
         return backward
 
-    patch("titan_exp.ops.local_tensor._RoundedRows.backward", make)
+    patch("titan_exp.ops.autograd._RoundedRows.backward", make)
 
 
 def copies_stay_behind_their_masters() -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from titan_exp.checkpoint.state_values import UnsavedStateError, decode, encode, from_inline, inline
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import provided
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.grad_clip import AVERAGE_NORM
 from titan_exp.optim.parameter_groups import changed_groups, reset_groups
 from titan_exp.optim.weight_average import AVERAGE

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_exp.config.groups.optimizer import AdafactorConfig as Config
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.matrices import COLUMNS, ROWS, ShardAxis, ShardedMatrix, sharded_like
 from titan_exp.optim.optimizer import GroupOptimizer
 from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups

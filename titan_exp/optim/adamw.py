@@ -12,7 +12,7 @@ from titan_exp.config.groups.optimizer import MOMENT_BLOCK
 from titan_exp.config.groups.optimizer import AdamWConfig as Config
 from titan_exp.config.machine.torch_features import import_torchao
 from titan_exp.ops.adamw import adamw_update, bias_rates
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.matrices import sharded_like
 from titan_exp.optim.optimizer import GroupOptimizer, adamw_state
 from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_exp.config.groups.optimizer import ParameterGroup
 from titan_exp.config.groups.training import GradClipConfig
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.optimizer import ScalesGradients
 from titan_exp.optim.parameter_groups import NamedParameter
 

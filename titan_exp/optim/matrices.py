@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from titan_exp.config.groups.optimizer import MatrixOptimizerConfig, SplitMatrixOptimizerConfig
 from titan_exp.models.spec.tp_plan import FusedRows
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.optimizer import GroupOptimizer, adamw_state
 from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 

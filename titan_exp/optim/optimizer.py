@@ -13,7 +13,7 @@ from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.schema.component import Call, component, import_callable, is_builtin
 from titan_exp.config.secrets import revealed
 from titan_exp.models.parametrization.parameter_scale import ParameterScale
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.parameter_groups import NamedParameter, named_parameters, remember_groups
 
 if TYPE_CHECKING:

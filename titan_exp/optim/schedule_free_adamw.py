@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.config.groups.optimizer import ScheduleFreeAdamWConfig as Config
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from titan_exp.config.groups.training import WeightAverageConfig
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 
 AVERAGE = "weight_average"
 """Name of the average in a parameter's optimizer state."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.collectives import partial_parameters
 from titan_exp.parallel.fsdp import lookup_tables
 from titan_exp.parallel.module_requirements import matching_modules

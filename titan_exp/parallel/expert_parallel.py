@@ -18,8 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.models.blocks.feed_forward import Experts, MoEFeedForward, compute_locally, weigh_rows
 from titan_exp.models.blocks.linear import GroupedLinear
-from titan_exp.ops.autograd import dense, keep_unsaved, unsaved_tensors
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import dense, keep_unsaved, local_tensor, unsaved_tensors
 from titan_exp.ops.moe.permutation import combine, experts_of_rows, permute, permute_weights, sort_by_expert
 from titan_exp.ops.moe.routing import Routing
 from titan_exp.parallel.collectives import (

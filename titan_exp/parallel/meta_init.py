@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_exp.models.blocks.linear import InitSpec, ShardSpec, init_shard_
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 
 BufferPlace = tuple[nn.Module, str]
 """Module and name of a buffer in it."""

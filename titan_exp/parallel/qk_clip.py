@@ -11,7 +11,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.models.spec.model_spec import AttentionSpec
 from titan_exp.ops.attention.attention_with_lse import MaxLogits
 from titan_exp.ops.attention.sdpa import CausalAttention
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.context_parallel.apply import UlyssesAttention
 from titan_exp.parallel.context_parallel.attention import ContextAttention
 from titan_exp.parallel.mesh import Mesh

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from titan_exp.config.machine.torch_features import import_torchao
 from titan_exp.models.blocks.linear import LinearImpl
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.ops.float8 import cast_weights, weights_amax
-from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.quantization.float8 import E4M3, AmaxReduce, Float8, amax_of, cast
 from titan_exp.quantization.recipes import Float8LinearImpl, ScaledLinearImpl
 

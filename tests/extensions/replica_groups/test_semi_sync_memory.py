@@ -17,7 +17,7 @@ from titan_exp.extensions.replica_groups.groups import described, own_state
 from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 from titan_exp.extensions.replica_groups.outer_optimizer import OuterSteps
 from titan_exp.extensions.replica_groups.semi_sync import SemiSync
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.plan.trace.fake_world import FakeRank
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")

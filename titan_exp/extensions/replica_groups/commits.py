@@ -21,7 +21,7 @@ from titan_exp.extensions.replica_groups.groups import (
 )
 from titan_exp.extensions.replica_groups.outer_optimizer import OuterOptimizer, OuterSteps
 from titan_exp.extensions.replica_groups.semi_sync import SemiSync
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.fsdp import free_gathered
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.commit import Commit, Flags

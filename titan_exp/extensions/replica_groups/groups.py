@@ -33,7 +33,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.extensions.replica_groups.events import ReplicaGroup, group_number, newest_quorum
 from titan_exp.extensions.replica_groups.outer_optimizer import KEPT, MOMENTUM, AsyncAllReduce, exchange, ring_bytes
 from titan_exp.extensions.replica_groups.quorum import Quorum, QuorumClient
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values

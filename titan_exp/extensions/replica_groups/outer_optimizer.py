@@ -9,7 +9,7 @@ from torch import Tensor
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.extensions.replica_groups.config import SemiSyncConfig, fragments_of, semi_sync_of
 from titan_exp.models.spec.lookup import block_count
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.trainer.part import Part, Update
 from titan_exp.trainer.train_state import TrainState
 from titan_exp.trainer.updates import Acting

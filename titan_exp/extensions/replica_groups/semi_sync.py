@@ -28,7 +28,7 @@ from titan_exp.extensions.replica_groups.groups import (
     own_weights,
 )
 from titan_exp.extensions.replica_groups.outer_optimizer import AsyncAllReduce, OuterOptimizer, exchange
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.experts import LOAD, is_of_experts

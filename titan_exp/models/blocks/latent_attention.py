@@ -14,7 +14,7 @@ from titan_exp.models.spec.transformer import LatentAttentionSpec
 from titan_exp.ops.attention.kv_cache import LatentCache
 from titan_exp.ops.attention.rope import rotate, rotate_tail
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms over latents, in every published model and independent of the other norms'."""

@@ -11,8 +11,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor, nn
 
 from titan_exp.models.spec.model_spec import LayerSpec
-from titan_exp.ops.autograd import recompute_input
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor, recompute_input
 from titan_exp.ops.moe.grouped_mm import add_expert_bias, grouped_linear, weighted_swiglu_linear
 from titan_exp.ops.moe.permutation import PaddedOrder, permute
 from titan_exp.ops.swiglu import SwiGLUVariant, weighted_swiglu

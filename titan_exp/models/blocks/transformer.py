@@ -24,9 +24,8 @@ from titan_exp.models.spec.tp_plan import (
 )
 from titan_exp.ops.attention.rope import rotate, split_rotated
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
-from titan_exp.ops.autograd import recompute_input
+from titan_exp.ops.autograd import embedding_rows, local_tensor, recompute_input
 from titan_exp.ops.cross_entropy import LossSum
-from titan_exp.ops.local_tensor import embedding_rows, local_tensor
 
 LogitsLoss = Callable[[Tensor, Tensor], LossSum | tuple[LossSum, ...]]
 """Loss of hidden states [batch, seq, dim] and the head's weight [vocab, dim], or losses of parts of the batch."""

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.ops.cross_entropy import VocabShard
-from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.collectives import all_reduce, partial_parameters
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.tensor_parallel.layers import ColumnParallelLinear, TensorParallelGroup

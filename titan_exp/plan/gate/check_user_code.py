@@ -39,8 +39,8 @@ from titan_exp.models.convert.hf_config import to_huggingface
 from titan_exp.models.convert.state_dict_map import state_dict_map
 from titan_exp.models.parametrization.parameter_scale import ParameterScale, scales_of
 from titan_exp.models.spec.lookup import block_count, model_spec
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.ops.cross_entropy import VocabShard
-from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.lr_schedule import LRSchedule, set_lr
 from titan_exp.optim.optimizer import Config as TorchOptimizerConfig
 from titan_exp.optim.optimizer import HasGradientPoint, build_named, build_optimizer, optimizer_class

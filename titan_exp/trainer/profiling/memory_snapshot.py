@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_exp.config.groups.run import ProfilingConfig
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.number_format import format_bytes
 from titan_exp.tracking.run_folder.files import write_atomically

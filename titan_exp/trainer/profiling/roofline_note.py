@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.optimizer import ScalesGradients
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.files import write_atomically

@@ -2,7 +2,7 @@
 
 import torch
 
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.autograd import local_tensor
 from titan_exp.trainer.part import Part, Run, Step, Update
 
 

@@ -28,7 +28,7 @@ from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.parallel.context_parallel.apply import apply_context_parallel
 from titan_exp.parallel.expert_parallel import apply_expert_parallel
 from titan_exp.parallel.mesh import Mesh, build_mesh
-from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, drop_unused_rows
+from titan_exp.parallel.tensor_parallel.styles import apply_tensor_parallel, drop_unused_rows
 from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
 from titan_exp.rules.rule import find_violations
 from titan_exp.tracking.run_folder.run import Run

@@ -14,7 +14,7 @@ from titan_exp.parallel.context_parallel.apply import apply_context_parallel
 from titan_exp.parallel.expert_parallel import apply_expert_parallel
 from titan_exp.parallel.fsdp import FSDPOptions, apply_fsdp
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, enable_async_tp
+from titan_exp.parallel.tensor_parallel.styles import apply_tensor_parallel, enable_async_tp
 
 
 def parallelize(

@@ -23,7 +23,7 @@ from titan_exp.parallel.context_parallel.load_balance import sequence_cuts
 from titan_exp.parallel.fsdp import free_gathered, uses_fsdp
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.module_requirements import computes_loss
-from titan_exp.parallel.tensor_parallel.apply import vocab_shard
+from titan_exp.parallel.tensor_parallel.styles import vocab_shard
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.build_model import BuiltModel
 from titan_exp.trainer.cuda_graphs import CudaRecorder, GraphedModel, Recorder

@@ -13,7 +13,7 @@ from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.optim.optimizer import cast_gradients
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
-from titan_exp.parallel.tensor_parallel.apply import reduce_partial_gradients
+from titan_exp.parallel.tensor_parallel.styles import reduce_partial_gradients
 from titan_exp.trainer.metrics import StepResult
 from titan_exp.trainer.objective import Objective, token_counts
 from titan_exp.trainer.part import Parts, Update

@@ -19,8 +19,9 @@ from titan_exp.plan.search.layouts import (
     _degrees,
     fixed_keys,
     micro_batches,
+    moves,
+    with_values,
 )
-from titan_exp.plan.search.moves import moves, with_values
 from titan_exp.plan.search.search import LayoutCost
 from titan_exp.rules import violations
 from titan_exp.tracking.number_format import GIB

@@ -23,8 +23,16 @@ from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import resolve_kernels
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.search.layouts import KEYS, REFINED, Candidate, SearchSpace, fixed_keys, train_command
-from titan_exp.plan.search.moves import moves, with_values
+from titan_exp.plan.search.layouts import (
+    KEYS,
+    REFINED,
+    Candidate,
+    SearchSpace,
+    fixed_keys,
+    moves,
+    train_command,
+    with_values,
+)
 from titan_exp.plan.search.search import interrupt_after
 from titan_exp.rules import violations
 

@@ -29,9 +29,10 @@ from titan_exp.plan.search.layouts import (
     RECIPE,
     SCHEDULE,
     Candidate,
+    Move,
     SearchSpace,
+    moves,
 )
-from titan_exp.plan.search.moves import Move, moves
 from titan_exp.plan.supported import check_supported
 from titan_exp.rules import EVERY_RULE
 from titan_exp.rules.rule import find_violations

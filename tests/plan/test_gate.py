@@ -17,10 +17,9 @@ from titan_exp.models.build import build_model
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.gate import gate as gate_module
-from titan_exp.plan.gate import suggestions as suggestions_module
-from titan_exp.plan.gate.gate import GIB, MemoryCheck, check_memory, explain_oom, plan_record, upper_bound
+from titan_exp.plan.gate import gate as suggestions_module
+from titan_exp.plan.gate.gate import GIB, MemoryCheck, check_memory, explain_oom, plan_record, suggestions, upper_bound
 from titan_exp.plan.gate.predictions import PredictionRequest, cache_key, get, predict_many, put
-from titan_exp.plan.gate.suggestions import suggestions
 from titan_exp.plan.predict import predict
 from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks
 

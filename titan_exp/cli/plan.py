@@ -147,8 +147,7 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
 
 def _verdict(memory_check: "MemoryCheck", options: PlanOptions) -> int:
     """Print whether a run fits, or changes with which it would; returns the exit code."""
-    from titan_exp.plan.gate.gate import explain_fit
-    from titan_exp.plan.gate.suggestions import explain_changes
+    from titan_exp.plan.gate.gate import explain_changes, explain_fit
 
     if memory_check.fits is not False:
         # On a GPU, the table says so.

@@ -8,8 +8,14 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.run_plan import RunPlan
-from titan_exp.plan.gate.gate import MemoryCheck, check_memory, explain_oom, explain_retries, plan_record
-from titan_exp.plan.gate.suggestions import explain_changes
+from titan_exp.plan.gate.gate import (
+    MemoryCheck,
+    check_memory,
+    explain_changes,
+    explain_oom,
+    explain_retries,
+    plan_record,
+)
 
 Echo = Callable[[str], None]
 

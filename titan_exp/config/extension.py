@@ -95,7 +95,7 @@ class Extension:
     """Function that yields parts of a run which act after the optimizer, of the arguments of
     `titan_exp.trainer.parts.acting_parts`. The planner runs them, too."""
     exchange: str = ""
-    """Function of an experiment that returns its `titan_exp.plan.exchange.Exchange`; None for the runs of others.
+    """Function of an experiment that returns its `titan_exp.plan.prediction.Exchange`; None for the runs of others.
     Imported without torch."""
     kept_state: Mapping[str, bool] = field(default_factory=dict)
     """Tensors of each parameter that its parts keep in the optimizer's state, by name, without which a run may

@@ -17,13 +17,12 @@ from titan_exp.models.spec.lookup import model_spec, with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reserved, steady_reserved
 from titan_exp.plan.cuda.devices import Device, room_of
 from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_capability
-from titan_exp.plan.exchange import Exchange, exchange_of
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.sample import Samples
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 from titan_exp.plan.planner_processes import Call, PlannerProcesses, no_garbage_collection
-from titan_exp.plan.prediction import Prediction, RankPrediction, RankTime
+from titan_exp.plan.prediction import Exchange, Prediction, RankPrediction, RankTime, exchange_of
 from titan_exp.plan.roofline import ClassTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.supported import attention_kernel, check_supported, with_run_kernels
 from titan_exp.plan.trace.fake_world import FakeRank, fake_rank, pipeline_ranks

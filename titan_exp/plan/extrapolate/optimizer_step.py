@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.exchange import exchange_of
 from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, small_run
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError
+from titan_exp.plan.prediction import exchange_of
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.segments import (

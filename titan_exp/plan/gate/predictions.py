@@ -29,10 +29,9 @@ from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.config.secrets import concealed
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.exchange import exchange_of
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.planner_processes import PlannerProcesses
-from titan_exp.plan.prediction import NotPredicted, Prediction, from_json, merge_ranks
+from titan_exp.plan.prediction import NotPredicted, Prediction, exchange_of, from_json, merge_ranks
 from titan_exp.plan.supported import check_supported
 from titan_exp.tracking.run_folder.files import write_atomically
 

@@ -25,7 +25,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch, MicroBatch
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
-from titan_exp.plan.exchange import Beside, exchange_of
+from titan_exp.plan.prediction import Beside, exchange_of
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
 from titan_exp.plan.trace.op_costs import assumes_symmetric_memory
 from titan_exp.plan.trace.segments import sum_costs

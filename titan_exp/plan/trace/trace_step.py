@@ -13,8 +13,8 @@ from titan_exp.parallel.activation_checkpoint import saved_calls
 from titan_exp.parallel.step_observer import observe_steps
 from titan_exp.plan.cuda.caching_allocator import GRAPH, MIN_BLOCK, Events
 from titan_exp.plan.cuda.fake_kernels import efficient_kernel, fake_cuda_kernels, workspaces
-from titan_exp.plan.exchange import Beside
 from titan_exp.plan.planner_processes import no_garbage_collection
+from titan_exp.plan.prediction import Beside
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.fake_world import CAPTURE, FakeRecorder
 from titan_exp.plan.trace.memory_tracker import Moment

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.verb_options import StatusOptions
+from titan_exp.launch.executor import worlds_launch
 from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, named_runs, runs_folder
 from titan_exp.launch.state.run_status import StatusRow, rung_lines, status_rows
 from titan_exp.launch.sweep.sweep_table import plain_console
-from titan_exp.launch.worlds import worlds_launch
 from titan_exp.tracking.number_format import format_duration
 from titan_exp.tracking.sinks.sink import Value
 

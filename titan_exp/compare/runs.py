@@ -11,9 +11,9 @@ from typing import Any, NotRequired, TypedDict
 
 from titan_exp.compare.statistics import Delta, Estimate
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
+from titan_exp.launch.executor import summarize_worlds
 from titan_exp.launch.state.run_lookup import find_runs
 from titan_exp.launch.state.run_status import run_statuses
-from titan_exp.launch.worlds import summarize_worlds
 from titan_exp.tracking.number_format import format_items
 from titan_exp.tracking.run_folder.attempts import Heartbeat, read_json
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows

@@ -87,7 +87,7 @@ class Extension:
     reports: Mapping[str, str] = field(default_factory=dict)
     """Report by name: a function of a finished run's experiment and folder that yields lines to print."""
     worlds: str = ""
-    """Class that launches runs with several worlds, as `titan_exp.launch.worlds.Worlds`."""
+    """Class that launches runs with several worlds, as `titan_exp.launch.executor.Worlds`."""
     commit: str = ""
     """Function of an experiment that returns its class of `titan_exp.trainer.commit.Commit`; None for the runs of
     others."""

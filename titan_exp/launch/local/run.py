@@ -16,6 +16,7 @@ from pathlib import Path
 
 from titan_exp.config.command_line.safe_output import safe_output
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.launch.executor import Processes, several_worlds
 from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.provenance.changes import report_large_patch
 from titan_exp.launch.run_console import Interrupts, RunConsole, Summary, describe, summarize
@@ -27,7 +28,6 @@ from titan_exp.launch.state.attempt_end import (
     close_dead_attempts,
     wait_for_orphans,
 )
-from titan_exp.launch.worlds import Processes, several_worlds
 from titan_exp.tracking.run_folder.attempts import FAILED
 from titan_exp.tracking.run_folder.files import FileTail
 from titan_exp.tracking.run_folder.folder_owner import FolderWatch

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.executor import NOT_CANCELLED, JobStatus, Submission, SubmitOptions, refused
+from titan_exp.launch.executor import NOT_CANCELLED, JobStatus, Submission, SubmitOptions, refused, several_worlds
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot, take_code_snapshot
 from titan_exp.launch.rank.join_attempt import LOOPBACK, publish_address
 from titan_exp.launch.rank.rank_env import GROUP, TOKEN, RankInfo, forget_torchrun
@@ -28,7 +28,6 @@ from titan_exp.launch.slurm.submit import (
     is_being_submitted,
     thread_map,
 )
-from titan_exp.launch.worlds import several_worlds
 from titan_exp.tracking.run_folder.attempts import Attempt
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 

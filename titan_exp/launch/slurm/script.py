@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.config.machine.devices import device_type
+from titan_exp.launch.executor import several_worlds
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.rank.rank_env import GROUP
-from titan_exp.launch.worlds import several_worlds
 
 START = "titan_exp: job"
 """First words of the batch script's line at each start; the log of a requeued job holds several starts."""

@@ -9,9 +9,17 @@ from typing import TypeVar
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.training import sequences_after
-from titan_exp.launch.executor import Executor, JobStatus, RunPlan, executor_for, size_text, trusted_executor
+from titan_exp.launch.executor import (
+    Executor,
+    JobStatus,
+    RunPlan,
+    WorldsSummary,
+    executor_for,
+    size_text,
+    summarize_worlds,
+    trusted_executor,
+)
 from titan_exp.launch.state.run_lookup import RunEntry, StudyFolder, StudyRecord
-from titan_exp.launch.worlds import WorldsSummary, summarize_worlds
 from titan_exp.tracking.number_format import format_duration
 from titan_exp.tracking.run_folder.run import ENDED, Run, RunStatus
 from titan_exp.tracking.run_folder.run_folder import RunFolder

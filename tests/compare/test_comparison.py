@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.compare.made_runs import make_run, make_study, rows
+from titan_exp.compare.compared_metrics import differing_keys
 from titan_exp.compare.comparison import Comparison, compare
-from titan_exp.compare.differing_keys import differing_keys
 from titan_exp.compare.efficiency import pareto, scaling
 from titan_exp.compare.findings import findings, heading, layout_checks, remarks, verdict
 from titan_exp.compare.runs import select

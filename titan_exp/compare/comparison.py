@@ -5,8 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_exp.compare.compared_metrics import Metric, choose_metrics
-from titan_exp.compare.differing_keys import ABSENT, RUNG_KEYS, DifferingKeys, differing_keys, flatten, value_text
+from titan_exp.compare.compared_metrics import (
+    ABSENT,
+    RUNG_KEYS,
+    DifferingKeys,
+    Metric,
+    choose_metrics,
+    differing_keys,
+    flatten,
+    value_text,
+)
 from titan_exp.compare.learnt import Learnt, learn, rank
 from titan_exp.compare.runs import ComparedRun, Row, Selection, StudyRecord, finite
 from titan_exp.compare.statistics import Delta, difference, estimate, holm

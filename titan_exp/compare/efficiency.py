@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from titan_exp.compare.compared_metrics import METRIC_BY_NAME, WITH_PARENTS, Metric
+from titan_exp.compare.compared_metrics import METRIC_BY_NAME, WITH_PARENTS, Metric, differing_keys
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.differing_keys import differing_keys
 from titan_exp.compare.runs import Row
 from titan_exp.config.schema.identity_keys import LAYOUT, flatten, is_among
 

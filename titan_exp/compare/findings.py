@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_exp.compare.compared_metrics import Metric
+from titan_exp.compare.compared_metrics import Metric, differing_keys
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.differing_keys import differing_keys
 from titan_exp.compare.runs import ComparedRun, Row
 from titan_exp.compare.statistics import LEVEL, Delta, Estimate
 from titan_exp.config.errors.user_error import listed

@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from titan_exp.compare.differing_keys import DifferingKeys, value_text
+from titan_exp.compare.compared_metrics import DifferingKeys, value_text
 from titan_exp.compare.runs import ComparedRun, Row, StudyRecord
 from titan_exp.config.groups.training import sequences_after
 from titan_exp.tracking.run_folder.attempts import has_diverged

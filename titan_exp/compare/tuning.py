@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from statistics import harmonic_mean
 from typing import Any
 
-from titan_exp.compare.compared_metrics import Metric, final_loss, target_metric
-from titan_exp.compare.differing_keys import ABSENT, DifferingKeys
+from titan_exp.compare.compared_metrics import ABSENT, DifferingKeys, Metric, final_loss, target_metric
 from titan_exp.compare.runs import ComparedRun, Row, finite
 from titan_exp.compare.statistics import Delta, Estimate, difference, estimate, holm
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed

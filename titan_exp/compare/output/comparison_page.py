@@ -11,9 +11,8 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from titan_exp.compare.compared_metrics import Metric
+from titan_exp.compare.compared_metrics import ABSENT, Metric, value_text
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.differing_keys import ABSENT, value_text
 from titan_exp.compare.efficiency import cost_metric, loss_metric, pareto, scaling
 from titan_exp.compare.findings import findings, layout_checks, remarks, stands_for, token_budget_text, verdict
 from titan_exp.compare.output.formats import MARKS, plain, text_table, title

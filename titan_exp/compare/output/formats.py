@@ -7,9 +7,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titan_exp.compare.compared_metrics import Metric
+from titan_exp.compare.compared_metrics import Metric, value_text
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.differing_keys import value_text
 from titan_exp.compare.efficiency import pareto, scaling
 from titan_exp.compare.findings import (
     change,

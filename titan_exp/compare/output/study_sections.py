@@ -4,9 +4,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from titan_exp.compare.compared_metrics import METRIC_BY_NAME, Metric
+from titan_exp.compare.compared_metrics import METRIC_BY_NAME, Metric, value_text
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.differing_keys import value_text
 from titan_exp.compare.findings import interval, signed, verdict, with_interval
 from titan_exp.compare.learnt import Cost, Learnt, Marginal
 from titan_exp.compare.statistics import Estimate

@@ -12,7 +12,7 @@ from statistics import median
 
 import pytest
 
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.models.spec.transformer import TransformerConfig
 
 PACKAGE = Path(__file__).resolve().parents[1] / "titan_exp"

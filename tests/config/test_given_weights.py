@@ -15,7 +15,7 @@ import torch
 from tests.config.composing import experiment
 from tests.models.shapes import TINY
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.model import MAY_BE_MEANT, NO_CHANGE, Change, ModelConfig
+from titan_exp.config.groups.experiment import MAY_BE_MEANT, NO_CHANGE, Change, ModelConfig
 from titan_exp.config.paths.data_files import byte_words
 from titan_exp.config.schema.schema import choices_of, hints
 from titan_exp.config.schema.typed_config import to_yaml

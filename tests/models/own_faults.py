@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 
 
 class Faulty(nn.Module):

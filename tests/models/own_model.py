@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 
 
 class Bigram(nn.Module):

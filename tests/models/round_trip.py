@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.trainer.restore import load_source
 
 

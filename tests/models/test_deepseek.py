@@ -16,7 +16,7 @@ from titan_exp.checkpoint.formats.mapping import ImportReader
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.inference.generate import DecodeSession
 from titan_exp.models.blocks.linear import InitSpec
 from titan_exp.models.build import build_model, init_specs

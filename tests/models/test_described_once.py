@@ -6,7 +6,7 @@ from pathlib import Path
 
 import titan_exp
 from tests.config.composing import experiment
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.schema.component import builtin_components, config_classes
 from titan_exp.models.spec.lookup import model_spec
 

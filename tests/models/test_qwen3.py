@@ -14,7 +14,7 @@ from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_we
 from titan_exp.checkpoint.formats.mapping import ImportReader
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.qwen3 import Config, spec, state_dict_map
 from titan_exp.models.spec.rope import ScaledRope

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.schema.component import component, is_builtin
 from titan_exp.config.secrets import revealed
 from titan_exp.models.blocks.linear import InitSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed, nearest, shown
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.groups.run import CheckpointConfig, DataConfig, PathsConfig, RunConfig
 from titan_exp.config.groups.training import TrainingConfig, WeightAverageConfig

@@ -9,8 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed, shown
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import Experiment, ModelConfig
 from titan_exp.config.groups.run import CheckpointConfig, DataConfig, PathsConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths import data_files

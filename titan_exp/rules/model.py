@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation, listed
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig

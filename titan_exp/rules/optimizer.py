@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from titan_exp.config.errors.user_error import Violation, did_you_mean, listed
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig, Role
 from titan_exp.config.groups.parallelism import CompileConfig, ParallelismConfig
 from titan_exp.config.groups.training import BaseShapeConfig, GradClipConfig, ParametrizationConfig

@@ -10,7 +10,7 @@ from titan_exp.config.errors.user_error import (
     multiples_near,
     nearest_numbers,
 )
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.pipeline_schedules import (

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from titan_exp.config.errors.user_error import Violation, did_you_mean
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK, AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import (
     BLOCK,

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from titan_exp.config.errors.user_error import Violation, divisors, listed, multiples_near, nearest_numbers
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import CompileConfig, ParallelismConfig
 from titan_exp.config.groups.run import ProfilingConfig

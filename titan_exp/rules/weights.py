@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation, shown
-from titan_exp.config.groups.model import Change, ModelConfig
+from titan_exp.config.groups.experiment import Change, ModelConfig
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.checkpoint_files import huggingface_folder
 from titan_exp.config.paths.data_files import read_manifest, tokenizer_path, tokenizer_words

@@ -22,7 +22,7 @@ from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec,
 from titan_exp.checkpoint.formats.torch_file import write_torch_file
 from titan_exp.checkpoint.state_dict import is_training_state
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.data.tokenizers import write_tokenizer
 from titan_exp.models.convert.diffusers_config import diffusers_violations, to_diffusers
 from titan_exp.models.convert.hf_config import FILE, export_violations, generation_config, to_huggingface, to_json

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titan_exp.checkpoint.formats.safetensors import TensorReader, window_extent
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, TensorRows
 from titan_exp.models.spec.lookup import model_spec
 

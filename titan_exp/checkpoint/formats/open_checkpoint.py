@@ -18,7 +18,7 @@ from titan_exp.checkpoint.formats.torch_file import IGNORED, TorchFileReader, op
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.state_dict import is_training_state
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import tokenizer_path
 from titan_exp.config.paths.foreign_file import read_object, table

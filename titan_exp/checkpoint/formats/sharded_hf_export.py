@@ -27,7 +27,7 @@ from titan_exp.checkpoint.formats.safetensors import (
     tensor_locations,
 )
 from titan_exp.checkpoint.state_dict import MODEL_PREFIX, is_training_state, model_state_dict
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.run import CheckpointConfig, DataConfig
 from titan_exp.config.paths.checkpoint_files import step_name
 from titan_exp.models.blocks.linear import ShardSpec

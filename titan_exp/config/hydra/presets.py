@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titan_exp.config.errors.user_error import UserError, shown
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.hydra.nondefault import nondefault_overrides, quoted
 from titan_exp.config.paths.foreign_file import read_yaml

@@ -20,8 +20,7 @@ from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_ch
 from titan_exp.config.command_line.options import take_runs
 from titan_exp.config.command_line.safe_output import Terminal
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import Experiment, ModelConfig
 from titan_exp.config.groups.parallelism import QuantizationConfig
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig

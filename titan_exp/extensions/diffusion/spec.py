@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from titan_exp.config.errors.user_error import Violation, divisors, listed, nearest_numbers
-from titan_exp.config.groups.model import MAY_BE_MEANT, NO_CHANGE, ModelConfig
+from titan_exp.config.groups.experiment import MAY_BE_MEANT, NO_CHANGE, ModelConfig
 from titan_exp.config.groups.types import BlockCount, PositiveBlockCount, PositiveFloat, PositiveInt
 from titan_exp.models.spec.model_spec import (
     EVERY_TOKEN,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from titan_exp.config.errors.user_error import Violation, divisors, listed
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.run import COLLECTIVE_SECONDS, LOCAL, SLURM, CheckpointConfig
 from titan_exp.config.groups.training import TrainingConfig

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.schema.component import builtin_components, component
 
 CLASS = "_class_name"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.types import BLOCKS
 from titan_exp.config.paths.foreign_file import NotedKeys, count, named_errors, read_object, table
 from titan_exp.config.schema.component import builtin_components, component, config_class, current_names

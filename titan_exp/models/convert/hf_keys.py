@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from titan_exp.config.errors.user_error import UserError, Violation, shown
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.schema.typed_config import validated
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
 from titan_exp.models.spec.rope import PlainRope, ScaledRope, magnitude

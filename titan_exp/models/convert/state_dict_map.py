@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.schema.component import component
 from titan_exp.models.spec.feed_forward import FFN_GROUP
 from titan_exp.models.spec.model_spec import AttentionSpec

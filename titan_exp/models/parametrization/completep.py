@@ -11,7 +11,7 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.training import BaseShapeConfig
 from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models.parametrization.mup import block_parameters, width_scales

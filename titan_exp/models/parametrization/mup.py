@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.training import BaseShapeConfig
 from titan_exp.models.parametrization.parameter_scale import ParameterScale, multiplier
 from titan_exp.models.spec.lookup import model_spec

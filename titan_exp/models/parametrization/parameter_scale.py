@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from titan_exp.config.errors.explained_errors import calling_user_code, package_prefix
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.training import ParametrizationConfig
 from titan_exp.config.schema.component import component
 from titan_exp.models.spec.lookup import model_spec

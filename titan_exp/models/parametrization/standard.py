@@ -1,6 +1,6 @@
 """Standard parametrization: hyperparameters of the configuration at every shape."""
 
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.training import ParametrizationConfig as Config
 from titan_exp.models.parametrization.parameter_scale import ParameterScale
 from titan_exp.models.spec.model_spec import ModelSpec

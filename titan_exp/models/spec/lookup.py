@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from titan_exp.config.errors.explained_errors import calling_user_code, package_prefix
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.optimizer import Role
 from titan_exp.config.schema.component import component
 from titan_exp.models.spec.model_spec import ModelSpec

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from titan_exp.config.groups.model import MAY_BE_MEANT, NO_CHANGE
+from titan_exp.config.groups.experiment import MAY_BE_MEANT, NO_CHANGE
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
 from titan_exp.ops.swiglu import SWIGLU, SwiGLUVariant
 

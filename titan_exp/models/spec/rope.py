@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.model import Change, ModelConfig
+from titan_exp.config.groups.experiment import Change, ModelConfig
 from titan_exp.config.groups.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
 ROPE = "model.rope"

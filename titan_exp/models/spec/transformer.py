@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from titan_exp.config.errors.user_error import Violation, divisors, listed, multiples_near, nearest_numbers
-from titan_exp.config.groups.model import NO_CHANGE, ModelConfig
+from titan_exp.config.groups.experiment import NO_CHANGE, ModelConfig
 from titan_exp.config.groups.types import BlockCount, NonNegativeFloat, PositiveFloat, PositiveInt
 from titan_exp.models.spec.feed_forward import moe_linears, swiglu_linears, swiglu_violations
 from titan_exp.models.spec.model_spec import (

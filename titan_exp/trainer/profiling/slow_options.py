@@ -5,8 +5,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from titan_exp.config.errors.user_error import listed, multiples_near
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.experiment import Experiment, ModelConfig
 from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import QuantizationConfig
 from titan_exp.config.groups.run import DataConfig

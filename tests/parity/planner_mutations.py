@@ -35,7 +35,7 @@ from titan_exp.plan.trace import dispatch_mode
 from titan_exp.plan.trace.dispatch_mode import CostMode
 from titan_exp.plan.trace.fake_world import FakeRecorder
 from titan_exp.plan.trace.segments import SegmentObserver
-from titan_exp.quantization import hardware_support
+from titan_exp.quantization import recipes
 from titan_exp.tracking.run_folder.files import temporary_folder
 
 
@@ -206,7 +206,7 @@ def symmetric_messages() -> None:
 
 
 def experts_are_padded_to_another_multiple(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(hardware_support.GROUPED_MULTIPLE, "float8_rowwise", 32)
+    monkeypatch.setitem(recipes.GROUPED_MULTIPLE, "float8_rowwise", 32)
 
 
 def experts_in_float8() -> None:

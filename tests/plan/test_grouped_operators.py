@@ -15,7 +15,7 @@ from titan_exp.ops.moe.grouped_mm import grouped_linear
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_capability, fake_cuda_kernels
 from titan_exp.plan.trace.op_costs import count_flops
 from titan_exp.quantization import grouped_kernels
-from titan_exp.quantization.hardware_support import needs_grouped_emulation
+from titan_exp.quantization.recipes import needs_grouped_emulation
 
 TOKENS, INPUTS, OUTPUTS = 40, 16, 24
 ONE = 2 * TOKENS * INPUTS * OUTPUTS

@@ -23,7 +23,7 @@ from titan_exp.ops.moe.grouped_mm import grouped_linear
 from titan_exp.ops.moe.permutation import PaddedOrder
 from titan_exp.ops.moe.routing import Routing
 from titan_exp.quantization import grouped_kernels as grouped_instructions
-from titan_exp.quantization import hardware_support as instructions
+from titan_exp.quantization import recipes as instructions
 from titan_exp.quantization.float8 import Float8, amax_to_scale
 from titan_exp.quantization.grouped import (
     EmulatedGroupedLinear,

@@ -12,9 +12,9 @@ from tests.quantization.test_dual_cast import bits
 from tests.quantization.test_float8_weights import RECIPES as FLOAT8
 from tests.quantization.test_float8_weights import linears
 from titan_exp.quantization.float8 import Float8, float8_linear
-from titan_exp.quantization.hardware_support import MIN_CAPABILITY
 from titan_exp.quantization.mxfp8 import mxfp8_linear
 from titan_exp.quantization.nvfp4 import NVFP4, nvfp4_linear
+from titan_exp.quantization.recipes import MIN_CAPABILITY
 from titan_exp.quantization.weights import Float8Weights, allocate_float8_weights
 
 pytestmark = [
@@ -69,7 +69,7 @@ def test_instructions_compute_what_is_emulated(name: str):
 @pytest.mark.parametrize("name", ["float8_rowwise", "mxfp8"])
 def test_kernels_of_experts_compute_what_is_emulated(name: str):
     from titan_exp.quantization.grouped import EmulatedGroupedLinear, GroupedFloat8, GroupedMX, NativeGroupedLinear
-    from titan_exp.quantization.hardware_support import Hardware
+    from titan_exp.quantization.recipes import Hardware
 
     if torch.cuda.get_device_capability() < MIN_CAPABILITY[name] or not Hardware().has_grouped_kernels(
         name, torch.device("cuda")
@@ -102,7 +102,7 @@ def test_tokens_cast_to_their_rows_are_rows_cast():
     from titan_exp.ops.moe.permutation import PaddedOrder, permute
     from titan_exp.quantization.grouped import NativeGroupedLinear
     from titan_exp.quantization.grouped_kernels import OF_TOKENS, fp8_grouped_mm
-    from titan_exp.quantization.hardware_support import Hardware
+    from titan_exp.quantization.recipes import Hardware
 
     if not Hardware().has_grouped_kernels("float8_rowwise", torch.device("cuda")) or not OF_TOKENS:
         pytest.skip("no kernel that takes tokens here")

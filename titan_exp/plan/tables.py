@@ -25,7 +25,7 @@ from titan_exp.plan.roofline import message_seconds
 from titan_exp.plan.search.search import LayoutCost, SearchResult, short_key
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
 from titan_exp.plan.trace.torch_patches import uses_inductor
-from titan_exp.quantization.hardware_support import MIN_CAPABILITY
+from titan_exp.quantization.recipes import MIN_CAPABILITY
 from titan_exp.tracking.number_format import GIB, MIB, format_bytes, format_si
 
 COMPILED = " Compiled regions are traced with inductor's CPU code, which has not been compared with a GPU."

@@ -20,8 +20,8 @@ from titan_exp.ops.moe.grouped_mm import grouped_outer, grouped_rows
 from titan_exp.ops.moe.permutation import PaddedOrder, TokenPadding, experts_of_rows
 from titan_exp.quantization import mxfp8, nvfp4
 from titan_exp.quantization.float8 import E4M3, AmaxReduce, Float8, cast, scale_of
-from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE
 from titan_exp.quantization.nvfp4 import NVFP4
+from titan_exp.quantization.recipes import GROUPED_MULTIPLE
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import nn
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean
 from titan_exp.config.groups.parallelism import BLOCK, QuantizationConfig
 from titan_exp.models.blocks.linear import GroupedLinear, Linear
-from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, needs_emulation, needs_grouped_emulation
+from titan_exp.quantization.recipes import GROUPED_MULTIPLE, needs_emulation, needs_grouped_emulation
 
 
 def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, device: torch.device) -> None:

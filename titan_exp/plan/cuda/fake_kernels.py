@@ -27,7 +27,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.parallel.context_parallel.attention import ContextAttention
 from titan_exp.plan.cuda.caching_allocator import rounded
 from titan_exp.plan.trace.torch_patches import GPU, replaced_attributes
-from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, MIN_CAPABILITY, Hardware, assume_hardware
+from titan_exp.quantization.recipes import GROUPED_MULTIPLE, MIN_CAPABILITY, Hardware, assume_hardware
 
 BLOCK = 32
 """Numbers of MXFP8 that share a scale."""

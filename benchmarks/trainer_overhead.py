@@ -35,7 +35,7 @@ from titan_exp.data.sources.base import build_source
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.llama import Config
 from titan_exp.optim import grad_clip
-from titan_exp.parallel.mesh import init_weights, materialize_parameters
+from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer import commit
 from titan_exp.trainer import train_step as trainer_step

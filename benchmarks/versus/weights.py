@@ -18,7 +18,7 @@ from titan_exp.checkpoint.formats.open_checkpoint import run_tokenizer
 from titan_exp.checkpoint.formats.safetensors import TensorSpec, write_safetensors
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.convert.state_dict_map import state_dict_map
-from titan_exp.parallel.mesh import init_weights, materialize_parameters
+from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 
 DTYPE = torch.bfloat16
 """Stored dtype: half the bytes to read in every process. Both sides start from the same rounded values."""

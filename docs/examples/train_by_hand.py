@@ -27,15 +27,8 @@ from titan_exp.optim.grad_clip import clip_gradients, global_grad_norm
 from titan_exp.optim.lr_schedule import LRSchedule, set_lr
 from titan_exp.optim.optimizer import build_optimizer
 from titan_exp.parallel.apply import parallelize
-from titan_exp.parallel.mesh import (
-    Mesh,
-    buffer_places,
-    build_mesh,
-    every_weight,
-    init_buffers,
-    init_weights,
-    materialize_parameters,
-)
+from titan_exp.parallel.mesh import Mesh, build_mesh
+from titan_exp.parallel.meta_init import buffer_places, every_weight, init_buffers, init_weights, materialize_parameters
 from titan_exp.parallel.tensor_parallel.styles import reduce_partial_gradients, vocab_shard
 from titan_exp.rules import check
 from titan_exp.trainer.distributed import joined, seed_step

@@ -15,7 +15,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.build import build_model
 from titan_exp.parallel.apply import parallelize
-from titan_exp.parallel.mesh import build_mesh, materialize_parameters
+from titan_exp.parallel.mesh import build_mesh
+from titan_exp.parallel.meta_init import materialize_parameters
 from titan_exp.trainer.distributed import joined_process_group
 
 CPU = torch.device("cpu")

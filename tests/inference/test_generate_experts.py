@@ -15,7 +15,7 @@ from titan_exp.inference.generate import generate, sharded_experiment
 from titan_exp.models.blocks.linear import ShardSpec, init_shard_
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.ops.autograd import local_tensor
-from titan_exp.parallel import mesh
+from titan_exp.parallel import meta_init
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.trainer.distributed import joined_process_group
 
@@ -40,7 +40,7 @@ def source(experts: int) -> OpenCheckpoint:
 def on_rank(experts: int) -> tuple[list[str], int]:
     """Texts, and the number of weights of experts on this rank."""
     device, found = torch.device("cpu"), []
-    materialize = mesh.materialize_parameters
+    materialize = meta_init.materialize_parameters
     with joined_process_group(device):
         made, opened = sharded_experiment(source(experts), 2), source(experts)
         mesh = build_mesh(made.parallelism, device, experts=True)

@@ -17,7 +17,7 @@ from titan_exp.models.spec.lookup import model_spec, parameter_roles
 from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.optim.optimizer import build_optimizer
 from titan_exp.optim.parameter_groups import freeze, hyperparameters, named_parameters
-from titan_exp.parallel.mesh import init_weights
+from titan_exp.parallel.meta_init import init_weights
 from titan_exp.rules import check
 from titan_exp.trainer.build_model import has_groups, parameter_table
 

@@ -22,7 +22,8 @@ from titan_exp.models.build import build_model, init_specs
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.fsdp import disable_gradient_sync, reduce_gradients
-from titan_exp.parallel.mesh import build_mesh, init_weights, materialize_parameters
+from titan_exp.parallel.mesh import build_mesh
+from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 from titan_exp.parallel.pipeline_parallel.stage import Stage, keep_compiled_buffers
 from titan_exp.trainer.distributed import joined_process_group
 

@@ -7,7 +7,8 @@ from tests.parallel.test_meta_init import CPU, layout
 from tests.ranks import run_ranks
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.parallel.fsdp import FSDPOptions, apply_fsdp, set_gradient_sync
-from titan_exp.parallel.mesh import build_mesh, init_weights, materialize_parameters
+from titan_exp.parallel.mesh import build_mesh
+from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 from titan_exp.trainer.distributed import joined_process_group
 
 NAMES = ("embedding", "blocks.0.attention.qkv", "blocks.1.attention_norm", "blocks.1.attention.qkv", "head")

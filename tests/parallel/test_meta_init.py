@@ -10,9 +10,9 @@ from tests.ranks import run_ranks
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.parallel.fsdp import FSDPOptions, apply_fsdp
-from titan_exp.parallel.mesh import (
+from titan_exp.parallel.mesh import build_mesh
+from titan_exp.parallel.meta_init import (
     buffer_places,
-    build_mesh,
     copy_initial_weights,
     init_buffers,
     init_weights,

@@ -22,7 +22,8 @@ from titan_exp.models.blocks.transformer import Embedding
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.ops.cross_entropy import LossSum, linear_loss_sum
 from titan_exp.parallel.fsdp import FSDPOptions, apply_fsdp, set_gradient_sync
-from titan_exp.parallel.mesh import build_mesh, init_weights, materialize_parameters
+from titan_exp.parallel.mesh import build_mesh
+from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 from titan_exp.parallel.tensor_parallel import layers
 from titan_exp.parallel.tensor_parallel.layers import TensorParallelGroup
 from titan_exp.trainer.distributed import joined_process_group

@@ -120,12 +120,12 @@ def initial_rows_ignore_the_shards_offset() -> None:
 
         return init_shard_
 
-    patch("titan_exp.parallel.mesh.init_shard_", make)
+    patch("titan_exp.parallel.meta_init.init_shard_", make)
 
 
 def initial_weights_ignore_the_name() -> None:
     patch(
-        "titan_exp.parallel.mesh.init_shard_",
+        "titan_exp.parallel.meta_init.init_shard_",
         lambda original: lambda values, seed, name, init, part: original(values, seed, "", init, part),
     )
 

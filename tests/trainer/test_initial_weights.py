@@ -15,7 +15,7 @@ from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_yaml
-from titan_exp.parallel import mesh
+from titan_exp.parallel import meta_init
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer import build_model, restore
 from titan_exp.trainer.distributed import joined_process_group
@@ -71,7 +71,7 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.drawn: list[str] = []
-        fill, allocate = mesh.init_shard_, build_model.materialize_parameters
+        fill, allocate = meta_init.init_shard_, build_model.materialize_parameters
 
         def record(values, seed, name, init, part):
             self.drawn.append(name)
@@ -90,7 +90,7 @@ class Recorder:
 
         allocate_state = optimizer_state.init_optimizer_state
         monkeypatch.setattr(optimizer_state, "init_optimizer_state", require_loaded)
-        monkeypatch.setattr(mesh, "init_shard_", record)
+        monkeypatch.setattr(meta_init, "init_shard_", record)
         monkeypatch.setattr(build_model, "materialize_parameters", poison)
 
     def of(self, path: Path, *overrides: str) -> tuple[list[str], list[float]]:
@@ -158,8 +158,8 @@ def test_weights_of_another_function_are_refused_and_named(tmp_path, caplog):
 
 def test_a_model_that_declares_nothing_is_not_built_again_on_resume(tmp_path, monkeypatch):
     built = []
-    make = mesh._build_whole
-    monkeypatch.setattr(mesh, "_build_whole", lambda build, seed: built.append(seed) or make(build, seed))
+    make = meta_init._build_whole
+    monkeypatch.setattr(meta_init, "_build_whole", lambda build, seed: built.append(seed) or make(build, seed))
     settings = ["model.architecture=tests.trainer.test_initial_weights.NoBuffers", "checkpoint.mode=sync"]
     run(tmp_path, *settings, "training.steps=1")
     assert built == [0]

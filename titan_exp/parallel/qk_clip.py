@@ -14,7 +14,8 @@ from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.context_parallel.apply import UlyssesAttention
 from titan_exp.parallel.context_parallel.attention import ContextAttention
-from titan_exp.parallel.mesh import Mesh, local_shard
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.meta_init import local_shard
 
 
 class ClippableAttention(Protocol):

@@ -26,8 +26,8 @@ from titan_exp.models.spec.lookup import block_count
 from titan_exp.optim.parameter_groups import NamedParameter, freeze, hyperparameters, named_parameters
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.fsdp import set_all_gather_format
-from titan_exp.parallel.mesh import (
-    Mesh,
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.meta_init import (
     buffer_places,
     copy_initial_weights,
     every_weight,

@@ -29,7 +29,7 @@ from titan_exp.models.spec.lookup import model_spec, with_mtp_depth
 from titan_exp.models.spec.rope import longest_sequence
 from titan_exp.ops.attention.sdpa import runs_here
 from titan_exp.ops.autograd import local_tensor
-from titan_exp.parallel.mesh import buffer_places, init_buffers, local_shard, materialize_parameters
+from titan_exp.parallel.meta_init import buffer_places, init_buffers, local_shard, materialize_parameters
 from titan_exp.rules.checkpoint import model_misfits_of, state_misfits
 from titan_exp.rules.weights import from_config, given_weights, noted_changes, require_fit, tokenizer_misfit
 from titan_exp.tracking.logging import get_logger

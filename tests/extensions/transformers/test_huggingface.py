@@ -24,7 +24,7 @@ from titan_exp.extensions.transformers.repository import UNLIMITED, class_config
 from titan_exp.inference.generate import DecodeSession
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.parallel.mesh import init_weights, materialize_parameters
+from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 from titan_exp.rules import check
 
 transformers = pytest.importorskip("transformers")

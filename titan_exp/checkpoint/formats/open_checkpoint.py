@@ -39,7 +39,7 @@ from titan_exp.models.convert.hf_config import (
 from titan_exp.models.convert.state_dict_map import CheckpointFormat, checkpoint_formats, state_dict_map
 from titan_exp.models.spec.lookup import family_violations, model_spec, mtp_depth, with_mtp_depth
 from titan_exp.ops.autograd import local_tensor
-from titan_exp.parallel.mesh import local_shard
+from titan_exp.parallel.meta_init import local_shard
 from titan_exp.rules.weights import GivenWeights, require_fit
 
 FORMATS = ("bfl", "dcp", "diffusers", "huggingface", "llama", "safetensors", "torch", "torchtune")

@@ -34,7 +34,8 @@ from titan_exp.models.blocks.linear import ShardSpec
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, state_dict_map
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.autograd import local_tensor
-from titan_exp.parallel.mesh import Mesh, local_shard
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.meta_init import local_shard
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.files import mkdir_below, sync_all, sync_folder
 

@@ -37,7 +37,7 @@ from titan_exp.models.parametrization.parameter_scale import scales_of
 from titan_exp.models.spec.lookup import with_mtp_depth
 from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.optim.optimizer import HasGradientPoint, build_optimizer
-from titan_exp.parallel.mesh import (
+from titan_exp.parallel.meta_init import (
     buffer_places,
     copy_initial_weights,
     init_buffers,

@@ -34,7 +34,7 @@ from titan_exp.extensions.analysis.usage import NUMERICS
 from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, Linear
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
 from titan_exp.models.spec.lookup import with_mtp_depth
-from titan_exp.parallel.mesh import (
+from titan_exp.parallel.meta_init import (
     buffer_places,
     copy_initial_weights,
     init_buffers,

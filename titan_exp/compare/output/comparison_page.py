@@ -20,7 +20,8 @@ from titan_exp.compare.output.plots import study_plots
 from titan_exp.compare.output.study_sections import sections
 from titan_exp.compare.runs import ComparedRun
 from titan_exp.config.schema.identity_keys import flatten
-from titan_exp.tracking.number_format import format_count, render_page
+from titan_exp.tracking.html import render_page
+from titan_exp.tracking.number_format import format_count
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of, last_fiftieth
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_exp.tracking.expert_load import ROWS, ExpertLoadLog, layer_counts
 from titan_exp.tracking.run_folder.metrics_jsonl import (
     TAIL_BYTES,
     JsonlSink,
@@ -12,7 +13,6 @@ from titan_exp.tracking.run_folder.metrics_jsonl import (
     read_last_values,
     read_metrics,
 )
-from titan_exp.tracking.throughput import ROWS, ExpertLoadLog, layer_counts
 
 
 def logged(path: Path, steps: int, every: int, *, first: int = 1, attempt: int = 1) -> MetricRows:

@@ -16,11 +16,11 @@ from titan_exp.compare.learnt import Learnt, Parameter
 from titan_exp.compare.statistics import moving_average
 from titan_exp.compare.tuning import Tuning
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.expert_load import layer_counts, load_statistics
 from titan_exp.tracking.number_format import format_count, format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, last_fiftieth
 from titan_exp.tracking.run_folder.provenance_records import ancestors, read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.throughput import layer_counts, load_statistics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

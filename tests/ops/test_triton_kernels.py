@@ -149,7 +149,7 @@ importlib.util.find_spec = lambda name, *rest: None if name == "triton" else fou
 import titan_exp.ops
 for module in pkgutil.walk_packages(titan_exp.ops.__path__, "titan_exp.ops."):
     importlib.import_module(module.name)
-assert titan_exp.ops.moe.permutation.triton is None
+assert titan_exp.ops.triton_kernels.triton is None
 """
 
 

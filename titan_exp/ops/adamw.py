@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from titan_exp.ops.moe.permutation import jit, rounded, tl
+from titan_exp.ops.triton_kernels import jit, rounded, tl
 
 BLOCK = 1024
 """Numbers per kernel program."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_exp.ops.autograd import needs_input_grad
-from titan_exp.ops.moe.permutation import jit, rounded, runs_kernel, tl
+from titan_exp.ops.triton_kernels import jit, rounded, runs_kernel, tl
 
 IGNORE_INDEX = -100
 """Label of a token that is not predicted."""

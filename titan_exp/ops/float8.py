@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from titan_exp.ops.moe.permutation import jit, rounded, runs_kernel, tl
+from titan_exp.ops.triton_kernels import jit, rounded, runs_kernel, tl
 
 SIDE = 64
 """Rows and columns of the tile of a kernel program."""

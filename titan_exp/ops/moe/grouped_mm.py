@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_exp.ops.autograd import needs_input_grad, operator
-from titan_exp.ops.moe.permutation import jit, runs_kernel, tl
 from titan_exp.ops.swiglu import GROUP, SWIGLU, SwiGLUVariant, weighted_swiglu, weighted_swiglu_backward
+from titan_exp.ops.triton_kernels import jit, runs_kernel, tl
 
 ALIGNED = 8
 """Multiple that torch's kernel requires of dims: bf16 rows start every 16 bytes."""

@@ -9,13 +9,8 @@ one expert, and kernels get the group sizes that they require. There is room for
 to the host.
 """
 
-import importlib.util
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,71 +18,8 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from titan_exp.config.machine.devices import has_triton
 from titan_exp.ops.autograd import in_type, keep_unsaved, operator, unsaved_tensors
-
-if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
-    import triton
-    import triton.language as tl
-    from triton import knobs
-
-    INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-    """True if kernels run in Triton's interpreter, decided when Triton is imported."""
-else:
-    triton, tl = None, SimpleNamespace(tensor=Any, constexpr=Any)
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that fp32 arithmetic serves."""
-
-
-def jit(function: Callable[..., Any]) -> Any:
-    """Kernel, or function that kernels call, of Triton; without it, the function itself."""
-    # A check of types around it, as in tests, would hide its globals.
-    return function if triton is None else triton.jit(inspect.unwrap(function))
-
-
-def runs_kernel(tensor: Tensor) -> bool:
-    """True if a Triton kernel computes on `tensor`: on CUDA and uncompiled, since the compiler fuses torch's operators.
-
-    Fake tensors stand for those of a GPU, whose torch brings Triton.
-    """
-    if torch.compiler.is_compiling() or not tensor.is_cuda or tensor.dtype not in DTYPES:
-        return False
-    # Subclasses, such as DTensor, have operators of their own.
-    return type(tensor) is FakeTensor or (type(tensor) is Tensor and _has_triton())
-
-
-_has_triton = cache(has_triton)
-
-
-@jit
-def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Cast fp32 numbers to a smaller dtype, to the nearest with ties to even; none exceeds the largest float8 value.
-
-    Triton's interpreter truncates instead of rounding; there numbers are rounded in fp32 first.
-    """
-    if INTERPRETED:
-        if dtype == tl.bfloat16:
-            x = _nearest(x, 7, 1)
-        elif dtype == tl.float8e4nv:
-            x = _nearest(x, 3, 127 - 6)
-        elif dtype == tl.float8e5:
-            x = _nearest(x, 2, 127 - 14)
-    return x.to(dtype)  # a constant of Triton's language is its value  # type: ignore[arg-type]  # a constant of Triton's language is its value
-
-
-@jit
-def _nearest(x: tl.tensor, mantissa: tl.constexpr, least: tl.constexpr) -> tl.tensor:
-    """Round fp32 numbers to `mantissa` bits; `least` is the smallest normal exponent, biased by 127.
-
-    Adding a number whose last bit equals the result's makes the adder round.
-    """
-    bits = x.to(tl.uint32, bitcast=True)
-    exponent = tl.maximum((bits >> 23) & 0xFF, least) + (23 - mantissa)
-    large = ((exponent << 23) | 0x400000).to(tl.float32, bitcast=True)
-    size = (tl.abs(x) + large) - large
-    return (size.to(tl.uint32, bitcast=True) | (bits & 0x80000000)).to(tl.float32, bitcast=True)
-
+from titan_exp.ops.triton_kernels import jit, rounded, runs_kernel, tl
 
 BLOCK = 1024
 """Columns per kernel program."""

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from titan_exp.ops.moe.grouped_mm import add_expert_bias, bias_backward_without_ends
-from titan_exp.ops.swiglu import SwiGLUVariant, swiglu, weighted_swiglu
+from titan_exp.ops.swiglu import swiglu, weighted_swiglu
+from titan_exp.ops.swiglu_variant import SwiGLUVariant
 
 ENDS = torch.tensor([3, 3, 7], dtype=torch.int32)
 """One expert without rows, and two rows of no expert."""

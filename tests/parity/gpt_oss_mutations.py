@@ -103,7 +103,7 @@ def gradients_pass_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def up_has_no_offset(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_exp.ops.swiglu import SwiGLUVariant
+    from titan_exp.ops.swiglu_variant import SwiGLUVariant
 
     monkeypatch.setattr(
         "titan_exp.models.gpt_oss.SwiGLUVariant",

@@ -15,7 +15,7 @@ from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.moe import MoEConfig, MoEVariant
 from titan_exp.models.spec.rope import YarnRope
 from titan_exp.models.spec.transformer import AttentionConfig, AttentionVariant, moe_transformer_layer, transformer_spec
-from titan_exp.ops.swiglu import SwiGLUVariant
+from titan_exp.ops.swiglu_variant import SwiGLUVariant
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ has at hand, and not of dim numbers that would be kept for it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,36 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_exp.ops.autograd import operator
-
-
-class VariantNumbers(TypedDict):
-    """Numbers of a variant as keyword arguments of operators and kernels."""
-
-    alpha: float
-    limit: float | None
-    offset: float
-
-
-@dataclass(frozen=True)
-class SwiGLUVariant:
-    """(up + offset) · gate · sigmoid(alpha · gate), of clamped gate and up."""
-
-    alpha: float = 1.0
-    """Factor inside the sigmoid."""
-    limit: float | None = None
-    """Upper bound of gate, and of |up|; None is no clamps."""
-    offset: float = 0.0
-    """Added to up."""
-
-    @property
-    def numbers(self) -> VariantNumbers:
-        """Keyword arguments of operators and kernels, which take no dataclass."""
-        return {"alpha": self.alpha, "limit": self.limit, "offset": self.offset}
-
-
-SWIGLU = SwiGLUVariant()
-"""Plain SwiGLU (Shazeer 2020)."""
-
+from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
 GROUP = 32
 """Gate and up columns alternate in groups of this many, so that tensor-parallel slices hold matching halves of both."""

@@ -14,7 +14,8 @@ from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.ops.autograd import local_tensor, recompute_input
 from titan_exp.ops.moe.grouped_mm import add_expert_bias, grouped_linear, weighted_swiglu_linear
 from titan_exp.ops.moe.permutation import PaddedOrder, permute
-from titan_exp.ops.swiglu import SwiGLUVariant, weighted_swiglu
+from titan_exp.ops.swiglu import weighted_swiglu
+from titan_exp.ops.swiglu_variant import SwiGLUVariant
 from titan_exp.ops.truncated_normal import GAMMA, splitmix64, truncated_normal, wrap
 
 CPU_CHUNK = 2**14

@@ -15,7 +15,7 @@ from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.rope import PlainRope
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, FusedRows, TPStyle
 from titan_exp.ops.attention.mask_pattern import MaskPattern
-from titan_exp.ops.swiglu import SWIGLU, SwiGLUVariant
+from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
 
 class ModelInputs(ABC):

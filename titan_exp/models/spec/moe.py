@@ -7,7 +7,7 @@ from annotated_types import Ge
 
 from titan_exp.config.groups.experiment import MAY_BE_MEANT, NO_CHANGE
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
-from titan_exp.ops.swiglu import SWIGLU, SwiGLUVariant
+from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
 TRAINING_BUFFERS = frozenset({"previous_load"})
 """Persistent buffers, by their name in the module, that only training reads: state of the load balance."""

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_exp.ops.autograd import needs_input_grad, operator
-from titan_exp.ops.swiglu import GROUP, SWIGLU, SwiGLUVariant, weighted_swiglu, weighted_swiglu_backward
+from titan_exp.ops.swiglu import GROUP, weighted_swiglu, weighted_swiglu_backward
+from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 from titan_exp.ops.triton_kernels import jit, runs_kernel, tl
 
 ALIGNED = 8

@@ -1,0 +1,33 @@
+"""SwiGLU variant: clamps, sharpness and offset of the gate. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+
+class VariantNumbers(TypedDict):
+    """Numbers of a variant as keyword arguments of operators and kernels."""
+
+    alpha: float
+    limit: float | None
+    offset: float
+
+
+@dataclass(frozen=True)
+class SwiGLUVariant:
+    """(up + offset) · gate · sigmoid(alpha · gate), of clamped gate and up."""
+
+    alpha: float = 1.0
+    """Factor inside the sigmoid."""
+    limit: float | None = None
+    """Upper bound of gate, and of |up|; None is no clamps."""
+    offset: float = 0.0
+    """Added to up."""
+
+    @property
+    def numbers(self) -> VariantNumbers:
+        """Keyword arguments of operators and kernels, which take no dataclass."""
+        return {"alpha": self.alpha, "limit": self.limit, "offset": self.offset}
+
+
+SWIGLU = SwiGLUVariant()
+"""Plain SwiGLU (Shazeer 2020)."""

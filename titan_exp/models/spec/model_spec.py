@@ -5,38 +5,17 @@ a family describes itself once.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
+from titan_exp.models.spec.model_inputs import ModelInputs
 from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.rope import PlainRope
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, FusedRows, TPStyle
 from titan_exp.ops.attention.mask_pattern import MaskPattern
 from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
-
-
-class ModelInputs(ABC):
-    """Inputs of a model by the arguments of its `forward`, and what else depends on their kind."""
-
-    positional: ClassVar[tuple[str, ...]]
-    """Positional arguments of `forward`."""
-    named: ClassVar[tuple[str, ...]]
-    """Its other arguments."""
-    trained_by: ClassVar[str]
-    """Overrides that train such a model."""
-    makes: ClassVar[str]
-    """Outputs of `titan-exp generate`, as `Extension.generators` names them."""
-
-    @abstractmethod
-    def streams(self, seq_len: int) -> tuple[int, ...]:
-        """Tokens of each stream of a sequence; ranks that share the sequence divide each stream."""
-
-    @abstractmethod
-    def example(self, rows: int, seq_len: int) -> Any:
-        """Micro-batch of zeros with the tensors that the loader's have."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Expert parallelism: token dispatch to the ranks of the experts."""

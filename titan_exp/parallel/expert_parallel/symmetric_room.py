@@ -1,0 +1,20 @@
+"""Room of a token exchange through symmetric memory: rows in the worst case, bytes of buffers. Imports no torch."""
+
+WEIGHT_BYTES = 4
+"""Bytes of a row's weight, in fp32."""
+BUFFERS = 4
+"""Buffers for sent rows, and for received ones: two sets in each direction, used in turn."""
+
+
+def worst_case(tokens: int, choices: int, local_experts: int, ranks: int) -> int:
+    """Rows that a rank receives if every token of every rank chooses as many of its experts as it can.
+
+    The operator leaves a row free for each expert without a token.
+    """
+    return ranks * tokens * min(choices, local_experts) + local_experts
+
+
+def symmetric_bytes(tokens: int, choices: int, local_experts: int, ranks: int, row_bytes: int) -> int:
+    """Bytes of symmetric memory for rows and weights of a micro-batch; layers of equal shapes share them."""
+    rows = tokens * choices + worst_case(tokens, choices, local_experts, ranks)
+    return BUFFERS * rows * (row_bytes + WEIGHT_BYTES)

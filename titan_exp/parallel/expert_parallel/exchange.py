@@ -21,7 +21,7 @@ from titan_exp.parallel.collectives import (
     return_rows,
     start_count_exchange,
 )
-from titan_exp.parallel.expert_parallel.symmetric_room import worst_case
+from titan_exp.parallel.symmetric_room import worst_case
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from titan_exp.config.machine.devices import (
 )
 from titan_exp.config.paths.foreign_file import read_yaml
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.parallel.expert_parallel.symmetric_room import symmetric_bytes
+from titan_exp.parallel.symmetric_room import symmetric_bytes
 from titan_exp.tracking.number_format import GIB
 from titan_exp.tracking.throughput import DeviceRates, read_rates
 

@@ -15,8 +15,7 @@ from tests.ranks import run_ranks
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.build import build_model
 from titan_exp.parallel.apply import parallelize
-from titan_exp.parallel.expert_parallel.apply import TokenGroup
-from titan_exp.parallel.expert_parallel.exchange import RowOrder, TokenExchange
+from titan_exp.parallel.expert_parallel import RowOrder, TokenExchange, TokenGroup
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.trainer.distributed import joined_process_group
 

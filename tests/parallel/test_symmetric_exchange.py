@@ -17,7 +17,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.autograd import local_tensor
-from titan_exp.parallel.expert_parallel.exchange import (
+from titan_exp.parallel.expert_parallel import (
     _BUFFERS,
     Received,
     SymmetricExchange,
@@ -30,7 +30,7 @@ from titan_exp.plan.cuda.devices import symmetric_memory
 from titan_exp.trainer.distributed import joined_process_group
 
 CPU = torch.device("cpu")
-SYMMETRIC = "titan_exp.parallel.expert_parallel.exchange"
+SYMMETRIC = "titan_exp.parallel.expert_parallel"
 
 
 def everyone(*tensors: Tensor) -> list[Any]:
@@ -82,7 +82,7 @@ def on_cpu() -> torch.library.Library:
     for operator in (all_to_all_vdev_2d, all_to_all_vdev_2d_offset):
         library.impl(operator.__name__, operator, "CPU")
     patch(f"{SYMMETRIC}.allocate", lambda _: uninitialized)
-    patch("titan_exp.parallel.expert_parallel.apply.use_symmetric_memory", lambda _: lambda: None)
+    patch("titan_exp.parallel.expert_parallel.use_symmetric_memory", lambda _: lambda: None)
     return library
 
 

@@ -114,11 +114,11 @@ def tokens_are_joined_as_those_of_one_sequence() -> None:
 
         return joined
 
-    patch("titan_exp.parallel.expert_parallel.apply._joined", make)
+    patch("titan_exp.parallel.expert_parallel._joined", make)
 
 
 def gradients_of_routers_are_one_tensor_ranks() -> None:
-    patch("titan_exp.parallel.expert_parallel.apply.mark_partial", lambda _: lambda module, *names: None)
+    patch("titan_exp.parallel.expert_parallel.mark_partial", lambda _: lambda module, *names: None)
 
 
 def the_norm_leaves_experts_out() -> None:

@@ -178,7 +178,7 @@ def biases_of_all_channels_are_added_at_the_front() -> None:
 
         return shard
 
-    patch("titan_exp.parallel.expert_parallel.apply._shard", make)
+    patch("titan_exp.parallel.expert_parallel._shard", make)
 
 
 def every_rank_adds_the_whole_bias_of_the_down_projection() -> None:
@@ -193,7 +193,7 @@ def every_rank_adds_the_whole_bias_of_the_down_projection() -> None:
 
 def gradients_of_the_routers_bias_are_one_ranks() -> None:
     patch(
-        "titan_exp.parallel.expert_parallel.apply.mark_partial",
+        "titan_exp.parallel.expert_parallel.mark_partial",
         lambda original: lambda module: original(module, "weight"),
     )
 

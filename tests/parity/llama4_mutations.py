@@ -131,7 +131,7 @@ def test_mutation_differs_from_transformers(tmp_path: Path, monkeypatch: pytest.
 
 def inputs_are_weighted_on_one_rank_only() -> None:
     patch(
-        "titan_exp.parallel.expert_parallel.apply.weigh_rows",
+        "titan_exp.parallel.expert_parallel.weigh_rows",
         lambda _: lambda rows, weights: rows + 0 * weights[:, None],
     )
 

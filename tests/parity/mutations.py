@@ -22,7 +22,7 @@ from tests.parity.test_one_rank import BF16, assert_same, loaded
 from tests.parity.test_quantized import assert_same_recipe
 from tests.patching import patch
 from titan_exp.models.blocks.linear import GroupedLinear
-from titan_exp.parallel.expert_parallel.apply import mixtures
+from titan_exp.parallel.expert_parallel import mixtures
 
 LAYOUT = ["parallelism=hsdp", "training.micro_batch_size=1", "training.loss_chunk_tokens=37", *LINES]
 """Shards, copies, accumulation and a loss in chunks at once, with token counts that differ between ranks."""
@@ -556,12 +556,12 @@ def received_rows_stay_sorted_by_rank() -> None:
 
         return by_expert
 
-    patch("titan_exp.parallel.expert_parallel.exchange.RowOrder.by_expert", make)
+    patch("titan_exp.parallel.expert_parallel.RowOrder.by_expert", make)
 
 
 def rows_come_back_in_the_order_of_the_experts() -> None:
     patch(
-        "titan_exp.parallel.expert_parallel.exchange.RowOrder.undo",
+        "titan_exp.parallel.expert_parallel.RowOrder.undo",
         lambda _: lambda self, rows: rows,
     )
 
@@ -570,12 +570,12 @@ def weights_of_received_rows_stay_sorted_by_rank() -> None:
     def make(original: Any) -> Any:
         return lambda self, rows: original(self, rows) if rows.ndim > 1 else rows
 
-    patch("titan_exp.parallel.expert_parallel.exchange.RowOrder.apply", make)
+    patch("titan_exp.parallel.expert_parallel.RowOrder.apply", make)
 
 
 def experts_are_weighted_twice() -> None:
     patch(
-        "titan_exp.parallel.expert_parallel.apply.permute_weights",
+        "titan_exp.parallel.expert_parallel.permute_weights",
         lambda original: lambda weights, order, inverse: original(weights * weights, order, inverse),
     )
 
@@ -589,7 +589,7 @@ def gradients_of_gathered_tokens_are_one_ranks() -> None:
 
         return gather
 
-    patch("titan_exp.parallel.expert_parallel.apply.TokenGroup.gather", make)
+    patch("titan_exp.parallel.expert_parallel.TokenGroup.gather", make)
 
 
 def gradients_of_split_tokens_are_one_ranks() -> None:
@@ -599,7 +599,7 @@ def gradients_of_split_tokens_are_one_ranks() -> None:
 
         return backward
 
-    patch("titan_exp.parallel.expert_parallel.apply._Split.backward", make)
+    patch("titan_exp.parallel.expert_parallel._Split.backward", make)
 
 
 def experts_are_chosen_by_other_scores_again() -> None:

@@ -26,7 +26,7 @@ from titan_exp.models.spec.lookup import has_experts, model_spec
 from titan_exp.ops.attention.kv_cache import CachedAttention, LatentCache
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.parallel.context_parallel.apply import apply_context_parallel
-from titan_exp.parallel.expert_parallel.apply import apply_expert_parallel
+from titan_exp.parallel.expert_parallel import apply_expert_parallel
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.tensor_parallel.styles import apply_tensor_parallel, drop_unused_rows
 from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES

@@ -17,7 +17,7 @@ from titan_exp.config.groups.parallelism import ActivationCheckpointConfig
 from titan_exp.config.machine.torch_features import read_entry
 from titan_exp.models.blocks.transformer import iter_blocks, iter_numbered_blocks
 from titan_exp.ops.matmul_flops import count_grouped_heads
-from titan_exp.parallel.expert_parallel.apply import mixtures
+from titan_exp.parallel.expert_parallel import mixtures
 from titan_exp.parallel.saved_calls import (
     FLEX_ATTENTION,
     ROUTING,

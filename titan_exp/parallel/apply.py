@@ -11,7 +11,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.activation_checkpoint import apply_activation_checkpointing, needs_compiler
 from titan_exp.parallel.compile import compile_blocks, inductor_options
 from titan_exp.parallel.context_parallel.apply import apply_context_parallel
-from titan_exp.parallel.expert_parallel.apply import apply_expert_parallel
+from titan_exp.parallel.expert_parallel import apply_expert_parallel
 from titan_exp.parallel.fsdp import FSDPOptions, apply_fsdp
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.tensor_parallel.styles import apply_tensor_parallel, enable_async_tp

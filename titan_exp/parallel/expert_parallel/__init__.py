@@ -1,1 +1,0 @@
-"""Expert parallelism: token dispatch to the ranks of the experts."""

@@ -2,24 +2,18 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
-from titan_exp.config.schema.component import Call, component, import_callable, is_builtin
+from titan_exp.config.groups.optimizer import OptimizerConfig
+from titan_exp.config.schema.component import component, is_builtin
 from titan_exp.config.secrets import revealed
 from titan_exp.models.parametrization.parameter_scale import ParameterScale
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.parameter_groups import NamedParameter, named_parameters, remember_groups
-
-if TYPE_CHECKING:
-    import torch
-
-    from titan_exp.optim.parameter_groups import NamedParameter
 
 
 def build_optimizer(
@@ -117,38 +111,3 @@ class HasGradientPoint(Protocol):
         """Move the parameters from the averaged weights to where the next gradients are computed; the caller then
         refreshes what is kept of the weights elsewhere."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(AdamWConfig):
-    """Fields of AdamW, so that an override of `optimizer.name` alone is valid. The class gets `lr`, the weight decay of
-    each parameter group, and `options` as keyword arguments.
-    """
-
-    @property
-    def max_state(self) -> float | None:
-        """Three numbers for torch's, except LBFGS; unknown for the user's."""
-        return 3 if self.name.startswith("torch.optim.") and not self.name.endswith("LBFGS") else None
-
-    @property
-    def is_scale_invariant(self) -> bool:
-        """False: the update of an arbitrary optimizer is unknown."""
-        return False
-
-
-def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":
-    """Call the class as `Class(groups, lr=lr, **options)`; every parameter group has a key `role`."""
-    from titan_exp.optim.parameter_groups import parameter_groups
-
-    groups = parameter_groups(parameters, config, by_role=True)
-    return optimizer_class(config)(groups, lr=config.lr, **config.options)
-
-
-def optimizer_class(config: Config) -> Callable[..., "torch.optim.Optimizer"]:
-    """Import the class.
-
-    Raises:
-        UserError: it cannot be imported, or takes other arguments.
-    """
-    call = Call(("params",), ("lr",), "optimizer.options", config.options)
-    return import_callable(config.name, "optimizer.name", call)

@@ -42,9 +42,10 @@ from titan_exp.models.spec.lookup import block_count, model_spec
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.ops.cross_entropy import VocabShard
 from titan_exp.optim.lr_schedule import LRSchedule, set_lr
-from titan_exp.optim.optimizer import Config as TorchOptimizerConfig
-from titan_exp.optim.optimizer import HasGradientPoint, build_named, build_optimizer, optimizer_class
+from titan_exp.optim.optimizer import HasGradientPoint, build_named, build_optimizer
 from titan_exp.optim.parameter_groups import NamedParameter, named_parameters, same_value
+from titan_exp.optim.torch_optimizer import Config as TorchOptimizerConfig
+from titan_exp.optim.torch_optimizer import optimizer_class
 from titan_exp.parallel.module_requirements import module_violations, require_modules
 from titan_exp.quantization.quantize import require_quantized_linears
 from titan_exp.trainer.module_metrics.metric import chosen_metrics

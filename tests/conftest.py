@@ -22,6 +22,7 @@ from titan_exp.config.extension import extensions
 os.environ["OMP_NUM_THREADS"] = "1"
 # The defaults of whoever runs the tests (conf/local) are not what is tested.
 os.environ["TITAN_EXP_LOCAL"] = "none"
+os.environ.pop("COLUMNS", None)  # tables are as wide as they like, on every machine
 # Runs are signed with a key of the tests.
 os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"titan_exp-tests-{os.getuid()}")
 # Nor are stores of the tests' texts kept among the user's own.

@@ -214,6 +214,31 @@ def test_status_table(make, experiment, capsys: pytest.CaptureFixture[str]):
     assert "There is no run under nowhere/" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("columns", [60, 80, None])
+def test_a_run_has_one_line_however_narrow_the_terminal(
+    make, columns: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    folders = [make(seed, "failed" if seed < 4 else "done") for seed in range(6)]
+    folders[0].write_state(RunState("failed", 4, time.time(), 1, "no space left on the disk of this machine " * 3))
+    log(folders[5], 4, **{"probe/a_number_with_a_long_name": 1.0}, mfu=0.5)
+    config = folders[5].config.read_text()
+    folders[5].config.write_text(config.replace("\n  parts: {}\n", "\n  parts: {probe: {name: a.B, options: {}}}\n"))
+    monkeypatch.setenv("COLUMNS", str(columns)) if columns else monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(["status"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    table = out[1 : out.index("")]
+    assert [line.split()[0] for line in table] == [
+        f"x/{entry.folder.path.name}" for entry in find_runs([], Path("runs"))
+    ]
+    assert [line.split()[1:3] for line in table if folders[5].path.name in line] == [["done", "4/10"]]
+    assert sum("out of luck" in line for line in out) == 1
+    assert sum("no space left" in line for line in out) >= 1
+    assert sum(line.startswith("failed: ") for line in out) == 2, "one reason for three runs, another for one"
+    assert any("probe/a_number_with_a_long_name" in line for line in out)
+    if columns is not None:
+        assert max(map(len, out)) <= columns
+
+
 def test_warning_of_a_running_run(make, capsys):
     running = make(2, "running", ago=5)
     running.beat(4, force=True, warning="no checkpoint can be written")

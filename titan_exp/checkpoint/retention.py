@@ -2,13 +2,13 @@
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.checkpoint_files import COMPLETE_NAME, step_name
+from titan_exp.tracking.number_format import format_time
 from titan_exp.tracking.run_folder.files import sync_folder
 
 _REPLACED = ".replaced"
@@ -140,7 +140,7 @@ class SaveFailures:
         """Record a failed save."""
         self._last = self._clock()
         if self._cause is None:
-            self._first, self._since = self._last, time.strftime("%Y-%m-%d %H:%M:%S")
+            self._first, self._since = self._last, format_time()
         self._cause = cause
 
     def clear(self) -> None:

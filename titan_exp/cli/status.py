@@ -1,20 +1,25 @@
 """Status of runs and studies: state, step, loss, speed, time left."""
 
 import json
+import os
+import shutil
+import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
 from titan_exp.config.command_line.options import options_help, take_options
+from titan_exp.config.command_line.safe_output import Terminal
 from titan_exp.config.command_line.verb_options import StatusOptions
 from titan_exp.launch.executor import worlds_launch
 from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, named_runs, runs_folder
 from titan_exp.launch.state.run_status import StatusRow, rung_lines, status_rows
-from titan_exp.launch.sweep.sweep_table import plain_console
 from titan_exp.tracking.number_format import format_duration
 from titan_exp.tracking.sinks.sink import Value
 
@@ -38,7 +43,14 @@ COLUMNS = (
     *("run", "id", "rung", "state", "step", "loss", "validation loss", "tokens/s"),
     *("/predicted", "MFU", "GiB/predicted", "left", "GPU-hours"),
 )
-OPTIONAL = ("rung", "validation loss", "/predicted", "MFU", "GiB/predicted", "GPU-hours")
+FIXED: tuple[str, ...] = ("run", "state", "step", "loss")
+"""Columns that every terminal shows."""
+FIRST = ("left", "rung", "validation loss", "tokens/s", "id", "MFU", "GPU-hours", "/predicted", "GiB/predicted")
+"""Other columns by importance; those of worlds, parents and reported metrics come after them."""
+LEFT = ("run", "id", "rung", "state", "continued from")
+"""Columns of text."""
+GAP, LABEL, NAMED = 2, 24, 3
+"""Spaces between columns; width below which no name of a run is cut for another column; names in a list that is cut."""
 WATCH_EVERY = 2.0
 """Refresh interval in seconds."""
 
@@ -57,12 +69,17 @@ def run(argv: Sequence[str]) -> int:
     if not rows:
         print(f"There is no run under {runs}/ yet. titan-exp train starts one; paths.runs=FOLDER looks elsewhere.")
         return 0
-    console = plain_console()
-    for line in _headlines(named, runs):
-        console.print(line)
-    console.print(_table(rows, in_full=not named))
-    console.print(_count(rows))
+    width = _width()
+    lines = [*_headlines(named, runs), *_lines(rows, in_full=not named, width=width)]
+    print("\n".join([*lines, *_wrapped(_count(rows), width)]))
     return 0
+
+
+def _width() -> int | None:
+    """Columns of the terminal, or those that COLUMNS says; None if lines may have any length."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
+        return shutil.get_terminal_size().columns
+    return None
 
 
 def _headlines(named: Sequence[str], runs: Path) -> list[str]:
@@ -80,21 +97,67 @@ def _headlines(named: Sequence[str], runs: Path) -> list[str]:
     return lines
 
 
-def _table(rows: Sequence[StatusRow], *, in_full: bool) -> Table:
-    """Table of runs; optional columns are shown if a run has a value."""
+def _lines(rows: Sequence[StatusRow], *, in_full: bool, width: int | None) -> list[str]:
+    """A line per run, with the columns that fit; then the columns that do not, and the reasons."""
     with_group = in_full or len({row.group for row in rows}) > 1
     cells = [_cells(row, with_group) for row in rows]
     names = [*COLUMNS, *dict.fromkeys(name for row in rows if row.groups is not None for name in row.groups.cells())]
-    names += ["continued from", *sorted({metric for row in rows for metric in row.reported}), "reason"]
-    fixed = set(COLUMNS).difference(OPTIONAL)
-    shown = [name for name in names if name in fixed or any(row.get(name, "-") != "-" for row in cells)]
-    table = Table(box=None, pad_edge=False)
-    for name in shown:
-        left = name in ("run", "id", "rung", "state", "continued from", "reason")
-        table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=name in ("id", "state"))
+    names += ["continued from", *sorted({metric for row in rows for metric in row.reported})]
+    known = [name for name in names if name in FIXED or any(row.get(name, "-") != "-" for row in cells)]
+    if all(row["id"] in row["run"] for row in cells):
+        known.remove("id")
+    widths = {name: max(len(name), *(cell_len(row.get(name, "-")) for row in cells)) for name in known}
+    left = (width or sys.maxsize) - sum(widths[name] + GAP for name in FIXED) + GAP
+    shown = set(FIXED)
+    for name in sorted(known, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
+        if name not in shown and widths[name] + GAP <= left + max(0, widths["run"] - LABEL):
+            shown.add(name)
+            left -= widths[name] + GAP
+    widths["run"] = max(len("run"), min(widths["run"], widths["run"] + left))
+    lines = [_line({name: name for name in shown}, [name for name in known if name in shown], widths)]
+    lines += [_line(row, [name for name in known if name in shown], widths) for row in cells]
+    if missing := [name for name in known if name not in shown]:
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED + 1 else ""
+        named = missing if not more else missing[:NAMED]
+        lines += ["", *_wrapped(f"A wider terminal, show RUN and --json have {', '.join(named)}{more}.", width)]
+    return lines + _reasons(cells, width)
+
+
+def _line(row: Mapping[str, str], names: Sequence[str], widths: Mapping[str, int]) -> str:
+    cells = []
+    for name in names:
+        text, size = row.get(name, "-"), widths[name]
+        if cell_len(text) > size:
+            text = f"{text[: (size - 1) // 2]}…{text[len(text) - size // 2 :]}"
+        space = " " * (size - cell_len(text))
+        cells.append(text + space if name in LEFT else space + text)
+    return (" " * GAP).join(cells).rstrip()
+
+
+def _reasons(cells: Sequence[Mapping[str, str]], width: int | None) -> list[str]:
+    """Reasons and warnings with the runs that they hold for, once each."""
+    runs: dict[tuple[str, str], list[str]] = {}
     for row in cells:
-        table.add_row(*(row.get(name, "-") for name in shown))
-    return table
+        if row["reason"] != "-":
+            runs.setdefault((row["state"], row["reason"]), []).append(row["run"])
+    lines = []
+    for (state, reason), names in runs.items():
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED + 1 else ""
+        named = names if not more else names[:NAMED]
+        lines += ["", *_wrapped(f"{state}: {', '.join(named)}{more}", width), *_wrapped(reason, width, indent="  ")]
+    return lines
+
+
+def _wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
+    if width is None:
+        return [indent + text]
+    return textwrap.wrap(
+        *(text, max(width, 20)),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def _cells(row: StatusRow, with_group: bool) -> dict[str, str]:
@@ -129,14 +192,12 @@ def _count(rows: Sequence[StatusRow]) -> str:
 
 
 def _watch(named: Sequence[str], runs: Path) -> None:
-    console = plain_console()
     try:
-        with Live(console=console, auto_refresh=False, screen=False) as live:
+        with Live(console=Terminal(), auto_refresh=False, screen=False) as live:
             while True:
                 rows = status_rows(find_runs(named, runs))
-                table = _table(rows, in_full=not named)
-                table.caption, table.caption_justify = _count(rows), "left"
-                live.update(table, refresh=True)
+                lines = _lines(rows, in_full=not named, width=_width()) if rows else []
+                live.update(Text("\n".join([*lines, _count(rows)])), refresh=True)
                 busy = any(study.holder() for word in named if (study := find_study_folder(word, runs)) is not None)
                 if not busy and not any(row.state in ("queued", "running", "unknown") for row in rows):
                     return

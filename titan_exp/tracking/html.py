@@ -4,10 +4,11 @@ Text is escaped, data is embedded as script-safe JSON, and a content security po
 """
 
 import json
-import time
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
+
+from titan_exp.tracking.number_format import format_time
 
 FOLDER = "page"
 """Folder of a package with its template, style and scripts; `tracking/page` is shared by all pages."""
@@ -28,7 +29,7 @@ def render_page(package: str, scripts: Sequence[str], numbers: Any, **words: Any
     environment = Environment(autoescape=True, loader=loader, **options)
     # Markup is not escaped: files of the package, and script-safe data.
     return environment.from_string(_asset(package, "page.html")).render(
-        drawn_at=time.strftime("%Y-%m-%d %H:%M"),
+        drawn_at=format_time(),
         style=Markup(_asset(common, "base.css") + _asset(package, "page.css")),
         script=Markup("\n".join([_asset(common, "elements.js"), *(_asset(package, name) for name in scripts)])),
         numbers=Markup(_script_safe(numbers)),

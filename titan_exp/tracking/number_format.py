@@ -1,4 +1,6 @@
-"""Number formatting: bytes, seconds and counts as three significant digits and a unit."""
+"""Number formatting: bytes, seconds and counts as three significant digits and a unit; times of day with their zone."""
+
+import time
 
 GIB, MIB = 2**30, 2**20
 
@@ -27,6 +29,11 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours}h {minutes:02d}m"
     return f"{minutes}m {whole % 60:02d}s" if minutes else f"{seconds:.3g}s"
+
+
+def format_time(seconds: float | None = None) -> str:
+    """Format a time, by default now, in the zone of this machine: 2026-11-30 19:05:12 UTC."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
 
 
 def format_count(number: float) -> str:

@@ -70,18 +70,18 @@ def test_time_lost_counts_stalls_restarts_and_repeated_steps(folder):
 
 def test_status_has_columns_of_groups(folder, capsys):
     folder.config.write_text("experiment: {name: made}\n")
-    titles = ["state", "left", "GPU-hours", "groups", "quorum", "heals", "time", "lost", "continued", "from"]
+    titles = ["state", "GPU-hours", "groups", "quorum", "heals", "time", "lost", "continued", "from"]
 
     def shown() -> list[str]:
         assert status.run([str(folder.path)]) == 0
         head = capsys.readouterr().out.splitlines()[0].split()
         return [title for title in head if title in titles]
 
-    assert shown() == ["state", "left"]
+    assert shown() == ["state"]
     record_event(folder, 1, event="started", group=0, start=0)
     record_event(folder, 1, event="started", group=1, start=1)
     quorum(folder, 1, 3, [0], [0])
-    assert shown() == ["state", "left", "groups", "quorum", "heals", "time", "lost"]
+    assert shown() == ["state", "groups", "quorum", "heals", "time", "lost"]
     assert status.run([str(folder.path), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["groups"] == {"living": 1, "groups": 2, "quorum": 1, "heals": 1, "stall": 0.0, "restarts": 0.0}

@@ -29,6 +29,7 @@ from titan_exp.config.paths.checkpoint_files import (
 from titan_exp.config.paths.remote_url import joined
 from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
 from titan_exp.tracking.logging import get_logger
+from titan_exp.tracking.number_format import format_time
 
 CONFIG = "config.yaml"
 """Configuration file of the run, next to its checkpoints."""
@@ -326,7 +327,7 @@ class BackgroundUploader:
                 self._seconds = seconds
             else:
                 self._skip(step)
-                since = self._failing_since = self._failing_since or time.strftime("%Y-%m-%d %H:%M:%S")
+                since = self._failing_since = self._failing_since or format_time()
                 self.warning = f"no checkpoint can be uploaded to {self._run.url} since {since} ({failure})"
         if failure is None:
             get_logger().info("uploaded step %d to %s in %.3f s", step, self._run.url, seconds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ from titan_exp.launch.executor import RunPlan
 from titan_exp.launch.provenance.git import checksums
 from titan_exp.launch.provenance.provenance import read_provenance
 from titan_exp.rules.checkpoint import local_checkpoint, recorded_data
-from titan_exp.tracking.number_format import format_bytes
+from titan_exp.tracking.number_format import format_bytes, format_time
 from titan_exp.tracking.run_folder.provenance_records import CodeRecord, CodeVersion, read_code
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -194,6 +193,6 @@ def _data_changes(folder: RunFolder, experiment: Experiment, identities: dict[st
     ]
     began = rows[-1].start or rows[-1].intent
     if not lines and files is not None and files.is_sampled and files.modified > began:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(files.modified))
+        when = format_time(files.modified)
         lines.append(f"data files: modified since, at {when}; sampled contents are the same, others may differ")
     return lines

@@ -1,7 +1,6 @@
 """Summary of one run, for `titan-exp show`: configuration, code, lineage, state, checkpoints, next commands."""
 
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -17,7 +16,7 @@ from titan_exp.launch.provenance.changes import code_changes, patched_files
 from titan_exp.launch.run_console import known_metrics
 from titan_exp.launch.state.run_lookup import RunEntry
 from titan_exp.launch.state.run_status import StatusRow, status_rows
-from titan_exp.tracking.number_format import format_bytes, format_duration, format_items
+from titan_exp.tracking.number_format import format_bytes, format_duration, format_items, format_time
 from titan_exp.tracking.run_folder.attempts import ENDED_STATES, Attempt
 from titan_exp.tracking.run_folder.provenance_records import CodePart, children, for_shell
 from titan_exp.tracking.run_folder.run import Run
@@ -216,6 +215,7 @@ def _state(status: StatusRow) -> Iterator[str]:
         numbers.append(f"{status.gpu_hours:,.2f} GPU-hours")
     if numbers:
         yield ", ".join(numbers)
+    yield from (f"{name} {value:.4g}" for name, value in status.reported.items() if value is not None)
 
 
 def _code(code: RecordedCode) -> Iterator[str]:
@@ -228,7 +228,7 @@ def _code(code: RecordedCode) -> Iterator[str]:
 
 def _attempt(attempt: Attempt) -> str:
     began = attempt.start if attempt.start is not None else attempt.intent
-    parts = [f"{attempt.attempt}  {time.strftime('%Y-%m-%d %H:%M', time.localtime(began))}"]
+    parts = [f"{attempt.attempt}  {format_time(began)}"]
     if attempt.start is not None and attempt.end is not None:
         parts.append(format_duration(max(0.0, attempt.end - attempt.start)))
     job = f", job {attempt.job_id}" if attempt.job_id and attempt.launched_by != "local" else ""

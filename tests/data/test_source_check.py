@@ -127,7 +127,7 @@ def test_a_built_in_source_is_opened_by_the_launcher(monkeypatch: pytest.MonkeyP
 
 
 def test_the_source_of_the_guide(folder: str, tmp_path: Path):
-    guide = (Path(__file__).parents[2] / "docs" / "guides" / "extending.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "own-data.md").read_text()
     (code,) = re.findall(r"```python\n(class Notes:.*?)```", guide, re.DOTALL)
     names: dict[str, Any] = {"__name__": __name__, "dataclass": dataclass, "field": field, "hashlib": hashlib}
     names["Path"] = Path

@@ -165,7 +165,7 @@ def test_wrong_options_are_refused(fleet: Fleet, words: list[str], message: str,
 
 def test_the_guide_shows_the_example_and_it_is_short():
     text = (PACKAGE / "my_package" / "launch.py").read_text()
-    guide = (REPOSITORY / "docs" / "guides" / "extending.md").read_text()
+    guide = (REPOSITORY / "docs" / "guides" / "own-executor.md").read_text()
     assert text.partition("class SshExecutor")[2].strip() in guide
     assert text.count("\n") < 40
     added = REPOSITORY / "tests/adding/executor/titan_exp/launch/ssh/executor.py"

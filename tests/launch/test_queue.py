@@ -135,7 +135,7 @@ def test_agents_of_several_nodes_learn_their_names(spool: Spool):
 
 def test_the_guide_shows_the_methods_of_the_queue_which_is_short():
     text = (PACKAGE / "my_package" / "spool.py").read_text()
-    guide = (REPOSITORY / "docs" / "guides" / "extending.md").read_text()
+    guide = (REPOSITORY / "docs" / "guides" / "own-executor.md").read_text()
     methods = re.findall(r"^    def .*:$", text, re.MULTILINE)
     assert [f"{method} ..." in guide for method in methods] == [True] * 3
     assert text.count("\n") <= 70

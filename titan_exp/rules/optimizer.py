@@ -101,7 +101,7 @@ PARAMETRIZATION_RULES = rules(
         _NAME,
         lambda parametrization, model: parametrization.name != "standard" and model_spec(model) is None,
         "model.architecture={model.architecture} is a plain class, and has no spec to read shapes from",
-        "parametrization=standard, or a module with a spec (titan-exp help extending)",
+        "parametrization=standard, or a module with a spec (titan-exp help own-model)",
     ),
     spec_describes_the_parts,
     fixed_keys_set_inputs,

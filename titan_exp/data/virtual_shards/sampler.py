@@ -177,7 +177,7 @@ def _exact_remedy(data: DataConfig, source: Source) -> str:
     if data.source not in sources() and not isinstance(getattr(source, "fingerprint", None), str):
         return (
             f"Give {data.source} a fingerprint that changes with its documents: they are then tokenized once, and an "
-            "epoch reads each token once (titan-exp help extending)"
+            "epoch reads each token once (titan-exp help own-data)"
         )
     return "titan-exp tokenize makes a store of a text of this size, of which an epoch reads each token once"
 

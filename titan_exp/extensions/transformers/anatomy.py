@@ -227,7 +227,7 @@ def recorder_of(config: "Config") -> Anatomy:
 
 def unsupported(reason: str) -> UserError:
     """Refusal of a class."""
-    remedy = "another class; or a module of your own, see docs/guides/extending.md"
+    remedy = "another class; or a module of your own, see titan-exp help own-model"
     return UserError("This run cannot be started.", [Violation("model.repository", "", reason, remedy)])
 
 

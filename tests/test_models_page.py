@@ -31,28 +31,34 @@ PAGE = REPOSITORY / "docs" / "models.md"
 HEADING = """\
 # Models
 
-Written by `make golden` from the markers of the tests (`tests/proofs.py`); do not edit.
+Which models can you train, and what do our tests prove of each? To train one, set `model=` to one of the
+[published shapes](#published-shapes), or to a small model such as `llama_laptop` or `qwen3_moe_debug`. If you want to
+see all of them, type `titan-exp train --help`.
 
-## Proofs
+`make golden` writes this page from the markers of the tests (`tests/proofs.py`), so do not edit it.
 
-`day`: a test of `make test` proves it; `night`: one of `make night` alone. A cell without a word: no test does.
-All of them ran on a CPU, with gloo between ranks. The last column has those for which `make gpu` has tests; it has not
-run on a GPU yet.
+## What the tests prove
 
-- counts: presets whose total and active parameters a test has, of all published ones (below)
-- logits, gradients: those of `transformers`, per parameter, from the same weights
-- import, export: folders of Hugging Face, read and written bitwise
-- generate: greedy text, with the cache: that of `transformers` or without it, or on ranks that of one device
+`day` means that a test of `make test` proves it, and `night` that only one of `make night` does. If a cell is empty, no
+test does. All of these ran on a CPU, with gloo between ranks. `make gpu` also has tests for what the last column names.
+They have not run on a GPU yet.
+
+- counts: presets whose total and active parameters a test checks, out of all published ones
+- logits, gradients: equal to those of `transformers` from the same weights, for each parameter
+- import, export: Hugging Face folders, read and written bitwise
+- generate: greedy text with the cache equals that of `transformers` or that without the cache, and text on several
+  ranks equals that of one device
 - tp, cp, pp, ep: tensor, context, pipeline and expert parallelism, each with the curve and weights of one device
 - recompute, compile: the same curve and weights with activation checkpointing, and with every block compiled into one
-  graph (`fullgraph`, by `aot_eager`)
-- fp8: a recipe of 8 bits, trained on several ranks as on one
-- plan: predicted memory and FLOPs are those of ranks that run it
+  graph (`fullgraph`, with `aot_eager`)
+- fp8: an 8-bit recipe trains on several ranks as on one
+- plan: predicted memory and FLOPs are those of ranks that run the model
 """
 COUNTED = """
 ## Published shapes
 
-Numbers that tests compare with the model's spec. Active: chosen experts only, and no embedding table.
+Tests compare these numbers with the preset's spec. Active parameters are those of the experts that a token takes,
+without the embedding table.
 """
 
 

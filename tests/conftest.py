@@ -39,6 +39,8 @@ install_import_hook(
     [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in CHECKED], "beartype.beartype"
 )
 fast_hydra.install()
+# A failed comparison of curves shows the steps that differ.
+pytest.register_assert_rewrite("tests.parity.runs")
 
 PARITY = re.compile(r"tests/(parity/test_|extensions/\w+/test_parity)")
 TIMED_BY_THE_MACHINE = re.compile(

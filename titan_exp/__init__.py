@@ -1,1 +1,3 @@
-"""Pretraining experiments: compose, check, launch, train in 4D, compare."""
+"""Pretraining experiments: compose, check, launch, train in 5D, compare."""
+
+__version__ = "1.0.0"

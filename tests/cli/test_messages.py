@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import titan_exp
 import titan_exp.launch
 from titan_exp.cli.main import main
 from titan_exp.config.extension import extensions
@@ -96,8 +98,15 @@ def test_help_of_every_verb(verb: str, capsys: pytest.CaptureFixture[str]):
 def test_version(capsys: pytest.CaptureFixture[str]):
     assert main(["--version"]) == 0
     version, *lines = capsys.readouterr().out.splitlines()
-    assert version.startswith("titan-exp 0.")
+    assert version == f"titan-exp {titan_exp.__version__}"
     assert lines == [f"  extension {found.name}: {found.summary}" for found in extensions().values()]
+
+
+def test_the_changelog_begins_with_this_version():
+    """Below what is unreleased."""
+    changelog = Path(__file__).parents[2] / "CHANGELOG.md"
+    unreleased, newest, *_ = re.findall(r"^## (\S+)", changelog.read_text(encoding="utf-8"), re.MULTILINE)
+    assert (unreleased, newest) == ("Unreleased", titan_exp.__version__)
 
 
 def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixture[str]):

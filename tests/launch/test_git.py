@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -119,13 +118,3 @@ def test_before_the_first_commit(tmp_path: Path) -> None:
     code, diff = read_code_version(tmp_path)
     assert (code.commit, code.dirty) == (None, True)
     assert "+x = 1" in diff
-
-
-def test_a_checkout_that_is_not_installed_has_the_version_of_its_project(monkeypatch: pytest.MonkeyPatch):
-    installed = read_code_version()[0].version
-
-    def version(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", version)
-    assert read_code_version()[0].version == installed

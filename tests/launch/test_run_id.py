@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.identity_keys import COUNTS_BESIDE, IN_RUN_ID, LAYOUT, NOT_IN_RUN_ID
-from titan_exp.config.schema.typed_config import to_dict, to_experiment
+from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_experiment
 from titan_exp.launch.run_id import canonical, experiment_id, identity, run_id
 
 GOLDEN = [
@@ -123,6 +124,15 @@ def test_ids_are_stable(overrides: list[str], ids: tuple[str, str]) -> None:
     """Changing these ids renames every existing run."""
     run = experiment(*overrides)
     assert (run_id(run), experiment_id(run)) == ids
+
+
+RELEASED = sorted((Path(__file__).parent / "released").glob("*.yaml"))
+"""A run's `config.yaml` of each release, named VERSION-ID."""
+
+
+@pytest.mark.parametrize("path", RELEASED, ids=lambda path: path.stem)
+def test_a_run_of_an_earlier_release_reads_and_keeps_its_id(path: Path) -> None:
+    assert run_id(load_experiment(path)) == path.stem.rpartition("-")[2]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from titan_exp import __version__
 from titan_exp.cli.help import guides
 from titan_exp.config.command_line.safe_output import safe_output
 from titan_exp.config.errors.explained_errors import explain_os_error
@@ -119,9 +120,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         print(USAGE.format(verbs=lines, guides=", ".join(guides())), end="")
         return 0
     if verb == "--version":
-        from titan_exp.launch.provenance.git import package_version
-
-        print(f"titan-exp {package_version()}")
+        print(f"titan-exp {__version__}")
         for extension in extensions().values():
             print(f"  extension {extension.name}: {extension.summary}")
         return 0

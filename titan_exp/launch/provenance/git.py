@@ -4,10 +4,8 @@ import os
 import re
 import shutil
 import subprocess
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 import titan_exp
@@ -38,21 +36,12 @@ def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
     An untracked package inside a repository is treated as having no repository.
     """
     folder = package or Path(titan_exp.__file__).resolve().parent
-    version = package_version()
+    version = titan_exp.__version__
     root = run_git(folder, "rev-parse", "--show-toplevel")
     if root is None or not list_files(folder, ["."], "--cached"):
         return read_files("titan_exp", folder.parent, [folder], version=version)[0], ""
     code, patch = read_repository("titan_exp", Path(root.strip()), [folder], untracked=["."])
     return replace(code, version=version), patch
-
-
-def package_version() -> str:
-    """Version of the installed titan_exp, or of the checkout that it is imported from."""
-    try:
-        return metadata.version("titan_exp")
-    except metadata.PackageNotFoundError:
-        project = Path(titan_exp.__file__).resolve().parents[1] / "pyproject.toml"
-        return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
 
 
 def repository_of(path: Path) -> Path | None:

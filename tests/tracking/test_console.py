@@ -78,13 +78,15 @@ def test_quick_steps_print_first_last_and_evaluations() -> None:
     assert {1, 13, 99} <= set(steps)
     assert steps == sorted(set(steps))
     assert len(steps) <= 13
-    assert screen.lines()[-1] == "first: done"
+    assert screen.lines()[-1] == f"first: done; {99 - len(steps)} more rows in metrics.jsonl"
 
 
 def test_slow_steps_are_all_printed() -> None:
     screen = RunConsole()
     screen.log(*(row(step) for step in range(1, 6)), seconds=1.0)
     assert screen.steps() == [1, 2, 3, 4, 5]
+    screen.sink.close("done")
+    assert screen.lines()[-1] == "first: done"
 
 
 def test_notes_are_not_formatted() -> None:

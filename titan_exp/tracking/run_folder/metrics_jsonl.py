@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -201,9 +202,10 @@ class JsonlSink:
         self._failed = False
 
     def log(self, row: Mapping[str, Value | Sequence[int]]) -> None:
-        """Write the row, with this attempt's number if it has none."""
+        """Write the row, with this attempt's number if it has none, and the Unix time."""
         encoded = {key: _encode(value) for key, value in row.items()}
         encoded.setdefault("attempt", self._attempt)
+        encoded["time"] = round(time.time(), 3)
         self._buffer += json.dumps(encoded, allow_nan=False).encode() + b"\n"
         try:
             self._write()

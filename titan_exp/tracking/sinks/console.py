@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titan_exp.config.command_line.safe_output import Terminal
-from titan_exp.tracking.number_format import format_count, format_duration
+from titan_exp.tracking.number_format import format_count, format_duration, format_items
 from titan_exp.tracking.sinks.sink import Row, Value
 
 
@@ -20,7 +20,7 @@ class ConsoleSink:
 
     On a terminal: a bar with step and time left, the latest metrics below it, and one permanent line per evaluation.
     Elsewhere (a file, a CI log): one line per row, at most one per `interval` seconds, and always the first, the last
-    and every evaluation. `sequences_after` counts those of the first steps together, by which steps take their time.
+    and every evaluation; the end says how many rows had no line. `sequences_after` counts those of the first steps together, by which steps take their time.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class ConsoleSink:
         self._warning: str | None = None
         self._validation_loss: Value = None
         self._unprinted: Row | None = None
+        self._rows = self._lines = 0
         self._last_line = -math.inf
         self._eta = _Eta(total_steps, sequences_after, clock)
         self._live: Live | None = None
@@ -56,6 +57,7 @@ class ConsoleSink:
                 self._validation_loss = row["validation_loss"]
                 self.note(f"step {row['step']}: validation loss {_number(self._validation_loss)}")
             return
+        self._rows += 1
         if evaluated or self._clock() - self._last_line >= self._interval:
             self._print_line(row)
         else:
@@ -84,10 +86,13 @@ class ConsoleSink:
             return
         if self._unprinted is not None:
             self._print_line(self._unprinted)
-        self._write(f"{self._title}: {state}")
+        hidden = self._rows - self._lines
+        more = f"; {format_items(hidden, 'more row')} in metrics.jsonl" if hidden else ""
+        self._write(f"{self._title}: {state}{more}")
 
     def _print_line(self, row: Row) -> None:
         self._unprinted = None
+        self._lines += 1
         self._last_line = self._clock()
         width = len(str(self._total))
         fields = [f"step {row['step']:>{width}}/{self._total}", *_fields(row)]

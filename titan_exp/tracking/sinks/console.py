@@ -20,7 +20,8 @@ class ConsoleSink:
 
     On a terminal: a bar with step and time left, the latest metrics below it, and one permanent line per evaluation.
     Elsewhere (a file, a CI log): one line per row, at most one per `interval` seconds, and always the first, the last
-    and every evaluation; the end says how many rows had no line. `sequences_after` counts those of the first steps together, by which steps take their time.
+    and every evaluation. The end says how many rows had no line. `sequences_after` counts the sequences of the first
+    steps together, by which steps take their time.
     """
 
     def __init__(

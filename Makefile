@@ -38,6 +38,7 @@ night: $(TESTS) peer compiled
 	$(PYTEST) -m night
 	$(PYTEST) tests/parity/*mutations.py tests/extensions/*/*mutations.py tests/parity/test_drawn.py --layouts 300
 	$(MAKE) tools
+	$(MAKE) docs
 
 ## The tests without the minutes-long ones on another torch, in an environment of its own: make other-torch TORCH=2.14
 TORCH ?= 2.11
@@ -106,7 +107,7 @@ golden: $(TESTS)
 
 ## The site: open build/docs/index.html. A warning, such as a broken link, is an error.
 docs: $(DOCS)
-	$(BIN)/python -m sphinx -W --keep-going -n -q -c docs . build/docs
+	$(BIN)/python -m sphinx --fresh-env --write-all -W --keep-going -n -q -c docs . build/docs
 	@echo build/docs/index.html
 
 $(STAMP): pyproject.toml .ci/constraints.txt

@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-for-tests
+DOCS := $(VENV)/.installed-for-docs
 
 # Overrides that are typed as variables of make, in quotes where they have spaces: make train model=qwen3_moe_laptop
 # Words with quotes of their own, parentheses, semicolons or dollars go into ARGS, as do options.
@@ -11,7 +12,7 @@ SPACE := $() $()
 WORDS = $(filter-out $(addsuffix =%,ARGS PYTHON VENV BIN TORCH),$(subst \$(SPACE),<space>,$(MAKEOVERRIDES)))
 OVERRIDES = $(subst <space>,\$(SPACE),$(WORDS))
 
-.PHONY: train test quick night other-torch stub-gpu tools peer gpu gpu-wheels check compiled slurm golden clean
+.PHONY: train test quick night other-torch stub-gpu tools peer gpu gpu-wheels check compiled slurm golden docs clean
 
 ## Train a small language model on this machine, draw its loss curve and let it write.
 train: $(STAMP)
@@ -37,6 +38,7 @@ night: $(TESTS) peer compiled
 	$(PYTEST) -m night
 	$(PYTEST) tests/parity/*mutations.py tests/extensions/*/*mutations.py tests/parity/test_drawn.py --layouts 300
 	$(MAKE) tools
+	$(MAKE) docs
 
 ## The tests without the minutes-long ones on another torch, in an environment of its own: make other-torch TORCH=2.14
 TORCH ?= 2.11
@@ -103,6 +105,11 @@ golden: $(TESTS)
 	$(BIN)/python -m pytest -q tests/config/test_reference.py --update-golden
 	$(BIN)/python -m pytest -q $(GOLDEN) --update-golden
 
+## The site: open build/docs/index.html. A warning, such as a broken link, is an error.
+docs: $(DOCS)
+	$(BIN)/python -m sphinx --fresh-env --write-all -W --keep-going -n -q -c docs . build/docs
+	@echo build/docs/index.html
+
 $(STAMP): pyproject.toml .ci/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "titan_exp needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -114,5 +121,9 @@ $(TESTS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[test]'
 	touch $(TESTS)
 
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[docs]'
+	touch $(DOCS)
+
 clean:
-	rm -rf $(VENV) .venv-tools .venv-torch-* .peer .wheels .gpu-packages
+	rm -rf build/docs $(VENV) .venv-tools .venv-torch-* .peer .wheels .gpu-packages

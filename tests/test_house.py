@@ -59,6 +59,13 @@ def test_every_room_has_its_floor():
     assert {room_of(path) for path in FILES} - set(FLOOR) == {"__init__"}
 
 
+def test_the_architecture_page_lists_the_rooms_by_floor():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    listed = [(int(floor) - 1, room) for floor, room in re.findall(r"^\| (\d+) \| `(\w+)` \|", page, re.M)]
+    assert listed == sorted(listed, key=lambda row: row[0])
+    assert {room: floor for floor, room in listed} | {"__main__": len(FLOORS) - 1} == FLOOR
+
+
 @pytest.mark.parametrize("path", FILES, ids=named)
 def test_rooms_import_downwards(path: Path):
     room = room_of(path)

@@ -78,7 +78,7 @@ def reference() -> str:
 
 def _row(key: str, default: Any) -> str:
     value = OmegaConf.select(default, key, default=...)
-    shown = "–" if value is ... else f"`{_text(value)}`"
+    shown = "–" if value is ... else f"`{_text(value) or repr('')}`"
     built_in = "".join(f" `{name}`: {meaning}" for name, meaning in BUILT_IN.get(key, {}).items())
     example = f" E.g. `{example_of(key)}`." if example_of(key) else ""
     meaning = f"{_meaning(key, default)}{built_in}{example}".replace("|", r"\|")

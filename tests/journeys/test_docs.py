@@ -17,7 +17,7 @@ from tests.journeys.command import REPOSITORY, titan_exp
 from titan_exp.cli.help import guides
 from titan_exp.cli.main import main
 
-PAGES = [REPOSITORY / "README.md", *sorted(guides().values())]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")), *sorted(guides().values())]
 
 ELSEWHERE = {
     "additions": "needs the example package; tests/journeys/test_example_package.py runs it",
@@ -94,6 +94,19 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_pages_hold_commands():
     assert len(COMMANDS) > 60
+
+
+def test_the_architecture_page_names_what_exists():
+    """In links, whose text is the path in titan_exp, in words, and in its drawing."""
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    linked = re.findall(r"\[`(.+?)`\]\(\.\./titan_exp/(.+?)\)", page)
+    named = re.findall(r"`((?:titan_exp|tests|conf|docs)/[\w./]+)`", page)
+    drawn = re.findall(r">([\w/…]+\.py)", (REPOSITORY / "docs" / "images" / "life_of_a_run.svg").read_text())
+    assert [(text, path) for text, path in linked if text != path] == []
+    assert [path for path in named if not (REPOSITORY / path).exists()] == []
+    patterns = [path for _, path in linked] + [path.replace("…", "*") for path in drawn]
+    assert [pattern for pattern in patterns if not any((REPOSITORY / "titan_exp").glob(pattern))] == []
+    assert (len(linked), len(named), len(drawn)) > (30, 15, 15)
 
 
 def by_day(command: str) -> object:

@@ -1,7 +1,7 @@
 """Part: the seam by which anything joins training, from an average of the weights to your own probe.
 
 A part declares its phase. Within a step, parts act in the order of their phases, and within a phase in that of their
-list (`trainer/parts.py`), which is the same on every rank:
+list (`trainer/parts.py`), which is the same on every rank::
 
     before, on_batches            all parts, in their order
     on_gradients                  all parts: gradients are clipped

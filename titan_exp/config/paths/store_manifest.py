@@ -73,7 +73,7 @@ class StoreManifest(ABC):
     repair: ClassVar[str]
     """Remedy for a damaged store in `{folder}`."""
     numbers: ClassVar[tuple[str, ...]]
-    """Numbers of a shard; the first is that of its items."""
+    """Names of a shard's numbers; the first counts its items."""
     path: Path
     """Folder of the store."""
     fingerprint: str
@@ -102,8 +102,7 @@ class StoreManifest(ABC):
             if not (path / MANIFEST).exists() and (path / UNFINISHED).is_dir():
                 raise refusal("this store is not complete yet", f"rerun the {verb} command that began it")
             if not (path / MANIFEST).exists():
-                reason = f"it has no {MANIFEST}, so it is no {cls.store}"
-                raise refusal(reason, f"a folder that {verb} wrote")
+                raise refusal(f"it has no {MANIFEST}, so it is no {cls.store}", f"a folder that {verb} wrote")
             values = read_object(path / MANIFEST)
         except OSError as error:  # a folder on the way is closed
             raise refusal(f"its {MANIFEST} cannot be read: {error}", "permission to read it") from error

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import warnings
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -81,6 +82,10 @@ class TokenizeJob:
         return bool(entries) and entries[-1]["next"] is None
 
 
+_Writers = dict[str, tuple[ShardWriter, "array[int]"]]
+"""Files of a shard and the beginnings of its documents, by split."""
+
+
 class PartTokenizer:
     """Tokenizes parts of a job; one per process. Raises UserError if text or tokenizer cannot be used."""
 
@@ -105,18 +110,20 @@ class PartTokenizer:
     def _write_cut(self, part: CorpusPart, cut: int, documents: Iterator[Document]) -> bool:
         """Write the next shard of each split and its journal entry; returns True if there may be more documents."""
         name = f"{part.number:05d}-{cut:04d}"
-        writers: dict[str, ShardWriter] = {}
+        writers, shards = _Writers(), dict[str, Any]()
         try:
             last = self._fill(writers, name, documents)
-            shards = {split: writer.commit(writer.lengths) for split, writer in writers.items()}
+            for split, (writer, begins) in writers.items():
+                writer.add("documents", np.asarray(begins))
+                shards[split] = writer.commit(writer.lengths)
             entry = {"shards": shards, "next": None if last is None else last.next_position()}
             write_json(self._job.entry(part, cut), entry)
         finally:
-            for writer in writers.values():
+            for writer, _ in writers.values():
                 writer.close()
         return last is not None
 
-    def _fill(self, writers: dict[str, ShardWriter], name: str, documents: Iterator[Document]) -> Document | None:
+    def _fill(self, writers: _Writers, name: str, documents: Iterator[Document]) -> Document | None:
         """Add documents until the shards are full; returns the last one, or None at the end of the part."""
         total = counted = added = 0
         for document in documents:
@@ -127,9 +134,10 @@ class PartTokenizer:
                 if len(tokens) > 1 or document.split == "validation":
                     if document.split not in writers:
                         fields = token_fields(token_bytes(self._tokenizer))
-                        writers[document.split] = ShardWriter(self._job.folder, f"{document.split}-{name}", fields)
-                    writer = writers[document.split]
-                    writer.add("documents", np.array([writer.lengths["tokens"]]))
+                        writer = ShardWriter(self._job.folder, f"{document.split}-{name}", fields)
+                        writers[document.split] = writer, array("Q")
+                    writer, begins = writers[document.split]
+                    begins.append(writer.lengths["tokens"])
                     writer.add("tokens", tokens)
                     added += len(tokens)
                     total += len(tokens)
@@ -300,6 +308,7 @@ _KEYS = {
     "tokenizer": "data.tokenizer",
     "token_bytes": "data.tokenizer",
 }
+"""Configuration keys of the settings; others are options of `tokenize`."""
 
 
 def build_store(

@@ -114,7 +114,7 @@ class StoreManifest(ABC):
             raise refusal(f"its {MANIFEST} is not that of a {cls.store}", f"a folder that {verb} wrote")
         if (version := values.get("version")) != VERSION:
             reason = f"it has format version {version}, and this version of titan-exp reads {VERSION}"
-            raise refusal(reason, f"{verb} again, or use the version of titan-exp that wrote it")
+            raise refusal(reason, f"{cls.verb} again, or use the version of titan-exp that wrote it")
         try:
             own, splits = cls.parse(values), table(values.get("splits"), "splits")
             return cls(
@@ -124,7 +124,7 @@ class StoreManifest(ABC):
                 **own,
             )
         except UserError as error:
-            raise refusal(f"its {MANIFEST} is damaged: {error}", f"{verb} into a new store") from error
+            raise refusal(f"its {MANIFEST} is damaged: {error}", f"{cls.verb} into a new store") from error
 
     @classmethod
     def format(cls) -> dict[str, Any]:

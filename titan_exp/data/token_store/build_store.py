@@ -151,24 +151,6 @@ class PartTokenizer:
         return None
 
 
-def describe_store(job: TokenizeJob, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Settings that change a store's content, JSON-serializable."""
-    return {
-        "source": corpus.fingerprint,
-        "content": corpus.content,
-        "held_out": corpus.held_out,
-        "tokenizer": {
-            "fingerprint": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "end_of_text": tokenizer.end_of_text,
-        },
-        "token_bytes": token_bytes(tokenizer),
-        "shard_tokens": job.shard_tokens,
-        "parts": len(corpus.parts),
-        "shuffle": job.shuffle,
-    }
-
-
 def token_bytes(tokenizer: Tokenizer) -> int:
     """Bytes per token in a store."""
     return 2 if tokenizer.vocab_size <= 2**16 else 4
@@ -328,7 +310,21 @@ def build_store(
 def write_store(job: TokenizeJob, corpus: Corpus, out: str, workers: int, *, announce: bool = False) -> bool:
     """Write what is missing of a store, and its manifest; print first how much that is if `announce`. Returns True
     unless it was complete. Raises UserError if its folder was begun with other settings."""
-    settings = describe_store(job, corpus, build_tokenizer(job.data))
+    tokenizer = build_tokenizer(job.data)
+    settings = {
+        "source": corpus.fingerprint,
+        "content": corpus.content,
+        "held_out": corpus.held_out,
+        "tokenizer": {
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "end_of_text": tokenizer.end_of_text,
+        },
+        "token_bytes": token_bytes(tokenizer),
+        "shard_tokens": job.shard_tokens,
+        "parts": len(corpus.parts),
+        "shuffle": job.shuffle,
+    }
     former = {"shuffle": 0, "content": corpus.content}
     store = StoreWriter(Manifest, job.folder, out, settings, "job.json", keys=_KEYS, former=former)
     if store.is_finished():

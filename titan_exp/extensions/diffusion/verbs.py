@@ -1,7 +1,7 @@
 """The verb `encode`, which imports torch when it runs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,7 +12,6 @@ from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource
 
 if TYPE_CHECKING:
     from titan_exp.extensions.diffusion.latent_format import LatentFormat
-    from titan_exp.extensions.diffusion.latent_store import StoreOptions
 
 EXPERIMENT = "flux_laptop"
 """Experiment that trains from a store."""
@@ -56,16 +55,15 @@ def encode(argv: Sequence[str]) -> int:
     from titan_exp.extensions.diffusion.encoders import Encoders
     from titan_exp.extensions.diffusion.images import open_images
     from titan_exp.extensions.diffusion.latent_format import latent_format
-    from titan_exp.extensions.diffusion.latent_store import write_latent_store
+    from titan_exp.extensions.diffusion.latent_store import StoreOptions, write_latent_store
 
     encoders = Encoders.build(latent_format(options))
     images = open_images(options, options)
     out, console = Path(options.out).expanduser(), Terminal(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("images", total=len(images))
-        manifest = write_latent_store(
-            out, images, encoders, _store_options(options), lambda done, _: bar.update(task, completed=done)
-        )
+        chosen = StoreOptions(**{field.name: getattr(options, field.name) for field in fields(StoreOptions)})
+        manifest = write_latent_store(out, images, encoders, chosen, lambda done, _: bar.update(task, completed=done))
     samples = manifest.samples
     print(
         f"{options.out}: {images.name}; {samples['train']:,} samples to train on and {samples['validation']:,} held "
@@ -91,16 +89,3 @@ def _sizes_unlike(name: str, encoded: "LatentFormat") -> dict[str, int]:
     }
     config = compose([f"+experiment={name}"])
     return {key: value for key, value in sizes.items() if OmegaConf.select(config, key) != value}
-
-
-def _store_options(options: EncodeOptions) -> "StoreOptions":
-    from titan_exp.extensions.diffusion.latent_store import StoreOptions
-
-    return StoreOptions(
-        size=options.size,
-        max_aspect=options.max_aspect,
-        validation_fraction=options.validation_fraction,
-        shard_samples=options.shard_samples,
-        dtype=options.dtype,
-        seed=options.seed,
-    )

@@ -18,6 +18,7 @@ from titan_exp.data.sample_store import AtomicFile
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.extensions.diffusion import latent_store as writer
+from titan_exp.extensions.diffusion.config import EncodeOptions
 from titan_exp.extensions.diffusion.encoders import HashedWords, Pixels
 from titan_exp.extensions.diffusion.latent_format import LatentManifest, read_latent_manifest
 from titan_exp.extensions.diffusion.latent_store import LatentSplit
@@ -33,7 +34,7 @@ SEED = 3
 def write(out: Path, size: int = 8, shard: int = 400) -> LatentManifest:
     """1,044 glyphs of 4 by 4 image tokens, with captions of up to 8 words."""
     texts = HashedWords(8, 32, 24, seed=0)
-    options = writer.StoreOptions(size, shard_samples=shard)
+    options = EncodeOptions(size=size, shard_samples=shard)
     return writer.write_latent_store(out, GlyphImages(size), writer.Encoders(Pixels(2), texts), options)
 
 

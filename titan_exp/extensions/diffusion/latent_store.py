@@ -6,9 +6,8 @@ A complete shard has its entry of the manifest in the journal, so that the same 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from titan_exp.data.sample_store import (
     map_field,
     write_json,
 )
+from titan_exp.extensions.diffusion.config import EncodeOptions
 from titan_exp.extensions.diffusion.encoders import Encoders, order_samples
 from titan_exp.extensions.diffusion.images import Bucket, CaptionedImages, aspect_buckets
 from titan_exp.extensions.diffusion.latent_format import DTYPES, LatentFormat, LatentManifest, read_latent_manifest
@@ -32,29 +32,15 @@ ENCODED_TOGETHER = 16
 """Images in a call of the codec."""
 
 
-@dataclass(frozen=True)
-class StoreOptions:
-    """Options of the content of a store."""
-
-    size: int
-    """Height and width of a square image in pixels."""
-    max_aspect: float = 1.0
-    """Largest ratio of the sides of a bucket; 1 crops every image to a square."""
-    validation_fraction: float = 0.05
-    """Share of the images held out, chosen by caption."""
-    shard_samples: int = 4096
-    """Most samples of a shard."""
-    dtype: Literal["fp16", "fp32"] = "fp32"
-    """Type of the arrays."""
-    seed: int = 0
-    """Seed of the order of samples."""
+STORED = ("size", "max_aspect", "validation_fraction", "shard_samples", "dtype", "seed")
+"""Options of the content of a store, besides those of its encoders."""
 
 
 def write_latent_store(
     out: Path,
     images: CaptionedImages,
     encoders: Encoders,
-    options: StoreOptions,
+    options: EncodeOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LatentManifest:
     """Write or resume a store, or return a complete one of these arguments.
@@ -77,7 +63,7 @@ def write_latent_store(
         text_dim=texts.dim,
         pooled_dim=texts.pooled_dim,
     )
-    plan = {"images": images.name, **vars(encoded), "options": asdict(options)}
+    plan = {"images": images.name, **vars(encoded), "options": {key: getattr(options, key) for key in STORED}}
     store = StoreWriter(LatentManifest, out, str(out), plan, "plan.json")
     with explain_disk_errors(out):
         if store.is_finished():
@@ -99,7 +85,7 @@ def _write_shards(
     images: CaptionedImages,
     encoders: Encoders,
     *,
-    options: StoreOptions,
+    options: EncodeOptions,
     progress: Callable[[int, int], None],
 ) -> dict[str, list[dict[str, Any]]]:
     """Write the shards that are missing; returns the entries of all in the manifest, by split."""
@@ -123,7 +109,7 @@ def _write_shards(
 
 
 def _shards(
-    images: CaptionedImages, buckets: list[Bucket], options: StoreOptions
+    images: CaptionedImages, buckets: list[Bucket], options: EncodeOptions
 ) -> Iterator[tuple[str, str, Bucket, Sequence[int]]]:
     """Split, name, bucket and images of each shard."""
     for split, groups in order_samples(images, buckets, options.validation_fraction, options.seed).items():

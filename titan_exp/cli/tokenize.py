@@ -15,8 +15,8 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.data_files import Manifest, read_manifest
 from titan_exp.config.schema.builtins import described
 from titan_exp.config.schema.schema import hints
+from titan_exp.data.sample_store import find_damage
 from titan_exp.data.token_store.build_store import build_store
-from titan_exp.data.token_store.writer import find_damage
 from titan_exp.rules.data import unreadable_source
 
 _MAX_LISTED = 5
@@ -123,7 +123,7 @@ def make_store(options: TokenizeOptions, experiment: Experiment) -> int:
 
 
 def _summary(manifest: Manifest) -> str:
-    size = sum(size for _, size in manifest.sizes())
+    size = sum(field.size or 0 for _, field in manifest.arrays())
     parts = [
         f"{manifest.tokens[split]:,} tokens of {manifest.documents[split]:,} documents {use}"
         for split, use in (("train", "to train on"), ("validation", "held out"))

@@ -2,12 +2,14 @@
 
 import math
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.batch import MicroBatch
 
 SamplerState = dict[str, dict[str, Any]]
@@ -65,6 +67,53 @@ class Sampler(Protocol):
     def close(self) -> None:
         """Stop background threads."""
         ...
+
+
+class RowSampler(ABC):
+    """`Sampler` whose rows are read by number; the position counts the rows of all ranks, which advance together."""
+
+    state_name: ClassVar[str]
+    """Name of the position in the state."""
+    store: ClassVar[str]
+    """Kind of store, for messages."""
+
+    def __init__(self, corpus: dict[str, Any], dp_rank: int, dp_degree: int) -> None:
+        self.corpus = corpus
+        self.initial_state = self.state_at(0)
+        self._dp_rank, self._dp_degree = dp_rank, dp_degree
+
+    @abstractmethod
+    def read(self, row: int, target: Any, /) -> list[int]:
+        """Fill `target` with a row of the run; returns its document starts."""
+
+    def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
+        """Return the single position, shared by all ranks."""
+        if self.state_name not in states:
+            raise UserError(f"The checkpoint's data state has no position in a {self.store}.")
+        return self.state_at(states[self.state_name]["rows"])
+
+    def open(self, state: SamplerState) -> NextRow:
+        """Open a reader of this rank's rows."""
+        rows = state[self.state_name]["rows"]
+
+        def next_row(target: Any) -> tuple[list[int], SamplerState]:
+            nonlocal rows
+            row = rows + self._dp_rank
+            rows += self._dp_degree
+            return self.read(row, target), self.state_at(rows)
+
+        return next_row
+
+    def state_at(self, rows: int) -> SamplerState:
+        """Position after `rows` rows."""
+        return {self.state_name: {"rows": rows}}
+
+    def source_name(self, row: int) -> str:
+        """Empty: there is a single source."""
+        return ""
+
+    def close(self) -> None:  # noqa: B027
+        """Do nothing: rows are read on demand."""
 
 
 _ROUNDS = 8

@@ -17,9 +17,10 @@ from tests.data.store_sources import STREAM, TEXTS, text
 from tests.data.stores import content, make, over
 from titan_exp.cli.tokenize import TokenizeOptions, make_store, options_among
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.data_files import UNFINISHED, Manifest, read_manifest
-from titan_exp.data.token_store import writer as shard_files
-from titan_exp.data.token_store.writer import PartTokenizer
+from titan_exp.config.paths.data_files import Manifest, read_manifest
+from titan_exp.config.paths.store_manifest import UNFINISHED
+from titan_exp.data.sample_store import TEMPORARY_SUFFIX, AtomicFile
+from titan_exp.data.token_store.build_store import PartTokenizer
 from titan_exp.data.tokenizers import build_tokenizer
 from titan_exp.data.validation_split import unit_hashes
 
@@ -32,7 +33,7 @@ def documents(manifest: Manifest, split: str) -> list[str]:
     for shard in manifest.splits[split]:
         tokens = np.fromfile(manifest.path / f"{shard.name}.tokens", "<u2")
         begins = np.fromfile(manifest.path / f"{shard.name}.documents", "<u8").tolist()
-        assert (len(tokens), len(begins), begins[0]) == (shard.tokens, shard.documents, 0)
+        assert (len(tokens), len(begins), begins[0]) == (shard.numbers["tokens"], shard.numbers["documents"], 0)
         for begin, end in zip(begins, [*begins[1:], len(tokens)], strict=True):
             assert tokens[end - 1] == 256
             found.append(bytes(tokens[begin : end - 1].tolist()).decode())
@@ -196,7 +197,7 @@ def test_a_store_contains_its_tokenizer(tmp_path: Path):
     own = build_tokenizer(over(store).data)
     assert (own.vocab_size, own.fingerprint) == (15, store.tokenizer)
     tokens = np.fromfile(store.path / f"{store.splits['train'][0].name}.tokens", "<u2")
-    assert (tokens == own.end_of_text).sum() == store.splits["train"][0].documents
+    assert (tokens == own.end_of_text).sum() == store.splits["train"][0].numbers["documents"]
     (store.path / "tokenizer_config.json").unlink()
     with pytest.raises(UserError, match="not the one it was built with"):
         build_tokenizer(over(store).data)
@@ -217,16 +218,16 @@ def wait_for_the_end_of(process: int) -> None:
 
 def test_a_full_disk_is_reported_and_finished_shards_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     reference = make(tmp_path / "reference")
-    original, left = shard_files.AtomicFile.commit, [5]
+    original, left = AtomicFile.commit, [5]
 
-    def finish(self: shard_files.AtomicFile) -> str:
+    def finish(self: AtomicFile) -> str:
         left[0] -= 1
         if left[0] < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard_files.AtomicFile, "commit", finish)
+        patch.setattr(AtomicFile, "commit", finish)
         with pytest.raises(UserError, match=r"disk of .*store is full[\s\S]*same command to continue"):
             make(tmp_path / "store")
     with pytest.raises(UserError, match="not complete yet"):
@@ -280,9 +281,9 @@ def test_a_store_is_locked_while_it_is_made(tmp_path: Path):
 
 def test_partial_files_of_a_killed_process_are_removed(tmp_path: Path):
     (tmp_path / "store" / UNFINISHED).mkdir(parents=True)
-    (tmp_path / "store" / f"train-00000-0000.tokens.77{shard_files.TEMPORARY_SUFFIX}").write_bytes(b"torn")
+    (tmp_path / "store" / f"train-00000-0000.tokens.77{TEMPORARY_SUFFIX}").write_bytes(b"torn")
     make(tmp_path / "store")
-    assert [name for name in content(tmp_path / "store") if name.endswith(shard_files.TEMPORARY_SUFFIX)] == []
+    assert [name for name in content(tmp_path / "store") if name.endswith(TEMPORARY_SUFFIX)] == []
 
 
 def test_options_are_separated_from_overrides():

@@ -8,7 +8,8 @@ import pytest
 from tests.data.stores import make, over
 from titan_exp.cli.tokenize import check_store
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.data_files import MANIFEST, Manifest, read_manifest
+from titan_exp.config.paths.data_files import Manifest, read_manifest
+from titan_exp.config.paths.store_manifest import MANIFEST
 from titan_exp.data.token_store.reader import TokenSplit
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.rules.data import stores_are_complete
@@ -40,7 +41,7 @@ def test_truncated_or_missing_files_are_refused(store: Manifest):
     first, second = (store.path / f"{shard.name}.tokens" for shard in store.splits["train"][:2])
     first.write_bytes(first.read_bytes()[:-2])
     second.unlink()
-    size = store.splits["train"][0].tokens * 2
+    size = store.splits["train"][0].numbers["tokens"] * 2
     run = over(store)
     (violation,) = stores_are_complete(run.data)
     assert f"{first.name}: it has {size - 2:,} bytes instead of {size:,}" in violation.reason

@@ -11,8 +11,9 @@ from tests.data.stores import make, over
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.data_files import Manifest
+from titan_exp.config.paths.store_manifest import Field
+from titan_exp.data import sample_store
 from titan_exp.data.sources.base import MIXTURE
-from titan_exp.data.token_store import reader as reading
 from titan_exp.data.token_store.reader import STATE, ShuffledWindows, TokenSplit, build_store_sampler
 from titan_exp.data.train_loader import TrainLoader
 
@@ -132,17 +133,17 @@ def _places(begin: int, count: int) -> list[int]:
 
 def test_seeking_reads_no_earlier_tokens(run: Experiment, monkeypatch: pytest.MonkeyPatch):
     mapped, read = [], []
-    original_map, original_read = reading._map, TokenSplit.read
+    original_map, original_read = sample_store.map_field, TokenSplit.read
 
-    def map_(manifest: Manifest, shard: object) -> object:
-        mapped.append(shard)
-        return original_map(manifest, shard)  # type: ignore[arg-type]
+    def map_field(manifest: Manifest, name: str, field: Field) -> np.ndarray:
+        mapped.append(name)
+        return original_map(manifest, name, field)
 
     def read_(self: TokenSplit, begin: int, window: np.ndarray) -> list[int]:
         read.append(begin)
         return original_read(self, begin, window)
 
-    monkeypatch.setattr(reading, "_map", map_)
+    monkeypatch.setattr(sample_store, "map_field", map_field)
     monkeypatch.setattr(TokenSplit, "read", read_)
     for rows in (0, 24 * 10**12):
         trainer = loader(over_prefetching_one(run))
@@ -198,7 +199,7 @@ def test_masks_and_positions_follow_documents_across_shards(stores: list[Manifes
 def test_a_document_at_the_window_start_is_not_a_document_start(stores: list[Manifest]):
     split = TokenSplit(stores[0], "train")
     shards = stores[0].splits["train"]
-    firsts = np.cumsum([0, *(shard.tokens for shard in shards)]).tolist()
+    firsts = np.cumsum([0, *(shard.numbers["tokens"] for shard in shards)]).tolist()
     begins = np.concatenate(
         [
             np.fromfile(stores[0].path / f"{shard.name}.documents", "<i8") + first

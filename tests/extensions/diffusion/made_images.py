@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
+from titan_exp.extensions.diffusion.config import EncodeOptions
 from titan_exp.extensions.diffusion.encoders import HashedWords, Pixels
 from titan_exp.extensions.diffusion.latent_format import LatentManifest
-from titan_exp.extensions.diffusion.latent_store import Encoders, StoreOptions, write_latent_store
+from titan_exp.extensions.diffusion.latent_store import Encoders, write_latent_store
 
 COLOURS = {"red": (230, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 230), "white": (250, 250, 250)}
 
@@ -34,5 +35,5 @@ class Flags:
 def write_flags(out: Path) -> LatentManifest:
     """Store with 4 image tokens of 12 features and 4 words of 16."""
     texts = HashedWords(4, 16, 16, seed=0)
-    options = StoreOptions(4, validation_fraction=0.0, shard_samples=3)
+    options = EncodeOptions(size=4, validation_fraction=0.0, shard_samples=3)
     return write_latent_store(out, Flags(), Encoders(Pixels(2), texts), options)

@@ -57,7 +57,7 @@ def test_folders_have_captions_beside_images_or_in_a_list(tmp_path: Path, capsys
     assert found == {**EXPECTED, "wide, again": (3, 12)}
     assert "1 without caption left out" in capsys.readouterr().out
     picture("high").save(folder / "high.png", compress_level=0)
-    with pytest.raises(UserError, match=r"finished store, which differs in images\n"):
+    with pytest.raises(UserError, match=r"images: .* was built with images 4 images of a folder"):
         encoded(tmp_path / "store", "images=folder", f"paths={folder}")
 
 

@@ -1,4 +1,8 @@
-"""Token store construction: lock, journal, tokenizer copy, worker processes, manifest."""
+"""Token store construction: the parts of a corpus are tokenized into shards by worker processes.
+
+Parts are cut into shards by token count, so that a store's content does not depend on the number of processes or
+restarts. The journal has one file per cut, with its complete shards and the position to resume from.
+"""
 
 import multiprocessing
 import os
@@ -7,31 +11,150 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.errors.user_error import UserError, Violation
+import numpy as np
+
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import MANIFEST, UNFINISHED, Manifest, read_manifest, tokenizer_file
+from titan_exp.config.paths.data_files import Manifest, read_manifest, token_fields, tokenizer_file
 from titan_exp.config.paths.foreign_file import read_object
+from titan_exp.config.paths.store_manifest import SPLITS, UNFINISHED
 from titan_exp.data.data_warning import DataWarning
-from titan_exp.data.store_folder import explain_disk_errors, refusal, remove_temporary_files, store_lock
-from titan_exp.data.token_store.corpus import Corpus, CorpusPart
-from titan_exp.data.token_store.writer import (
+from titan_exp.data.sample_store import (
     TEMPORARY_SUFFIX,
-    PartTokenizer,
-    ReportProgress,
-    TokenizeJob,
-    describe_store,
+    ShardWriter,
+    StoreWriter,
+    check_folder,
+    explain_disk_errors,
+    file_checksum,
     write_json,
-    write_manifest,
 )
-from titan_exp.data.tokenizers import build_tokenizer
+from titan_exp.data.token_store.corpus import Corpus, CorpusPart, Document
+from titan_exp.data.tokenizers import Tokenizer, build_tokenizer, encode_document
+
+ReportProgress = Callable[[int, int, int], None]
+"""Called with the numbers of documents, tokens and parts completed since the last call."""
+_REPORT_DOCUMENTS, _REPORT_TOKENS = 64, 1 << 18
+
+
+@dataclass(frozen=True)
+class TokenizeJob:
+    """Settings of a token store to build."""
+
+    folder: Path
+    data: DataConfig
+    parts: int
+    """Maximum number of parts of a random-access source."""
+    shard_tokens: int
+    """Number of tokens after which a shard is closed."""
+    source: str
+    """Fingerprint of the text."""
+    shuffle: int = 0
+    """Seed of the document order; 0 keeps the source order."""
+
+    @property
+    def journal(self) -> Path:
+        """Folder of the journal."""
+        return self.folder / UNFINISHED
+
+    def entries(self, part: CorpusPart) -> list[dict[str, Any]]:
+        """Journal entries of a part, one per cut, in order."""
+        found = []
+        while (path := self.entry(part, len(found))).exists():
+            found.append(read_object(path))
+        return found
+
+    def entry(self, part: CorpusPart, cut: int) -> Path:
+        """Journal file of a cut of a part, counted from 0."""
+        return self.journal / f"{part}-{cut:04d}.json"
+
+    def is_finished(self, part: CorpusPart) -> bool:
+        """True if all shards of the part are written."""
+        entries = self.entries(part)
+        return bool(entries) and entries[-1]["next"] is None
+
+
+_Writers = dict[str, tuple[ShardWriter, "array[int]"]]
+"""Files of a shard and the beginnings of its documents, by split."""
+
+
+class PartTokenizer:
+    """Tokenizes parts of a job; one per process. Raises UserError if text or tokenizer cannot be used."""
+
+    def __init__(self, job: TokenizeJob, report: ReportProgress) -> None:
+        self._job = job
+        self._report = report
+        self._corpus = Corpus(job.data, job.parts, job.shuffle)
+        if self._corpus.fingerprint != job.source:
+            raise UserError("The text changed during tokenization. Remove the store's folder and start again.")
+        self._tokenizer = build_tokenizer(job.data)
+
+    def run(self, part: CorpusPart) -> None:
+        """Write the missing shards of a part."""
+        if not self._job.is_finished(part):
+            done = self._job.entries(part)
+            documents = self._corpus.read(part, done[-1]["next"] if done else None)
+            cut = len(done)
+            while self._write_cut(part, cut, documents):
+                cut += 1
+        self._report(0, 0, 1)
+
+    def _write_cut(self, part: CorpusPart, cut: int, documents: Iterator[Document]) -> bool:
+        """Write the next shard of each split and its journal entry; returns True if there may be more documents."""
+        name = f"{part.number:05d}-{cut:04d}"
+        writers, shards = _Writers(), dict[str, Any]()
+        try:
+            last = self._fill(writers, name, documents)
+            for split, (writer, begins) in writers.items():
+                writer.add("documents", np.asarray(begins))
+                shards[split] = writer.commit(writer.lengths)
+            entry = {"shards": shards, "next": None if last is None else last.next_position()}
+            write_json(self._job.entry(part, cut), entry)
+        finally:
+            for writer, _ in writers.values():
+                writer.close()
+        return last is not None
+
+    def _fill(self, writers: _Writers, name: str, documents: Iterator[Document]) -> Document | None:
+        """Add documents until the shards are full; returns the last one, or None at the end of the part."""
+        total = counted = added = 0
+        for document in documents:
+            counted += 1
+            if document.text:
+                tokens = encode_document(document.text, self._tokenizer)
+                # Training from text also skips documents without tokens.
+                if len(tokens) > 1 or document.split == "validation":
+                    if document.split not in writers:
+                        fields = token_fields(token_bytes(self._tokenizer))
+                        writer = ShardWriter(self._job.folder, f"{document.split}-{name}", fields)
+                        writers[document.split] = writer, array("Q")
+                    writer, begins = writers[document.split]
+                    begins.append(writer.lengths["tokens"])
+                    writer.add("tokens", tokens)
+                    added += len(tokens)
+                    total += len(tokens)
+            full = total >= self._job.shard_tokens
+            if full or counted == _REPORT_DOCUMENTS or added >= _REPORT_TOKENS:
+                self._report(counted, added, 0)
+                counted = added = 0
+            if full:
+                return document
+        self._report(counted, added, 0)
+        return None
+
+
+def token_bytes(tokenizer: Tokenizer) -> int:
+    """Bytes per token in a store."""
+    return 2 if tokenizer.vocab_size <= 2**16 else 4
+
 
 _LINE_INTERVAL_SECONDS = 10.0
 
@@ -160,7 +283,6 @@ def _serve(connection: Connection, job: TokenizeJob) -> None:
         send("error", error)
 
 
-_JOB = "job.json"
 _KEYS = {
     "source": "data.paths",
     "content": "data.paths",
@@ -168,7 +290,7 @@ _KEYS = {
     "tokenizer": "data.tokenizer",
     "token_bytes": "data.tokenizer",
 }
-"""Configuration keys of the settings in a store's description; other settings are `tokenize` options."""
+"""Configuration keys of the settings; others are options of `tokenize`."""
 
 
 def build_store(
@@ -178,36 +300,47 @@ def build_store(
     UserError if a file cannot be read or written, or the folder contains something else."""
     folder = Path(out).expanduser()
     with explain_disk_errors(folder):
-        _check_folder(folder, out)
+        check_folder(folder, out)
         corpus = Corpus(data, parts, shuffle)
         job = TokenizeJob(folder, data, parts, shard_tokens, corpus.fingerprint, shuffle)
-        if (folder / MANIFEST).exists():
-            _check_same(folder / MANIFEST, describe_store(job, corpus, build_tokenizer(data)), out)
-            return read_manifest(folder), False
-        job.journal.mkdir(parents=True, exist_ok=True)
-        with store_lock(job.journal / "lock", out, "tokenize"):
-            write_store(job, corpus, out, workers or len(os.sched_getaffinity(0)), announce=True)
-    return read_manifest(folder), True
+        made = write_store(job, corpus, out, workers or len(os.sched_getaffinity(0)), announce=True)
+    return read_manifest(folder), made
 
 
-def write_store(job: TokenizeJob, corpus: Corpus, out: str, workers: int, *, announce: bool = False) -> None:
-    """Write what is missing of a store, and its manifest; print first how much that is if `announce`.
-
-    The caller holds a lock on the store. Raises UserError if its folder was begun with other settings.
-    """
-    data, folder = job.data, job.folder
-    description = describe_store(job, corpus, build_tokenizer(data))
-    job.journal.mkdir(parents=True, exist_ok=True)
-    if (job.journal / _JOB).exists():
-        _check_same(job.journal / _JOB, description, out)
-    else:
-        write_json(job.journal / _JOB, description)
-    remove_temporary_files(job.folder, job.journal)
-    _copy_tokenizer(data, folder)
-    # Tokenize with the copy, so that tokens and copy agree.
-    own = data if data.tokenizer == "bytes" else replace(data, tokenizer=str(folder))
-    _tokenize(replace(job, data=own), corpus, out if announce else "", workers)
-    write_manifest(job, corpus, description)
+def write_store(job: TokenizeJob, corpus: Corpus, out: str, workers: int, *, announce: bool = False) -> bool:
+    """Write what is missing of a store, and its manifest; print first how much that is if `announce`. Returns True
+    unless it was complete. Raises UserError if its folder was begun with other settings."""
+    tokenizer = build_tokenizer(job.data)
+    settings = {
+        "source": corpus.fingerprint,
+        "content": corpus.content,
+        "held_out": corpus.held_out,
+        "tokenizer": {
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "end_of_text": tokenizer.end_of_text,
+        },
+        "token_bytes": token_bytes(tokenizer),
+        "shard_tokens": job.shard_tokens,
+        "parts": len(corpus.parts),
+        "shuffle": job.shuffle,
+    }
+    former = {"shuffle": 0, "content": corpus.content}
+    store = StoreWriter(Manifest, job.folder, out, settings, "job.json", keys=_KEYS, former=former)
+    if store.is_finished():
+        return False
+    with store.lock():
+        _copy_tokenizer(job.data, job.folder)
+        # Tokenize with the copy, so that tokens and copy agree.
+        own = job.data if job.data.tokenizer == "bytes" else replace(job.data, tokenizer=str(job.folder))
+        _tokenize(replace(job, data=own), corpus, out if announce else "", workers)
+        splits: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+        for entry in (entry for part in corpus.parts for entry in job.entries(part)):
+            for split, shard in entry["shards"].items():
+                splits[split].append(shard)
+        files = {path.name: file_checksum(path) for path in sorted(job.folder.glob("tokenizer*.json"))}
+        store.finish(splits, [settings["tokenizer"], splits], files=files)
+    return True
 
 
 def _tokenize(job: TokenizeJob, corpus: Corpus, out: str, workers: int) -> None:
@@ -216,11 +349,8 @@ def _tokenize(job: TokenizeJob, corpus: Corpus, out: str, workers: int) -> None:
     state = f"continued, {done} of {len(corpus.parts)} parts are done" if done else f"{len(pending)} parts"
     if out:
         print(f"{out}: {state}, {min(workers, len(pending)) or 1} at a time", flush=True)
-    try:
-        with ProgressDisplay(len(corpus.parts), done, corpus.documents).shown() as progress:
-            tokenize_parts(job, pending, workers, progress.add)
-    finally:
-        remove_temporary_files(job.folder, job.journal)
+    with ProgressDisplay(len(corpus.parts), done, corpus.documents).shown() as progress:
+        tokenize_parts(job, pending, workers, progress.add)
 
 
 def _copy_tokenizer(data: DataConfig, folder: Path) -> None:
@@ -233,34 +363,3 @@ def _copy_tokenizer(data: DataConfig, folder: Path) -> None:
             temporary = folder / f"{name}{TEMPORARY_SUFFIX}"
             shutil.copyfile(source, temporary)
             os.replace(temporary, folder / name)
-
-
-def _check_folder(folder: Path, out: str) -> None:
-    """Check that the folder is new, empty, or a store."""
-    if folder.exists() and not folder.is_dir():
-        raise refusal(out, "a file of this name exists", "another out")
-    is_store = any((folder / name).exists() for name in (MANIFEST, UNFINISHED))
-    if folder.is_dir() and any(folder.iterdir()) and not is_store:
-        raise refusal(out, "the folder holds other files", "a new folder")
-
-
-def _check_same(path: Path, description: dict[str, Any], out: str) -> None:
-    """Check that an existing store in the folder, finished or not, has the requested settings."""
-    try:
-        saved = read_object(path)
-    except UserError as error:
-        raise refusal(out, str(error), "remove the folder") from error
-    # Stores written before these were recorded.
-    saved = {"shuffle": 0, "content": description["content"], **saved}
-    violations = [
-        Violation(
-            _KEYS.get(key, key),
-            "",
-            f"{out} was built with {key} {saved.get(key)}, and now it is {description[key]}",
-            "another out; or the previous setting; or remove the folder",
-        )
-        for key in description
-        if saved.get(key) != description[key]
-    ]
-    if violations:
-        raise UserError("The folder holds a store with other settings.", violations)

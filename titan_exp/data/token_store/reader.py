@@ -1,28 +1,19 @@
 """Token store reader: a split as one sequence of tokens, read through memory maps."""
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import (
-    BEGIN_BYTES,
-    Manifest,
-    Shard,
-    read_manifest,
-    store_names,
-    unit_hash,
-    wrong_size,
-)
-from titan_exp.data.sampler import NextRow, Permutation, SamplerState
+from titan_exp.config.paths.data_files import Manifest, read_manifest, store_names, unit_hash
+from titan_exp.data.sample_store import StoreSplit
+from titan_exp.data.sampler import Permutation, RowSampler, SamplerState
 from titan_exp.data.sources.base import MIXTURE
 
 ReadWindow = Callable[[int, np.ndarray], list[int]]
@@ -51,29 +42,17 @@ def concatenate(documents: Iterable[np.ndarray]) -> TokenSequence:
     return TokenSequence(len(tokens), read)
 
 
-_MAX_MAPPED_SHARDS = 256
-
-
-class TokenSplit:
-    """Concatenated shards of a split, memory-mapped on first use."""
-
-    def __init__(self, manifest: Manifest, split: str) -> None:
-        self._manifest = manifest
-        self._shards = manifest.splits[split]
-        self._offsets: list[int] = np.cumsum([0, *(shard.tokens for shard in self._shards)]).tolist()
-        self._map = lru_cache(maxsize=_MAX_MAPPED_SHARDS)(lambda number: _map(manifest, self._shards[number]))
-
-    def __len__(self) -> int:
-        return self._offsets[-1]
+class TokenSplit(StoreSplit):
+    """Tokens of a split, concatenated."""
 
     def read(self, begin: int, window: np.ndarray) -> list[int]:
         """Fill `window` with the tokens from `begin` on; returns its document starts, except at the first token. Raises
         UserError if a shard is damaged."""
         filled, starts = 0, []
-        number = bisect_right(self._offsets, begin) - 1
+        number = self.shard_of(begin)
         while filled < len(window):
-            tokens, begins = self._map(number)
-            offset = begin + filled - self._offsets[number]
+            tokens, begins = self.map(number)
+            offset = begin + filled - self.offsets[number]
             chunk = tokens[offset : offset + len(window) - filled]
             window[filled : filled + len(chunk)] = chunk
             first, last = np.searchsorted(begins, (offset, offset + len(chunk)))
@@ -86,34 +65,17 @@ class TokenSplit:
         """Number of tokens in the first `documents` documents (None: all)."""
         if documents is None:
             return len(self)
-        for number, shard in enumerate(self._shards):
-            if documents < shard.documents:
-                _, begins = self._map(number)
-                return self._offsets[number] + int(begins[documents])
-            documents -= shard.documents
+        for number, shard in enumerate(self.shards):
+            if documents < shard.numbers["documents"]:
+                _, begins = self.map(number)
+                return self.offsets[number] + int(begins[documents])
+            documents -= shard.numbers["documents"]
         return len(self)
 
 
 def open_split(split: TokenSplit, documents: int | None) -> TokenSequence:
     """Sequence of the first `documents` documents of a split (None: all)."""
     return TokenSequence(split.tokens_in(documents), split.read)
-
-
-def _map(manifest: Manifest, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
-    """Map the tokens and document beginnings of a shard."""
-    tokens = _array(manifest.path / f"{shard.name}.tokens", f"<u{manifest.token_bytes}", shard.tokens)
-    return tokens, _array(manifest.path / f"{shard.name}.documents", f"<u{BEGIN_BYTES}", shard.documents)
-
-
-def _array(path: Path, dtype: str, length: int) -> np.ndarray:
-    # Check sizes first: reading a map beyond the end of its file raises SIGBUS.
-    problem = wrong_size(path, length * np.dtype(dtype).itemsize)
-    if problem:
-        remedy = f"titan-exp tokenize check={path.parent} checks the whole store; then copy or rebuild it"
-        violation = Violation("data.paths", str(path.parent), f"{path.name}: {problem}", remedy)
-        raise UserError("The token store is damaged.", [violation])
-    # A plain array slices three times as fast as a memmap.
-    return np.memmap(path, dtype, mode="r", shape=(length,)).view(np.ndarray)
 
 
 ROUNDED_PERIOD = 2**16
@@ -162,9 +124,12 @@ STATE = "store"
 """Name of the position in a sampler's state."""
 
 
-class WindowSampler:
+class WindowSampler(RowSampler):
     """`Sampler` over the windows of one or several token stores, in the order of a mixture. `corpus` is the identity of
     the data; windows of several stores have names."""
+
+    state_name = STATE
+    store = Manifest.store
 
     def __init__(
         self,
@@ -175,33 +140,14 @@ class WindowSampler:
         dp_rank: int,
         dp_degree: int,
     ) -> None:
-        self._dp_rank, self._dp_degree = dp_rank, dp_degree
+        super().__init__(corpus, dp_rank, dp_degree)
         self._names, self._windows = list(windows), list(windows.values())
         self._mixture = mixture
-        self.corpus = corpus
-        self.initial_state: SamplerState = {STATE: {"rows": 0}}
 
-    def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
-        """Return the single position, shared by all ranks."""
-        if STATE not in states:
-            raise UserError("The checkpoint's data state has no position in a token store.")
-        return {STATE: {"rows": states[STATE]["rows"]}}
-
-    def open(self, state: SamplerState) -> NextRow:
-        """Open a reader of this rank's rows; the position counts the rows of all ranks, which advance together."""
-        rows = state[STATE]["rows"]
-
-        def next_row(window: np.ndarray) -> tuple[list[int], SamplerState]:
-            nonlocal rows
-            source, number = self._mixture[rows + self._dp_rank]
-            rows += self._dp_degree
-            return self._windows[source].read(number, window), {STATE: {"rows": rows}}
-
-        return next_row
-
-    def state_at(self, rows: int) -> SamplerState:
-        """Position after `rows` rows."""
-        return {STATE: {"rows": rows}}
+    def read(self, row: int, target: np.ndarray) -> list[int]:
+        """Fill a window; returns its document starts."""
+        source, number = self._mixture[row]
+        return self._windows[source].read(number, target)
 
     def source_name(self, row: int) -> str:
         """Store of a row; empty for a single store."""
@@ -215,9 +161,6 @@ class WindowSampler:
             counts = zip(self._names, self._mixture.counts(rows), self._windows, strict=True)
             epochs |= {name: count / windows.rows for name, count, windows in counts}
         return epochs
-
-    def close(self) -> None:
-        """Do nothing: windows are read on demand."""
 
 
 def build_store_sampler(

@@ -20,9 +20,11 @@ from stat import S_ISDIR
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import LARGEST_TEXT, VERSION, Manifest, read_manifest, user_folder
+from titan_exp.config.paths.data_files import LARGEST_TEXT, Manifest, read_manifest, user_folder
+from titan_exp.config.paths.store_manifest import VERSION
 from titan_exp.config.schema.builtins import sources
 from titan_exp.config.schema.sources import open_files
+from titan_exp.data.sample_store import explain_disk_errors
 from titan_exp.data.sources.base import (
     STREAMING,
     CorpusContent,
@@ -32,10 +34,8 @@ from titan_exp.data.sources.base import (
     fingerprint,
     held_out_fraction,
 )
-from titan_exp.data.store_folder import explain_disk_errors
-from titan_exp.data.token_store.build_store import write_store
+from titan_exp.data.token_store.build_store import TokenizeJob, write_store
 from titan_exp.data.token_store.corpus import Corpus
-from titan_exp.data.token_store.writer import TokenizeJob
 from titan_exp.data.tokenizers import Tokenizer
 
 PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS = 2**26, 2**22, 2**27

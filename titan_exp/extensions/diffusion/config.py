@@ -60,6 +60,20 @@ class ImageOptions:
 
 
 @dataclass(frozen=True)
+class EncodeOptions(ImageOptions, ImageSource):
+    """Options of `titan-exp encode`."""
+
+    out: str = ""
+    """Folder of the store to make, such as stores/glyphs."""
+    dtype: Literal["fp16", "fp32"] = "fp32"
+    """Type of the store's arrays; fp16 takes half the disk."""
+    validation_fraction: Share = 0.05
+    """Share of the images held out for evaluation, chosen by caption."""
+    shard_samples: PositiveInt = 4096
+    """Samples after which a shard is full and safe: the same command resumes after an interruption."""
+
+
+@dataclass(frozen=True)
 class RectifiedFlowOptions:
     """Times, dropout of texts, and guidance."""
 

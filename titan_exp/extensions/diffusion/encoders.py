@@ -15,6 +15,7 @@ import torch
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.paths.data_files import unit_hash
+from titan_exp.config.paths.store_manifest import SPLITS
 from titan_exp.data.sampler import Permutation, keyed_generator
 from titan_exp.extensions.diffusion.images import Bucket, CaptionedImages, fit, nearest_bucket
 from titan_exp.extensions.diffusion.latent_format import (
@@ -23,7 +24,6 @@ from titan_exp.extensions.diffusion.latent_format import (
     HASHED_WORDS,
     LATENT_PATCH,
     PIXELS,
-    SPLITS,
     T5_AND_CLIP,
     LatentFormat,
     absolute,

@@ -16,7 +16,7 @@ EXTENSION = Extension(
     generators={"images": f"{HERE}.generate_images:Images"},
     metrics=("validation_text_gain",),
     verbs={"encode": f"{HERE}.verbs:encode"},
-    options={"encode": f"{HERE}.verbs:EncodeOptions", "generate": f"{HERE}.config:DrawOptions"},
+    options={"encode": f"{HERE}.config:EncodeOptions", "generate": f"{HERE}.config:DrawOptions"},
     usage={
         "generate": """
                titan-exp generate runs/flux_laptop/0d5f6c8e2a91 prompt="blue heart" prompt="red apple" guidance=3""",

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import tarfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from glob import glob
 from hashlib import blake2b
@@ -201,6 +202,35 @@ def _wrapped(caption: str, font: Any, width: int) -> list[str]:
     return lines
 
 
+class _ListedImages(ABC):
+    """Images that are opened one by one; `_pairs` has what opens each, and its caption."""
+
+    _pairs: list[tuple[Any, str]]
+
+    @abstractmethod
+    def _open(self, image: Any) -> tuple[Any, str]:
+        """Image of Pillow, and its name in messages."""
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def caption(self, index: int) -> str:
+        """Caption of an image."""
+        return self._pairs[index][1]
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Height and width, from the header of a file."""
+        image, _ = self._open(self._pairs[index][0])
+        with image:
+            return image.height, image.width
+
+    def image(self, index: int) -> np.ndarray:
+        """Image [height, width, 3] in uint8."""
+        image, name = self._open(self._pairs[index][0])
+        with image:
+            return to_rgb(image, name)
+
+
 class _Member(NamedTuple):
     """A file in a shard."""
 
@@ -215,7 +245,7 @@ class _Member(NamedTuple):
             return file.read(self.size)
 
 
-class WebDatasetImages:
+class WebDatasetImages(_ListedImages):
     """Images of uncompressed tar files that have a caption in KEY.txt, or under `caption_key` of KEY.json.
 
     `paths` is a shard or a pattern, as in `shards/*.tar`. Raises UserError if there are none, or one is damaged.
@@ -225,7 +255,7 @@ class WebDatasetImages:
         shards = [Path(path) for path in sorted(glob(str(Path(paths).expanduser())))]
         if not shards:
             raise no_images(paths, "no file has this name", "images=webdataset paths='shards/*.tar'")
-        self._pairs = list[tuple[_Member, str]]()
+        self._pairs = []
         digest, seen = blake2b(digest_size=8), 0
         for shard in shards:
             for image, caption in _samples(shard, caption_key):
@@ -239,25 +269,9 @@ class WebDatasetImages:
         left_out = seen - len(self._pairs)
         self.name = f"{len(self._pairs)} images of tar files, {left_out} without caption left out, {digest.hexdigest()}"
 
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def caption(self, index: int) -> str:
-        """Caption of an image."""
-        return self._pairs[index][1]
-
-    def size(self, index: int) -> tuple[int, int]:
-        """Height and width."""
-        member, _ = self._pairs[index]
-        with open_image(io.BytesIO(member.read()), f"{member.shard}: {member.name}") as image:
-            return image.height, image.width
-
-    def image(self, index: int) -> np.ndarray:
-        """Image [height, width, 3] in uint8."""
-        member, _ = self._pairs[index]
-        name = f"{member.shard}: {member.name}"
-        with open_image(io.BytesIO(member.read()), name) as image:
-            return to_rgb(image, name)
+    def _open(self, image: _Member) -> tuple[Any, str]:
+        name = f"{image.shard}: {image.name}"
+        return open_image(io.BytesIO(image.read()), name), name
 
 
 def _samples(shard: Path, caption_key: str) -> Iterator[tuple[_Member, str]]:
@@ -297,7 +311,7 @@ FILE_KEY = "file_name"
 """Key of an image's path in a file of captions, as in Hugging Face's image folders."""
 
 
-class FolderImages:
+class FolderImages(_ListedImages):
     """Images of a folder and the folders in it that have a caption, sorted by path.
 
     Captions are in NAME.txt, or under `caption_key` of a line of `*.jsonl` or `*.csv`, whose `file_name` is relative to
@@ -329,24 +343,8 @@ class FolderImages:
         left_out = len(files) - len(self._pairs)
         self.name = f"{len(self._pairs)} images of a folder, {left_out} without caption left out, {digest.hexdigest()}"
 
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def caption(self, index: int) -> str:
-        """Caption of an image."""
-        return self._pairs[index][1]
-
-    def size(self, index: int) -> tuple[int, int]:
-        """Height and width, from the file's header."""
-        path, _ = self._pairs[index]
-        with open_image(path, str(path)) as image:
-            return image.height, image.width
-
-    def image(self, index: int) -> np.ndarray:
-        """Image [height, width, 3] in uint8."""
-        path, _ = self._pairs[index]
-        with open_image(path, str(path)) as image:
-            return to_rgb(image, str(path))
+    def _open(self, image: Path) -> tuple[Any, str]:
+        return open_image(image, str(image)), str(image)
 
 
 def _caption(path: Path, listed: Mapping[Path, str]) -> str:
@@ -379,7 +377,7 @@ def _rows(file: Path, caption_key: str) -> Iterator[Mapping[str, str]]:
             yield row
 
 
-class HuggingFaceImages:
+class HuggingFaceImages(_ListedImages):
     """Images and captions of two columns; rows without a caption are left out.
 
     Raises:
@@ -396,35 +394,18 @@ class HuggingFaceImages:
                 remedy = f"{option}= one of {listed(data.column_names)}"
                 raise UserError("This cannot be encoded.", [Violation(option, key, reason, remedy)])
         captions = [str(text or "").strip() for text in data.select_columns([caption_key])[caption_key]]
-        self._rows = [(index, caption) for index, caption in enumerate(captions) if caption]
-        if not self._rows:
+        self._pairs = [(index, caption) for index, caption in enumerate(captions) if caption]
+        if not self._pairs:
             raise no_images(path, f"no row has a caption under {caption_key}", "caption_key=... of the captions")
         self._data, self._key, self._path = data, image_key, path
-        left_out = len(captions) - len(self._rows)
-        self.name = f"{len(self._rows)} images of {path}, {left_out} without caption left out, {data._fingerprint}"
+        left_out = len(captions) - len(self._pairs)
+        self.name = f"{len(self._pairs)} images of {path}, {left_out} without caption left out, {data._fingerprint}"
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def caption(self, index: int) -> str:
-        """Caption of an image."""
-        return self._rows[index][1]
-
-    def size(self, index: int) -> tuple[int, int]:
-        """Height and width."""
-        image = self._image(index)
-        return image.height, image.width
-
-    def image(self, index: int) -> np.ndarray:
-        """Image [height, width, 3] in uint8."""
-        return to_rgb(self._image(index), f"{self._path}: row {self._rows[index][0]}")
-
-    def _image(self, index: int) -> Any:
-        row = self._rows[index][0]
+    def _open(self, image: int) -> tuple[Any, str]:
         try:
-            return self._data[row][self._key]
+            return self._data[image][self._key], f"{self._path}: row {image}"
         except Exception as error:  # decoders of many formats
-            reason = f"row {row} cannot be decoded: {error}"
+            reason = f"row {image} cannot be decoded: {error}"
             raise no_images(self._path, reason, "remove the row from the data set") from error
 
 

@@ -1,14 +1,13 @@
 """Latent format: encoders and sizes of samples, from options or from a store's manifest, without loading an encoder.
 
-`manifest.json` is written last by `titan-exp encode`: a store that has it is complete. A store is a folder. A split
-(`train`, `validation`) is a list of shards; a shard is one file of captions and three arrays of numpy, one row per
-sample: NAME.captions.json, NAME.latents.npy [samples, image tokens, channels], NAME.text.npy [samples, text tokens,
-text_dim] and NAME.pooled.npy [samples, pooled_dim]. Latents of an autoencoder are means, and NAME.deviations.npy has
-standard deviations. `empty.text.npy` and `empty.pooled.npy` are the states of the empty text.
+A shard is NAME.captions.json and arrays of one row per sample: NAME.latents.npy [samples, image tokens, channels],
+NAME.text.npy [samples, text tokens, text_dim] and NAME.pooled.npy [samples, pooled_dim]. Latents of an autoencoder are
+means, and NAME.deviations.npy has standard deviations. `empty.text.npy` and `empty.pooled.npy` are the states of the
+empty text.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -17,18 +16,8 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import UNFINISHED
-from titan_exp.config.paths.foreign_file import (
-    NotedKeys,
-    count,
-    digests,
-    file_name,
-    items,
-    named_errors,
-    read_object,
-    table,
-    text,
-)
+from titan_exp.config.paths.foreign_file import NotedKeys, count, items, named_errors, read_object, table, text
+from titan_exp.config.paths.store_manifest import Field, Shard, StoreManifest
 from titan_exp.config.schema.typed_config import typed_options
 from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource
 
@@ -67,6 +56,17 @@ class LatentFormat:
     def tokens(self) -> int:
         """Text and image tokens of a sample."""
         return self.text_tokens + self.rows * self.columns
+
+    def shard_fields(self, dtype: str, samples: int, rows: int, columns: int) -> list[Field]:
+        """Fields of a shard; standard deviations are those of a posterior, whose means are the latents."""
+        latents = (samples, rows * columns, self.channels)
+        shapes = {
+            "latents": latents,
+            "text": (samples, self.text_tokens, self.text_dim),
+            "pooled": (samples, self.pooled_dim),
+            **({"deviations": latents} if self.latents.get("posterior") else {}),
+        }
+        return [Field(f"{name}.npy", DTYPES.get(dtype, "<f4"), shape) for name, shape in shapes.items()]
 
 
 def latent_format(options: ImageOptions) -> LatentFormat:
@@ -165,94 +165,46 @@ def _config(path: Path, field: str, folder: str) -> Mapping[str, Any]:
         raise UserError("A frozen network cannot be used.", [Violation(field, folder, reason, remedy)]) from error
 
 
-FORMAT, VERSION = "titan_exp latent store", 1
-MANIFEST = "manifest.json"
-SPLITS = ("train", "validation")
 SIZES = ("rows", "columns", "channels", "text_tokens", "text_dim", "pooled_dim")
 """Numbers of a latent format."""
-
-
-@dataclass(frozen=True)
-class LatentShard:
-    """Shard of a split: four files."""
-
-    name: str
-    """Name of the files, without their endings."""
-    samples: int
-    """Number of samples."""
-    rows: int
-    """Rows of image tokens; every shard has as many tokens."""
-    columns: int
-    """Columns of image tokens."""
-    checksums: Mapping[str, str]
-    """16-byte blake2b digest of each file, by its ending."""
+DTYPES = {"fp16": "<f2", "fp32": "<f4"}
+"""Types of arrays by option."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentManifest(LatentFormat):
-    """Manifest of a complete store."""
+class LatentManifest(LatentFormat, StoreManifest):
+    """Manifest of a complete latent store; a shard has `samples` of `rows` by `columns` image tokens."""
 
-    path: Path
-    """Folder of the store."""
+    store = "latent store"
+    verb = "encode"
+    example = "titan-exp encode images=emoji out={folder} writes one, or images=glyphs, which needs no font"
+    numbers = ("samples", "rows", "columns")
+    repair = "copy or encode it again"
     images: str
     """Source of the images, and their size in pixels."""
     options: Mapping[str, Any]
     """Options of shapes, of the split, of the shards and of the order of samples."""
-    fingerprint: str
-    """Checksum of the whole store."""
-    splits: Mapping[str, Sequence[LatentShard]]
-    """Shards of each split."""
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of a latent store."""
+        return {
+            **{key: count(values.get(key), key, 2**31) for key in SIZES},
+            **{key: table(values.get(key), key) for key in ("latents", "texts", "options")},
+            "images": text(values.get("images"), "images"),
+        }
 
     @cached_property
     def samples(self) -> dict[str, int]:
         """Number of samples of each split."""
-        return {split: sum(shard.samples for shard in shards) for split, shards in self.splits.items()}
+        return self.total("samples")
+
+    def fields(self, shard: Shard) -> list[Field]:
+        """Arrays of a shard, without its captions."""
+        return self.shard_fields(str(self.options.get("dtype")), **shard.numbers)
 
 
-def read_latent_manifest(folder: str | Path) -> LatentManifest:
-    """Read the manifest of the store in `folder`.
-
-    Raises:
-        UserError: there is none, or it is of another version.
-    """
-    path = Path(folder).expanduser()
-    try:
-        if (path / MANIFEST).exists():
-            return _manifest(path, read_object(path / MANIFEST))
-        remedy = f"titan-exp encode images=emoji out={folder} writes one, or images=glyphs, which needs no font"
-        reason = f"there is no {MANIFEST} in it" if path.is_dir() else "no such folder"
-        if (path / UNFINISHED).is_dir():
-            reason, remedy = "it is not finished", "the titan-exp encode command that began it, which continues"
-    except (OSError, UserError) as error:
-        reason, remedy = f"its {MANIFEST} cannot be read: {error}", "encode the images again, into another folder"
-    raise UserError("The latent store cannot be used.", [Violation("data.paths", str(folder), reason, remedy)])
-
-
-def _manifest(path: Path, values: Mapping[str, Any]) -> LatentManifest:
-    """Manifest of its values. Raises UserError about one of another type."""
-    if (values.get("format"), values.get("version")) != (FORMAT, VERSION):
-        raise UserError(f"it is {values.get('format')} {values.get('version')}, not {FORMAT} {VERSION}")
-    splits = table(values.get("splits"), "splits")
-    sizes = {key: count(values.get(key), key, 2**31) for key in SIZES}
-    return LatentManifest(
-        path=path,
-        splits={split: [_shard(one, split) for one in items(splits.get(split), f"splits.{split}")] for split in SPLITS},
-        latents=table(values.get("latents"), "latents"),
-        texts=table(values.get("texts"), "texts"),
-        images=text(values.get("images"), "images"),
-        options=table(values.get("options"), "options"),
-        fingerprint=text(values.get("fingerprint"), "fingerprint"),
-        **sizes,
-    )
-
-
-def _shard(values: object, split: str) -> LatentShard:
-    shard, name = table(values, f"a shard of {split}"), f"of a shard of {split}"
-    return LatentShard(
-        file_name(shard.get("name"), f"name {name}"),
-        checksums=digests(shard.get("checksums"), f"checksums {name}"),
-        **{key: count(shard.get(key), f"{key} {name}", 2**31) for key in ("samples", "rows", "columns")},
-    )
+read_latent_manifest = LatentManifest.read
 
 
 _KEYS = {field.name: f"data.{field.name}" for field in fields(ImageSource)}

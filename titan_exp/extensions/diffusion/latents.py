@@ -18,14 +18,15 @@ import torch
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
+from titan_exp.config.paths.store_manifest import SPLITS
 from titan_exp.config.schema.builtins import SourceDescription
-from titan_exp.data.sampler import NextRow, Permutation, SamplerState
+from titan_exp.data.sampler import Permutation, RowSampler, SamplerState
 from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource, images_of
 from titan_exp.extensions.diffusion.encoders import Encoders, order_samples
 from titan_exp.extensions.diffusion.images import aspect_buckets, open_images
 from titan_exp.extensions.diffusion.latent_format import (
-    SPLITS,
     LatentFormat,
+    LatentManifest,
     image_options,
     in_keys_of_data,
     latent_format,
@@ -170,64 +171,37 @@ def _open_images(source: ImageSource, options: ImageOptions, validation_fraction
     return LatentData(found, splits, {"data.images": images.name, "data.options": digest})
 
 
-_STATE = "latents"
-
-
-class LatentSampler:
+class LatentSampler(RowSampler):
     """`Sampler` over the training samples of the data group, which are permuted anew in every epoch.
 
     Raises:
         UserError: the store or the images cannot be used, or there is nothing to train on.
     """
 
+    state_name = "latents"
+    store = LatentManifest.store
+
     def __init__(self, data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> None:
-        self._dp_rank, self._dp_degree = dp_rank, dp_degree
         found = open_latents(data)
+        super().__init__({**found.identity, "experiment.seed": seed}, dp_rank, dp_degree)
         self._split = found.splits["train"]
         if not len(self._split):
             raise UserError("There is nothing to train on: every image is held out. A smaller validation_fraction.")
         self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(len(self._split), "latents", seed, epoch))
-        self.corpus: dict[str, Any] = {**found.identity, "experiment.seed": seed}
-        self.initial_state: SamplerState = {_STATE: {"rows": 0}}
 
     def rows(self, count: int) -> "LatentRows":
         """Rows to fill."""
         return LatentRows(self._split, count)
 
-    def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
-        """Return the single position, shared by all ranks."""
-        if _STATE not in states:
-            raise UserError("The checkpoint's data state has no position in a latent store.")
-        return {_STATE: {"rows": states[_STATE]["rows"]}}
-
-    def open(self, state: SamplerState) -> NextRow:
-        """Open a reader of this rank's rows; the position counts the rows of all ranks, which advance together."""
-        rows = state[_STATE]["rows"]
-
-        def next_row(fill: Callable[[int, int], None]) -> tuple[list[int], SamplerState]:
-            nonlocal rows
-            sample = rows + self._dp_rank
-            epoch, rank = divmod(sample, len(self._split))
-            rows += self._dp_degree
-            fill(self._order(epoch)[rank], sample)
-            return [], {_STATE: {"rows": rows}}
-
-        return next_row
-
-    def state_at(self, rows: int) -> SamplerState:
-        """Position after `rows` rows."""
-        return {_STATE: {"rows": rows}}
-
-    def source_name(self, row: int) -> str:
-        """Empty: there is a single source."""
-        return ""
+    def read(self, row: int, target: Callable[[int, int], None]) -> list[int]:
+        """Fill a row with the sample of its number."""
+        epoch, rank = divmod(row, len(self._split))
+        target(self._order(epoch)[rank], row)
+        return []
 
     def epochs(self, state: SamplerState) -> dict[str, float]:
         """Epochs over the samples."""
-        return {"": state[_STATE]["rows"] / len(self._split)}
-
-    def close(self) -> None:
-        """Do nothing: samples are read on demand."""
+        return {"": state[self.state_name]["rows"] / len(self._split)}
 
 
 class LatentRows:

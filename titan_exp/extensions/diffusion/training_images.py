@@ -11,10 +11,10 @@ import torch.distributed as dist
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.checkpoint_files import step_name
+from titan_exp.config.paths.store_manifest import SPLITS
 from titan_exp.extensions.diffusion.config import ImageTracking
 from titan_exp.extensions.diffusion.encoders import encoders_of_samples, image_codec
 from titan_exp.extensions.diffusion.images import image_grid, save_image
-from titan_exp.extensions.diffusion.latent_format import SPLITS
 from titan_exp.extensions.diffusion.latents import open_latents
 from titan_exp.extensions.diffusion.rectified_flow import (
     Conditions,

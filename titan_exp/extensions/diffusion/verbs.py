@@ -1,18 +1,15 @@
 """The verb `encode`, which imports torch when it runs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from titan_exp.config.command_line.options import HELP, options_help, parse_options
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.types import PositiveInt, Share
-from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource
+from titan_exp.extensions.diffusion.config import EncodeOptions
 
 if TYPE_CHECKING:
     from titan_exp.extensions.diffusion.latent_format import LatentFormat
-    from titan_exp.extensions.diffusion.latent_store import StoreOptions
 
 EXPERIMENT = "flux_laptop"
 """Experiment that trains from a store."""
@@ -21,20 +18,6 @@ titan-exp encode images=KIND out=STORE [paths=...] [size=...]
   for example: titan-exp encode images=emoji out=stores/emoji
                titan-exp encode images=folder paths=photos out=stores/photos size=48 max_aspect=2
                titan-exp encode images=webdataset paths='shards/*.tar' out=stores/web latents=flux/vae texts=flux"""
-
-
-@dataclass(frozen=True)
-class EncodeOptions(ImageOptions, ImageSource):
-    """Options of `titan-exp encode`."""
-
-    out: str = ""
-    """Folder of the store to make, such as stores/glyphs."""
-    dtype: Literal["fp16", "fp32"] = "fp32"
-    """Type of the store's arrays; fp16 takes half the disk."""
-    validation_fraction: Share = 0.05
-    """Share of the images held out for evaluation, chosen by caption."""
-    shard_samples: PositiveInt = 4096
-    """Samples after which a shard is full and safe: the same command resumes after an interruption."""
 
 
 def encode(argv: Sequence[str]) -> int:
@@ -63,9 +46,7 @@ def encode(argv: Sequence[str]) -> int:
     out, console = Path(options.out).expanduser(), Terminal(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("images", total=len(images))
-        manifest = write_latent_store(
-            out, images, encoders, _store_options(options), lambda done, _: bar.update(task, completed=done)
-        )
+        manifest = write_latent_store(out, images, encoders, options, lambda done, _: bar.update(task, completed=done))
     samples = manifest.samples
     print(
         f"{options.out}: {images.name}; {samples['train']:,} samples to train on and {samples['validation']:,} held "
@@ -91,16 +72,3 @@ def _sizes_unlike(name: str, encoded: "LatentFormat") -> dict[str, int]:
     }
     config = compose([f"+experiment={name}"])
     return {key: value for key, value in sizes.items() if OmegaConf.select(config, key) != value}
-
-
-def _store_options(options: EncodeOptions) -> "StoreOptions":
-    from titan_exp.extensions.diffusion.latent_store import StoreOptions
-
-    return StoreOptions(
-        size=options.size,
-        max_aspect=options.max_aspect,
-        validation_fraction=options.validation_fraction,
-        shard_samples=options.shard_samples,
-        dtype=options.dtype,
-        seed=options.seed,
-    )

@@ -72,7 +72,7 @@ def option(
 
 def line(cells: Sequence[str]) -> str:
     """Row of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: int | None = None) -> str:

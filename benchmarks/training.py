@@ -99,7 +99,12 @@ class RecipeOptions:
 
     steps: int = option(200, "steps of each run", smallest=6)
     only: str = option("", "prefix of cases; the baseline is trained always")
-    overrides: tuple[str, ...] = option((), "overrides of every run", positional=True)
+    overrides: tuple[str, ...] = option(
+        (),
+        "overrides of every run",
+        smallest=("lr_schedule.warmup_steps=0", "lr_schedule.decay_steps=2"),
+        positional=True,
+    )
 
 
 @benchmark

@@ -34,7 +34,7 @@ def test_without_a_gpu_it_says_so_at_once(monkeypatch, capsys: pytest.CaptureFix
 def test_a_missing_package_is_named_before_anything_runs(monkeypatch, capsys, tmp_path: Path):
     (tmp_path / "needs_another.py").write_text("import another_package")
     monkeypatch.setattr(gpu_report, "NEEDED", ("pytest", "needs_another", "no_such_package"))
-    monkeypatch.setattr(packages, "install")
+    monkeypatch.setattr(packages, "install", lambda: None)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert main(["gpu-report", "--tiny"]) == 2
     printed = capsys.readouterr().err

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def run(*words: str, path: str = "", flags: tuple[str, ...] = ()) -> subprocess.
 def test_every_row_is_a_run_that_may_start(name: str, monkeypatch: pytest.MonkeyPatch):
     give_gpus(monkeypatch, 1)
     job = Job(name, 10, 15)
-    experiment = job.experiment()
+    experiment: Any = job.experiment()
     shape = job.case.peer_model
     assert (experiment.model.dim, experiment.model.layers) == (shape["dim"], shape["n_layers"])
     if job.case.peer_family == "llama3":

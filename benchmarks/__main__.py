@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,6 +136,9 @@ def main(words: Sequence[str] | None = None) -> int:
     name, *rest = words if words is not None else sys.argv[1:] or ["--help"]
     if name == "call":
         return call(*rest)
+    if words is None:
+        # An end by SIGTERM, too, ends what a benchmark has started.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     found = commands()
     if name not in found:
         known = name in ("-h", "--help")

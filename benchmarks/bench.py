@@ -115,8 +115,10 @@ class Output:
         """Write the file: tables with raw numbers as JSON, or the text as printed."""
         if self._path is None:
             return
-        found = {"command": sys.argv[1:], "machine": machine(), "tables": self._tables}
-        text = json.dumps(found, indent=1) if self._path.suffix == ".json" else "\n".join(self._printed)
+        text = "\n".join(self._printed)
+        if self._path.suffix == ".json":
+            found = {"command": sys.argv[1:], "machine": machine(), "tables": self._tables, "text": text}
+            text = json.dumps(found, indent=1)
         self._path.write_text(f"{text}\n", encoding="utf-8")
 
 
@@ -234,10 +236,10 @@ def threads() -> int:
     return int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
 
 
-def environment(**extra: str) -> dict[str, str]:
-    """Environment of processes that import this checkout."""
+def environment(*path: Path, **extra: str) -> dict[str, str]:
+    """Environment of processes that import this checkout, and then what is in `path`."""
     given = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *([given] if given else [])]), **extra}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, [ROOT, *path, given]))), **extra}
 
 
 def titan_exp(*words: str) -> list[str]:

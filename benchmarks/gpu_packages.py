@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.bench import ROOT, Output, option, tool
+from benchmarks.bench import ROOT, Output, environment, option, tool
 
 WHEELS = ROOT / ".wheels"
 """Gathered wheels."""
@@ -81,7 +80,7 @@ def install(wheels: Path = WHEELS, target: Path = PACKAGES) -> Path | None:
     return target
 
 
-def environment(needed: Sequence[str]) -> dict[str, str]:
+def gpu_environment(needed: Sequence[str]) -> dict[str, str]:
     """Environment of the report's processes: this checkout, torchtitan, and the wheels if a needed package is missing.
 
     Raises RuntimeError if the wheels cannot be installed.
@@ -89,10 +88,8 @@ def environment(needed: Sequence[str]) -> dict[str, str]:
     folder = install() if any(importlib.util.find_spec(name) is None for name in needed) else None
     quiet = {"TITAN_EXP_LOCAL": "none", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
     peer = ROOT / ".peer"
-    path = [ROOT, *([] if folder is None else [folder]), *([peer] if (peer / "torchtitan").is_dir() else [])]
-    given = os.environ.get("PYTHONPATH")
-    joined = os.pathsep.join([*map(str, path), *([given] if given else [])])
-    return {**os.environ, "PYTHONPATH": joined, "PYTHONUNBUFFERED": "1", **quiet}
+    path = [*([] if folder is None else [folder]), *([peer] if (peer / "torchtitan").is_dir() else [])]
+    return environment(*path, PYTHONUNBUFFERED="1", **quiet)
 
 
 IMPORTS = """
@@ -105,9 +102,9 @@ for name in sys.argv[1:]:
 """
 
 
-def missing(names: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Packages of a list that a process with this environment cannot import, and why: they may need others."""
+def missing(names: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """Packages that a process with these environment variables cannot import, and why: they may need others."""
     words = [sys.executable, "-c", IMPORTS, *names]
-    done = subprocess.run(words, env=dict(environment), check=False, capture_output=True, text=True)
+    done = subprocess.run(words, env=dict(variables), check=False, capture_output=True, text=True)
     ended = [f"{', '.join(names)}: exit code {done.returncode}"] if done.returncode else []
     return [line for line in done.stdout.splitlines() if line.startswith(tuple(f"{name}: " for name in names))] + ended

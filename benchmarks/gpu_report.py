@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from benchmarks.bench import (
@@ -33,8 +31,8 @@ from benchmarks.bench import (
     wait_for,
     write_whole,
 )
-from benchmarks.gpu_packages import environment, missing
-from benchmarks.memory import CASES, Peaks, measured, planned, table
+from benchmarks.gpu_packages import gpu_environment, missing
+from benchmarks.memory import CASES, HEAD, Peaks, measured, planned, row
 
 VARIABLE = "GPU_REPORT_OUTCOMES"
 """Environment variable with the path of the outcomes."""
@@ -96,7 +94,7 @@ class GpuReport:
         name += "".join(f"-{part}" for part in self.parts if self.parts != tuple(SHARES))
         self.work = ROOT / options.work if options.work else ROOT / "outputs" / f"gpu-{name}"
         self.work.mkdir(parents=True, exist_ok=True)
-        self._environment = environment(NEEDED)
+        self._environment = gpu_environment(NEEDED)
         if self.tiny:
             self._environment["CUDA_VISIBLE_DEVICES"] = ""
         title = f"{'Tiny run on a CPU' if self.tiny else 'GPU report'}, {time.strftime('%Y-%m-%d %H:%M')}"
@@ -198,12 +196,12 @@ class GpuReport:
         """Each case is planned while it is measured."""
         end = time.monotonic() + seconds
         names = list(CASES)[: 2 if self.tiny else None]
-        found: list[tuple[str, Peaks | str, Peaks | str]] = []
+        found: list[tuple[str, str, str]] = []
 
         def write() -> None:
-            waiting = [name for name in names if name not in [row[0] for row in found]]
+            waiting = [name for name in names if name not in [cells[0] for cells in found]]
             notes = [f"Not run: {'; '.join(waiting)}."] if waiting else []
-            self.report.part("Planned and measured memory", "\n\n".join([table(found), *notes]))
+            self.report.part("Planned and measured memory", "\n\n".join([markdown(HEAD, found), *notes]))
 
         for number, name in enumerate(names):
             left = end - time.monotonic()
@@ -214,8 +212,9 @@ class GpuReport:
                 for find in (planned, measured)
             )
             wait_for([fact, plan], left)
-            found.append((name, _peaks(plan), _peaks(fact)))
-            self.report.failed |= any(isinstance(peaks, str) for peaks in found[-1][1:])
+            both = _peaks(plan), _peaks(fact)
+            found.append(row(name, *both))
+            self.report.failed |= any(isinstance(peaks, str) for peaks in both)
             write()
         if not found:
             self.report.part("Planned and measured memory", "Not run: the budget is spent.")
@@ -275,7 +274,7 @@ def what_is_missing(*, tiny: bool) -> list[str]:
     if not tiny and not visible_gpus():
         return ["this machine shows no NVIDIA GPU (CUDA_VISIBLE_DEVICES may hide it)"]
     version = sys.version.split()[0]
-    return [f"Python {version} cannot import {reason}" for reason in missing(NEEDED, environment(NEEDED))]
+    return [f"Python {version} cannot import {reason}" for reason in missing(NEEDED, gpu_environment(NEEDED))]
 
 
 @dataclass(frozen=True)
@@ -314,7 +313,6 @@ def gpu_report(options: ReportOptions, out: Output) -> int:
     if reasons:
         raise CannotRun(*reasons, "make gpu ARGS=--tiny checks the report on a CPU; docs/guides/gpu.md has the set-up")
     gpu = GpuReport(options, began)
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         return gpu.run()
     except KeyboardInterrupt:
@@ -322,10 +320,6 @@ def gpu_report(options: ReportOptions, out: Output) -> int:
         return 130
     finally:
         out.say(f"{gpu.report.text}\nReport: {gpu.report.path}")
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def pytest_collection_finish(session: Any) -> None:

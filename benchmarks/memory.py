@@ -20,7 +20,6 @@ from benchmarks.bench import (
     benchmark,
     call_words,
     environment,
-    markdown,
     option,
     resolved,
     result_of,
@@ -229,16 +228,15 @@ def balanced(rows: int, ranks: int) -> list[int]:
     return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
 
 
-def table(found: Sequence[tuple[str, Peaks | str, Peaks | str]]) -> str:
-    """Markdown table of names, planned and measured peaks; a string is the reason for which there are none."""
-    rows: list[list[str]] = []
-    for name, plan, fact in found:
-        if isinstance(plan, str) or isinstance(fact, str):
-            reason = next(it for it in (plan, fact) if isinstance(it, str))
-            rows.append([name, f"failed: {reason.replace('|', '/')}", ""])
-        else:
-            rows.append([name, _pair(plan.allocated, fact.allocated), _pair(plan.reserved, fact.reserved)])
-    return markdown(["rank of", "allocated GiB, planned / measured", "reserved GiB, planned / measured"], rows)
+HEAD = ("rank of", "allocated GiB, planned / measured", "reserved GiB, planned / measured")
+
+
+def row(name: str, plan: Peaks | str, fact: Peaks | str) -> tuple[str, str, str]:
+    """Row of a name, planned and measured peaks; a string is the reason for which there are none."""
+    if isinstance(plan, str) or isinstance(fact, str):
+        reason = next(it for it in (plan, fact) if isinstance(it, str))
+        return name, f"failed: {reason.replace('|', '/')}", ""
+    return name, _pair(plan.allocated, fact.allocated), _pair(plan.reserved, fact.reserved)
 
 
 def _pair(plan: int | None, fact: int | None) -> str:
@@ -281,11 +279,11 @@ def rank_memory(options: RankOptions, out: Output) -> None:
 
     if not options.tiny and not torch.cuda.is_available():
         raise CannotRun("torch finds no CUDA GPU here; --tiny runs a debug model on a CPU")
-    for number, name in enumerate(options.layouts or [name for name in CASES if options.only in name]):
+    table = out.table(dict.fromkeys(HEAD, ""))
+    for name in options.layouts or [name for name in CASES if options.only in name]:
         rank, overrides = rank_and_overrides(name)
         plan, fact = (call_words(find, name=overrides, tiny=options.tiny, rank=rank) for find in (planned, measured))
-        lines = table([(name, peaks(plan), peaks(fact))]).splitlines()
-        out.say("\n".join(lines[2 if number else 0 :]))
+        table.add(*row(name, peaks(plan), peaks(fact)))
 
 
 @dataclass(frozen=True)
@@ -305,13 +303,11 @@ def stub_memory(options: StubOptions, out: Output) -> None:
     """
     from benchmarks.stub_gpu import build, words
 
-    folder, printed = build(), 0
+    folder, table = build(), out.table(dict.fromkeys(HEAD, ""))
     for name, layout in ((name, layout) for name, layout in LAYOUTS.items() if options.only in name):
         rank, overrides = rank_and_overrides(layout)
         plan, fact = (call_words(find, name=overrides, rank=rank) for find in (planned, measured))
-        found = peaks(plan), peaks(words(folder, *fact), STUB_GPU_BYTES=str(CAPACITY))
-        out.say("\n".join(table([(name, *found)]).splitlines()[printed:]))
-        printed = 2
+        table.add(*row(name, peaks(plan), peaks(words(folder, *fact), STUB_GPU_BYTES=str(CAPACITY))))
 
 
 DENSE = "model=llama_debug model.dim=1024 model.ffn_dim=4096 model.layers=6 model.heads=16 model.kv_heads=16"

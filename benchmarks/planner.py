@@ -21,10 +21,7 @@ LLAMA_8B = ("model=llama3_8b", *EAGER, "training.seq_len=8192")
 LLAMA_405B = ("model=llama3_405b", *LLAMA_8B[1:], "training.global_batch_size=512")
 PIPELINE = (*LLAMA_405B, "parallelism.tp=8", "parallelism.pp=8", "parallelism.dp_shard=8", "activation_checkpoint=full")
 # The published trainer's attention was flash on these GPUs, and its context parallelism gathered keys and values.
-TINY = (
-    *("model=llama_debug", "model.layers=8", "model.heads=8", "model.kv_heads=8"),
-    *("training.seq_len=64", "training.global_batch_size=64"),
-)
+TINY = ("model=llama3_8b", "model.layers=8", "training.seq_len=1024", "training.global_batch_size=64")
 """Overrides of a plan and of a search at their smallest."""
 PUBLISHED_COMMON = (
     *(*EAGER, "data.virtual_shards=128"),

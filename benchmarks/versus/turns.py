@@ -227,7 +227,7 @@ class Session:
         arguments = {"role": role, "cache": str(self.cache), "job": dataclasses.asdict(job)}
         words = [*COMMAND, "benchmarks.versus.sides:run_role", json.dumps(arguments)]
         log = self.results.folder / f"{job.row}-{role}-{job.layers or 'all'}.log".replace("/", "_")
-        left = self.budget.left
+        left = max(self.budget.left, 1.0)
         running = Running(words, environment(**extra), log)
         wait_for([running], left)
         if running.timed_out:

@@ -14,9 +14,9 @@ import pytest
 from benchmarks import gpu_packages as packages
 from benchmarks import gpu_report
 from benchmarks.__main__ import commands, main, options_of
-from benchmarks.bench import ROOT, Running, cause_in, wait_for
+from benchmarks.bench import ROOT, Running, cause_in, markdown, wait_for
 from benchmarks.gpu_report import VARIABLE, GpuReport, Report, by_room
-from benchmarks.memory import CASES, Peaks, experiment_of, table
+from benchmarks.memory import CASES, HEAD, Peaks, experiment_of, row
 from tests.launch.fake_ranks import wait_until
 from titan_exp.config.machine import devices
 from titan_exp.plan.supported import check_supported
@@ -184,7 +184,8 @@ def test_memory_cases_can_be_planned(name: str):
 
 def test_the_table_of_memory_has_errors_in_percent_and_reasons():
     peaks = Peaks(66 * 2**30, 80 * 2**30), Peaks(60 * 2**30, 80 * 2**30)
-    text = table([("a", *peaks), ("b", "exit code 1 | no", peaks[1]), ("c", peaks[0], Peaks(None, None))])
+    rows = ("a", *peaks), ("b", "exit code 1 | no", peaks[1]), ("c", peaks[0], Peaks(None, None))
+    text = markdown(HEAD, [row(*cells) for cells in rows])
     assert "| a | 66.00 / 60.00 (+10.0%) | 80.00 / 80.00 (+0.0%) |" in text
     assert "| b | failed: exit code 1 / no | |" in text
     assert "| c | 66.00 / – | 80.00 / – |" in text

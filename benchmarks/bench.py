@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 INTERVAL = 2.0
 """Seconds between two reports of progress while processes run."""
-PACKAGES = ("torch", "torchao", "triton", "numpy", "hydra-core")
+PACKAGES = ("torch", "triton", "torchao", "torchtitan", "transformers", "numpy", "hydra-core")
 """Packages whose versions every benchmark prints."""
 _SAME: Any = object()
 T = TypeVar("T")
@@ -68,6 +69,11 @@ def option(
     """
     known = {"help": text, "choices": choices, "parse": parse, "positional": positional}
     return field(default=default, metadata=known | ({} if smallest is _SAME else {"smallest": smallest}))
+
+
+def temporary() -> Path:
+    """New folder that is left behind, as results are."""
+    return Path(tempfile.mkdtemp())
 
 
 def line(cells: Sequence[str]) -> str:
@@ -158,27 +164,25 @@ def commit() -> str:
 
 def machine() -> str:
     """Date, commit, hardware, load and versions, as entries of the log begin."""
-    names = re.findall(r"^model name\s*: (.*)$", _read("/proc/cpuinfo"), re.M)
-    cores = f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
+    cores = f"{len(os.sched_getaffinity(0))} cores of {[*names, platform.machine()][0]}"
     parts = [time.strftime("%Y-%m-%d"), f"commit {commit()}", f"{cores}, load {os.getloadavg()[0]:.1f}"]
     # A benchmark that has not imported torch measures nothing with it in this process.
     if (torch := sys.modules.get("torch")) is not None:
-        parts.append(f"{torch.get_num_threads()} threads")
-        parts += [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
-    installed = {name: version for name in PACKAGES if (version := _version(name))}
-    return ", ".join([*parts, f"Python {platform.python_version()}", *(f"{n} {v}" for n, v in installed.items())])
+        parts += [f"{torch.get_num_threads()} threads", _gpus(torch)]
+    versions = [f"Python {platform.python_version()}"]
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions.append(f"{name} {metadata.version(name)}")
+    return ", ".join([*parts, *versions])
 
 
-def _version(package: str) -> str:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return ""
-
-
-def _read(path: str) -> str:
-    with suppress(OSError):
-        return Path(path).read_text(encoding="utf-8")
-    return ""
+def _gpus(torch: Any) -> str:
+    if not torch.cuda.is_available():
+        return "no GPU"
+    it = torch.cuda.get_device_properties(0)
+    gpus = f"{torch.cuda.device_count()} x {it.name}, capability {it.major}.{it.minor}, {it.total_memory / GIB:.0f} GiB"
+    return f"{gpus}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
 
 
 def seconds_of(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
@@ -247,6 +251,13 @@ def titan_exp(*words: str) -> list[str]:
     return [sys.executable, "-m", "titan_exp", *words]
 
 
+def trained(runs: Path, *words: str) -> Path:
+    """Train a run to its end; returns its folder."""
+    overrides = (f"paths.runs={runs}", "experiment.name=trained", *words)
+    subprocess.run(titan_exp("train", *overrides), check=True, capture_output=True, env=environment())
+    return next((runs / "trained").iterdir())
+
+
 def call_words(function: Callable[..., Any], **arguments: Any) -> list[str]:
     """Words of a process that calls a function and prints its result as JSON."""
     return [*CALL, f"{function.__module__}:{function.__name__}", json.dumps(arguments)]
@@ -272,7 +283,9 @@ def result_of(words: Sequence[str], *, seconds: float | None = None, **extra: st
 
 
 def result_in(text: str) -> Any:
-    """Result in what a process has printed: its last line of JSON."""
+    """Result in what a process has printed: JSON alone, or its last line of it."""
+    with suppress(json.JSONDecodeError):
+        return json.loads(text)
     for printed in reversed(text.splitlines()):
         if printed.startswith("{"):
             with suppress(json.JSONDecodeError):

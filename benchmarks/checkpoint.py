@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from benchmarks.bench import GIB, Output, Table, benchmark, composed, environment, option, seconds_of
+from benchmarks.bench import GIB, Output, Table, benchmark, composed, environment, option, seconds_of, trained
 from benchmarks.bench import titan_exp as command
 from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.dcp.storage_writer import find_damage
@@ -26,12 +26,11 @@ from titan_exp.trainer.distributed import joined_process_group
 
 MODES = ("sync", "async", "async_process")
 WIDTH = 1024
+DIRECTIONS = ("import", "export", "trained")
 
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """Options of `checkpoint`."""
-
     parameters: float = option(20e6, "parameters of the model; its state takes 12 bytes for each", smallest=2e6)
     saves: int = option(5, "saves of each mode, at least 2", smallest=2)
     folder: Path | None = option(None, "where to write; a temporary folder without")
@@ -95,16 +94,14 @@ def disk(path: Path) -> str:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Options of `convert`."""
-
     model: str = option("gpt_oss_20b", "model of the GPT-OSS family", smallest="gpt_oss_debug")
     layers: int = option(24, "layers of the model; each has the published shape", smallest=1)
     folder: Path | None = option(None, "where to write; a temporary folder without")
     directions: tuple[str, ...] = option(
-        ("import", "export"),
-        "of the published folder, and of the run it becomes; of a trained run",
-        choices=("import", "export", "trained"),
-        smallest=("import", "export", "trained"),
+        DIRECTIONS[:2],
+        "of the published folder, of the run it becomes, of a trained run",
+        choices=DIRECTIONS,
+        smallest=DIRECTIONS,
     )
 
 
@@ -131,16 +128,10 @@ def convert(options: ConvertOptions, out: Output) -> None:
         if "export" in options.directions:
             measure(table, "export", scratch / "ours", scratch / "export")
         if "trained" in options.directions:
-            measure(table, "trained", train(scratch, options.model), scratch / "exported")
-
-
-def train(runs: Path, model: str) -> Path:
-    """Save a seed checkpoint on one rank, each tensor whole; returns the run folder."""
-    words = f"model={model} model.layers=1 model.moe.experts=4 training.steps=0 training.seq_len=128 checkpoint=sync"
-    words += f" cluster.device=cpu plan.gate=off paths.runs={runs} experiment.name=trained"
-    subprocess.run(command("train", *words.split()), check=True, stdout=subprocess.DEVNULL, env=environment())
-    (run,) = runs.glob("trained/*/")
-    return run
+            words = f"model={options.model} model.layers=1 model.moe.experts=4 training.steps=0 training.seq_len=128"
+            words += " checkpoint=sync cluster.device=cpu plan.gate=off"
+            # A seed checkpoint on one rank, each tensor whole.
+            measure(table, "trained", trained(scratch, *words.split()), scratch / "exported")
 
 
 def write_published(folder: Path, published: str, layers: int) -> None:

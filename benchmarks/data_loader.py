@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,6 @@ RESUMED = ("python_stdlib, bytes", "parquet streamed, bytes", "store, bytes", "t
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """Options of `data-loader`."""
-
     seconds: float = option(2.0, "length of each measurement", smallest=0.02)
     only: str = option("", "sources whose name holds this word")
     need: float = option(NEED, "tokens/s that a rank consumes")
@@ -138,17 +137,14 @@ def variant(base: Experiment, seq_len: int, rows: int, data: dict[str, Any]) -> 
 
 def measure(run: Experiment, seconds: float) -> tuple[float, float]:
     """Seconds to the first batch, and tokens per second after a fifth of the time."""
-    rows, loaders = run.training.global_batch_size, list[TrainLoader]()
-
-    def begin() -> None:
-        loaders.append(loader_of(run))
-        next(loaders[0])
-
-    first = seconds_of(begin)
-    repeated(lambda: next(loaders[0]), seconds / 5)
-    times = repeated(lambda: next(loaders[0]), seconds)
-    loaders[0].close()
-    return first, len(times) * rows * run.training.seq_len / sum(times)
+    begin = time.perf_counter()
+    loader = loader_of(run)
+    next(loader)
+    first = time.perf_counter() - begin
+    repeated(lambda: next(loader), seconds / 5)
+    times = repeated(lambda: next(loader), seconds)
+    loader.close()
+    return first, len(times) * run.training.global_batch_size * run.training.seq_len / sum(times)
 
 
 def loader_of(run: Experiment) -> TrainLoader:

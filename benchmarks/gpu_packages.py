@@ -25,8 +25,6 @@ GLIBC = (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)
 
 @dataclass(frozen=True)
 class WheelOptions:
-    """Options of `gpu-wheels`."""
-
     python: str = option("3.12", "version of Python on the GPU machine")
 
 

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -20,19 +19,16 @@ from benchmarks.bench import (
     ROOT,
     CannotRun,
     Output,
-    ProcessFailed,
     Running,
     benchmark,
-    call_words,
-    commit,
     markdown,
     option,
-    result_in,
+    temporary,
     wait_for,
     write_whole,
 )
 from benchmarks.gpu_packages import gpu_environment, missing
-from benchmarks.memory import CASES, HEAD, Peaks, measured, planned, row
+from benchmarks.memory import CASES
 
 VARIABLE = "GPU_REPORT_OUTCOMES"
 """Environment variable with the path of the outcomes."""
@@ -44,21 +40,7 @@ NEEDED = ("torch", "omegaconf", "hydra", "pydantic", "pytest", "pytest_timeout",
 """Packages without which nothing runs."""
 VERSUS = ("-m", "benchmarks", "versus")
 LOG = Path("benchmarks", "log")
-MACHINE = """
-import platform, sys, torch
-names = ["torch", "triton", "torchao", "torchtitan", "transformers"]
-import importlib.metadata as m
-def version(name):
-    try: return m.version(name)
-    except m.PackageNotFoundError: return "not installed"
-print("- Python " + sys.version.split()[0] + ", " + ", ".join(f"{n} {version(n)}" for n in names))
-if torch.cuda.is_available():
-    p = torch.cuda.get_device_properties(0)
-    print(f"- {torch.cuda.device_count()} x {p.name}, capability {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB")
-    print(f"- CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
-else:
-    print("- no GPU: torch.cuda.is_available() is False")
-"""
+MACHINE = "import torch; from benchmarks.bench import machine; print(machine())"
 
 
 class Report:
@@ -132,10 +114,9 @@ class GpuReport:
         return Running([sys.executable, *words], {**self._environment, **environment}, self.work / f"{log}.log", ROOT)
 
     def _machine(self) -> None:
-        lines = [f"- commit {commit()}"]
         versions = self._python("machine", "-c", MACHINE)
         wait_for([versions], min(60.0, self.left))
-        lines.append((self.work / "machine.log").read_text(encoding="utf-8").strip())
+        lines = [f"- {versions.text.strip()}"]
         if not self.tiny:
             query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.sm", "--format=csv,noheader"]
             done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
@@ -193,59 +174,29 @@ class GpuReport:
             self.report.part(heading, f"{text()}\n\nThe comparison: {speed.ending}")
 
     def _memory(self, seconds: float) -> None:
-        """Each case is planned while it is measured."""
-        end = time.monotonic() + seconds
-        names = list(CASES)[: 2 if self.tiny else None]
-        found: list[tuple[str, str, str]] = []
+        words = ["--tiny", "--only", "2 sequences"] if self.tiny else []
+        memory = self._python("memory", "-m", "benchmarks", "rank-memory", *words)
 
         def write() -> None:
-            waiting = [name for name in names if name not in [cells[0] for cells in found]]
+            lines = [line for line in memory.text.splitlines() if line.startswith("|")]
+            waiting = [name for name in CASES if not any(name in line for line in lines)]
             notes = [f"Not run: {'; '.join(waiting)}."] if waiting else []
-            self.report.part("Planned and measured memory", "\n\n".join([markdown(HEAD, found), *notes]))
+            self.report.part("Planned and measured memory", "\n\n".join(["\n".join(lines), *notes]))
 
-        for number, name in enumerate(names):
-            left = end - time.monotonic()
-            if left < 5:
-                break
-            plan, fact = (
-                self._python(f"{find.__name__}-{number}", *call_words(find, name=name, tiny=self.tiny)[1:])
-                for find in (planned, measured)
-            )
-            wait_for([fact, plan], left)
-            both = _peaks(plan), _peaks(fact)
-            found.append(row(name, *both))
-            self.report.failed |= any(isinstance(peaks, str) for peaks in both)
-            write()
-        if not found:
-            self.report.part("Planned and measured memory", "Not run: the budget is spent.")
+        wait_for([memory], seconds, write)
+        self.report.failed |= bool(memory.ending) or "| failed: " in memory.text
 
     def _doctor(self) -> None:
         # It prints its table at the end; most of its time are imports and FlexAttention's compilation.
         seconds = max(min(SHARES["doctor"] * self._seconds, self.left) / 4, 3)
         device = ["cluster.device=cpu"] if self.tiny else []
-        words = [
-            "-m",
-            "titan_exp",
-            "doctor",
-            "--seconds",
-            f"{seconds:.0f}",
-            f"paths.runs={self.work / 'runs'}",
-            *device,
-        ]
-        doctor = self._python("doctor", *words, COLUMNS="110")
+        words = ["doctor", "--seconds", f"{seconds:.0f}", f"paths.runs={self.work / 'runs'}", *device]
+        doctor = self._python("doctor", "-m", "titan_exp", *words, COLUMNS="110")
         wait_for([doctor], min(3 * seconds + 60, self.left))
-        text = (self.work / "doctor.log").read_text(encoding="utf-8", errors="replace").strip()
+        text = doctor.text.strip()
         self.report.failed |= bool(doctor.ending)
         note = f"\n\ndoctor: {doctor.ending}" if doctor.ending else ""
         self.report.part("doctor", f"```\n{text}\n```{note}")
-
-
-def _peaks(running: Running) -> Peaks | str:
-    """Peaks that a process has printed, or the reason for which there are none."""
-    try:
-        return running.ending or Peaks(**result_in(running.text))
-    except ProcessFailed as error:
-        return str(error)
 
 
 def test_files() -> list[str]:
@@ -279,16 +230,12 @@ def what_is_missing(*, tiny: bool) -> list[str]:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Options of `gpu-report`."""
-
-    seconds: float = option(540.0, "budget for everything", smallest=100.0)
+    seconds: float = option(540.0, "budget for everything", smallest=600.0)
     parts: tuple[str, ...] = option(tuple(SHARES), "comma-separated parts", smallest=("memory",), parse=parts_named)
     rows: str = option("all", "rows of the comparison with torchtitan, as of `versus --rows`")
     tests: tuple[str, ...] = option((), "test files; all that mention CUDA without")
-    log: Path = option(LOG, "folder of the report", smallest=lambda: Path(tempfile.mkdtemp()))
-    work: Path | None = option(
-        None, "folder of logs and results; outputs/gpu-DATE without", smallest=lambda: Path(tempfile.mkdtemp())
-    )
+    log: Path = option(LOG, "folder of the report", smallest=temporary)
+    work: Path | None = option(None, "folder of logs and results; outputs/gpu-DATE without", smallest=temporary)
     tiny: bool = option(False, "tiny shapes on a CPU, to check the report itself", smallest=True)
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,12 +40,7 @@ class Case:
 
 CASES = (
     Case("laptop, 2 of 16 experts, 192 × 256", ("model=qwen3_moe_laptop",), 4096, 65536),
-    Case(
-        "30B-A3B with 32 experts, 8 of them, 2048 × 768",
-        ("model=qwen3_30b_a3b", "model.moe.experts=32"),
-        512,
-        8192,
-    ),
+    Case("30B-A3B with 32 experts, 8 of them, 2048 × 768", ("model=qwen3_30b_a3b", "model.moe.experts=32"), 512, 8192),
     Case("30B-A3B, 8 of 128 experts, 2048 × 768", ("model=qwen3_30b_a3b",), 0, 16384),
 )
 """A case without tokens is left out."""
@@ -57,8 +53,6 @@ def device_here() -> torch.device:
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """Options of `experts`."""
-
     seconds: float = option(4.0, "time per variant of each case", smallest=0.0)
     only: str = option("", "cases whose name holds this word", smallest="laptop")
     threads: int = option(threads(), "threads of a CPU")
@@ -94,14 +88,11 @@ def measure(case: Case, tokens: int, dtype: torch.dtype, *, seconds: float, out:
     if device.type == "cuda":
         calls["ours, no kernels"] = lambda: layer(x)
 
-    def variant(name: str) -> Callable[[], tuple[float, int | None]]:
-        def turn() -> tuple[float, int | None]:
-            with torch_operators(name == "ours, no kernels"):
-                return run(calls[name], layer, x)
+    def turn(name: str) -> tuple[float, int | None]:
+        with torch_operators(name == "ours, no kernels"):
+            return run(calls[name], layer, x)
 
-        return turn
-
-    variants = {name: variant(name) for name in calls}
+    variants = {name: partial(turn, name) for name in calls}
     warm = in_turns(variants, 1)
     found = in_turns(variants, 3, seconds=seconds * len(variants))
     form = {"tokens/s": ",.0f", "ratio": ".2f", "MiB": ",.0f"}
@@ -195,8 +186,6 @@ def torch_operators(chosen: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MaskOptions:
-    """Options of `attention-masks`."""
-
     seq_len: int = option(4096, "tokens of the sequence", smallest=256)
     seconds: float = option(2.0, "length of each measurement", smallest=0.0)
     threads: int = option(threads(), "threads of torch on a CPU")

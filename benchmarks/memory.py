@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,8 +262,6 @@ def peaks(words: Sequence[str], **extra: str) -> Peaks | str:
 
 @dataclass(frozen=True)
 class RankOptions:
-    """Options of `rank-memory`."""
-
     only: str = option("", "cases whose names have this in them", smallest="selective, 2")
     tiny: bool = option(False, "a debug model, on a CPU too", smallest=True)
     layouts: tuple[str, ...] = option((), "overrides in quotes, or names, instead of the cases", positional=True)
@@ -272,24 +271,24 @@ class RankOptions:
 def rank_memory(options: RankOptions, out: Output) -> None:
     """Planned against measured memory: real steps of one rank of a large layout, in a fake process group on one GPU.
 
-    The kernels and the caching allocator are real; the collectives send nothing. Each case is planned and measured in
-    processes of their own, so that neither sees the other's memory. `stub-memory` does so without a GPU.
+    The kernels and the caching allocator are real; the collectives send nothing. Each case is planned while it is
+    measured, in processes of their own, so that neither sees the other's memory. `stub-memory` does so without a GPU.
     """
-    import torch
+    from titan_exp.config.machine.devices import visible_gpus
 
-    if not options.tiny and not torch.cuda.is_available():
-        raise CannotRun("torch finds no CUDA GPU here; --tiny runs a debug model on a CPU")
+    if not options.tiny and not visible_gpus():
+        raise CannotRun("this machine shows no NVIDIA GPU; --tiny runs a debug model on a CPU")
     table = out.table(dict.fromkeys(HEAD, ""))
     for name in options.layouts or [name for name in CASES if options.only in name]:
         rank, overrides = rank_and_overrides(name)
-        plan, fact = (call_words(find, name=overrides, tiny=options.tiny, rank=rank) for find in (planned, measured))
-        table.add(*row(name, peaks(plan), peaks(fact)))
+        both = [call_words(find, name=overrides, tiny=options.tiny, rank=rank) for find in (planned, measured)]
+        with ThreadPoolExecutor(2) as pool:
+            plan, fact = pool.map(peaks, both)
+        table.add(*row(name, plan, fact))
 
 
 @dataclass(frozen=True)
 class StubOptions:
-    """Options of `stub-memory`."""
-
     only: str = option("", "layouts whose names have this in them", smallest="one rank, compiled")
 
 
@@ -399,13 +398,8 @@ def gated_run(overrides: str, limit: int | None) -> Outcome:
         with tempfile.TemporaryDirectory() as folder:
             words = [*overrides.split(), *GATE_COMMON.split(), f"paths.runs={folder}"]
             with (Path(folder) / "log").open("w+") as log:
-                joining = [
-                    "sh",
-                    "-c",
-                    'echo $$ > "$0"; exec "$@"',
-                    str(group.path / "cgroup.procs"),
-                    *command("train", *words),
-                ]
+                joining = ["sh", "-c", 'echo $$ > "$0"; exec "$@"', str(group.path / "cgroup.procs")]
+                joining += command("train", *words)
                 process = subprocess.Popen(joining, stdout=log, stderr=subprocess.STDOUT, env=environment())
                 peak = 0
                 while process.poll() is None:
@@ -423,8 +417,6 @@ def gated_run(overrides: str, limit: int | None) -> Outcome:
 
 @dataclass(frozen=True)
 class GateOptions:
-    """Options of `memory-gate`."""
-
     only: str = option("", "cases whose names have this in them", smallest="fp32, async_process")
     tight: float = option(1.0, "limit over prediction; 0 for no limit")
 

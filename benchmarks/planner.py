@@ -1,16 +1,14 @@
 """Planner benchmarks: predictions beside measured and published runs of other trainers, and the cost of planning."""
 
-import json
 import os
 import resource
-import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.bench import GIB, Output, benchmark, call_words, cause_in, environment, option, resolved
+from benchmarks.bench import GIB, Output, benchmark, call_words, option, resolved, result_of
 from benchmarks.bench import titan_exp as command
 from benchmarks.published_recipe import published_operators, torch_context_parallelism, torch_operators
 from titan_exp.plan.cuda.devices import DEVICES
@@ -20,9 +18,9 @@ EAGER = ("cluster=slurm_h100", "compile=none", "training.mixed_precision=bf16")
 LLAMA_8B = ("model=llama3_8b", *EAGER, "training.seq_len=8192")
 LLAMA_405B = ("model=llama3_405b", *LLAMA_8B[1:], "training.global_batch_size=512")
 PIPELINE = (*LLAMA_405B, "parallelism.tp=8", "parallelism.pp=8", "parallelism.dp_shard=8", "activation_checkpoint=full")
-# The published trainer's attention was flash on these GPUs, and its context parallelism gathered keys and values.
 TINY = ("model=llama3_8b", "model.layers=8", "training.seq_len=1024", "training.global_batch_size=64")
 """Overrides of a plan and of a search at their smallest."""
+# The published trainer's attention was flash on these GPUs, and its context parallelism gathered keys and values.
 PUBLISHED_COMMON = (
     *(*EAGER, "data.virtual_shards=128"),
     *("model.attention_backend=flash", "parallelism.cp_method=allgather"),
@@ -62,40 +60,31 @@ class MeasuredAnchor:
     """GiB allocated, reserved in segments, reserved in expandable segments."""
 
 
+SELECTIVE = "activation_checkpoint=selective"
+EIGHT_RANKS = "parallelism.dp_shard=8 training.global_batch_size"
+MANY_RANKS = "parallelism.dp_shard=128 data.virtual_shards=128 training.global_batch_size"
 MEASURED = [
-    MeasuredAnchor(
-        "full recompute, 2 sequences, world 8",
-        "activation_checkpoint=full parallelism.dp_shard=8 training.global_batch_size=16",
-        (39.998, 53.742, 49.357),
-    ),
-    MeasuredAnchor(
-        "no recompute, 1 sequence, world 8",
-        "parallelism.dp_shard=8 training.global_batch_size=8",
-        (68.164, 77.201, 75.855),
-    ),
-    MeasuredAnchor(
-        "selective, 2 sequences, world 8",
-        "activation_checkpoint=selective parallelism.dp_shard=8 training.global_batch_size=16",
-        (67.060, 81.555, 77.346),
-    ),
-    MeasuredAnchor(
-        "selective, 2 sequences, world 128",
-        "activation_checkpoint=selective parallelism.dp_shard=128 training.global_batch_size=256 "
-        "data.virtual_shards=128",
-        (56.551, 66.627, 63.146),
-    ),
-    MeasuredAnchor(
-        "selective and inductor, 2 sequences, world 8",
-        "activation_checkpoint=selective compile=blocks parallelism.dp_shard=8 training.global_batch_size=16",
-        (63.060, 75.801, 72.971),
-    ),
+    MeasuredAnchor(*words)
+    for words in (
+        (
+            "full recompute, 2 sequences, world 8",
+            f"{EIGHT_RANKS}=16 activation_checkpoint=full",
+            (39.998, 53.742, 49.357),
+        ),
+        ("no recompute, 1 sequence, world 8", f"{EIGHT_RANKS}=8", (68.164, 77.201, 75.855)),
+        ("selective, 2 sequences, world 8", f"{EIGHT_RANKS}=16 {SELECTIVE}", (67.060, 81.555, 77.346)),
+        ("selective, 2 sequences, world 128", f"{MANY_RANKS}=256 {SELECTIVE}", (56.551, 66.627, 63.146)),
+        (
+            "selective and inductor, 2 sequences, world 8",
+            f"{EIGHT_RANKS}=16 {SELECTIVE} compile=blocks",
+            (63.060, 75.801, 72.971),
+        ),
+    )
 ]
 
 
 @dataclass(frozen=True)
 class AnchorOptions:
-    """Options of `measured-anchors`."""
-
     only: str = option("", "anchors whose names have this in them", smallest="no recompute")
     overrides: tuple[str, ...] = option((), "overrides of every anchor", smallest=("model.layers=2",), positional=True)
 
@@ -217,13 +206,7 @@ PUBLISHED_RUNS = [
     _long(65536, 2, 84.2, 2540),
     _long(131072, 4, 84.0, 1071),
     _long(262144, 8, 84.5, 548),
-    Anchor(
-        "70B, fsdp 32 x tp 8, compile, float8",
-        MEDIUM + FLOAT8,
-        71.9,
-        829,
-        mutations=(PUBLISHED, FLOAT8_GATHER),
-    ),
+    Anchor("70B, fsdp 32 x tp 8, compile, float8", MEDIUM + FLOAT8, 71.9, 829, mutations=(PUBLISHED, FLOAT8_GATHER)),
     Anchor(
         "70B, the same, async TP", MEDIUM + FLOAT8 + ASYNC, 67.6, 876, mutations=(PUBLISHED, FLOAT8_GATHER, EXPOSED)
     ),
@@ -281,14 +264,14 @@ def plan_of(anchor: Anchor, mutation: Mutation, *words: str) -> Plan:
         return predict(experiment, DEVICES[anchor.device])
 
 
+FEW = ("8B, fsdp 128", "8B, 64k")
+"""Anchors that have every kind of mutation."""
+
+
 @dataclass(frozen=True)
 class PublishedOptions:
-    """Options of `published-anchors`."""
-
     only: tuple[str, ...] = option(
-        ("",),
-        "anchors whose names have one of these in them",
-        smallest=("8B, fsdp 8", "8B, 64k", "H200, fsdp 32"),
+        ("",), "anchors whose names have one of these in them", smallest=("8B, fsdp 8", "8B, 64k", "H200, fsdp 32")
     )
     mutations: bool = option(False, "plan every mutation of these anchors too", smallest=True)
     overrides: tuple[str, ...] = option((), "overrides of every anchor", smallest=("model.layers=2",), positional=True)
@@ -339,29 +322,18 @@ def traced(layers: int, shortcut: bool) -> dict[str, float]:
 def cost(words: Sequence[str], cores: int) -> dict[str, Any]:
     """Run a command on `cores` cores; returns its JSON, and its wall-clock and processor seconds and memory."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    chosen = sorted(os.sched_getaffinity(0))[:cores]
-    done = subprocess.run(
-        words,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(OMP_NUM_THREADS="1"),
-        preexec_fn=lambda: os.sched_setaffinity(0, chosen),
-    )
-    if done.returncode:
-        raise SystemExit(cause_in(done.stderr))
+    chosen = ",".join(map(str, sorted(os.sched_getaffinity(0))[:cores]))
+    found = result_of(["taskset", "--cpu-list", chosen, *words], OMP_NUM_THREADS="1")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     # Maximum over all children so far: rows are in ascending order of expected memory.
     most = after.ru_maxrss / 2**20
-    return {"processor s": used, "wall s": time.perf_counter() - began, "GiB": most, **json.loads(done.stdout)}
+    return {"processor s": used, "wall s": time.perf_counter() - began, "GiB": most, **found}
 
 
 @dataclass(frozen=True)
 class PlanningOptions:
-    """Options of `planning`."""
-
-    gpus: int = option(512, "GPUs of the last search", smallest=2)
+    gpus: int = option(512, "GPUs of the last search, and most of the others", smallest=1)
     cores: int = option(2, "cores of a process")
     layers: tuple[int, ...] = option((8, 32, 126), "layers of traces", smallest=(2,))
     overrides: tuple[str, ...] = option((), "overrides of plans and searches", smallest=TINY, positional=True)

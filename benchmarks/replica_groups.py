@@ -330,8 +330,6 @@ def run_piece(options: "KillOptions", folder: Path) -> int:
 
 @dataclass(frozen=True)
 class KillOptions:
-    """Options of `replica-group-kills`."""
-
     folder: Path | None = option(None, "folder of the pieces; a temporary one without")
     kills: int = option(25, "kills of a piece", smallest=1)
     seconds: int = option(420, "limit of the time of kills", smallest=60)
@@ -429,8 +427,6 @@ def group_goodput(fleet: Fleet, groups: int, draw: np.random.Generator) -> float
 
 @dataclass(frozen=True)
 class GoodputOptions:
-    """Options of `replica-group-goodput`."""
-
     gpus: int = option(10_000, "GPUs of the fleet")
     groups: tuple[int, ...] = option((5, 10, 20, 40), "numbers of groups", smallest=(5,))
     min_groups: int = option(1, "living groups below which training waits")

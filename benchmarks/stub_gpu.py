@@ -38,8 +38,6 @@ exec "$@"
 
 @dataclass(frozen=True)
 class StubOptions:
-    """Options of `stub-gpu`."""
-
     command: tuple[str, ...] = option((), "command and its arguments", positional="rest")
 
 
@@ -87,17 +85,8 @@ def build() -> Path:
     compilers = {path.name for path in packages.glob("nvidia/*/lib/libnvrtc.so.*") if "builtins" not in path.name}
     for name in (*NAMES[1:], *sorted(compilers), NAMES[0]):
         made = folder / "made.so"
-        _run(
-            *compiler,
-            "-shared",
-            f"-Wl,-soname,{name}",
-            str(empty),
-            *map(str, objects),
-            "-o",
-            str(made),
-            "-ldl",
-            "-lpthread",
-        )
+        linked = [f"-Wl,-soname,{name}", str(empty), *map(str, objects), "-o", str(made), "-ldl", "-lpthread"]
+        _run(*compiler, "-shared", *linked)
         made.replace(folder / name)
     return folder
 

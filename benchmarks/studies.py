@@ -1,7 +1,6 @@
 """Study benchmarks: planning and starting many runs, their status, and their comparison."""
 
 import json
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +14,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from benchmarks.bench import Output, Table, benchmark, composed, environment, option, seconds_of
-from benchmarks.bench import titan_exp as command
+from benchmarks.bench import Output, Table, benchmark, composed, option, seconds_of, trained
 from titan_exp.compare.comparison import compare
 from titan_exp.compare.output.comparison_page import to_html
 from titan_exp.compare.runs import select
@@ -44,8 +42,6 @@ axes:
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """Options of `studies`."""
-
     points: tuple[int, ...] = option((1, 16, 256), "points of studies", smallest=(1, 4))
     folders: int = option(1000, "run folders whose status is read", smallest=4)
 
@@ -124,8 +120,6 @@ def timed(table: Table, name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ComparisonOptions:
-    """Options of `comparison`."""
-
     runs: int = option(1000, "run folders", smallest=8)
 
 
@@ -138,20 +132,13 @@ def comparison(options: ComparisonOptions, out: Output) -> None:
     """
     with tempfile.TemporaryDirectory() as place:
         runs = Path(place)
-        copies(train(runs), runs / "many", options.runs)
+        copies(trained(runs, "+experiment=smoke", "training.steps=50", "checkpoint=none"), runs / "many", options.runs)
         reading, selection = best(lambda: select(["many"], runs))
         comparing, found = best(lambda: compare(selection))
         drawing, page = best(lambda: to_html(found))
     form = {"read, s": ".2f", "compare, s": ".2f", "page, s": ".2f", "page, MiB": ".1f"}
     table = out.table({"runs of 50 rows": ",", "rows": ","} | form, f"Rows of {SEEDS} seeds")
     table.add(options.runs, len(found.rows), reading, comparing, drawing, len(page) / 2**20)
-
-
-def train(runs: Path) -> Path:
-    """Train the run; returns its folder."""
-    words = ["+experiment=smoke", "experiment.name=one", "training.steps=50", "checkpoint=none", f"paths.runs={runs}"]
-    subprocess.run(command("train", *words), check=True, capture_output=True, env=environment())
-    return next((runs / "one").iterdir())
 
 
 def copies(model: Path, folder: Path, count: int) -> None:

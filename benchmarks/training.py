@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -39,31 +40,26 @@ RECIPE_BASE = (
     *("training.mixed_precision=bf16", "tracking.log_every=1", "checkpoint=none", "parallelism.dp_shard=1"),
     *("optimizer.lr=1e-3", "lr_schedule.warmup_steps=20", "lr_schedule.decay_steps=50"),
 )
-RECIPES: dict[str, list[str]] = {
-    "bf16": [],
-    "bf16, sums in another order": ["training.micro_batch_size=4"],
-    "bf16, sums in a third order": ["training.micro_batch_size=2"],
-    "bf16, another attention kernel": ["model.attention_backend=math"],
-    "fp32": ["training.mixed_precision=fp32"],
-    "float8_tensorwise": ["quantization=float8_tensorwise"],
-    "float8_rowwise": ["quantization=float8_rowwise"],
-    "float8_rowwise_gw_hp": ["quantization=float8_rowwise_gw_hp"],
-    "mxfp8": ["quantization=mxfp8"],
-    "mxfp8, first and last block high": [
-        "quantization=mxfp8",
-        "quantization.high_precision_first=1",
-        "quantization.high_precision_last=1",
-    ],
-    "nvfp4": ["quantization=nvfp4"],
-    "nvfp4, stochastic rounding": ["quantization=nvfp4", "quantization.stochastic_rounding=true"],
-    "nvfp4, first and last block high": [
-        "quantization=nvfp4",
-        "quantization.high_precision_first=1",
-        "quantization.high_precision_last=1",
-    ],
-    "moments in bf16": ["optimizer.state_precision=bf16"],
-    "moments in int8": ["optimizer.state_precision=int8"],
-    "moments in fp8": ["optimizer.state_precision=fp8"],
+HIGH = "quantization.high_precision_first=1 quantization.high_precision_last=1"
+SHORT = ("lr_schedule.warmup_steps=0", "lr_schedule.decay_steps=2")
+"""Overrides of a recipe's run at its smallest."""
+RECIPES = {
+    "bf16": "",
+    "bf16, sums in another order": "training.micro_batch_size=4",
+    "bf16, sums in a third order": "training.micro_batch_size=2",
+    "bf16, another attention kernel": "model.attention_backend=math",
+    "fp32": "training.mixed_precision=fp32",
+    "float8_tensorwise": "quantization=float8_tensorwise",
+    "float8_rowwise": "quantization=float8_rowwise",
+    "float8_rowwise_gw_hp": "quantization=float8_rowwise_gw_hp",
+    "mxfp8": "quantization=mxfp8",
+    "mxfp8, first and last block high": f"quantization=mxfp8 {HIGH}",
+    "nvfp4": "quantization=nvfp4",
+    "nvfp4, stochastic rounding": "quantization=nvfp4 quantization.stochastic_rounding=true",
+    "nvfp4, first and last block high": f"quantization=nvfp4 {HIGH}",
+    "moments in bf16": "optimizer.state_precision=bf16",
+    "moments in int8": "optimizer.state_precision=int8",
+    "moments in fp8": "optimizer.state_precision=fp8",
 }
 OPTIMIZER_BASE = (
     *("model=llama_laptop", "model.dim=256", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=768"),
@@ -95,16 +91,9 @@ def trainer_of(run: Experiment) -> Iterator[trainer_module.Trainer]:
 
 @dataclass(frozen=True)
 class RecipeOptions:
-    """Options of `recipes`."""
-
     steps: int = option(200, "steps of each run", smallest=6)
     only: str = option("", "prefix of cases; the baseline is trained always")
-    overrides: tuple[str, ...] = option(
-        (),
-        "overrides of every run",
-        smallest=("lr_schedule.warmup_steps=0", "lr_schedule.decay_steps=2"),
-        positional=True,
-    )
+    overrides: tuple[str, ...] = option((), "overrides of every run", smallest=SHORT, positional=True)
 
 
 @benchmark
@@ -123,7 +112,7 @@ def recipes(options: RecipeOptions, out: Output) -> None:
         if baseline and not name.startswith(options.only):
             continue
         begin = time.perf_counter()
-        run = resolved(*RECIPE_BASE, f"training.steps={options.steps}", *words, *options.overrides)
+        run = resolved(*RECIPE_BASE, f"training.steps={options.steps}", *words.split(), *options.overrides)
         with trainer_of(run) as trainer:
             trainer.run()
             losses = [float(row["loss"] or 0) for row in read_metrics(trainer.folder.metrics)]
@@ -169,8 +158,6 @@ class OptimizerCase:
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """Options of `optimizers`."""
-
     rounds: int = option(20, "timed steps of each case", smallest=1)
     overrides: tuple[str, ...] = option((), "overrides of every case", positional=True)
 
@@ -320,17 +307,20 @@ def ours(steps: int) -> dict[str, Any]:
     started = 0.0
     run = experiment(steps)
     with trainer_of(run) as trainer:
-        timed = _Timed(spent)
-        timed.method(trainer.loader, "__next__", "next batch")
-        timed.function(commit, "sync_step_flags", "agree on tokens and stop")
-        timed.function(trainer_module, "seed_step", "seed the step")
-        timed.function(trainer_step, "global_grad_norm", "gradient norm")
-        timed.function(grad_clip, "scale_gradients", "clip")
-        timed.method(trainer.report, "end_step", "heartbeat")
-        timed.method(trainer.report, "row", "reduce a row")
-        timed.method(trainer.report, "write", "log a row")
-        timed.method(trainer.checkpointer, "save", "checkpoint: copy the state, start writing")
-        timed.method(trainer.checkpointer, "poll", "checkpoint: publish")
+        for owner, name, activity in (
+            # next() looks it up on the class.
+            (type(trainer.loader), "__next__", "next batch"),
+            (commit, "sync_step_flags", "agree on tokens and stop"),
+            (trainer_module, "seed_step", "seed the step"),
+            (trainer_step, "global_grad_norm", "gradient norm"),
+            (grad_clip, "scale_gradients", "clip"),
+            (trainer.report, "end_step", "heartbeat"),
+            (trainer.report, "row", "reduce a row"),
+            (trainer.report, "write", "log a row"),
+            (trainer.checkpointer, "save", "checkpoint: copy the state, start writing"),
+            (trainer.checkpointer, "poll", "checkpoint: publish"),
+        ):
+            account(spent, owner, name, activity)
         one_step = trainer._one_step
 
         def step() -> bool:
@@ -348,39 +338,21 @@ def ours(steps: int) -> dict[str, Any]:
     return {"tokens_per_second": tokens / seconds, "share": share}
 
 
-class _Timed:
-    """Adds the time inside calls to an account."""
+def account(spent: dict[str, float], owner: Any, name: str, activity: str) -> None:
+    """Add the time inside calls of an owner's function to an activity."""
+    original: Callable[..., Any] = getattr(owner, name)
 
-    def __init__(self, spent: dict[str, float]) -> None:
-        self.spent = spent
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        result = original(*args, **kwargs)
+        spent[activity] = spent.get(activity, 0.0) + time.perf_counter() - begin
+        return result
 
-    def method(self, owner: Any, name: str, account: str) -> None:
-        if name == "__next__":
-            # Looked up on the class by next().
-            self.function(type(owner), name, account)
-        else:
-            self.function(owner, name, account)
-
-    def function(self, owner: Any, name: str, account: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self._account(account):
-                return original(*args, **kwargs)
-
-        setattr(owner, name, call)
-
-    @contextmanager
-    def _account(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - started
+    setattr(owner, name, call)
 
 
 @dataclass(frozen=True)
 class OverheadOptions:
-    """Options of `trainer-overhead`."""
-
     steps: int = option(150, f"steps of a loop, {WARMUP} of them untimed", smallest=WARMUP + 2)
     rounds: int = option(2, "processes of each loop", smallest=1)
 
@@ -395,16 +367,13 @@ def trainer_overhead(options: OverheadOptions, out: Output) -> None:
     heartbeat, async checkpoints. Prints the rates, our ratio to each loop, and a breakdown of our additional time;
     clipping is in the plain loop too.
     """
-    # As the launcher sets for its ranks; the minimal loop has torch's defaults.
-    roles = {"torch": (torch_alone, {}), "plain": (plain, {}), "ours": (ours, {"OMP_WAIT_POLICY": "PASSIVE"})}
-    found = in_turns(
-        {
-            name: lambda function=function, extra=extra: result_of(call_words(function, steps=options.steps), **extra)
-            for name, (function, extra) in roles.items()
-        },
-        options.rounds,
-        swap=True,
-    )
+    loops = {
+        name: partial(result_of, call_words(loop, steps=options.steps))
+        for name, loop in (("torch", torch_alone), ("plain", plain), ("ours", ours))
+    }
+    # As the launcher sets for its ranks; the minimal loops have torch's defaults.
+    loops["ours"] = partial(loops["ours"], OMP_WAIT_POLICY="PASSIVE")
+    found = in_turns(loops, options.rounds, swap=True)
     rates = {role: [run["tokens_per_second"] for run in runs] for role, runs in found.items()}
     table = out.table({"loop": "", "tokens/s": ",.0f", "ours / it": ".3f", "each": ""}, f"{options.steps} steps")
     for role, values in rates.items():

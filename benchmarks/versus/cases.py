@@ -103,12 +103,7 @@ CASES = {
     # The mode for debugging: no goal of speed.
     "8b_bf16_eager": Case("8B×8 bf16 eager", *LLAMA_8B, ("compile=none",), peer_speed=32140, peer_memory=89.2),
     "8b_float8_rowwise": Case(
-        "8B×8 float8 rowwise, compile",
-        *LLAMA_8B,
-        *_float8("rowwise"),
-        goal=1.20,
-        peer_speed=40950,
-        peer_memory=53.9,
+        "8B×8 float8 rowwise, compile", *LLAMA_8B, *_float8("rowwise"), goal=1.20, peer_speed=40950, peer_memory=53.9
     ),
     "8b_bf16_selective": Case(
         "8B×8 bf16 compile, selective AC (op)",

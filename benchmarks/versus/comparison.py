@@ -6,24 +6,26 @@ import importlib.util
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks.bench import GIB, CannotRun, Output, benchmark, machine, markdown, number, option, threads, write_whole
-from benchmarks.versus.cases import (
-    MEMORY_GOAL,
-    PEER,
-    Case,
-    Job,
-    case_of,
-    read_planned,
-    rows_named,
-    too_large,
+from benchmarks.bench import (
+    GIB,
+    CannotRun,
+    Output,
+    benchmark,
+    machine,
+    markdown,
+    number,
+    option,
+    temporary,
+    threads,
+    write_whole,
 )
+from benchmarks.versus.cases import MEMORY_GOAL, PEER, Case, Job, case_of, read_planned, rows_named, too_large
 from benchmarks.versus.turns import Budget, Results, Session
 from titan_exp.config.machine.devices import command_lines, gpu_names
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
@@ -38,6 +40,7 @@ WARMUP, TIMED = 10, 15
 """Minimum numbers of warm-up and timed steps."""
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "titan_exp" / "versus_torchtitan"
 """Default folder of initial weights."""
+FILL = "write weights and compile every row at a time before the first"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,24 +229,14 @@ def compare(options: "VersusOptions", rows: list[str], out: Output) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class VersusOptions:
-    """Options of `versus`."""
-
     rows: str = option("all", "comma-separated: all, options, CASE, CASE+OVERRIDE+...", smallest="8b_bf16_eager")
     seconds: float | None = option(None, "budget; a row that would not fit is left out, with a note")
     rounds: int = option(2, "turns of each side; two are A B B A", smallest=1)
     warmup: int = option(WARMUP, f"steps before timing, at least {WARMUP}", smallest=1)
     steps: int = option(TIMED, f"timed steps, at least {TIMED}", smallest=2)
-    output: Path | None = option(
-        None,
-        "folder of rows.jsonl, table.md and logs; outputs/versus-TIME without",
-        smallest=lambda: Path(tempfile.mkdtemp()),
-    )
-    cache: Path = option(CACHE, "folder of initial weights", smallest=lambda: Path(tempfile.mkdtemp()))
-    fill_caches: int | None = option(
-        None,
-        "first write weights and compile every row, as many processes at a time; without, 2 on 100 GiB, else 1; 0 if "
-        "tiny",
-    )
+    output: Path | None = option(None, "folder of results and logs; outputs/versus-TIME without", smallest=temporary)
+    cache: Path = option(CACHE, "folder of initial weights", smallest=temporary)
+    fill_caches: int | None = option(None, f"processes that {FILL}; without, 2 on 100 GiB, else 1; 0 if tiny")
     tokenizer: str = option("bytes", "data.tokenizer of both sides: bytes, or a file")
     tiny: bool = option(False, "tiny shapes in fp32 on a CPU", smallest=True)
     plan: bool = option(False, "plan the rows instead of running them")

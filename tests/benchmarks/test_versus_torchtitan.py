@@ -273,6 +273,7 @@ def test_a_row_is_planned_without_a_gpu():
 
 
 @pytest.mark.night  # the real sides of all rows, a minute each
+@pytest.mark.timeout(1500)
 @needs_peer
 def test_both_real_sides_compute_the_same_from_the_same_weights(tmp_path: Path):
     words = ["versus", "--tiny", "--rounds", "1", "--warmup", "2", "--steps", "3"]

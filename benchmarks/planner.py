@@ -270,9 +270,7 @@ FEW = ("8B, fsdp 128", "8B, 64k")
 
 @dataclass(frozen=True)
 class PublishedOptions:
-    only: tuple[str, ...] = option(
-        ("",), "anchors whose names have one of these in them", smallest=("8B, fsdp 8", "8B, 64k", "H200, fsdp 32")
-    )
+    only: tuple[str, ...] = option(("",), "anchors whose names have one of these in them", smallest=FEW)
     mutations: bool = option(False, "plan every mutation of these anchors too", smallest=True)
     overrides: tuple[str, ...] = option((), "overrides of every anchor", smallest=("model.layers=2",), positional=True)
 

@@ -40,7 +40,7 @@ WARMUP, TIMED = 10, 15
 """Minimum numbers of warm-up and timed steps."""
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "titan_exp" / "versus_torchtitan"
 """Default folder of initial weights."""
-FILL = "write weights and compile every row at a time before the first"
+FILL = "first write weights and compile every row, so many at a time; without, 2 on 100 GiB, else 1; 0 if tiny"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +236,7 @@ class VersusOptions:
     steps: int = option(TIMED, f"timed steps, at least {TIMED}", smallest=2)
     output: Path | None = option(None, "folder of results and logs; outputs/versus-TIME without", smallest=temporary)
     cache: Path = option(CACHE, "folder of initial weights", smallest=temporary)
-    fill_caches: int | None = option(None, f"processes that {FILL}; without, 2 on 100 GiB, else 1; 0 if tiny")
+    fill_caches: int | None = option(None, FILL)
     tokenizer: str = option("bytes", "data.tokenizer of both sides: bytes, or a file")
     tiny: bool = option(False, "tiny shapes in fp32 on a CPU", smallest=True)
     plan: bool = option(False, "plan the rows instead of running them")

@@ -48,7 +48,7 @@ other-torch: $(OTHER)/.installed
 
 ## Planned memory beside that of torch's own operators and allocator for CUDA, which needs gcc and no GPU.
 stub-gpu: $(OTHER)/.installed
-	$(OTHER)/bin/python benchmarks/stub_memory.py $(ARGS)
+	$(OTHER)/bin/python -m benchmarks stub-memory $(ARGS)
 
 # The interpreter of torch 2.11's Triton runs with NumPy before 2.4.
 $(OTHER)/.installed: pyproject.toml
@@ -64,7 +64,7 @@ tools:
 	.venv-tools/bin/python -m pip install --quiet torchtune==0.6.1 'torchao==0.15.*' 'lm-eval[hf]'
 	OMP_NUM_THREADS=1 .venv-tools/bin/python -m pytest -m slow tests/checkpoint/test_other_tools.py
 
-## torchtitan for benchmarks/versus_torchtitan.py, in a folder of its own: its needs are no needs of titan_exp.
+## torchtitan for `python -m benchmarks versus`, in a folder of its own: its needs are no needs of titan_exp.
 peer: .peer/.installed
 
 .peer/.installed: benchmarks/versus/requirements.txt
@@ -80,12 +80,12 @@ GPU_SECONDS ?= 540
 
 ## On a machine with a GPU: tests by room, speed beside torchtitan, planned and measured memory, doctor, in one report.
 gpu:
-	$(GPU_PYTHON) benchmarks/gpu_report.py --seconds $(GPU_SECONDS) $(ARGS)
+	$(GPU_PYTHON) -m benchmarks gpu-report --seconds $(GPU_SECONDS) $(ARGS)
 
 ## Wheels for a GPU machine without a network; GPU_PYTHON_VERSION is its Python's.
 GPU_PYTHON_VERSION ?= 3.12
 gpu-wheels:
-	$(PYTHON) benchmarks/gpu/packages.py --python $(GPU_PYTHON_VERSION)
+	$(PYTHON) -m benchmarks gpu-wheels --python $(GPU_PYTHON_VERSION)
 
 # Processes that tests start read compiled modules, also where PYTHONDONTWRITEBYTECODE keeps them from writing any.
 compiled: $(TESTS)

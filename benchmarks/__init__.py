@@ -1,1 +1,1 @@
-"""Measurements, each a script of its own; results are recorded in benchmarks/log."""
+"""Measurements of speed, memory and numerics: `python -m benchmarks --help` lists them."""

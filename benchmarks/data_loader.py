@@ -1,70 +1,64 @@
-"""Data loader benchmark: tokens per second per source, and resume time by position.
+"""Data loader benchmark: tokens per second per source, and resume time by position."""
 
-    python benchmarks/data_loader.py [--seconds 2] [--only store] [--need TOKENS_PER_SECOND] [--run RUN_FOLDER]
-
-The loader runs alone, so its rate is an upper bound for one rank; a model that trains slower never waits for data.
-`need` is that rate over a rank's consumption: `--need`; or the fastest row of a run on this machine (`--run`, divided
-by its data-parallel ranks); or that of a 1B model at half of an H100's dense bf16 peak, 0.5 × 989e12 / (6 × 1e9), about
-82,000 tokens/s (an eighth of that for an 8B model). `first` is the time from building the loader to its first batch.
-The corpus is the source code of Python's standard library, in a temporary folder; nothing is downloaded.
-"""
-
-import argparse
 import json
 import os
-import platform
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
-
+from benchmarks.bench import Output, benchmark, composed, option, repeated, seconds_of
 from titan_exp.cli.tokenize import TokenizeOptions, make_store
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.schema.typed_config import load_experiment, to_experiment
+from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.data.sources.python_stdlib import PythonStdlibSource
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
 NEED = 0.5 * 989e12 / (6 * 1e9)
-"""Default consumption of a rank in tokens/s; see above."""
+"""Default consumption of a rank in tokens/s; see the benchmark."""
 RESUMED = ("python_stdlib, bytes", "parquet streamed, bytes", "store, bytes", "two stores, bytes")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement")
-    parser.add_argument("--only", default="", help="sources whose name holds this word")
-    parser.add_argument("--need", type=float, default=NEED, help="tokens/s that a rank consumes")
-    parser.add_argument("--run", type=Path, help="run folder whose measured tokens/s are the need")
-    arguments = parser.parse_args()
-    seconds = arguments.seconds
-    need = arguments.need if arguments.run is None else measured_need(arguments.run)
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; Python {platform.python_version()},")
-    print(f"numpy {numpy.__version__}, torch {torch.__version__}")
-    print(f"a rank is taken to consume {need:,.0f} tokens/s")
-    base = to_experiment(compose([]))
+@dataclass(frozen=True)
+class LoaderOptions:
+    seconds: float = option(2.0, "length of each measurement", smallest=0.02)
+    only: str = option("", "sources whose name holds this word")
+    need: float = option(NEED, "tokens/s that a rank consumes")
+    run: Path | None = option(None, "run folder whose measured tokens/s are the need")
+    documents: int | None = option(None, "documents of the corpus; all of the standard library without", smallest=128)
+
+
+@benchmark
+def data_loader(options: LoaderOptions, out: Output) -> None:
+    """Tokens per second of the data loader by source, beside what a rank consumes, and resume time by position.
+
+    The loader runs alone, so its rate is an upper bound for one rank; a model that trains slower never waits for data.
+    `need` is that rate over a rank's consumption: `--need`; or the fastest row of a run on this machine (`--run`,
+    divided by its data-parallel ranks); or that of a 1B model at half of an H100's dense bf16 peak, 0.5 × 989e12 / (6 ×
+    1e9), about 82,000 tokens/s (an eighth of that for an 8B model). `first` is the time from building the loader to its
+    first batch. The corpus is the source code of Python's standard library, in a temporary folder; nothing is
+    downloaded.
+    """
+    need = options.need if options.run is None else measured_need(options.run)
+    base = composed()
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.setdefault("HF_DATASETS_CACHE", f"{scratch}/cache")
-        found = {name: data for name, data in corpora(Path(scratch), base).items() if arguments.only in name}
-        print(f"{'source':34} {'seq_len':>8} {'rows':>5} {'first, s':>9} {'tokens/s':>12} {'rows/s':>10} {'need':>8}")
+        corpora = corpora_of(Path(scratch), base, options.documents)
+        found = {name: data for name, data in corpora.items() if options.only in name}
+        form = {"seq_len": "d", "rows": "d", "first, s": ".3f", "tokens/s": ",.0f", "rows/s": ",.0f", "need": ".1f"}
+        table = out.table({"source": ""} | form, f"A rank is taken to consume {need:,.0f} tokens/s")
         for name, data in found.items():
             for seq_len, rows in ((256, 16), (8192, 2)):
-                first, rate = measure(variant(base, seq_len, rows, data), rows, seconds)
-                times = f"{rate / need:7.1f}×"
-                speed = f"{rate:12,.0f} {rate / seq_len:10,.0f}"
-                print(f"{name:34} {seq_len:8} {rows:5} {first:9.3f} {speed} {times}", flush=True)
-        print(f"\n{'source':34} {'rows before':>16} {'to the next batch, s':>22}")
+                first, rate = measure(variant(base, seq_len, rows, data), options.seconds)
+                table.add(name, seq_len, rows, first, rate, rate / seq_len, rate / need)
+        table = out.table({"source": "", "rows before": ",", "to the next batch, s": ".4f"}, "Resume")
         for name, data in found.items():
             if name in RESUMED:
-                for batches in (0, 100, 10**6, 10**12) if data.get("source") == "tokens" else (0, 100):
-                    run = variant(base, 256, 16, data)
-                    print(f"{name:34} {16 * batches:16,} {resume(run, batches):22.4f}", flush=True)
+                for batches in (0, 100, 10**6, 10**12) if data.get("source") == "tokens" else (0, 100, 1000):
+                    table.add(name, 16 * batches, resume(variant(base, 256, 16, data), batches))
 
 
 def measured_need(folder: Path) -> float:
@@ -74,10 +68,10 @@ def measured_need(folder: Path) -> float:
     return max(float(rate) for rate in rates if rate is not None) / ranks
 
 
-def corpora(scratch: Path, run: Experiment) -> dict[str, dict[str, Any]]:
+def corpora_of(scratch: Path, run: Experiment, documents: int | None) -> dict[str, dict[str, Any]]:
     """Data groups to measure, by name."""
     library = PythonStdlibSource()
-    texts = [library[index] for index in range(len(library))]
+    texts = [library[index] for index in range(len(library))[:documents]]
     text, jsonl, parquet = scratch / "text", scratch / "jsonl", scratch / "parquet"
     for folder in (text, jsonl, parquet):
         folder.mkdir()
@@ -141,47 +135,37 @@ def variant(base: Experiment, seq_len: int, rows: int, data: dict[str, Any]) -> 
     return replace(base, training=training, data=replace(base.data, **data))
 
 
-def measure(run: Experiment, rows: int, seconds: float) -> tuple[float, float]:
+def measure(run: Experiment, seconds: float) -> tuple[float, float]:
     """Seconds to the first batch, and tokens per second after a fifth of the time."""
     begin = time.perf_counter()
-    loader = TrainLoader(
-        run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=rows, pin_memory=False
-    )
+    loader = loader_of(run)
     next(loader)
     first = time.perf_counter() - begin
-    deliver(loader, seconds / 5)
-    batches, elapsed = deliver(loader, seconds)
+    repeated(lambda: next(loader), seconds / 5)
+    times = repeated(lambda: next(loader), seconds)
     loader.close()
-    return first, batches * rows * run.training.seq_len / elapsed
+    return first, len(times) * run.training.global_batch_size * run.training.seq_len / sum(times)
+
+
+def loader_of(run: Experiment) -> TrainLoader:
+    """Loader of the only rank of a run."""
+    rows = run.training.global_batch_size
+    return TrainLoader(
+        run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=rows, pin_memory=False
+    )
 
 
 def resume(run: Experiment, batches: int) -> float:
     """Seconds from building a loader to its next batch, after a resume at `batches`."""
-    loader = TrainLoader(
-        run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=16, pin_memory=False
-    )
-    loader.skip(16 * batches)
+    loader = loader_of(run)
+    loader.skip(run.training.global_batch_size * batches)
     state = loader.state_dict()
     loader.close()
-    begin = time.perf_counter()
-    loader = TrainLoader(
-        run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=16, pin_memory=False
-    )
-    loader.load_state_dict(state)
-    next(loader)
-    elapsed = time.perf_counter() - begin
-    loader.close()
-    return elapsed
 
+    def go_on() -> None:
+        again = loader_of(run)
+        again.load_state_dict(state)
+        next(again)
+        again.close()
 
-def deliver(loader: TrainLoader, seconds: float) -> tuple[int, float]:
-    """Read batches for at least `seconds`; returns their number and the time."""
-    begin, batches = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - begin) < seconds:
-        next(loader)
-        batches += 1
-    return batches, elapsed
-
-
-if __name__ == "__main__":
-    main()
+    return seconds_of(go_on)

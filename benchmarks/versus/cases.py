@@ -1,12 +1,26 @@
-"""Cases of the comparison: its rows for both sides, the peer's measured values, and options of ours."""
+"""Rows of the comparison: cases of both sides, torchtitan's measured values, options of ours, a process's job."""
 
 import dataclasses
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.bench import resolved
+
+if TYPE_CHECKING:
+    from titan_exp.config.groups.experiment import Experiment
 
 PEER = "0.2.2"
 """Reference version of torchtitan."""
 SEQ_LEN, SEQUENCES = 8192, 2
 """Tokens of a sequence, and sequences of a step."""
+TINY_SEQ_LEN = 64
+"""Tokens of a sequence of a tiny run."""
+LR = 1e-4
+"""Constant learning rate of both sides."""
+SIDES = ("peer", "ours")
+"""Both sides of a row, in the order of its first round."""
 MEMORY_GOAL = 0.85
 """Maximum ratio of our reserved memory to torchtitan's."""
 
@@ -89,12 +103,7 @@ CASES = {
     # The mode for debugging: no goal of speed.
     "8b_bf16_eager": Case("8B×8 bf16 eager", *LLAMA_8B, ("compile=none",), peer_speed=32140, peer_memory=89.2),
     "8b_float8_rowwise": Case(
-        "8B×8 float8 rowwise, compile",
-        *LLAMA_8B,
-        *_float8("rowwise"),
-        goal=1.20,
-        peer_speed=40950,
-        peer_memory=53.9,
+        "8B×8 float8 rowwise, compile", *LLAMA_8B, *_float8("rowwise"), goal=1.20, peer_speed=40950, peer_memory=53.9
     ),
     "8b_bf16_selective": Case(
         "8B×8 bf16 compile, selective AC (op)",
@@ -185,3 +194,87 @@ def tiny(case: Case) -> Case:
         peer_speed=None,
         peer_memory=None,
     )
+
+
+def sides_of(row: str) -> tuple[str, ...]:
+    """Sides of a row; an option of ours has no side of torchtitan's."""
+    return SIDES[1:] if "+" in row else SIDES
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Task of one fresh process."""
+
+    row: str
+    """Row of the table, as in `case_of`."""
+    warmup: int
+    """Steps before timing."""
+    timed: int
+    """Timed steps."""
+    tiny: bool = False
+    """True for tiny shapes on a CPU."""
+    layers: int | None = None
+    """Number of layers in place of the case's; blocks share a graph, so one layer fills the compile caches."""
+    weights: str | None = None
+    """Hugging Face folder of the initial weights; None draws them."""
+    tokenizer: str = "bytes"
+    """`data.tokenizer` of both sides."""
+
+    @property
+    def steps(self) -> int:
+        """Warm-up and timed steps."""
+        return self.warmup + self.timed
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence."""
+        return TINY_SEQ_LEN if self.tiny else SEQ_LEN
+
+    @property
+    def case(self) -> Case:
+        """Case of the row at this job's size."""
+        case = tiny(case_of(self.row)) if self.tiny else case_of(self.row)
+        if self.layers is None:
+            return case
+        return dataclasses.replace(
+            case,
+            model=(*case.model, f"model.layers={self.layers}"),
+            peer_model={**case.peer_model, "n_layers": self.layers},
+        )
+
+    def overrides(self) -> list[str]:
+        """Our full configuration."""
+        return [
+            *self.case.model,
+            *(["cluster.device=cpu"] if self.tiny else ["training.mixed_precision=bf16"]),
+            *(f"training.seq_len={self.seq_len}", f"training.global_batch_size={SEQUENCES}"),
+            *(f"training.steps={self.steps}", "training.evaluate_every=0", "parallelism.dp_shard=1"),
+            *(f"optimizer.lr={LR}", "optimizer.decay_vectors=true", "lr_schedule=constant"),
+            *("lr_schedule.warmup_steps=0", f"data.tokenizer={self.tokenizer}", "checkpoint=none"),
+            # Only the last row synchronizes, after the last timed step.
+            f"tracking.log_every={self.steps}",
+            *([] if self.weights is None else [f"checkpoint.initial={self.weights}"]),
+            *self.case.ours,
+        ]
+
+    def experiment(self, *cluster: str) -> "Experiment":
+        """Resolved and checked experiment; `cluster` are overrides that come first."""
+        return resolved(*cluster, *self.overrides())
+
+
+def read_planned(path: Path | None) -> dict[str, float]:
+    """Planned reserved GiB by row, as `--plan` writes them; empty without a file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}
+
+
+def too_large(rows: Sequence[str], gib: float, planned: Mapping[str, float]) -> dict[tuple[str, str], str]:
+    """Rows and sides that are known to need more than `gib`, with a sentence about each."""
+    found = {}
+    for row in rows:
+        ours, theirs = planned.get(row, 0.0), case_of(row).peer_memory or 0.0
+        if ours > gib:
+            found[row, "ours"] = f"Not run: {row}, ours: it is planned at {ours:.1f} GiB, of {gib:.1f} here."
+        if "peer" in sides_of(row) and theirs > gib:
+            text = f"it reserved {theirs:.1f} GiB on an H200, of {gib:.1f} here"
+            found[row, "peer"] = f"Not run: {row}, torchtitan: {text}."
+    return found

@@ -1,26 +1,126 @@
-"""Alternating runs of both sides (A B B A), each in a fresh process, within a time budget."""
+"""Alternating runs of both sides (A B B A), each in a fresh process, within a time budget; their results.
+
+Every process's result is one flushed JSON line, and the Markdown table is written again after each.
+"""
 
 import dataclasses
 import json
 import os
-import signal
-import subprocess
+import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.report import cause_in
-from benchmarks.versus.job import Job
-from benchmarks.versus.results import Results, sides_of
+from benchmarks.bench import (
+    CALL,
+    ProcessFailed,
+    Running,
+    environment,
+    markdown,
+    number,
+    result_in,
+    wait_for,
+    write_whole,
+)
+from benchmarks.versus.cases import MEMORY_GOAL, PEER, SIDES, Job, case_of, sides_of
 from titan_exp.config.machine.devices import ALLOC_CONF, EXPANDABLE
 
-SCRIPT = Path(__file__).resolve().parents[1] / "versus_torchtitan.py"
+COMMAND = CALL
+"""Command of a role's process."""
 UNKNOWN_SECONDS = 60.0
 """Estimated seconds of a side's first process: imports, weights, compilation, steps."""
+LEGEND = (
+    "Median of the timed steps, then over processes; memory is the largest peak of the timed steps; losses are those "
+    f"of the first steps from the same weights. Goal for reserved memory: at most {MEMORY_GOAL} of torchtitan's."
+)
+"""Line below every table."""
+
+
+class Results:
+    """Results in a folder: `rows.jsonl` and `table.md`."""
+
+    def __init__(self, folder: Path, head: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._head = folder, head
+        self._found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+        self._rows: list[str] = []
+        self._notes: list[str] = []
+
+    @property
+    def failed(self) -> bool:
+        """True if a process failed."""
+        return any("error" in result for results in self._found.values() for result in results)
+
+    def add(self, row: str, side: str, result: dict[str, Any]) -> None:
+        """Append the result of one process, or its `error`."""
+        if row not in self._rows:
+            self._rows.append(row)
+        self._found[row, side].append(result)
+        with (self.folder / "rows.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"row": row, "side": side, **result}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._write()
+
+    def note(self, text: str) -> None:
+        """Add a line below the table."""
+        self._notes.append(text)
+        self._write()
+
+    def good(self, row: str, side: str) -> list[dict[str, Any]]:
+        """Results of the processes that did not fail."""
+        return [result for result in self._found[row, side] if "error" not in result]
+
+    def table(self) -> str:
+        """Markdown table of all rows so far."""
+        them = f"torchtitan {PEER}"
+        head = ["case", f"{them} tokens/s", "ours", "ratio", "goal", f"{them} GiB reserved", "ours", "ratio"]
+        head += ["allocated, both", "largest loss difference", "processes"]
+        table = markdown(head, [self._cells(row) for row in self._rows])
+        return "\n".join([self._head, "", table, "", LEGEND, *self._notes]) + "\n"
+
+    def _cells(self, row: str) -> list[str]:
+        case, base = case_of(row), row.partition("+")[0]
+        us, them = self.good(row, "ours"), self.good(base, "peer")
+        failures = [result["error"] for side in SIDES for result in self._found[row, side] if "error" in result]
+        my_speed, my_memory = _median(us, "tokens_per_second"), _largest(us, "reserved")
+        speed, memory = _median(them, "tokens_per_second"), _largest(them, "reserved")
+        apart = "–"
+        if us and them:
+            pairs = zip(us[0]["losses"], them[0]["losses"], strict=True)
+            apart = f"{max(abs(mine - theirs) for mine, theirs in pairs):.1e}"
+        return [
+            case.title,
+            number(speed, ",.0f"),
+            number(my_speed, ",.0f"),
+            _ratio(my_speed, speed),
+            "–" if case.goal is None else f"≥ {case.goal:.2f}",
+            number(memory, ".1f"),
+            number(my_memory, ".1f"),
+            _ratio(my_memory, memory),
+            f"{number(_largest(them, 'allocated'), '.1f')} / {number(_largest(us, 'allocated'), '.1f')}",
+            apart,
+            f"{len(them)} + {len(us)}" + "".join(f"; failed: {error.replace('|', '/')}" for error in failures),
+        ]
+
+    def _write(self) -> None:
+        write_whole(self.folder / "table.md", self.table())
+
+
+def _median(results: list[dict[str, Any]], key: str) -> float | None:
+    return statistics.median(result[key] for result in results) if results else None
+
+
+def _largest(results: list[dict[str, Any]], key: str) -> float | None:
+    return max((result[key] for result in results if result[key] is not None), default=None)
+
+
+def _ratio(ours: float | None, theirs: float | None) -> str:
+    return "–" if not ours or not theirs else f"{ours / theirs:.3f}"
 
 
 class Budget:
@@ -59,35 +159,35 @@ class Session:
         """
         slowest: dict[str, float] = {}
         weights: dict[tuple[str, ...], str] = {}
-        for number in range(1, rounds + 1):
+        for turn in range(1, rounds + 1):
             for job in jobs:
-                sides = self.sides(job)[:: 1 if number % 2 else -1]
+                sides = self.sides(job)[:: 1 if turn % 2 else -1]
                 if not sides:
                     continue
                 needed, left = sum(slowest.get(side, UNKNOWN_SECONDS) for side in sides), self.budget.left
                 if needed > left:
                     text = f"it needs about {needed:.0f} s of {max(left, 0):.0f} s left"
-                    self.results.note(f"Not run: {job.row}, round {number}: {text}.")
+                    self.results.note(f"Not run: {job.row}, round {turn}: {text}.")
                     continue
                 model = job.case.model
                 try:
                     weights[model] = weights.get(model) or self.run_role("weights", job)["folder"]
-                except RoleFailed as error:
-                    self.results.add(job.row, "ours", {"round": number, "error": f"initial weights: {error}"})
+                except ProcessFailed as error:
+                    self.results.add(job.row, "ours", {"round": turn, "error": f"initial weights: {error}"})
                     continue
                 for side in sides:
-                    seconds = self._run_side(side, dataclasses.replace(job, weights=weights[model]), number)
+                    seconds = self._run_side(side, dataclasses.replace(job, weights=weights[model]), turn)
                     slowest[side] = max(slowest.get(side, 0.0), seconds)
 
-    def _run_side(self, side: str, job: Job, number: int) -> float:
+    def _run_side(self, side: str, job: Job, turn: int) -> float:
         """Run one side and add its result; returns its seconds."""
         began = time.monotonic()
         try:
             found = self.run_role(side, job)
-        except RoleFailed as error:
+        except ProcessFailed as error:
             found = {"error": str(error)}
         seconds = time.monotonic() - began
-        self.results.add(job.row, side, {"round": number, "seconds": round(seconds, 1), **found})
+        self.results.add(job.row, side, {"round": turn, "seconds": round(seconds, 1), **found})
         return seconds
 
     def fill_caches(self, jobs: Sequence[Job], processes: int) -> None:
@@ -105,16 +205,16 @@ class Session:
         def fill(role: tuple[str, Job]) -> None:
             try:
                 self.run_role(*role)
-            except RoleFailed as error:
+            except ProcessFailed as error:
                 print(f"caches, {role[1].row}, {role[0]}: {error}", file=sys.stderr, flush=True)
 
         with ThreadPoolExecutor(processes) as pool:
             list(pool.map(fill, roles))
 
     def run_role(self, role: str, job: Job) -> dict[str, Any]:
-        """Run a role in a fresh process for at most the budget; returns the JSON of its last line.
+        """Run a role in a fresh process for at most the budget; returns its result.
 
-        Raises RoleFailed with the exception in its log.
+        Raises ProcessFailed with the exception in its log.
         """
         print(f"{job.row}: {role}", file=sys.stderr, flush=True)
         # As the launchers of both set for their ranks.
@@ -124,40 +224,14 @@ class Session:
             extra["OMP_WAIT_POLICY"] = "PASSIVE"
         if job.tiny:
             extra["CUDA_VISIBLE_DEVICES"] = ""
-        words = [sys.executable, str(SCRIPT), "--role", role, "--cache", str(self.cache)]
-        words += ["--job", json.dumps(dataclasses.asdict(job))]
+        arguments = {"role": role, "cache": str(self.cache), "job": dataclasses.asdict(job)}
+        words = [*COMMAND, "benchmarks.versus.sides:run_role", json.dumps(arguments)]
         log = self.results.folder / f"{job.row}-{role}-{job.layers or 'all'}.log".replace("/", "_")
-        left = self.budget.left
-        with log.open("a+", encoding="utf-8", errors="replace") as written:
-            began = written.tell()
-            process = subprocess.Popen(
-                words,
-                stdout=subprocess.PIPE,
-                stderr=written,
-                text=True,
-                env={**os.environ, **extra},
-                start_new_session=True,
-            )
-            try:
-                output, _ = process.communicate(timeout=None if left == float("inf") else max(left, 1))
-            except subprocess.TimeoutExpired:
-                raise RoleFailed(f"ended after {left:.0f} s, when the budget was spent") from None
-            finally:
-                _end(process)
-            if process.returncode == 0:
-                return json.loads(output.splitlines()[-1])
-            written.seek(began)
-            raise RoleFailed(f"exit code {process.returncode}; {cause_in(written.read())} ({log})")
-
-
-class RoleFailed(RuntimeError):
-    """A process failed or ran out of time."""
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    """End what is left of a process and of those that it started (loaders, compilers)."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+        left = max(self.budget.left, 1.0)
+        running = Running(words, environment(**extra), log)
+        wait_for([running], left)
+        if running.timed_out:
+            raise ProcessFailed(f"ended after {left:.0f} s, when the budget was spent")
+        if running.ending:
+            raise ProcessFailed(f"{running.ending} ({log})")
+        return result_in(running.text)

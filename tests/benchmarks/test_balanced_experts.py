@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.balanced_experts import _exchange, balanced
+from benchmarks.memory import balanced, exchange_balanced
 from tests.ranks import run_ranks
 from titan_exp.trainer.distributed import joined_process_group
 
@@ -21,7 +21,7 @@ def exchanged() -> list[list[int]]:
     with joined_process_group(torch.device("cpu")):
         assert dist.group.WORLD is not None
         rows, counts = torch.arange(4)[:, None] + 10 * dist.get_rank(), torch.zeros(2, dtype=torch.int64)
-        found = [_exchange(rows, counts, counts, size, dist.group.WORLD.group_name) for size in (None, 4)]
+        found = [exchange_balanced(rows, counts, counts, size, dist.group.WORLD.group_name) for size in (None, 4)]
     return [part.flatten().tolist() for part in found]
 
 

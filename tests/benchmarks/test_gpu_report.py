@@ -11,25 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu_packages as packages
 from benchmarks import gpu_report
-from benchmarks.gpu import packages
-from benchmarks.gpu.memory import CASES, Peaks, experiment_of, table
-from benchmarks.gpu.outcomes import VARIABLE, by_room
-from benchmarks.gpu.report import Report, Running, cause_in, wait_for
-from benchmarks.gpu_report import GpuReport, options_of
+from benchmarks.__main__ import commands, main, options_of
+from benchmarks.bench import ROOT, Running, cause_in, markdown, wait_for
+from benchmarks.gpu_report import VARIABLE, GpuReport, Report, by_room
+from benchmarks.memory import CASES, HEAD, Peaks, experiment_of, row
 from tests.launch.fake_ranks import wait_until
 from titan_exp.config.machine import devices
 from titan_exp.plan.supported import check_supported
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "gpu_report.py"
-
 
 def test_without_a_gpu_it_says_so_at_once(monkeypatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     monkeypatch.setattr(devices, "present_gpus", lambda: 0)
-    assert gpu_report.main(["--log", str(tmp_path)]) == 2
+    assert main(["gpu-report", "--log", str(tmp_path)]) == 2
     printed = capsys.readouterr().err
-    assert "make gpu measures on a GPU, and cannot here:\n  this machine shows no NVIDIA GPU" in printed
+    assert "gpu-report cannot run here:\n  this machine shows no NVIDIA GPU" in printed
     assert "make gpu ARGS=--tiny" in printed
     assert list(tmp_path.iterdir()) == []
 
@@ -39,7 +36,7 @@ def test_a_missing_package_is_named_before_anything_runs(monkeypatch, capsys, tm
     monkeypatch.setattr(gpu_report, "NEEDED", ("pytest", "needs_another", "no_such_package"))
     monkeypatch.setattr(packages, "install", lambda: None)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert gpu_report.main(["--tiny"]) == 2
+    assert main(["gpu-report", "--tiny"]) == 2
     printed = capsys.readouterr().err
     assert "cannot import needs_another: ModuleNotFoundError: No module named 'another_package'\n" in printed
     assert "cannot import no_such_package: ModuleNotFoundError" in printed
@@ -49,8 +46,11 @@ def test_a_missing_package_is_named_before_anything_runs(monkeypatch, capsys, tm
 def test_chosen_parts_divide_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(GpuReport, "left", 100.0)
 
+    command = commands()["gpu-report"]
+
     def seconds(*words: str) -> dict[str, float]:
-        options = options_of(["--tiny", "--log", str(tmp_path), "--work", str(tmp_path), *words])
+        given = ["--tiny", "--log", str(tmp_path), "--work", str(tmp_path), *words]
+        options, _ = options_of(command, command.load(), given)
         report = GpuReport(options, time.monotonic())
         return {part: round(report.seconds_of(part), 1) for part in report.parts}
 
@@ -58,7 +58,7 @@ def test_chosen_parts_divide_the_budget(tmp_path: Path, monkeypatch: pytest.Monk
     assert seconds("--parts", "tests") == {"tests": 100.0}
     assert seconds("--parts", "doctor,memory") == {"memory": 40.0, "doctor": 100.0}
     with pytest.raises(SystemExit):
-        options_of(["--parts", "tests,speed"])
+        seconds("--parts", "tests,speed")
     assert "unknown speed; parts are tests, rows, memory, doctor" in capsys.readouterr().err
 
 
@@ -101,7 +101,7 @@ def test_outcomes_are_written_as_they_come_and_listed_by_room(tmp_path: Path, wo
     outcomes = tmp_path / "outcomes.jsonl"
     given = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment = {**given, "PYTHONPATH": str(ROOT), VARIABLE: str(outcomes)}
-    words = ["-m", "pytest", "-q", "-p", "benchmarks.gpu.outcomes", "-p", "no:cacheprovider", *workers, "tests"]
+    words = ["-m", "pytest", "-q", "-p", "benchmarks.gpu_report", "-p", "no:cacheprovider", *workers, "tests"]
     words += ["--continue-on-collection-errors"]
     subprocess.run(
         [sys.executable, *words], cwd=tmp_path, env=environment, check=False, capture_output=True, timeout=120
@@ -153,7 +153,7 @@ def test_a_process_is_ended_with_its_children_at_its_limit(tmp_path: Path):
     child = (tmp_path / "log").read_text().strip()
     wait_until(lambda: "sleep" not in command_of(child))
     failed = Running([sys.executable, "-c", "raise SystemExit('no weights')"], os.environ, tmp_path / "other")
-    wait_for([failed], 30, lambda: None)
+    wait_for([failed], 30)
     assert failed.ending == "exit code 1; no weights"
 
 
@@ -184,7 +184,8 @@ def test_memory_cases_can_be_planned(name: str):
 
 def test_the_table_of_memory_has_errors_in_percent_and_reasons():
     peaks = Peaks(66 * 2**30, 80 * 2**30), Peaks(60 * 2**30, 80 * 2**30)
-    text = table([("a", *peaks), ("b", "exit code 1 | no", peaks[1]), ("c", peaks[0], Peaks(None, None))])
+    rows = ("a", *peaks), ("b", "exit code 1 | no", peaks[1]), ("c", peaks[0], Peaks(None, None))
+    text = markdown(HEAD, [row(*cells) for cells in rows])
     assert "| a | 66.00 / 60.00 (+10.0%) | 80.00 / 80.00 (+0.0%) |" in text
     assert "| b | failed: exit code 1 / no | |" in text
     assert "| c | 66.00 / – | 80.00 / – |" in text
@@ -213,7 +214,11 @@ def start(tmp_path: Path, seconds: int) -> "subprocess.Popen[str]":
     words = ["--tiny", "--seconds", str(seconds), "--rows", "8b_bf16_eager", "--log", str(tmp_path / "log")]
     words += ["--work", str(tmp_path / "work"), "--tests", "tests/ops/test_sdpa.py"]
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+        [sys.executable, "-m", "benchmarks", "gpu-report", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
     )
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/versus_torchtitan.py: rows as configurations, turns within a budget, cached weights, both real sides."""
+"""`python -m benchmarks versus`: rows as configurations, turns within a budget, cached weights, both real sides."""
 
 import dataclasses
 import importlib.util
@@ -10,29 +10,24 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import versus_torchtitan
-from benchmarks.versus import planned, turns, weights
-from benchmarks.versus.cases import CASES, OPTIONS, case_of, rows_named
-from benchmarks.versus.clock import Clock
-from benchmarks.versus.fit import read_planned, too_large
-from benchmarks.versus.job import Job
-from benchmarks.versus.peer import peer_options
-from benchmarks.versus.planned import PlannedRow, plan_row, plan_table
-from benchmarks.versus.results import Results
-from benchmarks.versus.turns import Budget, Session
-from benchmarks.versus.weights import export_weights
+from benchmarks.__main__ import main
+from benchmarks.bench import ROOT, call_words
+from benchmarks.versus import comparison, sides, turns
+from benchmarks.versus.cases import CASES, OPTIONS, Job, case_of, read_planned, rows_named, too_large
+from benchmarks.versus.comparison import PlannedRow, plan_row, plan_table
+from benchmarks.versus.sides import Clock, export_weights, peer_options, run_role
+from benchmarks.versus.turns import Budget, Results, Session
 from tests.config.composing import give_gpus
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.models.blocks.linear import ShardSpec, init_shard_
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.plan.cuda.devices import DEVICES, Device
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "versus_torchtitan.py"
 PEER = ROOT / ".peer"
 needs_peer = pytest.mark.skipif(
     not (PEER / "torchtitan").is_dir() and importlib.util.find_spec("torchtitan") is None,
@@ -43,7 +38,8 @@ needs_peer = pytest.mark.skipif(
 def run(*words: str, path: str = "", flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     return subprocess.run(
-        [sys.executable, *flags, str(SCRIPT), *words],
+        [sys.executable, *flags, "-m", "benchmarks", *words],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=1500,
@@ -56,7 +52,7 @@ def run(*words: str, path: str = "", flags: tuple[str, ...] = ()) -> subprocess.
 def test_every_row_is_a_run_that_may_start(name: str, monkeypatch: pytest.MonkeyPatch):
     give_gpus(monkeypatch, 1)
     job = Job(name, 10, 15)
-    experiment = job.experiment()
+    experiment: Any = job.experiment()
     shape = job.case.peer_model
     assert (experiment.model.dim, experiment.model.layers) == (shape["dim"], shape["n_layers"])
     if job.case.peer_family == "llama3":
@@ -75,11 +71,11 @@ def test_every_row_is_a_run_that_may_start(name: str, monkeypatch: pytest.Monkey
 
 def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert versus_torchtitan.main(["--rows", "1b_bf16_compile"]) == 2
+    assert main(["versus", "--rows", "1b_bf16_compile"]) == 2
     printed = capsys.readouterr().err
     assert "torch finds no CUDA GPU here" in printed
     assert "--tiny" in printed
-    assert versus_torchtitan.main(["--rows", "2b"]) == 2
+    assert main(["versus", "--rows", "2b"]) == 2
     assert "--rows 2b: unknown row. Rows are all, options, 8b_bf16_compile" in capsys.readouterr().err
 
 
@@ -94,9 +90,9 @@ def test_rows_are_named_by_groups_cases_and_overrides():
 
 ROLE = """
 import json, pathlib, sys, time
-words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-role, job = words["--role"], json.loads(words["--job"])
-with pathlib.Path(words["--cache"]).open("a") as file:
+words = json.loads(sys.argv[2])
+role, job = words["role"], words["job"]
+with pathlib.Path(words["cache"]).open("a") as file:
     print(role, job["row"].split("_")[0], job["layers"] or "", file=file)
 if role == "weights":
     print(json.dumps({"folder": "weights"}))
@@ -119,7 +115,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
 def _session(path: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float | None, sleep: float) -> Session:
     script = path / "role.py"
     script.write_text(textwrap.dedent(ROLE).replace("SLEEP", str(sleep)))
-    monkeypatch.setattr(turns, "SCRIPT", script)
+    monkeypatch.setattr(turns, "COMMAND", [sys.executable, str(script)])
     return Session(Budget(seconds), Results(path / "results", "here"), path / "called")
 
 
@@ -190,14 +186,14 @@ def test_caches_are_filled_with_weights_and_one_layer_of_every_compiled_side(ses
 
 
 def test_one_process_at_a_time_fills_the_caches_where_two_would_not_fit():
-    assert [versus_torchtitan.processes_that_fill(gib) for gib in (79.1, 139.8)] == [1, 2]
+    assert [comparison.processes_that_fill(gib) for gib in (79.1, 139.8)] == [1, 2]
 
 
 def test_initial_weights_are_those_of_our_runs_and_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     job = Job("8b_bf16_compile", 1, 1, tiny=True)
     folder = export_weights(job, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(weights, "init_weights", lambda *_: pytest.fail("drawn again"))
+        patch.setattr(sides, "init_weights", lambda *_: pytest.fail("drawn again"))
         assert export_weights(Job("8b_float8_rowwise", 1, 1, tiny=True), tmp_path) == folder
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
     run = job.experiment()
@@ -248,10 +244,10 @@ def test_planned_rows_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch, tm
             raise RuntimeError("out of time")
         return PlannedRow(row, 50.0, 55.0, 40000.0, 1.0, device=device)
 
-    monkeypatch.setattr(planned, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"])
-    monkeypatch.setattr(planned, "plan_row", plan)
+    monkeypatch.setattr(comparison, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"])
+    monkeypatch.setattr(comparison, "plan_row", plan)
     with pytest.raises(RuntimeError, match="out of time"):
-        versus_torchtitan.main(["--plan", "--output", str(tmp_path)])
+        main(["versus", "--plan", "--output", str(tmp_path)])
     text = (tmp_path / "plan.md").read_text()
     assert "| 8B×8 bf16 compile | 50.0 | 55.0 |" in text
     assert "Planned for one H100 80GB SXM." in text
@@ -261,9 +257,9 @@ def test_planned_rows_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.parametrize("names", [[], ["NVIDIA of tomorrow"], ["NVIDIA H200"], ["NVIDIA H100 80GB HBM3"]])
 def test_rows_are_planned_for_the_gpu_that_is_present_or_an_h200(names: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(planned, "gpu_names", list)
-    monkeypatch.setattr(planned, "command_lines", lambda *_: names)
-    device = planned.present_device()
+    monkeypatch.setattr(comparison, "gpu_names", list)
+    monkeypatch.setattr(comparison, "command_lines", lambda *_: names)
+    device = comparison.present_device()
     assert device is DEVICES["h100" if "H100" in "".join(names) else "h200"]
     row = PlannedRow("8b_bf16_compile", 50.0, 55.0, 35600.0, 1.0, device=device)
     assert row.speed_ratio == (1.0 if device is DEVICES["h200"] else None), "torchtitan was measured on an H200"
@@ -277,9 +273,10 @@ def test_a_row_is_planned_without_a_gpu():
 
 
 @pytest.mark.night  # the real sides of all rows, a minute each
+@pytest.mark.timeout(1500)
 @needs_peer
 def test_both_real_sides_compute_the_same_from_the_same_weights(tmp_path: Path):
-    words = ["--tiny", "--rounds", "1", "--warmup", "2", "--steps", "3"]
+    words = ["versus", "--tiny", "--rounds", "1", "--warmup", "2", "--steps", "3"]
     done = run(*words, "--cache", str(tmp_path / "cache"), "--output", str(tmp_path / "out"), path=str(PEER))
     assert done.returncode == 0, done.stderr + done.stdout
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
@@ -305,7 +302,7 @@ PathFinder.find_spec = classmethod(hide)
 @needs_peer
 def test_the_check_on_a_cpu_needs_no_triton(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(HIDE_TRITON)
-    words = ["--tiny", "--rounds", "1", "--warmup", "1", "--steps", "2", "--rows", "8b_bf16_eager"]
+    words = ["versus", "--tiny", "--rounds", "1", "--warmup", "1", "--steps", "2", "--rows", "8b_bf16_eager"]
     places = ["--cache", str(tmp_path / "cache"), "--output", str(tmp_path / "out")]
     done = run(*words, *places, path=f"{tmp_path}:{PEER}")
     assert done.returncode == 0, done.stderr + done.stdout
@@ -320,12 +317,12 @@ def test_a_checkout_needs_no_installed_distribution(tmp_path: Path):
                 target.parent.mkdir(exist_ok=True)
                 if not target.exists():
                     target.symlink_to(entry)
-    words = ["--role", "ours", "--cache", str(tmp_path / "cache"), "--job"]
-    job = '{"row": "8b_bf16_eager", "warmup": 1, "timed": 1, "tiny": true}'
+    job = {"row": "8b_bf16_eager", "warmup": 1, "timed": 1, "tiny": True}
+    words = call_words(run_role, role="ours", cache=str(tmp_path / "cache"), job=job)[3:]
     path = str(tmp_path / "packages")
     probe = "import importlib.metadata as m, sys; sys.exit('titan_exp' in {d.name for d in m.distributions()})"
     bare = subprocess.run([sys.executable, "-S", "-c", probe], env={**os.environ, "PYTHONPATH": path}, check=False)
     assert bare.returncode == 0, "the distribution is hidden"
-    done = run(*words, job, path=path, flags=("-S",))
+    done = run(*words, path=path, flags=("-S",))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 1

@@ -1,29 +1,37 @@
-"""Packages for a GPU machine without a network: wheels gathered on another machine travel with the checkout.
+"""Packages for a GPU machine without a network: wheels gathered on another machine travel with the checkout."""
 
-`python benchmarks/gpu/packages.py` gathers them in `.wheels`; `make gpu` installs them from there. Needs only pip.
-"""
-
-import argparse
 import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.bench import ROOT, Output, environment, option, tool
+
 WHEELS = ROOT / ".wheels"
 """Gathered wheels."""
 PACKAGES = ROOT / ".gpu-packages"
 """Packages installed from them."""
-LISTS = (ROOT / "benchmarks" / "gpu" / "wheels.txt", ROOT / "benchmarks" / "versus" / "requirements.txt")
+LISTS = (ROOT / "benchmarks" / "gpu_wheels.txt", ROOT / "benchmarks" / "versus" / "requirements.txt")
 """Requirements."""
 SOURCE_ONLY = "antlr4-python3-runtime==4.9.3"
 """Requirement of omegaconf that is published without a wheel."""
 GLIBC = (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)
 """Minor versions of glibc 2 whose wheels are accepted; pip matches them exactly."""
+
+
+@dataclass(frozen=True)
+class WheelOptions:
+    python: str = option("3.12", "version of Python on the GPU machine")
+
+
+@tool
+def gpu_wheels(options: WheelOptions, out: Output) -> int:
+    """Gather in `.wheels` what a GPU machine without a network lacks; `make gpu` installs it there. Needs only pip."""
+    return gather(options.python)
 
 
 def gather(python: str, target: Path = WHEELS) -> int:
@@ -70,23 +78,16 @@ def install(wheels: Path = WHEELS, target: Path = PACKAGES) -> Path | None:
     return target
 
 
-def environment(needed: Sequence[str]) -> dict[str, str]:
+def gpu_environment(needed: Sequence[str]) -> dict[str, str]:
     """Environment of the report's processes: this checkout, torchtitan, and the wheels if a needed package is missing.
 
     Raises RuntimeError if the wheels cannot be installed.
     """
     folder = install() if any(importlib.util.find_spec(name) is None for name in needed) else None
+    quiet = {"TITAN_EXP_LOCAL": "none", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
     peer = ROOT / ".peer"
-    path = [ROOT, *([] if folder is None else [folder]), *([peer] if (peer / "torchtitan").is_dir() else [])]
-    given = os.environ.get("PYTHONPATH")
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([*map(str, path), *([given] if given else [])]),
-        "PYTHONUNBUFFERED": "1",
-        "TITAN_EXP_LOCAL": "none",
-        "TOKENIZERS_PARALLELISM": "false",
-        "WANDB_MODE": "disabled",
-    }
+    path = [*([] if folder is None else [folder]), *([peer] if (peer / "torchtitan").is_dir() else [])]
+    return environment(*path, PYTHONUNBUFFERED="1", **quiet)
 
 
 IMPORTS = """
@@ -99,15 +100,9 @@ for name in sys.argv[1:]:
 """
 
 
-def missing(names: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Packages of a list that a process with this environment cannot import, and why: they may need others."""
+def missing(names: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """Packages that a process with these environment variables cannot import, and why: they may need others."""
     words = [sys.executable, "-c", IMPORTS, *names]
-    done = subprocess.run(words, env=dict(environment), check=False, capture_output=True, text=True)
+    done = subprocess.run(words, env=dict(variables), check=False, capture_output=True, text=True)
     ended = [f"{', '.join(names)}: exit code {done.returncode}"] if done.returncode else []
     return [line for line in done.stdout.splitlines() if line.startswith(tuple(f"{name}: " for name in names))] + ended
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default="3.12", help="version of Python on the GPU machine, 3.12 without")
-    sys.exit(gather(parser.parse_args().python))

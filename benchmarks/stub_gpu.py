@@ -1,20 +1,18 @@
-"""Library of the stub device for a build of torch for CUDA, and commands that run on it.
-
-`python -m benchmarks.gpu.stub COMMAND...` runs a command with `STUB_GPUS` GPUs (1) of `STUB_GPU_BYTES` bytes
-(those of an H100) on Linux, with gcc. Libraries of CUDA are those of the stub there, by LD_PRELOAD; in a namespace of
-its own the command finds GPUs in /dev and the driver's list of them.
-"""
+"""Stub of a CUDA device that computes nothing, for builds of torch for CUDA on machines without a GPU."""
 
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
-WORK = FOLDER.parents[2] / ".stub-gpu"
+from benchmarks.bench import ROOT, CannotRun, Output, environment, option, tool
+
+SOURCES = [ROOT / "benchmarks" / name for name in ("stub_device.c", "stub_libraries.c")]
+WORK = ROOT / ".stub-gpu"
 """Folder of the built library, by version of torch."""
 LIBRARIES = ("__cuda", "cuda", "cu[A-Z]", "cublas", "cudnn", "cufft", "curand", "cusolver", "cusparse", "nccl", "nvrtc")
 """Beginnings of the names that torch calls."""
@@ -38,22 +36,44 @@ exec "$@"
 """Shell commands in a mount namespace: $0 is the folder of the library."""
 
 
+@dataclass(frozen=True)
+class StubOptions:
+    command: tuple[str, ...] = option((), "command and its arguments", positional="rest")
+
+
+@tool
+def stub_gpu(options: StubOptions, out: Output) -> None:
+    """Run a command on a CUDA device that computes nothing, with a build of torch for CUDA and no GPU.
+
+    It has `STUB_GPUS` GPUs (1) of `STUB_GPU_BYTES` bytes (those of an H100), on Linux, with gcc. Libraries of CUDA are
+    those of the stub there, by LD_PRELOAD; in a namespace of its own the command finds GPUs in /dev and the driver's
+    list of them.
+    """
+    command = words(build(), *options.command)
+    os.execvpe(command[0], command, environment())
+
+
 def build() -> Path:
-    """Compile the stub for this Python's torch, unless it is there; returns its folder."""
+    """Compile the stub for this Python's torch, unless it is there; returns its folder.
+
+    Raises CannotRun without a build of torch for CUDA or without gcc.
+    """
     packages = _packages()
     version = re.search(r"__version__ = '(.+?)'", (packages / "torch/version.py").read_text(encoding="utf-8"))
     assert version is not None, "torch says its version"
     folder = WORK / version[1]
-    library, sources = folder / NAMES[0], [FOLDER / "device.c", FOLDER / "libraries.c"]
-    newest = max(path.stat().st_mtime for path in (*sources, Path(__file__)))
+    library = folder / NAMES[0]
+    newest = max(path.stat().st_mtime for path in (*SOURCES, Path(__file__)))
     if library.is_file() and library.stat().st_mtime > newest:
         return folder
+    if shutil.which("gcc") is None:
+        raise CannotRun("no gcc is here, which compiles the stub: apt install gcc")
     for name in ("dev", "proc"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     headers = [*packages.glob("nvidia/*/include"), packages / "triton/backends/nvidia/include"]
-    objects = [folder / f"{source.stem}.o" for source in sources]
+    objects = [folder / f"{source.stem}.o" for source in SOURCES]
     compiler = ["gcc", "-O1", "-w", "-fPIC", "-fno-builtin", "-fvisibility=hidden", *(f"-I{path}" for path in headers)]
-    for source, made in zip(sources, objects, strict=True):
+    for source, made in zip(SOURCES, objects, strict=True):
         _run(*compiler, "-c", str(source), "-o", str(made))
     written = set(_symbols(objects, "--defined-only"))
     rest = sorted({*_called(packages), *_declared(headers)} - written)
@@ -65,17 +85,8 @@ def build() -> Path:
     compilers = {path.name for path in packages.glob("nvidia/*/lib/libnvrtc.so.*") if "builtins" not in path.name}
     for name in (*NAMES[1:], *sorted(compilers), NAMES[0]):
         made = folder / "made.so"
-        _run(
-            *compiler,
-            "-shared",
-            f"-Wl,-soname,{name}",
-            str(empty),
-            *map(str, objects),
-            "-o",
-            str(made),
-            "-ldl",
-            "-lpthread",
-        )
+        linked = [f"-Wl,-soname,{name}", str(empty), *map(str, objects), "-o", str(made), "-ldl", "-lpthread"]
+        _run(*compiler, "-shared", *linked)
         made.replace(folder / name)
     return folder
 
@@ -90,8 +101,8 @@ def words(folder: Path, *command: str) -> list[str]:
 def _packages() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None or not list(Path(spec.origin).parent.glob("lib/libtorch_cuda.so")):
-        sys.exit(
-            "The stub device is for a build of torch for CUDA, which this Python has not: make stub-gpu installs one."
+        raise CannotRun(
+            "the stub device is for a build of torch for CUDA, which this Python has not: make stub-gpu installs one"
         )
     return Path(spec.origin).parents[1]
 
@@ -124,4 +135,4 @@ def _symbols(files: list[Path], *options: str) -> list[str]:
 def _run(*words: str) -> None:
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{' '.join(words)} failed:\n{done.stderr}")
+        raise RuntimeError(f"{' '.join(words)} failed:\n{done.stderr}")

@@ -1,19 +1,5 @@
-"""Random SIGKILLs of ranks, replica groups and the lighthouse while `titan-exp train` runs on this machine's CPU.
+"""Replica-group benchmarks: random kills of real runs on this machine, and the goodput of a simulated fleet."""
 
-    python benchmarks/replica_group_kills.py OUT [--kills 25] [--seconds 420] [--seed 0] [--groups 3] [--dp-shard 1]
-    python benchmarks/replica_group_kills.py OUT --semi-sync diloco       # or local_sgd, streaming_diloco
-    python benchmarks/replica_group_kills.py OUT --report
-
-A call trains one run in OUT/piece-SEED with three groups, and kills at random moments of the forward pass, of the sum
-of gradients, of the commit, of the quorum, of healing (the group that receives, and the one that sends) and of a save.
-It then trains the same steps with one group, and checks that every step has one row and that the curve is the same to
-rounding. In semi-synchronous training it also kills while a fragment is sent, in a synchronization, and while states of
-the groups are collected; the other run has as many groups, and the curves differ, since a death changes the mean: the
-final losses are compared. A piece that is complete is not run again. `--report` prints a table of all pieces: kills,
-and the distribution of the stall, the seconds that the survivors waited or computed again in the rows after a kill.
-"""
-
-import argparse
 import contextlib
 import json
 import math
@@ -22,16 +8,20 @@ import random
 import signal
 import statistics
 import subprocess
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from benchmarks.bench import Output, benchmark, environment, option
+from benchmarks.bench import titan_exp as command
+
 ORDERS = "TITAN_EXP_KILL_ORDERS"
 """Environment variable: folder of the orders that the ranks carry out."""
 HEARTBEAT = 1.0
@@ -62,6 +52,9 @@ SEMI_SYNC = {
 }
 LAST_ROWS = 50
 """Rows that the final loss is a mean of."""
+
+
+LLAMA3_INTERRUPTIONS, LLAMA3_DAYS, LLAMA3_GPUS = 419, 54, 16_384
 
 
 def rank_main(path: str) -> None:
@@ -173,14 +166,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def train(out: Path, name: str, steps: int, *overrides: str, orders: Path | None = None) -> subprocess.Popen[bytes]:
     """Start `titan-exp train`."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    if orders is not None:
-        environment |= {ORDERS: str(orders), "TITAN_EXP_RANK_MAIN": "benchmarks.replica_group_kills.rank_main"}
+    rank = {"TITAN_EXP_RANK_MAIN": "benchmarks.replica_groups.rank_main"}
+    extra = {} if orders is None else {ORDERS: str(orders), **rank}
     words = [*TRAIN, f"training.steps={steps}", f"paths.runs={out}", f"experiment.name={name}", *overrides]
     with (out / f"{name}.log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "titan_exp", "train", *words], env=environment, stdout=log, stderr=log
-        )
+        return subprocess.Popen(command("train", *words), env=environment(**extra), stdout=log, stderr=log)
 
 
 def run_folder(out: Path, name: str) -> Path | None:
@@ -188,17 +178,17 @@ def run_folder(out: Path, name: str) -> Path | None:
     return next((path.parent for path in (out / name).glob("*/config.yaml")), None)
 
 
-def kill_at_random(process: subprocess.Popen[bytes], out: Path, arguments: argparse.Namespace) -> None:
+def kill_at_random(process: subprocess.Popen[bytes], out: Path, options: "KillOptions") -> None:
     """Give orders until enough kills were made, the time is over or the run has ended."""
-    draw, orders = random.Random(arguments.seed), out / "orders"
-    deadline, given, ordered = time.monotonic() + arguments.seconds, 0, time.monotonic()
+    draw, orders = random.Random(options.seed), out / "orders"
+    deadline, given, ordered = time.monotonic() + options.seconds, 0, time.monotonic()
     # Groups notice a death when they synchronize.
-    phases, pause, seen = (SEMI_SYNC_PHASES, 2 * INTERVAL, (0, 0)) if arguments.semi_sync else (PHASES, 0, (0, 0))
+    phases, pause, seen = (SEMI_SYNC_PHASES, 2 * INTERVAL, (0, 0)) if options.semi_sync else (PHASES, 0, (0, 0))
     while process.poll() is None and time.monotonic() < deadline:
         folder = run_folder(out, "kills")
         rows = read_lines(folder / "metrics.jsonl") if folder is not None else []
         made = len(read_lines(orders / "kills.jsonl"))
-        if made >= arguments.kills:
+        if made >= options.kills:
             break
         if rows and made > seen[0]:
             seen = made, int(rows[-1]["step"])
@@ -209,8 +199,8 @@ def kill_at_random(process: subprocess.Popen[bytes], out: Path, arguments: argpa
             else:
                 phase = draw.choice(phases)
                 order = {
-                    "target": draw.choice(("rank", "group")) if arguments.dp_shard > 1 else "group",
-                    "group": draw.randrange(arguments.groups) if phase not in LEADERS else None,
+                    "target": draw.choice(("rank", "group")) if options.dp_shard > 1 else "group",
+                    "group": draw.randrange(options.groups) if phase not in LEADERS else None,
                     "moment": draw.random(),
                 }
                 give(orders, phase, order)
@@ -218,7 +208,7 @@ def kill_at_random(process: subprocess.Popen[bytes], out: Path, arguments: argpa
             ordered = time.monotonic()
         elif made < given and time.monotonic() - ordered > 6:
             # The phase does not occur soon, or the group is away: any group, in a forward pass or until it commits.
-            phase = draw.choice(phases[:4]) if arguments.semi_sync else "forward"
+            phase = draw.choice(phases[:4]) if options.semi_sync else "forward"
             for path in orders.glob("*.json"):
                 path.unlink(missing_ok=True)
             give(orders, phase, {"target": "group", "group": None, "moment": draw.random()})
@@ -287,76 +277,204 @@ def stalls(out: Path) -> list[dict[str, Any]]:
     return kills
 
 
-def report(out: Path) -> None:
+def report(folder: Path, out: Output) -> None:
     """Print the table of all pieces."""
     kills: list[dict[str, Any]] = []
-    for piece in sorted(out.glob("piece-*/result.json")):
-        print(piece.parent.name, json.dumps(json.loads(piece.read_text())))
+    for piece in sorted(folder.glob("piece-*/result.json")):
+        out.say(f"{piece.parent.name} {piece.read_text()}")
         kills += stalls(piece.parent)
-    print("\n| target, moment | kills | stall: median, s | 90 % | largest |\n|---|--:|--:|--:|--:|")
-    kinds = sorted({(kill["target"], kill["phase"]) for kill in kills})
-    for kind in [*kinds, None]:
+    form = {"kills": "d", "stall: median, s": ".2f", "90 %": ".2f", "largest": ".2f"}
+    table = out.table({"target, moment": ""} | form, "Kills")
+    for kind in [*sorted({(kill["target"], kill["phase"]) for kill in kills}), None]:
         chosen = [kill["stall"] for kill in kills if kind in (None, (kill["target"], kill["phase"]))]
         known = sorted(stall for stall in chosen if math.isfinite(stall))
         if known:
             tail = known[min(len(known) - 1, math.ceil(0.9 * len(known)) - 1)]
             label = "all" if kind is None else f"{kind[0]}, {kind[1]}"
-            print(f"| {label} | {len(chosen)} | {statistics.median(known):.2f} | {tail:.2f} | {known[-1]:.2f} |")
+            table.add(label, len(chosen), statistics.median(known), tail, known[-1])
 
 
-def run_piece(arguments: argparse.Namespace) -> int:
+def run_piece(options: "KillOptions", folder: Path) -> int:
     """Train one run under kills, and an undisturbed one; returns 0 if no step and no rank was lost and the curves of
     synchronous training agree."""
-    out = arguments.out / f"piece-{arguments.seed:02d}"
+    out = folder / f"piece-{options.seed:02d}"
     if (out / "result.json").exists():
-        print((out / "result.json").read_text())
         return 0
     orders = out / "orders"
     orders.mkdir(parents=True, exist_ok=True)
     (orders / "pause").touch()
     began = time.monotonic()
-    seed, semi_sync = [f"experiment.seed={arguments.seed}"], arguments.semi_sync
-    layout = [f"cluster.replica_groups={arguments.groups}", f"parallelism.dp_shard={arguments.dp_shard}", *seed]
+    seed, semi_sync = [f"experiment.seed={options.seed}"], options.semi_sync
+    layout = [f"cluster.replica_groups={options.groups}", f"parallelism.dp_shard={options.dp_shard}", *seed]
     if semi_sync:
-        words = [f"semi_sync.groups={arguments.groups}", f"semi_sync.interval={INTERVAL}", "optimizer.lr=1e-3"]
-        layout += [*SEMI_SYNC[semi_sync], *words, f"training.global_batch_size={4 * arguments.groups}"]
-    process = train(out, "kills", arguments.steps, *layout, orders=orders)
+        words = [f"semi_sync.groups={options.groups}", f"semi_sync.interval={INTERVAL}", "optimizer.lr=1e-3"]
+        layout += [*SEMI_SYNC[semi_sync], *words, f"training.global_batch_size={4 * options.groups}"]
+    process = train(out, "kills", options.steps, *layout, orders=orders)
     try:
-        kill_at_random(process, out, arguments)
+        kill_at_random(process, out, options)
         code = process.wait(timeout=WAIT)
     finally:
         process.terminate()
-    one = train(out, "one", arguments.steps, *(layout if semi_sync else seed))
+    one = train(out, "one", options.steps, *(layout if semi_sync else seed))
     try:
         one.wait(timeout=WAIT)
     finally:
         one.terminate()
-    result = {"kills": len(read_lines(orders / "kills.jsonl")), "exit": code, **check(out, arguments.steps)}
+    result = {"kills": len(read_lines(orders / "kills.jsonl")), "exit": code, **check(out, options.steps)}
     result |= {"seconds": round(time.monotonic() - began), "load": os.getloadavg()[0], "semi_sync": semi_sync}
     (out / "result.json").write_text(json.dumps(result))
-    print(json.dumps(result, indent=2))
     exact = result["rows once and in order"] and result["tokens and rates equal"] and code == result["tracebacks"] == 0
     limit = math.inf if semi_sync else 1e-5
     return 0 if exact and result["loss: largest relative difference"] < limit else 1
 
 
-def main() -> int:
-    """Run a piece or print the table; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    for name, value in (("kills", 25), ("seconds", 420), ("seed", 0), ("groups", 3), ("dp-shard", 1), ("steps", 1000)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument(
-        "--semi-sync", choices=sorted(SEMI_SYNC), default="", help="method of semi-synchronous training"
-    )
-    parser.add_argument("--report", action="store_true", help="print the table of all pieces")
-    arguments = parser.parse_args()
-    arguments.out = arguments.out.resolve()
-    if arguments.report:
-        report(arguments.out)
-        return 0
-    return run_piece(arguments)
+@dataclass(frozen=True)
+class KillOptions:
+    folder: Path | None = option(None, "folder of the pieces; a temporary one without")
+    kills: int = option(25, "kills of a piece", smallest=1)
+    seconds: int = option(420, "limit of the time of kills", smallest=60)
+    seed: int = option(0, "seed and name of the piece")
+    groups: int = option(3, "replica groups")
+    dp_shard: int = option(1, "ranks of a group")
+    steps: int = option(1000, "steps of the run", smallest=60)
+    semi_sync: str = option("", "method of semi-synchronous training", choices=sorted(SEMI_SYNC))
+    report: bool = option(False, "only print the table of all pieces")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@benchmark
+def replica_group_kills(options: KillOptions, out: Output) -> int:
+    """Random SIGKILLs of ranks, replica groups and the lighthouse while `titan-exp train` runs on this machine's CPU.
+
+    python -m benchmarks replica-group-kills --folder OUT [--kills 25] [--seed 0]
+    python -m benchmarks replica-group-kills --folder OUT --semi-sync diloco       # or local_sgd, streaming_diloco
+    python -m benchmarks replica-group-kills --folder OUT --report
+
+    A call trains one run in OUT/piece-SEED with three groups, and kills at random moments of the forward pass, of the
+    sum of gradients, of the commit, of the quorum, of healing (the group that receives, and the one that sends) and of
+    a save. It then trains the same steps with one group, and checks that every step has one row and that the curve is
+    the same to rounding. In semi-synchronous training it also kills while a fragment is sent, in a synchronization, and
+    while states of the groups are collected; the other run has as many groups, and the curves differ, since a death
+    changes the mean: the final losses are compared. A piece that is complete is not run again. The table has all
+    pieces: kills, and the distribution of the stall, the seconds that the survivors waited or computed again in the
+    rows after a kill.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (options.folder or Path(scratch)).resolve()
+        code = 0 if options.report else run_piece(options, folder)
+        report(folder, out)
+    return code
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Inputs. Times in seconds."""
+
+    gpus: int
+    days: float
+    step: float
+    stall: float
+    heal: float
+    restart: float
+    checkpoint_every: float
+    checkpoint_pause: float
+    min_groups: int
+
+    @property
+    def failures_per_second(self) -> float:
+        """Rate of failures of the whole fleet."""
+        return LLAMA3_INTERRUPTIONS / (LLAMA3_DAYS * 86_400 * LLAMA3_GPUS) * self.gpus
+
+    @property
+    def duration(self) -> float:
+        """Simulated wall time."""
+        return self.days * 86_400
+
+
+def restart_goodput(fleet: Fleet, draw: np.random.Generator) -> float:
+    """Every failure ends the run, which continues from its newest checkpoint."""
+    now = trained = 0.0
+    while now < fleet.duration:
+        # A failure during the restart begins it again.
+        life = draw.exponential(1 / fleet.failures_per_second)
+        now += life
+        useful = life - fleet.restart
+        if useful > 0:
+            trained += math.floor(useful / (fleet.checkpoint_every + fleet.checkpoint_pause)) * fleet.checkpoint_every
+    return trained / now
+
+
+def group_goodput(fleet: Fleet, groups: int, draw: np.random.Generator) -> float:
+    """A failure ends one group, which comes back after the restart time and heals from another."""
+    failures = draw.uniform(0, fleet.duration, draw.poisson(fleet.failures_per_second * fleet.duration))
+    back = np.zeros(groups)
+    events: list[tuple[float, int]] = []
+    for moment, group in zip(np.sort(failures), draw.integers(groups, size=len(failures)), strict=True):
+        events.append((float(moment), int(group)))
+    trained = clock = 0.0
+    lost = len(events) * (fleet.stall + fleet.step / 2)  # on the average half of a step is computed again
+    for moment, group in [*events, (fleet.duration, -1)]:
+        # Speed between two failures, piece by piece, as groups come back.
+        for point in [*sorted(float(end) for end in back if clock < end < moment), moment]:
+            living = groups - int((back > clock).sum())
+            trained += (point - clock) * living / groups if living >= fleet.min_groups else 0.0
+            clock = point
+        if group >= 0:
+            back[group] = moment + fleet.restart
+            lost += fleet.heal
+    saves = fleet.duration / (fleet.checkpoint_every + fleet.checkpoint_pause) * fleet.checkpoint_pause
+    return (trained - lost - saves) / fleet.duration
+
+
+@dataclass(frozen=True)
+class GoodputOptions:
+    gpus: int = option(10_000, "GPUs of the fleet")
+    groups: tuple[int, ...] = option((5, 10, 20, 40), "numbers of groups", smallest=(5,))
+    min_groups: int = option(1, "living groups below which training waits")
+    days: float = option(54.0, "simulated days", smallest=1.0)
+    step_seconds: float = option(10.0, "seconds of a step")
+    stall: tuple[float, ...] = option((1.5, 5.0, 60.0), "seconds that a failure costs a survivor", smallest=(1.5,))
+    heal: float = option(30.0, "seconds that all wait while a group heals")
+    restart_minutes: tuple[float, ...] = option((3.0, 10.0, 30.0), "minutes of a restart", smallest=(10.0,))
+    checkpoint_minutes: float = option(30.0, "minutes between two checkpoints")
+    checkpoint_pause: float = option(5.0, "seconds that a save pauses training")
+    draws: int = option(20, "simulations of a cell", smallest=1)
+
+    def fleet(self, restart: float, stall: float) -> Fleet:
+        """Inputs of a row; `restart` in minutes."""
+        minutes = (self.checkpoint_minutes * 60, self.checkpoint_pause, self.min_groups)
+        return Fleet(self.gpus, self.days, self.step_seconds, stall, self.heal, restart * 60, *minutes)
+
+
+@benchmark
+def replica_group_goodput(options: GoodputOptions, out: Output) -> None:
+    """Goodput of a fleet of GPUs under failures: restarts from checkpoints against replica groups. A simulation.
+
+    Failures are a Poisson process whose rate is that of the Llama 3 report (arXiv 2407.21783, section 3.3.4): 419
+    unexpected interruptions in 54 days on 16,384 GPUs, in proportion to GPUs. `--stall` is measured with processes on a
+    CPU; every other input is an assumption. Goodput is training of the whole fleet, in units of its full speed, over
+    wall time.
+
+    - Restart: a failure costs the steps since the last checkpoint and the restart; saving pauses training. "Best
+      interval" is Young's, the square root of twice the pause times the mean time between failures.
+    - Groups: a failure costs the survivors a stall, a repeated step and, when the group is back, a healing; until then
+      its share of the speed is gone. Below `--min-groups` training waits. Spare machines are not modelled in either
+      case.
+    """
+    rate = options.fleet(1, 1).failures_per_second
+    form = {"restart, min": "g", "stall, s": "g", "restart from checkpoint": ".1%", "the same, best interval": ".1%"}
+    title = f"{options.gpus:,} GPUs, a failure every {1 / rate / 3600:.2f} h; {options.draws} draws of"
+    groups = {f"{number} groups": ".1%" for number in options.groups}
+    table = out.table(form | groups, f"{title} {options.days:g} days")
+    for restart in options.restart_minutes:
+        for stall in options.stall:
+            inputs = options.fleet(restart, stall)
+            best = replace(inputs, checkpoint_every=math.sqrt(2 * inputs.checkpoint_pause / rate))
+            draws = [
+                [
+                    restart_goodput(inputs, np.random.default_rng(seed)),
+                    restart_goodput(best, np.random.default_rng(seed)),
+                ]
+                + [group_goodput(inputs, number, np.random.default_rng(seed)) for number in options.groups]
+                for seed in range(options.draws)
+            ]
+            table.add(restart, stall, *np.mean(draws, axis=0).tolist())

@@ -1,1 +1,0 @@
-"""Parts of `make gpu`: packages, tests, speed, memory and the dated report."""

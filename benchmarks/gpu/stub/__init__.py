@@ -1,1 +1,0 @@
-"""A CUDA device that computes nothing, for builds of torch for CUDA on machines without a GPU."""

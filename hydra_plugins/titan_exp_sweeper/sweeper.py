@@ -50,7 +50,8 @@ class TitanExpSweeper(Sweeper):
         from titan_exp.config.hydra.config_groups import option_values
         from titan_exp.config.study.points import Point
         from titan_exp.config.study.study_file import read_study
-        from titan_exp.launch.sweep.shipped_study import StudySweep, current_sweep_options
+        from titan_exp.launch.sweep.shipped_study import StudySweep
+        from titan_exp.launch.sweep.sweep_args import current_sweep_options
         from titan_exp.launch.sweep.sweeper import FastCompose, points, sweep
         from titan_exp.rules.composed import read_experiment
 

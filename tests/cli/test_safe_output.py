@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from titan_exp.cli.main import main
-from titan_exp.config.command_line.safe_output import Terminal, visible
+from titan_exp.config.command_line.safe_output import visible
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.run_plan import create_run_folder, plan_run

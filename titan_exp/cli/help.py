@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     from rich.markdown import Markdown
 
-    from titan_exp.config.command_line.safe_output import Terminal
+    from titan_exp.config.command_line.terminal import Terminal
 
     Terminal().print(Markdown(text))
     return 0

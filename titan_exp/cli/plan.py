@@ -313,7 +313,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
         yield show
         return
-    from titan_exp.config.command_line.safe_output import Terminal
+    from titan_exp.config.command_line.terminal import Terminal
 
     with Terminal(stderr=True).status("starting") as status:
         yield status.update

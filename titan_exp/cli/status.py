@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from titan_exp.config.command_line.options import options_help, take_options
-from titan_exp.config.command_line.safe_output import Terminal
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.command_line.verb_options import StatusOptions
 from titan_exp.launch.executor import worlds_launch
 from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, named_runs, runs_folder

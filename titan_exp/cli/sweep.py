@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from titan_exp.cli.shell.hydra_command import run_sweep_with_hydra
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.study.study_file import read_study, study_files
-from titan_exp.launch.sweep.sweeper import sweep_args
+from titan_exp.launch.sweep.sweep_args import sweep_args
 
 HELP_TEXT = """\
 titan-exp sweep: run every point of a study, sweeps/NAME.yaml, that is not done yet.

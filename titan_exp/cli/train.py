@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    from titan_exp.launch.sweep.sweeper import train_args
+    from titan_exp.launch.sweep.sweep_args import train_args
 
     return run_sweep_with_hydra(train_args(argv), _launch)
 
@@ -28,7 +28,7 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     from titan_exp.launch.run_id import rate_after_decay, related_runs
     from titan_exp.launch.run_plan import plan_run
     from titan_exp.launch.state.run_status import print_dry_run
-    from titan_exp.launch.sweep.shipped_study import current_sweep_options
+    from titan_exp.launch.sweep.sweep_args import current_sweep_options
     from titan_exp.rules.composed import read_experiment
 
     experiment = read_experiment(cfg, lambda _: True)

@@ -14,7 +14,7 @@ from annotated_types import Interval
 from rich.table import Table
 
 from titan_exp.config.command_line.options import take_options
-from titan_exp.config.command_line.safe_output import Terminal
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from titan_exp.config.command_line.safe_output import Terminal
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.errors.user_error import shown
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.groups.training import steps_for as steps_of_ramp

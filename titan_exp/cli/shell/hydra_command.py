@@ -91,7 +91,7 @@ def run_with_hydra(
 
 def run_sweep_with_hydra(args: Any, task: Task) -> int:
     """Call `run_with_hydra` for `SweepArgs`; the sweep options bypass Hydra."""
-    from titan_exp.launch.sweep.shipped_study import use_sweep_options
+    from titan_exp.launch.sweep.sweep_args import use_sweep_options
 
     with use_sweep_options(args.options):
         return run_with_hydra(args.argv, task, nested=args.nested, where=args.where)

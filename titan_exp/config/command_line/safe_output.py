@@ -8,10 +8,6 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TextIO, cast
 
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
-from rich.text import Text
-
 from titan_exp.config.secrets import concealed
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udc7f\udd00-\udfff]+")
@@ -61,19 +57,3 @@ class _SafeOutput:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-class Terminal(Console):
-    """Console of rich for tables, progress and lines."""
-
-    def __init__(self, *, markup: bool = False, **options: Any) -> None:
-        super().__init__(highlight=False, markup=markup, emoji=False, **options)
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        """Text of a string, safe before its width is measured."""
-        return super().render_str(visible(concealed(text)), **options)
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Segments of a renderable; control segments, such as movements of the cursor, are rich's own."""
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(visible(concealed(segment.text)), segment.style)

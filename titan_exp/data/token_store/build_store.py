@@ -176,7 +176,7 @@ class ProgressDisplay:
             return
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        from titan_exp.config.command_line.safe_output import Terminal
+        from titan_exp.config.command_line.terminal import Terminal
 
         columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=Terminal(stderr=True), transient=True) as bar:

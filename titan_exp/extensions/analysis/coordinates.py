@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from rich.table import Table
 from torch import Tensor, nn
 
-from titan_exp.config.command_line.safe_output import Terminal
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose

@@ -35,7 +35,7 @@ def encode(argv: Sequence[str]) -> int:
         )
     from rich.progress import Progress
 
-    from titan_exp.config.command_line.safe_output import Terminal
+    from titan_exp.config.command_line.terminal import Terminal
     from titan_exp.extensions.diffusion.encoders import Encoders
     from titan_exp.extensions.diffusion.images import open_images
     from titan_exp.extensions.diffusion.latent_format import latent_format

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from titan_exp.config.command_line.help import forgotten_tokenizer
-from titan_exp.config.command_line.safe_output import Terminal
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.machine.devices import device_type
 from titan_exp.launch.executor import Submission, executor_for, typed_path
 from titan_exp.launch.run_console import summarize

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,116 +15,18 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from titan_exp.config.command_line.options import SWEEP_SWITCHES, SWITCHES, VALUED, read_arguments, take_flags
-from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.study.points import Point, require_swept_once, values_of
-from titan_exp.config.study.study import Study
-from titan_exp.config.study.study_file import find_study, read_study, study_files
 from titan_exp.launch.executor import Submission, SubmitOptions, executor_for, worst_exit_code
 from titan_exp.launch.provenance.changes import report_stale
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.sweep.rounds import Finished, Rounds
-from titan_exp.launch.sweep.shipped_study import StudySweep, SweepOptions
+from titan_exp.launch.sweep.shipped_study import StudySweep
+from titan_exp.launch.sweep.sweep_args import SweepOptions
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan, plan_sweep, predict_sweep_memory
 from titan_exp.launch.sweep.sweep_table import remarks_on, show_outcomes, show_plan
-
-SHOWS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc"}
-"""Flags that show something instead of training."""
-
-
-@dataclass(frozen=True)
-class SweepArgs:
-    """Flags and overrides for Hydra, and options for the sweeper."""
-
-    argv: list[str]
-    options: SweepOptions
-    nested: tuple[str, ...] = ()
-    """Overrides that Hydra sees only per point: from the study, and typed after its name."""
-    where: str = ""
-    """Study file, for error messages."""
-
-
-def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
-    """Parse the arguments of `titan-exp sweep`; None without arguments. Raises UserError about an unknown study or
-    flag."""
-    flags, rest = take_flags(typed, SWEEP_SWITCHES[:-1], {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="sweep")
-    arguments = read_arguments(rest)
-    names = [word for word in arguments.overrides if "=" not in word and not word.startswith(("~", "+"))]
-    if not names:
-        if rest or flags:
-            raise UserError(f"No study is named: titan-exp sweep NAME {' '.join(typed)}\n  titan-exp sweep lists them.")
-        return None
-    study = read_study(find_study(names[0]))
-    for word in names[1:]:
-        if word in study.sizes:
-            raise UserError(f"{word}: a size of {study.name} is set by its key: size={word}")
-        if word in study_files():
-            raise UserError(
-                f"{word}: one command runs one study: titan-exp sweep {names[0]}, then titan-exp sweep {word}"
-            )
-    overrides = [word for word in arguments.overrides if word != names[0]]
-    size = [word.removeprefix("size=") for word in overrides if word.startswith("size=")]
-    for_hydra, others = _of_hydra([word for word in overrides if not word.startswith("size=")])
-    options = replace(_options(flags), study=study.path, size=size[-1] if size else None, typed=others)
-    lists = {axis.name for axis in study.axes}
-    nested = (*_overrides_in(study), *(word for word in others if word.partition("=")[0] not in lists))
-    hydra_flags = [word for word in arguments.flags if word not in ("-m", "--multirun")]
-    return SweepArgs(["-m", *hydra_flags, *for_hydra], options, nested, str(study.path))
-
-
-def train_args(typed: Sequence[str]) -> SweepArgs:
-    """Parse the arguments of `titan-exp train`. Raises UserError about a sweep flag without -m."""
-    flags, rest = {}, list(typed)
-    if any(word.partition("=")[0] in (*SWEEP_SWITCHES, "--jobs") for word in typed):
-        flags, rest = take_flags(typed, SWEEP_SWITCHES, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
-    arguments = read_arguments(rest)
-    of_sweeps = [flag for flag in flags if flag != "--dry-run"]
-    if of_sweeps and not arguments.has("-m", "--multirun"):
-        raise UserError(f"{of_sweeps[0]} is a flag of sweeps: add -m, or use titan-exp sweep.")
-    if set(arguments.flags) & SHOWS or not arguments.has("-m", "--multirun"):
-        return SweepArgs(rest, _options(flags))
-    for_hydra, others = _of_hydra(arguments.overrides)
-    return SweepArgs([*arguments.flags, *for_hydra], replace(_options(flags), typed=others), others)
-
-
-def _of_hydra(overrides: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Overrides of Hydra's own keys, and all others.
-
-    Hydra would apply the others to the default model first, which may lack keys that all models of the sweep have.
-    """
-    found = [word for word in overrides if word.lstrip("+~").startswith("hydra")]
-    return found, tuple(word for word in overrides if word not in found)
-
-
-def _options(flags: Mapping[str, str | int | bool]) -> SweepOptions:
-    if flags.get("--jobs") == 0:
-        raise UserError("--jobs 0: no run would start. Use --jobs 1 or more.")
-    return SweepOptions(
-        dry_run="--dry-run" in flags,
-        skip="--skip" in flags,
-        jobs=int(flags.get("--jobs", 1)),
-        prune="--prune" in flags,
-        yes="--yes" in flags,
-    )
-
-
-def _overrides_in(study: Study) -> list[str]:
-    """All overrides of a study, one per key with comma-separated values."""
-    by_key: dict[str, dict[str, None]] = {}
-    ranges = study.search.ranges if study.search else {}
-    for text in (
-        *study.held_fixed,
-        *(text for size in study.sizes.values() for text in size),
-        *(text for axis in study.axes for choice in axis.choices for text in choice.overrides),
-        *(f"{key}={value}" for key, one in ranges.items() for value in one.samples),
-    ):
-        key, equals, value = text.partition("=")
-        by_key.setdefault(key + equals, {})[value] = None
-    return [f"{key}{','.join(values)}" for key, values in by_key.items()]
-
 
 Compose = Callable[[list[str]], DictConfig]
 

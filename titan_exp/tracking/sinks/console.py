@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from titan_exp.config.command_line.safe_output import Terminal
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.tracking.number_format import format_count, format_duration, format_items
 from titan_exp.tracking.sinks.sink import Row, Value
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.run_folder.files import write_atomically
 
 PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")
 """Flags that name a primary configuration of the user's."""
@@ -38,7 +37,6 @@ def run_with_hydra(
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    from titan_exp.config.command_line.help import train_help
     from titan_exp.config.errors.explain_hydra import MESSAGE, explain, is_composition_error, unknown_names
     from titan_exp.config.extension import CONF_DIR, CONFIG_NAME
     from titan_exp.config.hydra.compose import HYDRA_VERSION, OWN_FILE, default_overrides, register_resolvers
@@ -67,6 +65,8 @@ def run_with_hydra(
     before, sys.argv = sys.argv, [command_name(), *arguments.flags, *always, *values]
     try:
         if arguments.has("--help", "-h"):
+            from titan_exp.config.command_line.help import train_help
+
             print(train_help(arguments), end="")
             return 0
         _check_names(replace(arguments, overrides=(*nested, *arguments.overrides)), where)
@@ -155,6 +155,8 @@ class OutputFile:
 
     def write(self, text: str) -> None:
         """Write the file, atomically. Raises UserError if it cannot be written."""
+        from titan_exp.tracking.run_folder.files import write_atomically
+
         try:
             if self.path.exists() and not self.path.is_file():
                 self.path.write_text(text, encoding="utf-8")  # do not replace a device or pipe by a file

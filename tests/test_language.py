@@ -11,6 +11,7 @@ PACKAGE = REPOSITORY / "titan_exp"
 OPENING = re.compile(r"(What|Which|Whether|How|Where|Of|As|That)\b")
 GUIDES = sorted([*REPOSITORY.glob("docs/guides/*.md"), *PACKAGE.glob("extensions/*/guides/*.md")])
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/*.md")), *GUIDES]
+PAGES += sorted(REPOSITORY.glob("docs/tutorials/*.md"))
 GENERATED = {"reference.md", "models.md"}
 LIMITS = {"semicolons": (r";", 3.0), "passives": (r"\b(?:is|are|was|were|be|been)\s+\w+ed\b", 7.0)}
 """Patterns with their most occurrences in 1,000 words: torchtitan's, OLMo-core's and nanochat's pages have fewer."""

@@ -117,7 +117,7 @@ HARM: list[tuple[Callable[[Path], object], str]] = [
     (_no_weights, "no \\*.safetensors"),
     (lambda copy: (copy / "config.json").unlink(), "without config.json"),
     (lambda copy: (copy / "config.json").write_text("{"), "cannot be read"),
-    (lambda copy: change(copy / "config.json", model_type="unheard"), "families here are .*'llama'"),
+    (lambda copy: change(copy / "config.json", model_type="unheard"), "(families here are|supported:) .*'llama'"),
     (lambda copy: change(copy / "config.json", attention_bias=True), "attention_bias=True"),
     (lambda copy: change(copy / "config.json", rope_scaling={"rope_type": "dynamic"}), "'dynamic' is not supported"),
     (

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("titan_exp", "hydra_plugins", "conf", "sweeps", "docs", "tests", "benchmarks", "pyproject.toml", "README.md")
+COPIED = (
+    *("titan_exp", "hydra_plugins", "conf", "sweeps", "docs", "tests", "benchmarks", "pyproject.toml", "README.md"),
+    *("CHANGELOG.md", ".gitignore"),
+)
 LEFT_OUT = [ROOT / "titan_exp" / "extensions", ROOT / "tests" / "extensions", ROOT / "conf" / "local"]
 
 BY_DAY = ("tests/config/test_compose.py", "tests/config/test_extension.py", "tests/models/test_described_once.py")
@@ -17,7 +20,7 @@ BY_DAY = ("tests/config/test_compose.py", "tests/config/test_extension.py", "tes
 
 OF_THE_WHOLE = (
     *("tests/config/test_reference.py", "tests/test_models_page.py", "tests/journeys", "tests/cluster"),
-    *("tests/test_language.py", "tests/benchmarks"),
+    *("tests/test_language.py", "tests/benchmarks", "tests/adding"),
 )
 """Tests of pages and commands that extensions have a part in, and of this machine."""
 
@@ -63,6 +66,8 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, copy / name, ignore=left_out)
         else:
             shutil.copy(ROOT / name, copy / name)
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "the core alone"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=copy, check=True, timeout=60)
     return copy
 
 
@@ -72,7 +77,7 @@ def left_out(folder: str, names: list[str]) -> list[str]:
 
 def run_there(core: Path, *words: str, limit: float) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    environment |= {"PYTHONPATH": str(core), "TITAN_EXP_LOCAL": "none", "XDG_STATE_HOME": str(core / "state")}
+    environment |= {"PYTHONPATH": str(core), "TITAN_EXP_LOCAL": "none", "XDG_STATE_HOME": f"{core}.state"}
     return subprocess.run(
         [sys.executable, *words],
         cwd=core,

@@ -142,11 +142,12 @@ def obey_stop(path: str) -> None:
     step = int(saved.read_text()) if saved.exists() else 0
     if rank() == 0:
         log(folder, step + 1)
-    if saved.exists():
-        # As in training, no rank ends before all have started.
-        (folder.path / f"resumed-{rank()}").touch()
-        peers = [folder.path / f"resumed-{peer}" for peer in range(int(os.environ["WORLD_SIZE"]))]
-        wait_until(lambda: all(peer.exists() for peer in peers))
+    # As in training, no rank ends before all have started.
+    name = "resumed" if saved.exists() else "started"
+    (folder.path / f"{name}-{rank()}").touch()
+    peers = [folder.path / f"{name}-{peer}" for peer in range(int(os.environ["WORLD_SIZE"]))]
+    wait_until(lambda: all(peer.exists() for peer in peers))
+    if name == "resumed":
         return
     wait_until(folder.stop_requested)
     time.sleep(float(os.environ.get("FAKE_SAVE_SECONDS", "0")))

@@ -13,6 +13,7 @@ from tests.trainer.test_trainer import SMALL, experiment, run
 from titan_exp.checkpoint.remote.background_upload import RemoteRun
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.extension import extensions
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.foreign_code import IMPORT_PATH_KEYS, Untrusted, is_own, key_path, signed
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
@@ -86,7 +87,11 @@ def words_of(verb: str, path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "verb", ["generate", "evaluate", "convert", "doctor", "plan", "plan search", "retry", "retry with values"]
+    "verb",
+    [
+        *("generate", "evaluate", "convert", "plan", "plan search", "retry", "retry with values"),
+        *(["doctor"] if "analysis" in extensions() else []),
+    ],
 )
 def test_code_of_a_foreign_run_is_not_imported(
     verb: str, trained: Path, tmp_path: Path, canary: Path, capsys: pytest.CaptureFixture[str]

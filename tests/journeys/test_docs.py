@@ -101,7 +101,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tutorial_runs(home: Path) -> None:
     """Two points of the tutorial's study, shortened: those that its page looks at."""
-    words = ("optimizer.lr=1e-1", "experiment.seed=0", "training.steps=20", "lr_schedule.decay_steps=4")
+    words = ("optimizer.lr=0.1", "experiment.seed=0", "training.steps=20", "lr_schedule.decay_steps=4")
     done = titan_exp("sweep", "warmup", *words, "training.evaluate_every=0", "checkpoint=none", folder=home)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -137,6 +137,7 @@ def by_day(command: str) -> object:
         "sweep optimizers",
         "sweep halving",
         "sweep width_transfer",
+        "warmup_1b",
         "retry",
         "optimizer=soap",
     )

@@ -9,7 +9,13 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "titan_exp"
 OPENING = re.compile(r"(What|Which|Whether|How|Where|Of|As|That)\b")
-GUIDES = sorted([*REPOSITORY.glob("docs/guides/*.md"), *PACKAGE.glob("extensions/*/guides/*.md")])
+GUIDES = sorted(
+    [
+        *REPOSITORY.glob("docs/guides/*.md"),
+        *REPOSITORY.glob("docs/tutorials/*.md"),
+        *PACKAGE.glob("extensions/*/guides/*.md"),
+    ]
+)
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/*.md")), *GUIDES]
 PAGES += sorted(REPOSITORY.glob("docs/tutorials/*.md"))
 GENERATED = {"reference.md", "models.md"}

@@ -17,7 +17,10 @@ from tests.journeys.command import REPOSITORY, titan_exp
 from titan_exp.cli.help import guides
 from titan_exp.cli.main import main
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")), *sorted(guides().values())]
+DOCS = REPOSITORY / "docs"
+TUTORIAL = DOCS / "tutorials" / "ablation.md"
+OWN_PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("tutorials/*.md")])
+PAGES = [REPOSITORY / "README.md", *OWN_PAGES, *sorted(guides().values())]
 
 ELSEWHERE = {
     "additions": "needs the example package; tests/journeys/test_example_package.py runs it",
@@ -89,7 +92,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert main(["convert", str(run), "export/mine"]) == 0
     for store, copy in (("glyphs", "emoji"), ("mine", "mixed")):
         shutil.copytree(folder / "stores" / store, folder / "stores" / copy)
+    (folder / "sweeps").mkdir()
+    (study,) = re.findall(r"```yaml\n(question: .*?)```", TUTORIAL.read_text(), re.S)
+    (folder / "sweeps" / "warmup.yaml").write_text(study)
     return folder
+
+
+@pytest.fixture(scope="module")
+def tutorial_runs(home: Path) -> None:
+    """Two points of the tutorial's study, shortened: those that its page looks at."""
+    words = ("optimizer.lr=0.1", "experiment.seed=0", "training.steps=20", "lr_schedule.decay_steps=4")
+    done = titan_exp("sweep", "warmup", *words, "training.evaluate_every=0", "checkpoint=none", folder=home)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_pages_hold_commands():
@@ -123,6 +137,7 @@ def by_day(command: str) -> object:
         "sweep optimizers",
         "sweep halving",
         "sweep width_transfer",
+        "warmup_1b",
         "retry",
         "optimizer=soap",
     )
@@ -133,10 +148,16 @@ def by_day(command: str) -> object:
 
 @pytest.mark.parametrize("command", [by_day(command) for command in COMMANDS])
 def test_a_command_of_the_guides_works(
-    command: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ):
     if reason := next((why for part, why in ELSEWHERE.items() if part in command), None):
         pytest.skip(reason)
+    if "warmup" in command and command.split()[1] not in TRAINS:
+        request.getfixturevalue("tutorial_runs")
     monkeypatch.chdir(home)
     monkeypatch.setattr(sys, "argv", ["titan-exp"])
     (run,) = (home / "runs" / "first").iterdir()

@@ -108,7 +108,7 @@ def _follow(folder: RunFolder, rank: int, attempt: int | None) -> None:
             follower = _log(folder, number, rank)
         elif ended:
             now = run_status(folder)
-            print(f"==> {now.state}{f': {now.reason}' if now.reason else ''} <==")
+            print(f"==> {now.shown}{f': {now.reason}' if now.reason else ''} <==")
             return
         else:
             time.sleep(EVERY)
@@ -127,7 +127,7 @@ def _show_failures(found: Sequence[RunEntry]) -> int:
     for entry in failed:
         state = statuses[entry.folder.path]
         print(f"\n==> {entry.label}  {entry.folder.path} <==")
-        print(f"{state.state} after step {state.step}: {state.reason or 'reason unknown'}")
+        print(f"{state.shown} after step {state.step}: {state.reason or 'reason unknown'}")
         number = max(1, state.attempt)
         rank = _first_to_fail(entry.folder, number) or 0
         path = _group_folder(entry.folder, number, None).attempt_logs(number) / f"rank-{rank:05d}.log"

@@ -96,7 +96,7 @@ def _least(counted: Sequence[ComparedRun], begun: Sequence[ComparedRun]) -> Toke
     if all(run.tokens == tokens and run.state == "done" for run in counted):
         return TokenBudget(tokens, "where every finished run ends")
     behind = next(run for run in counted if run.tokens == tokens)
-    return TokenBudget(tokens, f"where the least advanced is ({behind.run_id}, {behind.state})")
+    return TokenBudget(tokens, f"where the least advanced is ({behind.run_id}, {behind.shown})")
 
 
 def _tokens(at: str) -> float:

@@ -105,7 +105,7 @@ def to_html(comparison: Comparison) -> str:
         title=title,
         marks=MARKS,
         token_budget=token_budget_text(comparison),
-        states=sorted(Counter(run.state for run in comparison.runs).items()),
+        states=sorted(Counter(run.shown for run in comparison.runs).items()),
         findings=_findings(comparison),
         remarks=[*stands_for(comparison), *remarks(comparison, [])],
         checks=checks,

@@ -312,6 +312,33 @@ def test_logs_of_a_rank_and_an_attempt(make, capsys: pytest.CaptureFixture[str])
     assert "out of luck" in capsys.readouterr().out
 
 
+def test_a_queued_run_says_so_instead_of_a_log(
+    make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    statuses = [JobStatus("queued", "77", "pending: Priority")]
+
+    class Scheduler:
+        def status(self, folders):
+            return {folder.path: statuses[0] if len(statuses) == 1 else statuses.pop(0) for folder in folders}
+
+    monkeypatch.setattr(run_status_module, "executor_for", lambda kind: Scheduler())
+    folder = make(0, None)
+    assert main(["logs", str(folder.path)]) == 2
+    assert f"titan-exp train --config-path {folder.path} paths.runs=" in capsys.readouterr().err
+    folder.add_attempt(world_size=2, hosts=(), launched_by="slurm", token="x")
+    folder.update_attempt(1, intent=time.time() - 7500)
+    folder.write_state(RunState("pending", 0, time.time(), 0, None))
+    name = f"runs/x/{folder.path.name}"
+    assert main(["logs", name]) == 2
+    out = capsys.readouterr().err
+    assert "no such log" not in out
+    assert "2h 05m ago, job 77, pending: Priority" in out
+    assert f"titan-exp logs -f {name} follows it" in out
+    statuses += [JobStatus("gone", "77", "cancelled")] * 2
+    assert main(["logs", "-f", name]) == 0
+    assert capsys.readouterr().out.startswith("==> queued since ")
+
+
 def test_numbers_of_parts_of_the_users_own_are_shown(make, capsys: pytest.CaptureFixture[str]):
     folder = make(0, "done")
     text = folder.config.read_text()

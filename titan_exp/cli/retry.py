@@ -1,6 +1,5 @@
 """Restart failed and lost runs in their folders."""
 
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,10 +52,8 @@ def run(argv: Sequence[str]) -> int:
         why = ", as it may be queued or running" if status.state == "unknown" else ""
         print(f"{entry.label}: not retried{why}: {status.reason}", file=sys.stderr)
     if others:
-        first = entries[0]
-        hint = f" titan-exp train {shlex.join(first.train_arguments)} continues it."
-        if first.point is not None:
-            hint = f" titan-exp sweep {first.group} starts and continues those."
+        does = "continues it" if entries[0].point is None else "starts and continues those"
+        hint = f" {entries[0].start_command} {does}."
         waiting = any(status.state in ("preempted", "new") for status in others)
         print(f"Left alone: {count_states([status.shown for status in others])}.{hint if waiting else ''}")
     if not retried:

@@ -123,10 +123,8 @@ def _commands_for_state(summary: RunSummary, entry: RunEntry, name: str) -> list
             return [_next("retry", "titan-exp retry", name), _next("log", "titan-exp logs", name)]
         case "running" | "queued":
             return [_next("follow", "titan-exp logs -f", name), _next("stop", "titan-exp cancel", name)]
-        case "preempted" | "new" if entry.point is not None:
-            return [_next("start", "titan-exp sweep", entry.group)]
         case "preempted" | "new":
-            return [_next("start", "titan-exp train", *entry.train_arguments)]
+            return [NextCommand("start", entry.start_command)]
     return []
 
 

@@ -72,7 +72,11 @@ def _queued(folder: RunFolder) -> str | None:
         return None
     waited = format_duration(max(0.0, time.time() - row.intent))
     known = [f"queued since {format_time(row.intent)}, {waited} ago", status.job_id and f"job {status.job_id}"]
-    known += [status.reason, row.attempt > 1 and f"after attempt {row.attempt - 1}, whose log --attempt shows"]
+    known += [
+        status.reason,
+        folder.attempt_logs(before := row.attempt - 1).is_dir()
+        and f"after attempt {before}, which --attempt={before} shows",
+    ]
     return ", ".join(filter(None, known))
 
 

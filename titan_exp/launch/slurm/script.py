@@ -197,7 +197,7 @@ _STOP = """\
 stop() {
     signals=$((signals + 1))
 @LEAVE@    why="SLURM is about to end the job (time limit, or preemption)"
-    if [ -n "$SLURM_JOB_END_TIME" ]; then  # of SLURM 22.05 and newer
+    if [ -n "$SLURM_JOB_END_TIME" ]; then  # newer SLURMs set it
         why="SLURM is about to end the job (time limit)"
         [ $((SLURM_JOB_END_TIME - $(date +%s))) -le @EARLIEST@ ] || why="@PREEMPTED@ before its time limit"
     fi

@@ -44,7 +44,7 @@ signals=0
 stop() {
     signals=$((signals + 1))
     why="SLURM is about to end the job (time limit, or preemption)"
-    if [ -n "$SLURM_JOB_END_TIME" ]; then  # of SLURM 22.05 and newer
+    if [ -n "$SLURM_JOB_END_TIME" ]; then  # newer SLURMs set it
         why="SLURM is about to end the job (time limit)"
         [ $((SLURM_JOB_END_TIME - $(date +%s))) -le 420 ] || why="SLURM preempted the job before its time limit"
     fi

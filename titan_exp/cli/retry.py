@@ -96,6 +96,7 @@ def _restart(labels: Mapping[Path, str], trust: bool) -> int:
         submissions += results
         for submission in results if not executor.waits else ():
             job = f", job {submission.job_id}" if submission.job_id else ""
-            reason = f": {submission.reason}" if submission.reason else ""
+            text = (submission.reason or "").replace("\n", "\n  ")
+            reason = f": {text}" if text else ""
             console.echo(f"{options.title(submission.plan)}: {submission.shown}{job}{reason}")
     return worst_exit_code(submissions)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
@@ -343,9 +344,12 @@ def print_submission(submission: Submission) -> None:
     line = submission.shown + (f" job {submission.job_id}" if submission.job_id else "")
     if submission.outcome == "submitted":
         line += f", {size_text(submission.plan.layout)}"
+    if submission.outcome == "refused":
+        print(f"{line}: {name}\n{indent(submission.reason or '', '  ')}", file=sys.stderr)
+        return
     if submission.reason:
         line += f" ({submission.reason})"
-    print(f"{line}: {name}", file=sys.stderr if submission.outcome == "refused" else sys.stdout)
+    print(f"{line}: {name}")
     if submission.outcome in ("submitted", "queued", "running"):
         print(f"  titan-exp status {name}\n  titan-exp logs -f {name}\n  titan-exp cancel {name}")
 

@@ -134,15 +134,14 @@ def show_outcomes(
     if sweep_plan.duplicates:
         print(f"{len(sweep_plan.duplicates)} more point(s) are the same run as one of these.")
     _show_skipped(sweep_plan.skipped)
+    refusals: dict[str, list[str]] = {}
     for entry in sweep_plan.planned:
         submission = found.get(entry.plan.folder.path)
-        # Executors that wait have already printed it.
-        if (
-            submission
-            and submission.outcome == "refused"
-            and not executor_for(entry.plan.experiment.cluster.kind).waits
-        ):
-            print(f"[{entry.point.label}]\n  {submission.reason}", file=sys.stderr)
+        waits = executor_for(entry.plan.experiment.cluster.kind).waits  # those have already printed it
+        if submission and submission.outcome == "refused" and not waits:
+            refusals.setdefault(submission.reason or "", []).append(f"[{entry.point.label}]")
+    for reason, labels in refusals.items():
+        print("\n".join([*labels, indent(reason, "  ")]), file=sys.stderr)
     states = [row[2] for row in rows]
     print(count_states(states))
     for line in upcoming:

@@ -352,7 +352,7 @@ def _row_of(comparison: Comparison, run_id: str) -> str:
     for row in comparison.rows:
         for run in row.runs:
             if run.run_id == run_id:
-                return f"{row.label}, seed {run.seed}"
+                return row.name_of(run)
     return run_id
 
 

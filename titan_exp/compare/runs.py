@@ -267,6 +267,12 @@ class Row:
     """Mean over seeds that have not diverged, by metric."""
     deltas: Mapping[str, Delta | None]
     """Difference to the baseline by metric; None in the baseline's row."""
+    is_named: bool = False
+    """True if the label is a name that its study gives, not the values of keys."""
+
+    def name_of(self, run: ComparedRun) -> str:
+        """Label, with the seed if the row has several: `lr=0.003 seed=0`."""
+        return self.label if len(self.runs) == 1 else f"{self.label} seed={run.seed}"
 
     @property
     def shown_states(self) -> dict[str, int]:

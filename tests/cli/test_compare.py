@@ -52,7 +52,7 @@ def test_texts_are_printed_or_written(runs: Path, capsys: pytest.CaptureFixture[
     done = capsys.readouterr()
     assert done.out.startswith("## made")
     assert done.err == "page: out/page.html\n"
-    assert Path("out/table.csv").read_text().startswith("optimizer.lr,")
+    assert Path("out/table.csv").read_text().startswith("label,optimizer.lr,")
     assert Path("out/page.html").exists()
     assert not (runs / "made/compare.html").exists()
 
@@ -62,7 +62,7 @@ def test_a_pipe_is_written_to_and_not_replaced(runs: Path, capsys: pytest.Captur
     reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
     try:
         assert main(["compare", "made", "--csv=pipe", "--html=none"]) == 0
-        assert os.read(reader, 100).startswith(b"optimizer.lr,")
+        assert os.read(reader, 100).startswith(b"label,optimizer.lr,")
         assert Path("pipe").is_fifo()
     finally:
         os.close(reader)

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.executor import JobStatus
+from titan_exp.launch.run_console import describe, summarize
 from titan_exp.launch.run_plan import create_run_folder, plan_run
 from titan_exp.launch.state import run_status as run_status_module
 from titan_exp.launch.state.run_lookup import find_runs, run_path
@@ -37,7 +39,6 @@ def experiment():
 @pytest.fixture
 def make(home: Path, experiment):
     """A run's folder with one start of it, in some state."""
-    from dataclasses import replace
 
     def run(seed: int, state: str | None, *, step: int = 4, hosts: tuple[str, ...] = (), ago: float = 0.0, by="local"):
         made = plan_run(replace(experiment, experiment=replace(experiment.experiment, seed=seed)))
@@ -46,9 +47,8 @@ def make(home: Path, experiment):
         if state is not None:
             folder.add_attempt(world_size=2, hosts=hosts or (socket.gethostname(),), launched_by=by, job_id="77")
             folder.update_attempt(1, start=time.time() - 7200, intent=time.time() - max(ago, 1))
-            folder.write_state(
-                RunState(cast(Any, state), step, time.time() - ago, 1, "out of luck" if state == "failed" else None)
-            )
+            reason = {"failed": "out of luck", "preempted": "titan-exp cancel"}.get(state)
+            folder.write_state(RunState(cast(Any, state), step, time.time() - ago, 1, reason))
         return folder
 
     return run
@@ -86,7 +86,12 @@ def test_run_state_from_its_files(make):
         ("running", JobStatus("running", "77"), ("running", None, "77")),
         ("running", JobStatus("gone", "77", "NODE_FAIL"), ("lost", "NODE_FAIL", "77")),
         ("preempted", JobStatus("queued", "77", "BeginTime"), ("queued", "BeginTime", "77")),
-        ("preempted", JobStatus("gone"), ("preempted", None, "77")),
+        ("preempted", JobStatus("gone"), ("preempted", "titan-exp cancel", "77")),
+        (
+            "preempted",
+            JobStatus("gone", "77", "preempted"),
+            ("preempted", "titan-exp cancel; SLURM preempted the job", "77"),
+        ),
         ("failed", JobStatus("unknown"), ("failed", "out of luck", "77")),
         ("running", JobStatus("unknown", "77", "no answer"), ("unknown", "slurm cannot be asked: no answer", "77")),
     ],
@@ -214,6 +219,27 @@ def test_status_table(make, experiment, capsys: pytest.CaptureFixture[str]):
     assert "There is no run under nowhere/" in capsys.readouterr().out
 
 
+def test_a_requested_stop_is_not_called_a_preemption(make, capsys: pytest.CaptureFixture[str]):
+    folder = make(0, "preempted")
+    folder.update_attempt(1, end=time.time(), exit=85, reason="titan-exp cancel")
+    for verb, text in {
+        "status": "stopped: x/",
+        "show": "stopped: titan-exp cancel",
+        "logs -f": "==> stopped: titan-exp cancel <==",
+        "retry": "Left alone: 1 stopped. titan-exp train",
+        "cancel": "No run is queued or running: 1 stopped.",
+    }.items():
+        assert main([*verb.split(), str(folder.path)]) == 0, verb
+        out = capsys.readouterr().out
+        assert (text in out, "preempted" in out) == (True, False), (verb, out)
+    assert main(["status", str(folder.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["state"] == "preempted"
+    summary = summarize(folder)
+    assert describe(summary, 10) == "stopped after step 4 of 10 (titan-exp cancel)"
+    by_slurm = replace(summary, reason="SLURM preempted the job before its time limit")
+    assert describe(by_slurm, 10).startswith("preempted after step 4 of 10 (SLURM preempted")
+
+
 @pytest.mark.parametrize("columns", [60, 80, None])
 def test_a_run_has_one_line_however_narrow_the_terminal(
     make, columns: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -284,6 +310,33 @@ def test_logs_of_a_rank_and_an_attempt(make, capsys: pytest.CaptureFixture[str])
     assert "2 runs match" in capsys.readouterr().err
     assert main(["logs", "x"]) == 0
     assert "out of luck" in capsys.readouterr().out
+
+
+def test_a_queued_run_says_so_instead_of_a_log(
+    make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    statuses = [JobStatus("queued", "77", "pending: Priority")]
+
+    class Scheduler:
+        def status(self, folders):
+            return {folder.path: statuses[0] if len(statuses) == 1 else statuses.pop(0) for folder in folders}
+
+    monkeypatch.setattr(run_status_module, "executor_for", lambda kind: Scheduler())
+    folder = make(0, None)
+    assert main(["logs", str(folder.path)]) == 2
+    assert f"titan-exp train --config-path {folder.path} paths.runs=" in capsys.readouterr().err
+    folder.add_attempt(world_size=2, hosts=(), launched_by="slurm", token="x")
+    folder.update_attempt(1, intent=time.time() - 7500)
+    folder.write_state(RunState("pending", 0, time.time(), 0, None))
+    name = f"runs/x/{folder.path.name}"
+    assert main(["logs", name]) == 2
+    out = capsys.readouterr().err
+    assert "no such log" not in out
+    assert "2h 05m ago, job 77, pending: Priority" in out
+    assert f"titan-exp logs -f {name} follows it" in out
+    statuses += [JobStatus("gone", "77", "cancelled")] * 2
+    assert main(["logs", "-f", name]) == 0
+    assert capsys.readouterr().out.startswith("==> queued since ")
 
 
 def test_numbers_of_parts_of_the_users_own_are_shown(make, capsys: pytest.CaptureFixture[str]):

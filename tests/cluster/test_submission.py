@@ -252,8 +252,12 @@ def test_sbatch_rejection_is_reported_and_can_be_resubmitted(cluster: Submitting
     stand_in("succeed")
     (refused,) = cluster.submit(cluster.plan("cluster.partition=nowhere"))
     assert refused.outcome == "refused"
-    assert "invalid partition" in (refused.reason or "")
-    folder, _ = cluster.submitted("cluster.partition=h100")
+    asked, *said, remedy, listed = (refused.reason or "").splitlines()
+    assert asked.startswith("asked: --partition=nowhere --nodes=1 ")
+    assert all(line.startswith("sbatch: error: ") for line in said)
+    assert remedy == "Type another partition:"
+    assert listed == "  cluster.partition=h100  time limit infinite, nodes 4, GRES gpu:h100:8"
+    folder, _ = cluster.submitted(listed.split()[0])
     cluster.ended(folder, "done")
 
 

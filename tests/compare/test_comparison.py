@@ -12,7 +12,8 @@ from titan_exp.compare.compared_metrics import differing_keys
 from titan_exp.compare.comparison import Comparison, compare
 from titan_exp.compare.efficiency import pareto, scaling
 from titan_exp.compare.findings import findings, heading, layout_checks, remarks, verdict
-from titan_exp.compare.runs import select
+from titan_exp.compare.output.formats import legend, records, text_table, to_csv
+from titan_exp.compare.runs import read_run, select
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -78,10 +79,11 @@ def test_metrics_at_the_least_advanced_run(tmp_path: Path):
     expected = 2.0 + (1 - 30 / 45) * 2
     assert [value(found, row, "loss") for row in range(4)] == pytest.approx([expected, expected, None, None])
     assert [row.runs[0].state for row in found.rows] == ["done", "running", "failed", "pending"]
-    assert "(lr=0.3, seed 0) failed after step 7: Boom: it broke." in said(found)
+    assert "(lr=0.3) failed after step 7: Boom: it broke." in said(found)
     # What a run cost is divided by how much of it lies before the point; what it was does not depend on the point.
     assert value(found, 0, "gpu_hours") == pytest.approx(0.01 * 30 / 50)
-    assert value(found, 2, "tokens_per_second") == 5000.0
+    assert value(found, 2, "memory") == 2.0
+    assert value(found, 2, "tokens_per_second") is None
 
 
 def test_last_values_at_unequal_tokens_are_named(tmp_path: Path):
@@ -133,6 +135,58 @@ def test_diverged_runs_are_reported_and_left_out_of_means(tmp_path: Path):
     found = compared(tmp_path)
     assert value(found, 1, "loss") == 2.5
     assert "lr=0.1: 1 of 2 runs diverged in loss" in said(found)
+
+
+def test_a_group_that_diverged_or_failed_has_no_speed(tmp_path: Path):
+    make_study(tmp_path, {0.001: [3.0], 0.1: [math.inf, math.inf], 0.2: [2.0, math.inf]})
+    make_run(tmp_path, {"optimizer.lr": 0.3}, metrics=rows(2.0)[:30], state="failed", reason="rank 0: Diverged: nan")
+    make_run(tmp_path, {"optimizer.lr": 0.1, "parallelism.tp": 2}, metrics=rows(math.inf), world_size=2)
+    found = compared(tmp_path)
+    speeds = {row.label: value(found, place, "tokens_per_second") for place, row in enumerate(found.rows)}
+    assert [label for label, speed in speeds.items() if speed is None] == ["tp=1 lr=0.1", "tp=1 lr=0.3", "tp=2 lr=0.1"]
+    assert value(found, list(speeds).index("tp=1 lr=0.1"), "time") is None
+    assert value(found, list(speeds).index("tp=1 lr=0.1"), "memory") is not None
+    assert not scaling(found)
+
+
+def test_rows_have_one_name_everywhere(tmp_path: Path):
+    folder = make_study(tmp_path, {0.001: [3.0, 3.1], 0.1: [2.5, 2.6]})
+    make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=rows(2.0)[:30], state="failed", reason="it broke")
+    make_run(tmp_path, {"optimizer.lr": 0.2, "experiment.seed": 1}, metrics=rows(2.0)[:30])
+    found = compared(tmp_path)
+    names = [row.label for row in found.rows]
+    assert names == ["lr=0.001", "lr=0.1", "lr=0.2"]
+    assert "(lr=0.2 seed=0) failed" in said(found)
+    assert [record["label"] for record in records(found)] == names
+    assert to_csv(found).startswith("label,optimizer.lr,")
+    runs = {path.name: read_run(path) for path in folder.iterdir()}
+    points = [{"run_id": name, "variant": f"rate {run.config['optimizer']['lr']}"} for name, run in runs.items()]
+    (folder / "study.json").write_text(json.dumps({"question": "?", "points": points}))
+    table = text_table(compared(tmp_path))
+    assert table.keys == ("point", "lr"), "the name that sentences and plots have is in the table"
+    assert {row.keys for row in table.rows} == {("rate 0.001", "0.001"), ("rate 0.1", "0.1"), ("rate 0.2", "0.2")}
+
+
+def test_marks_of_the_table_are_explained(tmp_path: Path):
+    make_study(tmp_path, {0.001: [3.0, 3.1, 3.2], 0.003: [2.5, 2.61, 2.69], 0.01: [3.01, 3.3, 2.9]})
+    make_run(tmp_path, {"optimizer.lr": 0.1}, metrics=rows(math.inf))
+    text = legend(text_table(compared(tmp_path)))
+    words = (
+        "↓: lower",
+        "↑: higher",
+        "±: half",
+        "[ , ]: 95 %",
+        "n.d.: not",
+        "diverged: no",
+        "—: no number",
+        "green:",
+    )
+    assert [word for word in words if word not in text] == []
+    assert "n.d.*" not in text
+    assert "red:" not in text
+    make_study(tmp_path / "two", {0.001: [3.0], 0.003: [2.5]})
+    plain = legend(text_table(compared(tmp_path / "two", metrics=["loss"])))
+    assert plain == "↓: lower is better"
 
 
 def test_tokens_to_a_target(tmp_path: Path):

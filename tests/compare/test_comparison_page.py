@@ -95,6 +95,10 @@ BOXES = """(selector) => [...document.querySelectorAll(selector)].map((it) => {
 })"""
 
 
+NAMES = """[...document.querySelectorAll("#pareto text.name")]
+  .map((it) => [...it.children].map((line) => line.textContent))"""
+
+
 @pytest.mark.parametrize("width", [1360, 390])
 def test_the_line_of_the_front_touches_undominated_points_only(front: Path, browser, width: int):
     view = browser.new_page(viewport={"width": width, "height": 900})
@@ -130,7 +134,7 @@ def test_labels_cover_neither_dots_nor_each_other(tmp_path: Path, front: Path, b
     view.wait_for_selector("#pareto text.name")
     labels, dots = (view.evaluate(BOXES, f"#pareto {which}") for which in ("text.name", "circle[r='6']"))
     assert len(labels) >= (7 if width > 400 else 2)
-    names = view.locator("#pareto text.name").all_text_contents()
+    names = [" ".join(lines) for lines in view.evaluate(NAMES)]
     rows = [view.evaluate("data.rows.map((row) => row.label)")[it["row"]] for it in view.evaluate("data.pareto.points")]
     for name, (left, top, right, bottom) in zip(names, labels, strict=True):
         gaps = [math.hypot(max(left - x1, 0, x0 - right), max(top - y1, 0, y0 - bottom)) for x0, y0, x1, y1 in dots]
@@ -193,6 +197,34 @@ def test_a_table_that_scrolls_shows_it(tmp_path: Path, browser, scheme: str):
     assert edges(table) == [True, False]
     view.set_viewport_size({"width": 1360, "height": 900})
     assert edges(narrow) == [False, False]
+
+
+LONG = "my_package.schedules.inverse_square_root_with_a_very_long_name_{}"
+
+
+@pytest.mark.parametrize("count", [3, 12])
+@pytest.mark.parametrize("width", [1360, 390])
+def test_no_name_in_a_plot_is_cut(tmp_path: Path, browser, width: int, count: int):
+    for number in range(count):
+        values = {"lr_schedule.decay": LONG.format(number), "data.subset": f"another {'long ' * number}name"}
+        for seed in range(2):
+            made = rows(2 + number / 10 + seed / 50)
+            make_run(tmp_path, {**values, "experiment.seed": seed}, metrics=made, seconds=10.0 * (number + 1))
+    view = browser.new_page(viewport={"width": width, "height": 900})
+    view.goto(page(tmp_path, tmp_path).as_uri())
+    view.wait_for_selector("#bars svg text.name")
+    labels = view.evaluate("data.rows.map((row) => row.label)")
+    shown = view.locator("#bars text.name").all_text_contents()
+    assert ["".join(name.split()) for name in shown] == ["".join(label.split()) for label in labels]
+    for plot in ("#bars", "#pareto"):
+        ((left, top, right, bottom),) = view.evaluate(BOXES, f"{plot} svg")
+        names = view.evaluate(BOXES, f"{plot} text.name")
+        assert names
+        for place, (x0, y0, x1, y1) in enumerate(names):
+            assert left - 1 <= x0 < x1 <= right + 1
+            assert top - 1 <= y0 < y1 <= bottom + 1
+            assert not any(x0 < b[2] and b[0] < x1 and y0 + 1 < b[3] and b[1] + 1 < y1 for b in names[:place])
+    assert view.evaluate("document.documentElement.scrollWidth") == width
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1360, "light"), (390, "dark")])

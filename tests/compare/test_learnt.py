@@ -142,5 +142,5 @@ def test_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     found, _ = outcome(tmp_path)
     assert json.loads(to_json(found))["learnt"]["trials"][0]["label"] == "lr=0.01"
     ((title, picture),) = study_plots(found)
-    assert (title, picture[:4]) == ("validation loss against each parameter", b"\x89PNG")
+    assert (title, picture[:4]) == ("validation loss against each parameter (filled: the best)", b"\x89PNG")
     assert title in (tmp_path / "made" / "compare.html").read_text()

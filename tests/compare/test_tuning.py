@@ -1,9 +1,11 @@
 """Tuned comparison: each optimizer at the best of its own grid, by the mean over seeds, with made-up runs."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from tests.compare.made_runs import make_run, rows
 from titan_exp.cli.main import main
@@ -181,11 +183,40 @@ def test_outputs_name_the_edge_and_the_seeds(found: Comparison, tmp_path: Path, 
     groups = json.loads(to_json(found))["tuning"]["groups"]
     assert (groups[0]["label"], groups[0]["best"]["value"]) == ("betas=[0.8,0.95]", 0.001)
     ((title, picture),) = study_plots(found)
-    assert title == "validation loss against lr"
+    assert title == "validation loss against lr (filled: the best)"
     assert picture.startswith(b"\x89PNG")
     page = to_html(found)
     assert "Each at its best lr" in page
     assert page.count("data:image/png") == 1
+
+
+@pytest.mark.parametrize("key", ["lr", "decay"])
+@pytest.mark.parametrize("count", [3, 12])
+def test_names_in_plots_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, key: str):
+    long = "my_package.schedules.inverse_square_root_with_a_very_long_name_{}"
+    for number in range(count):
+        for lr in (0.001, 0.003):
+            more = {"lr": {"data.subset": f"a name {'with more words ' * number}"}, "decay": {}}[key]
+            values = {"lr_schedule.decay": long.format(number), **more}
+            make_run(tmp_path, {**values, "optimizer.lr": lr}, metrics=rows(2 + number / 10 + lr))
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    found = compare(select(["made"], tmp_path), tuned=key)
+    study_plots(found)
+    (figure,) = drawn
+    figure.canvas.draw()
+    assert found.tuning is not None
+    (axes,), names = figure.axes, [text for each in figure.legends for text in each.get_texts()]
+    labels = [" ".join(group.label.split()) for group in found.tuning.groups]
+    assert [text.get_text().replace("\n", " ") for text in names] == labels
+    ticks = axes.get_xticklabels() if key == "decay" else []
+    assert {text.get_text().replace("\n", "") for text in ticks} == {long.format(place) for place in range(len(ticks))}
+    for box in (text.get_window_extent() for text in [*names, *ticks]):
+        assert figure.bbox.x0 - 1 <= box.x0 < box.x1 <= figure.bbox.x1 + 1
+        assert figure.bbox.y0 - 1 <= box.y0 < box.y1 <= figure.bbox.y1 + 1
+    assert axes.bbox.height > figure.bbox.height / 5
+    places = sorted((box.x0, box.x1) for box in (text.get_window_extent() for text in ticks))
+    assert all(before[1] <= after[0] for before, after in pairwise(places)), "names lie over each other"
 
 
 def test_the_study_names_the_key_and_none_turns_it_off(tmp_path: Path):

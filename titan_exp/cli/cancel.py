@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     labels = {entry.folder.path.name: entry.label for entry in own}
     complete = cancel_runs([entry.folder for entry in own], labels, print)
     if not active and not stopped and not denied:
-        print(f"No run is queued or running: {count_states([statuses[entry.folder.path].state for entry in entries])}.")
+        print(f"No run is queued or running: {count_states([statuses[entry.folder.path].shown for entry in entries])}.")
     unknown = any(statuses[entry.folder.path].state == "unknown" for entry in own)
     return UserError.exit_code if unknown or denied or not complete else 0
 

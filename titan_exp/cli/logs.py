@@ -1,5 +1,6 @@
 """Show a run's log (-f follows); for a study, the errors of failed runs."""
 
+import shlex
 import time
 from collections.abc import Sequence
 
@@ -7,18 +8,19 @@ from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.verb_options import LogsOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.foreign_file import FILE_BYTES
+from titan_exp.launch.executor import typed_path
 from titan_exp.launch.rank.rank_status import read_record
 from titan_exp.launch.state.attempt_end import TAIL
 from titan_exp.launch.state.run_lookup import RunEntry, find_runs, named_runs, require_one, runs_folder
 from titan_exp.launch.state.run_status import run_status, run_statuses
-from titan_exp.tracking.number_format import format_bytes
+from titan_exp.tracking.number_format import format_bytes, format_duration, format_time
 from titan_exp.tracking.run_folder.files import FileTail, last_lines
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 USAGE = """\
 titan-exp logs: show the log of a run; for a study, the errors of failed runs.
 
-  titan-exp logs RUN       the last attempt: the first rank to fail, or rank 0
+  titan-exp logs RUN       the last attempt: the first rank to fail, or rank 0; of a queued run, what it waits for
   titan-exp logs -f RUN    follow it
   titan-exp logs NAME      the errors of a study's failed runs
 
@@ -42,8 +44,15 @@ def run(argv: Sequence[str]) -> int:
             require_one(found, " ".join(named))
         return _show_failures(found)
     (entry,) = found
-    if not entry.folder.path.is_dir():
-        raise UserError(f"{entry.label}: this run has not been started yet and has no log.")
+    if not entry.folder.path.is_dir() or not _last_attempt(entry.folder):
+        raise UserError(
+            f"{entry.label}: this run has not been started yet and has no log. {entry.start_command} starts it."
+        )
+    if attempt is None and (queued := _queued(entry.folder)) is not None:
+        if not follow:
+            name = shlex.quote(typed_path(entry.folder.path))
+            raise UserError(f"{name} has no log yet: {queued}. titan-exp logs -f {name} follows it once it starts.")
+        print(f"==> {queued} <==", flush=True)
     folder = _group_folder(entry.folder, attempt, options.group)
     if follow:
         try:
@@ -53,6 +62,22 @@ def run(argv: Sequence[str]) -> int:
         return 0
     _show(folder, rank, attempt)
     return 0
+
+
+def _queued(folder: RunFolder) -> str | None:
+    """Since when and why a run waits in a queue; None of one that does not, or has started meanwhile."""
+    row = folder.read_attempts()[-1]
+    status = None if row.start is not None else run_status(folder)
+    if status is None or status.state != "queued":
+        return None
+    waited = format_duration(max(0.0, time.time() - row.intent))
+    known = [f"queued since {format_time(row.intent)}, {waited} ago", status.job_id and f"job {status.job_id}"]
+    known += [
+        status.reason,
+        folder.attempt_logs(before := row.attempt - 1).is_dir()
+        and f"after attempt {before}, which --attempt={before} shows",
+    ]
+    return ", ".join(filter(None, known))
 
 
 def _group_folder(folder: RunFolder, attempt: int | None, group: int | None) -> RunFolder:
@@ -108,7 +133,7 @@ def _follow(folder: RunFolder, rank: int, attempt: int | None) -> None:
             follower = _log(folder, number, rank)
         elif ended:
             now = run_status(folder)
-            print(f"==> {now.state}{f': {now.reason}' if now.reason else ''} <==")
+            print(f"==> {now.shown}{f': {now.reason}' if now.reason else ''} <==")
             return
         else:
             time.sleep(EVERY)
@@ -127,7 +152,7 @@ def _show_failures(found: Sequence[RunEntry]) -> int:
     for entry in failed:
         state = statuses[entry.folder.path]
         print(f"\n==> {entry.label}  {entry.folder.path} <==")
-        print(f"{state.state} after step {state.step}: {state.reason or 'reason unknown'}")
+        print(f"{state.shown} after step {state.step}: {state.reason or 'reason unknown'}")
         number = max(1, state.attempt)
         rank = _first_to_fail(entry.folder, number) or 0
         path = _group_folder(entry.folder, number, None).attempt_logs(number) / f"rank-{rank:05d}.log"
@@ -138,8 +163,6 @@ def _show_failures(found: Sequence[RunEntry]) -> int:
 
 def _attempt(folder: RunFolder, attempt: int | None) -> int:
     last = _last_attempt(folder)
-    if not last:
-        raise UserError(f"{folder.path}: this run has not been started yet and has no log.")
     if attempt is None:
         return last
     if not 1 <= attempt <= last:

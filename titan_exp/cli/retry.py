@@ -1,6 +1,5 @@
 """Restart failed and lost runs in their folders."""
 
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,18 +45,17 @@ def run(argv: Sequence[str]) -> int:
     entries = [entry for entry in find_runs(named, runs) if not entry.removed]
     statuses = run_statuses([entry.folder for entry in entries])
     retried = [entry for entry in entries if statuses[entry.folder.path].state in RETRIED]
-    others = [statuses[entry.folder.path].state for entry in entries if entry not in retried]
+    others = [statuses[entry.folder.path] for entry in entries if entry not in retried]
     unknown = [entry for entry in entries if statuses[entry.folder.path].state in ("unknown", "unreadable")]
     for entry in unknown:
         status = statuses[entry.folder.path]
         why = ", as it may be queued or running" if status.state == "unknown" else ""
         print(f"{entry.label}: not retried{why}: {status.reason}", file=sys.stderr)
     if others:
-        first = entries[0]
-        hint = f" titan-exp train {shlex.join(first.train_arguments)} continues it."
-        if first.point is not None:
-            hint = f" titan-exp sweep {first.group} starts and continues those."
-        print(f"Left alone: {count_states(others)}.{hint if {'preempted', 'new'} & set(others) else ''}")
+        does = "continues it" if entries[0].point is None else "starts and continues those"
+        hint = f" {entries[0].start_command} {does}."
+        waiting = any(status.state in ("preempted", "new") for status in others)
+        print(f"Left alone: {count_states([status.shown for status in others])}.{hint if waiting else ''}")
     if not retried:
         print("No run is known to have failed." if unknown else "No run failed or was lost.")
         return UserError.exit_code if unknown else 0
@@ -98,6 +96,7 @@ def _restart(labels: Mapping[Path, str], trust: bool) -> int:
         submissions += results
         for submission in results if not executor.waits else ():
             job = f", job {submission.job_id}" if submission.job_id else ""
-            reason = f": {submission.reason}" if submission.reason else ""
-            console.echo(f"{options.title(submission.plan)}: {submission.outcome}{job}{reason}")
+            text = (submission.reason or "").replace("\n", "\n  ")
+            reason = f": {text}" if text else ""
+            console.echo(f"{options.title(submission.plan)}: {submission.shown}{job}{reason}")
     return worst_exit_code(submissions)

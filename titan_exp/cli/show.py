@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
     from titan_exp.launch.state.run_summary import summarize_run, summary_lines
 
     if not entry.folder.path.is_dir():
-        raise UserError(f"{entry.label}: this run has not been started yet. titan-exp sweep {entry.group} starts it.")
+        raise UserError(f"{entry.label}: this run has not been started yet. {entry.start_command} starts it.")
     # Other verbs find NAME/ID in the default folder of runs.
     is_default = runs == runs_folder() and entry.folder.path.parent.parent == runs
     path = entry.folder.path

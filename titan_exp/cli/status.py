@@ -19,7 +19,7 @@ from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.command_line.verb_options import StatusOptions
 from titan_exp.launch.executor import worlds_launch
 from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, named_runs, runs_folder
-from titan_exp.launch.state.run_status import StatusRow, rung_lines, status_rows
+from titan_exp.launch.state.run_status import StatusRow, count_states, rung_lines, status_rows
 from titan_exp.tracking.number_format import format_duration
 from titan_exp.tracking.sinks.sink import Value
 
@@ -31,9 +31,10 @@ titan-exp status: state, step, loss, speed and time left of runs. Changes nothin
   titan-exp status RUN ...            runs, by path, id prefix, STUDY/LABEL or URL
   titan-exp status paths.runs=FOLDER  runs of another folder
 
-A run is new, queued, running, done, failed, preempted (it saved, stopped and can continue), lost (its process ended
-without a record), or unknown (SLURM, which may hold its job, cannot be asked: the reason says why). GPU-hours are those
-of all its starts, without a parent's. "continued from" is the parent of a continued run, and the step at which it
+A run is new, queued, running, done, failed, stopped (it saved and can continue: the reason says who or what stopped
+it), preempted (SLURM stopped it; --json says so of both), lost (its process ended without a record), or unknown (SLURM,
+which may hold its job, cannot be asked: the reason says why). GPU-hours are those of all its starts, without a
+parent's. "continued from" is the parent of a continued run, and the step at which it
 begins. For a planned run, "/predicted" is its speed over the predicted one, and "GiB/predicted" the memory of rank 0
 (tensors on a GPU, the process on a CPU) beside the predicted peak."""
 if (launch := worlds_launch()) is not None:
@@ -168,7 +169,7 @@ def _cells(row: StatusRow, with_group: bool) -> dict[str, str]:
         "id": row.run_id,
         "rung": "-" if row.rung is None else str(row.rung),
         "validation loss": "-" if row.rung is None else _number(row.validation_loss, ".4f"),
-        "state": row.state,
+        "state": row.shown,
         "step": f"{row.step}/{'?' if row.steps is None else row.steps}",
         "loss": _number(row.loss, ".4f"),
         "tokens/s": _number(speed, ",.0f"),
@@ -185,10 +186,10 @@ def _cells(row: StatusRow, with_group: bool) -> dict[str, str]:
 
 
 def _count(rows: Sequence[StatusRow]) -> str:
-    states = [row.state for row in rows]
-    parts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
     hours = sum(row.gpu_hours or 0.0 for row in rows)
-    return f"{len(rows)} run(s): {', '.join(parts)}" + (f"; {hours:,.2f} GPU-hours so far" if hours else "")
+    return f"{len(rows)} run(s): {count_states([row.shown for row in rows])}" + (
+        f"; {hours:,.2f} GPU-hours so far" if hours else ""
+    )
 
 
 def _watch(named: Sequence[str], runs: Path) -> None:

@@ -45,6 +45,8 @@ class Metric:
     """True for a loss, False for a cost."""
     needs_point: bool = True
     """True if the metric is unknown before a run has reached the token budget."""
+    is_speed: bool = False
+    """True for a speed or a time, which a group whose runs all failed or diverged does not have."""
 
 
 def target_metric(target: float) -> Metric:
@@ -85,6 +87,11 @@ def choose_metrics(
 def final_loss(run: ComparedRun, tokens: float) -> float | None:
     """Mean training loss of the last 2 % of the rows up to `tokens`; a single batch is noisy."""
     return tail_mean(run.series("loss", tokens)[1])
+
+
+def has_failed(run: ComparedRun, tokens: float) -> bool:
+    """True if a run failed, or its loss up to `tokens` is not finite."""
+    return run.state == "failed" or not math.isfinite(final_loss(run, tokens) or 0.0)
 
 
 def _directed(metric: Metric, better: str | None) -> Metric:
@@ -187,11 +194,12 @@ def _loss(name: str, title: str, meaning: str, read: Reader) -> Metric:
 
 def _rate(name: str, title: str, unit: str, meaning: str) -> Metric:
     """Metric of each row: its median, independent of the token budget."""
-    return Metric(name, title, unit, "max", meaning, _median(name), needs_point=False)
+    return Metric(name, title, unit, "max", meaning, _median(name), needs_point=False, is_speed=True)
 
 
 def _over_predicted(name: str, title: str, meaning: str, read: Reader) -> Metric:
-    return Metric(name, title, "", None, meaning, read, needs_point=False)
+    is_speed = name == "speed_of_predicted"
+    return Metric(name, title, "", None, meaning, read, needs_point=False, is_speed=is_speed)
 
 
 def _experts(name: str, title: str, better: Direction | None, meaning: str) -> Metric:
@@ -230,7 +238,7 @@ METRICS = (
         "peak of rank 0 over the prediction: of allocated tensors on a GPU, of the process on a CPU",
         _of_predicted(_memory, lambda prediction: prediction.memory),
     ),
-    Metric("time", "time", "h", "min", "own wall clock of all starts, scaled to these tokens", _hours),
+    Metric("time", "time", "h", "min", "own wall clock of all starts, scaled to these tokens", _hours, is_speed=True),
     Metric(
         "time_lost",
         "time lost",

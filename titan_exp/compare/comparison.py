@@ -13,6 +13,7 @@ from titan_exp.compare.compared_metrics import (
     choose_metrics,
     differing_keys,
     flatten,
+    has_failed,
     value_text,
 )
 from titan_exp.compare.learnt import Learnt, learn, rank
@@ -96,7 +97,7 @@ def _least(counted: Sequence[ComparedRun], begun: Sequence[ComparedRun]) -> Toke
     if all(run.tokens == tokens and run.state == "done" for run in counted):
         return TokenBudget(tokens, "where every finished run ends")
     behind = next(run for run in counted if run.tokens == tokens)
-    return TokenBudget(tokens, f"where the least advanced is ({behind.run_id}, {behind.state})")
+    return TokenBudget(tokens, f"where the least advanced is ({behind.run_id}, {behind.shown})")
 
 
 def _tokens(at: str) -> float:
@@ -279,19 +280,22 @@ def _row(
     labelled: Sequence[str],
 ) -> Row:
     numbers: dict[str, dict[object, float]] = {}
+    without_speed = all(has_failed(run, budget.tokens) for run in runs)
     for metric in metrics:
         read = {
             run.seed: metric.read(run, budget.tokens) for run in runs if budget.reached(run) or not metric.needs_point
         }
-        numbers[metric.name] = {seed: number for seed, number in read.items() if number is not None}
+        known: dict[object, float] = {seed: number for seed, number in read.items() if number is not None}
+        numbers[metric.name] = {} if without_speed and metric.is_speed else known
     estimates = {name: estimate(list(finite(found).values())) for name, found in numbers.items()}
     label = columns.label(values, labelled)
     # A named point of a study keeps its name instead of its values.
-    given = {names.get(run.run_id, "") for run in runs}
+    given, named = {names.get(run.run_id, "") for run in runs}, False
     if len(given) == 1 and (name := given.pop()):
         axes = {word.partition("=")[0] for word in name.split()}
-        label = label if "=" in name and axes <= set(columns.short.values()) else name
-    return Row(label or "(nothing differs)", values, tuple(runs), numbers, estimates, {})
+        named = "=" not in name
+        label = label if not named and axes <= set(columns.short.values()) else name
+    return Row(label or "(nothing differs)", values, tuple(runs), numbers, estimates, {}, named)
 
 
 def _with_deltas(rows: Sequence[Row], baseline: int, metrics: Sequence[Metric]) -> list[Row]:

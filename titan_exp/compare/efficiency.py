@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from titan_exp.compare.compared_metrics import METRIC_BY_NAME, WITH_PARENTS, Metric, differing_keys
+from titan_exp.compare.compared_metrics import METRIC_BY_NAME, WITH_PARENTS, Metric, differing_keys, has_failed
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.runs import Row
 from titan_exp.config.schema.identity_keys import LAYOUT, flatten, is_among
@@ -135,5 +135,7 @@ def _outside_layout(values: Mapping[str, Any]) -> str:
 
 
 def _speed(comparison: Comparison, row: Row) -> float | None:
+    if all(has_failed(run, comparison.budget.tokens) for run in row.runs):
+        return None
     known = [speed for run in row.runs if (speed := SPEED.read(run, comparison.budget.tokens))]
     return sum(known) / len(known) if known else None

@@ -218,7 +218,7 @@ def remarks(comparison: Comparison, checks: Sequence[LayoutCheck]) -> list[str]:
 
 def state_text(row: Row) -> str:
     """`done`, or the number of runs in each state."""
-    states = row.states
+    states = row.shown_states
     if len(states) == 1:
         return next(iter(states))
     return ", ".join(f"{count} {state}" for state, count in states.items())
@@ -281,7 +281,7 @@ def _about_states(comparison: Comparison) -> Iterator[str]:
     for run in comparison.runs:
         if run.state in ("failed", "lost", "preempted"):
             reason = f": {run.reason.strip().splitlines()[-1]}" if run.reason and run.reason.strip() else ""
-            verb = {"failed": "failed", "lost": "was lost", "preempted": "was preempted"}[run.state]
+            verb = "failed" if run.state == "failed" else f"was {run.shown}"
             yield f"{run.run_id} ({_row_of(comparison, run.run_id)}) {verb} after step {run.step}{reason}."
         elif not comparison.budget.reached(run):
             behind += 1
@@ -352,7 +352,7 @@ def _row_of(comparison: Comparison, run_id: str) -> str:
     for row in comparison.rows:
         for run in row.runs:
             if run.run_id == run_id:
-                return f"{row.label}, seed {run.seed}"
+                return row.name_of(run)
     return run_id
 
 

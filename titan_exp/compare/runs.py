@@ -15,7 +15,7 @@ from titan_exp.launch.executor import summarize_worlds
 from titan_exp.launch.state.run_lookup import find_runs
 from titan_exp.launch.state.run_status import run_statuses
 from titan_exp.tracking.number_format import format_items
-from titan_exp.tracking.run_folder.attempts import Heartbeat, read_json
+from titan_exp.tracking.run_folder.attempts import Heartbeat, read_json, shown_state
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows
 from titan_exp.tracking.run_folder.provenance_records import Lineage, read_history
 from titan_exp.tracking.run_folder.run import PredictedMetrics, Run, RunStatus
@@ -153,6 +153,11 @@ class ComparedRun:
     """Parent of a continued run; None if it is not on this machine."""
 
     @property
+    def shown(self) -> str:
+        """Word for the state."""
+        return shown_state(self.state, self.reason)
+
+    @property
     def seed(self) -> int | None:
         """Seed of initial weights and data order."""
         return self.config.get("experiment", {}).get("seed")
@@ -262,6 +267,17 @@ class Row:
     """Mean over seeds that have not diverged, by metric."""
     deltas: Mapping[str, Delta | None]
     """Difference to the baseline by metric; None in the baseline's row."""
+    is_named: bool = False
+    """True if the label is a name that its study gives, not the values of keys."""
+
+    def name_of(self, run: ComparedRun) -> str:
+        """Label, with the seed if the row has several: `lr=0.003 seed=0`."""
+        return self.label if len(self.runs) == 1 else f"{self.label} seed={run.seed}"
+
+    @property
+    def shown_states(self) -> dict[str, int]:
+        """Number of runs by the word for their state."""
+        return dict(Counter(run.shown for run in self.runs))
 
     @property
     def states(self) -> dict[str, int]:

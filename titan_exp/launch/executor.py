@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
@@ -26,6 +27,7 @@ from titan_exp.config.schema.component import import_dotted, is_dotted
 from titan_exp.config.schema.typed_config import load_group, read_values, typed_options
 from titan_exp.config.secrets import revealed
 from titan_exp.launch.rank.rank_env import RankInfo
+from titan_exp.tracking.run_folder.attempts import shown_state
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -173,6 +175,11 @@ class Submission:
     """Explanation for the user."""
     exit_code: int = 0
     """Exit code of the run if the executor waits, 2 if refused, 130 if not started."""
+
+    @property
+    def shown(self) -> str:
+        """Word for the outcome."""
+        return shown_state(self.outcome, self.reason)
 
 
 @dataclass(frozen=True)
@@ -334,12 +341,15 @@ def worst_exit_code(submissions: Sequence[Submission]) -> int:
 def print_submission(submission: Submission) -> None:
     """Print the outcome of one run (refusals to stderr) and the next commands if it is active."""
     name = typed_path(submission.plan.folder.path)
-    line = submission.outcome + (f" job {submission.job_id}" if submission.job_id else "")
+    line = submission.shown + (f" job {submission.job_id}" if submission.job_id else "")
     if submission.outcome == "submitted":
         line += f", {size_text(submission.plan.layout)}"
+    if submission.outcome == "refused":
+        print(f"{line}: {name}\n{indent(submission.reason or '', '  ')}", file=sys.stderr)
+        return
     if submission.reason:
         line += f" ({submission.reason})"
-    print(f"{line}: {name}", file=sys.stderr if submission.outcome == "refused" else sys.stdout)
+    print(f"{line}: {name}")
     if submission.outcome in ("submitted", "queued", "running"):
         print(f"  titan-exp status {name}\n  titan-exp logs -f {name}\n  titan-exp cancel {name}")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.launch.rank.rank_status import FAILURE_MARK
-from titan_exp.tracking.run_folder.attempts import read_json
+from titan_exp.tracking.run_folder.attempts import read_json, shown_state
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.console import ConsoleSink
@@ -98,7 +98,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.first: str | None = None
-        """Name of the first signal; None before it."""
+        """Name of the first signal, or Ctrl-C; None before it."""
         self.again = False
         """True after a second signal."""
         self._time = 0.0
@@ -120,7 +120,8 @@ class Interrupts:
     def _count(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
         if self.first is None:
-            self.first, self._time = signal.Signals(number).name, now
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            self.first, self._time = name, now
         elif now - self._time > DEBOUNCE:
             self.again = True
 
@@ -149,6 +150,8 @@ class Summary:
     """Last validation loss."""
     tokens_per_second: Value
     """Median over rows, excluding the first of each attempt (compilation and warm-up)."""
+    reason: str | None = None
+    """Reason of the final state."""
     roofline: str | None = None
     """Roofline note of the newest finished attempt."""
 
@@ -169,14 +172,16 @@ def summarize(folder: RunFolder) -> Summary:
         loss=_last(rows, "loss"),
         validation_loss=_last(rows, "validation_loss"),
         tokens_per_second=statistics.median(speeds) if speeds else None,
+        reason=state.reason if state else None,
         roofline=str((read_json(folder.roofline) or {}).get("short") or "") or None,
     )
 
 
 def describe(summary: Summary, total_steps: int) -> str:
     """Format the known fields as one line."""
+    why = f" ({summary.reason})" if summary.state == "preempted" and summary.reason else ""
     parts = [
-        f"{summary.state} after step {summary.step} of {total_steps}",
+        f"{shown_state(summary.state, summary.reason)} after step {summary.step} of {total_steps}{why}",
         *known_metrics(summary.loss, summary.validation_loss, summary.tokens_per_second),
     ]
     if summary.roofline is not None and summary.state == "done":

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from titan_exp.launch import remote
-from titan_exp.launch.slurm import executor
+from titan_exp.launch.slurm import executor, squeue
 from titan_exp.launch.slurm.squeue import Job, UnreachableError
 from titan_exp.launch.slurm.submit import is_being_submitted
 from titan_exp.launch.sweep.shipped_study import cancel_runs
@@ -33,6 +33,44 @@ def test_reason_of_an_ended_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(executor, "accounted", lambda _: accounted)
     found = executor.SlurmExecutor("slurm").status([folder])[tmp_path]
     assert (found.state, found.job_id, found.reason) == ("gone", "7", reason)
+
+
+TABLES = {
+    "sinfo": "h100|1-00:00:00|4|gpu:h100:8\ndebug|30:00|1|(null)\n",
+    "sacctmgr": "lab||normal,high\nclass|debug|\n",
+}
+FAILED = "sbatch: error: Batch job submission failed: "
+
+
+@pytest.mark.parametrize(
+    ("cause", "words", "alternative"),
+    [
+        ("Invalid partition name specified", "another partition", "cluster.partition=debug  time limit 30:00"),
+        (
+            "Requested time limit is invalid (missing or exceeds some limit)",
+            "cluster.time_limit",
+            "time limit 1-00",
+        ),
+        ("Node count specification invalid", "fewer nodes", "nodes 4, GRES gpu:h100:8"),
+        ("Requested node configuration is not available", "fewer nodes or GPUs", "GRES gpu:h100:8"),
+        ("Invalid generic resource (gres) specification", "cluster.gpu_type=null", "GRES gpu:h100:8"),
+        ("Invalid account or account/partition combination specified", "an account", "account=lab cluster.qos=high"),
+        ("Invalid qos specification", "a QOS", "cluster.account=class cluster.partition=debug"),
+        ("Unspecified error", "", ""),
+    ],
+)
+def test_a_refused_sbatch_says_what_to_type(monkeypatch: pytest.MonkeyPatch, cause: str, words: str, alternative: str):
+    monkeypatch.setattr(squeue, "ask", lambda program, *_: TABLES[program])
+    asked, *said = squeue.explain_refusal(f"sbatch: error: first\n{FAILED}{cause}\n", ["--nodes=9"]).splitlines()
+    assert (asked, said[:2]) == ("asked: --nodes=9", ["sbatch: error: first", FAILED + cause])
+    assert len(said) == (2 if not words else 6 if "account" in words or "QOS" in words else 5)
+    assert all(text in "\n".join(said[2:]) for text in (words, alternative))
+
+    def silent(*_: str) -> str:
+        raise UnreachableError("no answer")
+
+    monkeypatch.setattr(squeue, "ask", silent)
+    assert ("lists them (no answer)" in squeue.explain_refusal(FAILED + cause, [])) == bool(words)
 
 
 def test_users_of_one_folder_submit_without_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,7 @@
 """Batch scripts: golden text, bash syntax, and signal handling."""
 
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.script import Script, render
 from titan_exp.launch.slurm.submit import _without_outer_jobs, group_by_resources, resources_of
+from titan_exp.tracking.run_folder.attempts import shown_state
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -129,6 +131,24 @@ def test_exit_code_of_the_script(tmp_path: Path, after: int, code: int, said: st
     assert (done.returncode, others, done.stderr) == (code, ["srun is over"], "")
     assert (tmp_path / "run" / "stop").read_text().startswith("SLURM is about to end the job")
     assert (tmp_path / "said").read_text() if said else not (tmp_path / "said").exists()
+
+
+@pytest.mark.parametrize(
+    ("left", "reason"),
+    [
+        (None, "SLURM is about to end the job (time limit, or preemption)\n"),
+        (100, "SLURM is about to end the job (time limit)\n"),
+        (9000, "SLURM preempted the job before its time limit\n"),
+    ],
+)
+def test_reason_of_a_signal_by_the_time_left(tmp_path: Path, left: int | None, reason: str):
+    environment = fake_cluster(tmp_path, 'kill -USR2 "$PPID"; sleep 0.5', 0)
+    if left is not None:
+        environment["SLURM_JOB_END_TIME"] = str(round(time.time()) + left)
+    make_run(tmp_path / "run", "feedbeefcafe")
+    assert run_script(tmp_path, script_in(tmp_path), environment).stderr == ""
+    assert (tmp_path / "run" / "stop").read_text() == reason
+    assert shown_state("preempted", reason) == ("preempted" if left == 9000 else "stopped")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from titan_exp.compare.compared_metrics import ABSENT, Metric, value_text
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.efficiency import cost_metric, loss_metric, pareto, scaling
 from titan_exp.compare.findings import findings, layout_checks, remarks, stands_for, token_budget_text, verdict
-from titan_exp.compare.output.formats import MARKS, plain, text_table, title
+from titan_exp.compare.output.formats import head, legend, plain, text_table, title
 from titan_exp.compare.output.plots import study_plots
 from titan_exp.compare.output.study_sections import sections
 from titan_exp.compare.runs import ComparedRun
@@ -95,17 +95,17 @@ SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js
 def to_html(comparison: Comparison) -> str:
     """Render a comparison as HTML."""
     checks = layout_checks(comparison.runs)
-    series = scaling(comparison)
+    series, table = scaling(comparison), text_table(comparison)
     return render_page(
         "titan_exp.compare.output",
         SCRIPTS,
         plain(_numbers(comparison, series)),
         comparison=comparison,
-        table=text_table(comparison),
-        title=title,
-        marks=MARKS,
+        table=table,
+        head=head,
+        legend=legend(table),
         token_budget=token_budget_text(comparison),
-        states=sorted(Counter(run.state for run in comparison.runs).items()),
+        states=sorted(Counter(run.shown for run in comparison.runs).items()),
         findings=_findings(comparison),
         remarks=[*stands_for(comparison), *remarks(comparison, [])],
         checks=checks,
@@ -128,8 +128,7 @@ def _expert_load(comparison: Comparison) -> Iterator[tuple[str, str]]:
         from titan_exp.compare.output.plots import expert_load_png
 
         if (picture := expert_load_png(Path(run.source))) is not None:
-            seed = f", seed {run.seed}" if len(row.runs) > 1 else ""
-            yield f"{row.label}{seed}", base64.b64encode(picture).decode()
+            yield row.name_of(run), base64.b64encode(picture).decode()
 
 
 def _image_grids(comparison: Comparison) -> Iterator[tuple[str, str]]:
@@ -138,9 +137,8 @@ def _image_grids(comparison: Comparison) -> Iterator[tuple[str, str]]:
         found = ((run, sorted(RunFolder(run.source).images.glob("step-*[0-9].png"))) for run in row.runs)
         run, grids = next(((run, grids) for run, grids in found if grids), (None, []))
         if run is not None:
-            seed = f", seed {run.seed}" if len(row.runs) > 1 else ""
             step = int(grids[-1].stem.removeprefix("step-"))
-            yield f"{row.label}{seed}, step {step}", base64.b64encode(grids[-1].read_bytes()).decode()
+            yield f"{row.name_of(run)}, step {step}", base64.b64encode(grids[-1].read_bytes()).decode()
 
 
 def _findings(comparison: Comparison) -> list[tuple[str, str]]:

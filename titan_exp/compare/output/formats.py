@@ -11,6 +11,7 @@ from titan_exp.compare.compared_metrics import Metric, value_text
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.efficiency import pareto, scaling
 from titan_exp.compare.findings import (
+    MISSING,
     change,
     findings,
     heading,
@@ -39,6 +40,11 @@ class Cell:
     """Difference to the baseline; empty in the baseline's row."""
     verdict: str
     mark: str
+
+    @property
+    def below(self) -> str:
+        """Second line: the difference, marked if it is not distinguishable."""
+        return f"{self.change} {self.mark}" if self.mark.startswith("n.d.") else self.change
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ def text_table(comparison: Comparison) -> TextTable:
     """Build the text table of a comparison."""
     rows = tuple(_row(comparison, index, row) for index, row in enumerate(comparison.rows))
     names = tuple(comparison.differing_keys.short[key] for key in comparison.differing_keys.keys)
+    names = ("point", *names) if any(row.is_named for row in comparison.rows) else names
     return TextTable(
         names or ("run",),
         comparison.metrics,
@@ -88,8 +95,38 @@ def title(metric: Metric) -> str:
     return f"{metric.title}{unit}"
 
 
+def head(metric: Metric) -> str:
+    """Column heading of a metric, with an arrow to its better values."""
+    return title(metric) + {"min": " ↓", "max": " ↑", None: ""}[metric.better]
+
+
+LEGEND = {
+    " ↓": "↓: lower is better",
+    " ↑": "↑: higher is better",
+    " ± ": "±: half of the 95 % interval over seeds",
+    "[": "[ , ]: 95 % interval of the difference to the baseline",
+    "n.d.\n": "n.d.: not distinguishable from the baseline",
+    "n.d.*": "n.d.*: distinguishable alone, but not after Holm's correction for all rows",
+    "diverged": "diverged: no run's loss is finite",
+    MISSING: f"{MISSING}: no number, such as that of a run that failed or has fewer tokens",
+    "better\n": "green: better than the baseline",
+    "worse\n": "red: worse than the baseline",
+    "different\n": "yellow: differs, and neither direction is better",
+}
+"""Meanings of marks and colours, by text that has them."""
+
+
+def legend(table: TextTable) -> str:
+    """Meanings of the marks and colours that a table has."""
+    texts = [head(metric) for metric in table.metrics]
+    texts += [text for row in table.rows for cell in row.cells for text in (cell.value, cell.below, cell.verdict)]
+    said = "\n".join([*texts, ""])
+    return "; ".join(meaning for mark, meaning in LEGEND.items() if mark in said)
+
+
 def _row(comparison: Comparison, index: int, row: Row) -> TextRow:
-    keys = tuple(value_text(row.values[key]) for key in comparison.differing_keys.keys) or (row.runs[0].run_id,)
+    keys = tuple(value_text(row.values[key]) for key in comparison.differing_keys.keys)
+    keys = (row.label, *keys) if any(other.is_named for other in comparison.rows) else keys or (row.runs[0].run_id,)
     cells = tuple(_cell(comparison, metric, index, row) for metric in comparison.metrics)
     return TextRow(keys, len(row.runs), state_text(row), cells, index == comparison.baseline)
 
@@ -157,7 +194,7 @@ RUN_FIELDS = (
 
 
 def records(comparison: Comparison) -> list[dict[str, Any]]:
-    """One flat dictionary per row, for a data frame: full keys, and plain numbers for every metric.
+    """One flat dictionary per row, for a data frame: its label, full keys, and plain numbers for every metric.
 
     A metric NAME gives NAME, NAME.low, NAME.high, NAME.n, and against the baseline NAME.delta, NAME.delta_low,
     NAME.delta_high, NAME.p, NAME.p_holm and NAME.verdict. Unknown numbers are None.
@@ -192,7 +229,7 @@ def to_json(comparison: Comparison) -> str:
         ],
         "baseline": comparison.rows[comparison.baseline].label,
         "rows": [
-            {"label": row.label, **record, "runs": [_run(comparison, row, run) for run in row.runs]}
+            {**record, "runs": [_run(comparison, row, run) for run in row.runs]}
             for row, record in zip(comparison.rows, records(comparison), strict=True)
         ],
         "tuning": None if comparison.tuning is None else asdict(comparison.tuning),
@@ -257,7 +294,8 @@ def plain(value: Any) -> Any:
 
 
 def _record(comparison: Comparison, index: int, row: Row) -> dict[str, Any]:
-    record: dict[str, Any] = {key: row.values[key] for key in comparison.differing_keys.keys}
+    record: dict[str, Any] = {"label": row.label}
+    record |= {key: row.values[key] for key in comparison.differing_keys.keys}
     record |= {"seeds": len(row.runs), "states": ", ".join(f"{n} {state}" for state, n in row.states.items())}
     record["baseline"] = index == comparison.baseline
     for metric in comparison.metrics:

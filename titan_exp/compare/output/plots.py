@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -153,8 +154,15 @@ def _add_title(figure: "Figure", run_folder: Path, rows: MetricRows, begins: Seq
         parts.append(f"validation loss {validation[-1]:.4g}")
     if speeds:
         parts.append(f"{format_count(sorted(speeds)[len(speeds) // 2])} tokens/s")
-    figure.suptitle(f"{folder.parent.name} / {folder.name}\n", fontsize=13, fontweight="bold", color=INK)
+    _add_name(figure, folder)
     figure.text(0.5, 0.945, "   ·   ".join(parts), ha="center", fontsize=10, color=QUIET)
+
+
+def _add_name(figure: "Figure", folder: Path) -> None:
+    """Name of a run as the title, in smaller letters if it is long."""
+    name = f"{folder.parent.name} / {folder.name}"
+    size = min(13.0, 100 * figure.get_figwidth() / len(name))
+    figure.suptitle(f"{name}\n", fontsize=size, fontweight="bold", color=INK)
 
 
 def save_figure(figure: "Figure", path: Path) -> Path:
@@ -172,6 +180,10 @@ def _series(rows: MetricRows, key: str) -> Series:
 
 
 COLORS = ("#2b6cb0", "#dd6b20", "#2f855a", "#9f3a9f", "#b7791f", "#2c7a7b", "#718096", "#c53030", "#553c9a", "#1a202c")
+STYLES = ("-", "--", ":", "-.")
+"""Styles of lines, of which each has all colours."""
+LINE, SIDE = 90, 30
+"""Letters of a line of the legend, and below an axis of a third of the width."""
 SPREAD = 5.0
 """Ratio of the largest to the smallest value above which an axis is logarithmic."""
 
@@ -180,12 +192,19 @@ def study_plots(comparison: Comparison) -> list[tuple[str, bytes]]:
     """Title and PNG of each plot."""
     found = []
     if (tuning := comparison.tuning) is not None and any(len(group.points) > 1 for group in tuning.groups):
-        title = f"{tuning.metric} against {tuning.short}"
-        found.append((title, _png(lambda figure: draw_tuning(figure.subplots(), comparison, tuning), 8, 5)))
+        lost = any(point.diverged for group in tuning.groups for point in group.points)
+        marks = f"filled: the best{', dotted: diverged' * lost}"
+        title = f"{tuning.metric} against {tuning.short} ({marks})"
+        lines = sum(len(_wrapped(group.label)) for group in tuning.groups)
+        height = 4.6 + 0.2 * lines + _room([point.value for group in tuning.groups for point in group.points])
+        found.append((title, _png(lambda figure: draw_tuning(figure.subplots(), comparison, tuning), 8, height)))
     if (learnt := comparison.learnt) is not None and learnt.parameters:
         count = len(learnt.parameters)
-        title = f"{learnt.metric.replace('_', ' ')} against each parameter"
-        found.append((title, _png(lambda figure: draw_parameters(figure, learnt), max(8, 4 * min(3, count)), 3.6)))
+        height = 3.6 + max(_room([value for value, _ in parameter.points]) for parameter in learnt.parameters)
+        values = [value for parameter in learnt.parameters for _, value in parameter.points if value is not None]
+        marks = f"filled: the best{', ×: diverged' * (not all(map(math.isfinite, values)))}"
+        title = f"{learnt.metric.replace('_', ' ')} against each parameter ({marks})"
+        found.append((title, _png(lambda figure: draw_parameters(figure, learnt), max(8, 4 * min(3, count)), height)))
     return found
 
 
@@ -197,7 +216,10 @@ def draw_tuning(axes: "Axes", comparison: Comparison, tuning: Tuning) -> None:
         color = COLORS[number % len(COLORS)]
         known = [(place(point.value), point, point.estimate) for point in group.points if point.estimate is not None]
         means = [found.mean for *_, found in known]
-        axes.plot([x for x, *_ in known], means, color=color, linewidth=1.6, label=group.label)
+        style = STYLES[number // len(COLORS) % len(STYLES)]
+        axes.plot(
+            [x for x, *_ in known], means, style, color=color, linewidth=1.6, label="\n".join(_wrapped(group.label))
+        )
         for x, point, found in known:
             if found.low is not None and found.high is not None:
                 axes.plot([x, x], [found.low, found.high], color=color, linewidth=1, alpha=0.6)
@@ -208,7 +230,7 @@ def draw_tuning(axes: "Axes", comparison: Comparison, tuning: Tuning) -> None:
                 axes.axvline(place(point.value), color=color, linewidth=0.8, linestyle=":")
     axes.set_xlabel(tuning.short)
     axes.set_ylabel(comparison.main.title)
-    axes.legend(frameon=False, fontsize=9)
+    axes.figure.legend(frameon=False, fontsize=9, loc="outside lower left")
     style_axes(axes)
 
 
@@ -244,12 +266,24 @@ def _scale(axes: "Axes", values: Sequence[Any], *, logarithmic: bool | None = No
     numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(numbers) < len(values):
         names = list(dict.fromkeys(map(str, values)))
-        axes.set_xticks(range(len(names)), names)
+        axes.set_xticks(
+            range(len(names)), ["\n".join(_wrapped(name, SIDE)) for name in names], rotation=90 if _room(values) else 0
+        )
         return lambda value: float(names.index(str(value)))
     spread = min(numbers) > 0 and max(numbers) / min(numbers) > SPREAD
     if (spread if logarithmic is None else logarithmic) and min(numbers) > 0:
         axes.set_xscale("log")
     return float
+
+
+def _wrapped(name: str, width: int = LINE) -> list[str]:
+    return textwrap.wrap(name, width, break_on_hyphens=False) or [name]
+
+
+def _room(values: Sequence[Any]) -> float:
+    """Inches below an axis for names that do not fit side by side; 0 if they do."""
+    names = {value for value in values if isinstance(value, str)}
+    return 0.08 * min(SIDE, max(map(len, names))) if sum(map(len, names)) > SIDE else 0.0
 
 
 def _png(draw: "Callable[[Figure], None]", width: float, height: float) -> bytes:
@@ -332,7 +366,7 @@ def _figure(run_folder: Path, history: LoadHistory) -> "Figure":
     _draw_imbalance(top, history)
     _draw_heat_map(figure, below, history)
     folder = run_folder.resolve()
-    figure.suptitle(f"{folder.parent.name} / {folder.name}\n", fontsize=13, fontweight="bold", color=INK)
+    _add_name(figure, folder)
     figure.text(0.5, 0.95, "   ·   ".join(_facts(history)), ha="center", fontsize=10, color=QUIET)
     return figure
 

@@ -99,9 +99,11 @@ def _tuning_notes(comparison: Comparison, tuning: Tuning) -> Iterator[str]:
                 yield f"{group.label} at {tuning.short}={value_text(point.value)}: {point.diverged} of {runs} diverged."
     if untuned := [group.label for group in tuning.groups if group.edge == "one value"]:
         yield f"One value of {tuning.short}, so that it is not tuned: {'; '.join(untuned)}."
+    cells = [cell for group in tuning.groups for cell in _group_row(comparison.main, tuning, group)]
+    brackets = " Brackets are 95 % intervals over seeds." if any("[" in cell for cell in cells) else ""
     yield (
         f"Steps and time to the training loss that {base.label} at its best ends with, seed by seed; time is that of "
-        "training alone, at the run's mean speed. Brackets are 95 % intervals over seeds."
+        f"training alone, at the run's mean speed.{brackets}"
     )
 
 

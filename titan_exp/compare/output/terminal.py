@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from titan_exp.compare.compared_metrics import Metric
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.efficiency import ScalingSeries, scaling
 from titan_exp.compare.findings import findings, heading, layout_checks, remarks, stands_for
-from titan_exp.compare.output.formats import Cell, TextTable, text_table, title
+from titan_exp.compare.output.formats import Cell, TextTable, head, legend, text_table
 from titan_exp.compare.output.study_sections import Section, sections
 from titan_exp.config.errors.user_error import listed
 from titan_exp.tracking.number_format import format_count
@@ -151,9 +150,9 @@ def show(comparison: Comparison, console: Console, *, every_key: bool = False) -
         console.print(Text(note, style=QUIET))
     baseline = comparison.rows[comparison.baseline].label
     if len(comparison.rows) > 1:
-        marked = any(cell.mark.startswith("n.d.") for row in table.rows for cell in row.cells)
-        legend = ". n.d.: not distinguishable" if marked else ""
-        console.print(Text(f"baseline: {baseline} ({comparison.baseline_why}){legend}", style=QUIET))
+        console.print(Text(f"baseline: {baseline} ({comparison.baseline_why})", style=QUIET))
+    if marks := legend(whole):
+        console.print(Text(marks, style=QUIET))
     for section in sections(comparison):
         console.print(_section_table(section))
         for note in section.notes:
@@ -177,7 +176,7 @@ def _table(found: TextTable, metrics: Sequence[int]) -> Table:
     if found.has_states:
         table.add_column("state", no_wrap=True)
     for place in metrics:
-        table.add_column(_head(found.metrics[place]), justify="right", no_wrap=True)
+        table.add_column(Text(head(found.metrics[place])), justify="right", no_wrap=True)
     for row in found.rows:
         between = [str(row.n)] if found.has_seeds else []
         between += [row.state] if found.has_states else []
@@ -192,13 +191,7 @@ def _cell(cell: Cell, *, baseline: bool) -> Text:
     if not cell.change:
         return Text(cell.value)
     style = COLORS.get(cell.verdict, QUIET)
-    mark = f" {cell.mark}" if cell.verdict in ("not distinguishable", "only uncorrected") else ""
-    return Text.assemble(cell.value, "\n", (cell.change + mark, style))
-
-
-def _head(metric: Metric) -> Text:
-    arrow = {"min": " ↓", "max": " ↑", None: ""}[metric.better]
-    return Text(title(metric) + arrow)
+    return Text.assemble(cell.value, "\n", (cell.below, style))
 
 
 def _split_to_width(found: TextTable, metrics: Sequence[int], width: int) -> list[list[int]]:
@@ -219,7 +212,7 @@ def _width(found: TextTable, metrics: Sequence[int]) -> int:
     columns += [["n", *(str(row.n) for row in found.rows)]] if found.has_seeds else []
     for place in metrics:
         cells = [_cell(row.cells[place], baseline=row.is_baseline) for row in found.rows]
-        lines = [line for cell in [_head(found.metrics[place]), *cells] for line in cell.plain.splitlines()]
+        lines = [line for cell in [Text(head(found.metrics[place])), *cells] for line in cell.plain.splitlines()]
         columns.append(lines)
     return 2 + sum(max(map(cell_len, column)) + BETWEEN for column in columns)
 
@@ -233,8 +226,8 @@ def _section_table(section: Section) -> Table:
         border_style=QUIET,
         pad_edge=False,
     )
-    for place, head in enumerate(section.heads):
-        table.add_column(head, justify="left" if place < section.left else "right", overflow="fold")
+    for place, name in enumerate(section.heads):
+        table.add_column(name, justify="left" if place < section.left else "right", overflow="fold")
     for row in section.rows:
         table.add_row(*map(Text, row))
     return table
@@ -246,9 +239,9 @@ def _scaling_table(series: ScalingSeries) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, title=name, title_justify="left", header_style="bold", border_style=QUIET, pad_edge=False
     )
-    for head in ("layout", "processes", "tokens/s", "speedup", "efficiency"):
-        layout = head == "layout"
-        table.add_column(head, justify="left" if layout else "right", overflow="fold", no_wrap=not layout)
+    for column in ("layout", "processes", "tokens/s", "speedup", "efficiency"):
+        layout = column == "layout"
+        table.add_column(column, justify="left" if layout else "right", overflow="fold", no_wrap=not layout)
     for point in series.points:
         table.add_row(
             Text(point.label),

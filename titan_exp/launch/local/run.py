@@ -67,7 +67,7 @@ def run(plan: RunPlan, *, console: RunConsole | None = None) -> RunOutcome:
             return done
         execution = _Execution(plan, _open_attempt(plan, plan.folder.read_state(), console, renew=existed), console)
         result = execution.run()
-    summary = replace(summarize(execution.folder), state=result.state)
+    summary = replace(summarize(execution.folder), state=result.state, reason=result.reason)
     _report(replace(plan, folder=execution.folder), summary, result, console)
     stopped_by_signal = result.state == "preempted" and execution.interrupts.first is not None
     return RunOutcome(INTERRUPTED if stopped_by_signal else result.exit_code, summary)

@@ -20,7 +20,7 @@ from titan_exp.launch.slurm.squeue import SrunLog, parse_srun_log
 from titan_exp.launch.state import attempt_end
 from titan_exp.launch.state.attempt_end import AttemptResult, RankFailure, close_attempt, requeues_after
 from titan_exp.launch.watchdog import HangFiles
-from titan_exp.tracking.run_folder.attempts import DONE, FAILED, HUNG, STOPPED, Attempt
+from titan_exp.tracking.run_folder.attempts import DONE, FAILED, HUNG, STOPPED, Attempt, shown_state
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 CANCELLED = "cancelled"
@@ -167,7 +167,9 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
 
 def requeue(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, cluster: ClusterConfig) -> int:
     """Print the result and record the intent of a requeue; returns the exit code."""
-    text = f"{folder.path}: attempt {row.attempt} {result.state}" + (f" ({result.reason})" if result.reason else "")
+    text = f"{folder.path}: attempt {row.attempt} {shown_state(result.state, result.reason)}" + (
+        f" ({result.reason})" if result.reason else ""
+    )
     if result.exit_code not in (STOPPED, HUNG):
         print(text)
         return result.exit_code

@@ -231,7 +231,7 @@ def _submit_group(slurm: SlurmExecutor, batch: Batch) -> Iterable[Submission]:
                 yield slurm.record_submitted(plan, attempt, status.job_id)
             elif isinstance(error, RejectedError) and status.state == "gone":
                 plan.folder.update_attempt(attempt, end=time.time(), reason=f"not submitted: {error}")
-                yield refused(plan, str(error))
+                yield refused(plan, error.explanation)
             else:
                 yield refused(plan, f"{error}; type the same command again to ask SLURM for the job")
         return

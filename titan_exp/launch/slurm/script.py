@@ -9,11 +9,14 @@ from titan_exp.config.machine.devices import device_type
 from titan_exp.launch.executor import several_worlds
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.rank.rank_env import GROUP
+from titan_exp.tracking.run_folder.attempts import PREEMPTED
 
 START = "titan_exp: job"
 """First words of the batch script's line at each start; the log of a requeued job holds several starts."""
 MARK = "titan_exp:"
 """Prefix of the token in the job comment."""
+EARLY = 120
+"""Seconds by which SLURM may signal before the lead: a minute by its manual, and another of slack."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ def render(script: Script) -> str:
         .replace("@LEAVE@", leave)
         .replace("@LEAD@", str(cluster.signal_lead))
         .replace("@LIMIT@", str(cluster.stop_limit))
+        .replace("@EARLIEST@", str(cluster.signal_lead + EARLY))
+        .replace("@PREEMPTED@", PREEMPTED)
     )
     return "\n".join([_head(script), _run(script), _environment(script), stop, _ranks(script)])
 
@@ -191,7 +196,12 @@ _STOP = """\
 @CLEAR@signals=0
 stop() {
     signals=$((signals + 1))
-@LEAVE@    [ -e "$RUN/stop" ] || echo "SLURM is about to end the job (time limit, or preemption)" > "$RUN/stop"
+@LEAVE@    why="SLURM is about to end the job (time limit, or preemption)"
+    if [ -n "$SLURM_JOB_END_TIME" ]; then  # newer SLURMs set it
+        why="SLURM is about to end the job (time limit)"
+        [ $((SLURM_JOB_END_TIME - $(date +%s))) -le @EARLIEST@ ] || why="@PREEMPTED@ before its time limit"
+    fi
+    [ -e "$RUN/stop" ] || echo "$why" > "$RUN/stop"
     [ "$signals" = 1 ] || return
     (sleep @LIMIT@; kill "$step") > /dev/null 2>&1 &  # srun then kills all ranks
 }

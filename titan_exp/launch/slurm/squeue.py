@@ -134,6 +134,49 @@ def in_a_sentence(stderr: str) -> str:
     return "; ".join([*said][:2])
 
 
+_PARTITIONS = ("sinfo", "--noheader", "--format=%R|%l|%D|%G")
+_ACCOUNTS = ("sacctmgr", "--noheader", "--parsable2", "show", "associations", "format=Account,Partition,QOS")
+_REFUSALS = {
+    r"invalid partition": ("another partition", _PARTITIONS),
+    r"time limit": ("a shorter cluster.time_limit, or a partition that allows it", _PARTITIONS),
+    r"node count|node configuration": ("a layout for fewer nodes or GPUs, or a partition that has them", _PARTITIONS),
+    r"generic resource|\bgres\b": ("cluster.gpu_type=null, or a type that a partition has", _PARTITIONS),
+    r"invalid account|invalid qos": ("an account and a QOS that you may use", _ACCOUNTS),
+}
+"""What to type instead and the command that lists it, by words of sbatch."""
+MOST = 12
+"""Maximum number of listed alternatives."""
+
+
+def explain_refusal(stderr: str, asked: Sequence[str]) -> str:
+    """Lines about a refused sbatch: what was asked, its own words, and what to type where the cause is known."""
+    said = [line.strip() for line in stderr.splitlines() if line.strip()]
+    lines = [f"asked: {' '.join(asked)}", *said]
+    text = " ".join(said).lower()
+    remedy = next((found for words, found in _REFUSALS.items() if re.search(words, text)), None)
+    if remedy is not None:
+        listed = _alternatives(remedy[1])
+        more = [f"  and {len(listed) - MOST} more"] if len(listed) > MOST else []
+        lines += [f"Type {remedy[0]}:", *(f"  {line}" for line in listed[:MOST]), *more]
+    return "\n".join(lines)
+
+
+def _alternatives(command: Sequence[str]) -> list[str]:
+    """Keys with values that this user may type; the command alone if it does not answer."""
+    user = [f"user={pwd.getpwuid(os.geteuid()).pw_name}"] if command == _ACCOUNTS else []
+    try:
+        rows = [line.split("|") for line in ask(*command, *user).splitlines()]
+    except (UnreachableError, KeyError) as error:
+        return [f"{' '.join(command)} lists them ({error})"]
+    if command == _PARTITIONS:
+        return [f"cluster.partition={row[0]}  time limit {row[1]}, nodes {row[2]}, GRES {row[3]}" for row in rows]
+    return [
+        f"cluster.account={account}{partition and f' cluster.partition={partition}'}{qos and f' cluster.qos={qos}'}"
+        for account, partition, many in rows
+        for qos in many.split(",")
+    ]
+
+
 def _environment() -> dict[str, str]:
     """Environment without the variables that filter a user's own squeue, sacct and scancel."""
     prefixes = ("SQUEUE_", "SACCT_", "SCANCEL_")

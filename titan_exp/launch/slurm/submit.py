@@ -24,7 +24,7 @@ from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.rank.rank_env import environment, outer_launch
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.script import Resources, Script, render, sbatch_options
-from titan_exp.launch.slurm.squeue import in_a_sentence
+from titan_exp.launch.slurm.squeue import explain_refusal, in_a_sentence
 from titan_exp.rules.cluster import RESERVED, long_name
 from titan_exp.tracking.run_folder.files import is_held
 from titan_exp.tracking.run_folder.run_folder import write_atomically
@@ -63,7 +63,12 @@ TIMED_OUT = 124
 
 
 class RejectedError(Exception):
-    """sbatch failed; carries its message. A job may exist, if the connection broke afterwards."""
+    """sbatch failed; carries its message in a sentence. A job may exist, if the connection broke afterwards."""
+
+    def __init__(self, sentence: str, explanation: str) -> None:
+        super().__init__(sentence)
+        self.explanation = explanation
+        """Lines for the user."""
 
 
 class UncertainError(Exception):
@@ -192,13 +197,19 @@ class Batch:
                 raise UncertainError("sbatch's output cannot be read") from None
             if ended.returncode == TIMED_OUT:
                 raise UncertainError(f"sbatch did not answer within {SBATCH_LIMIT} s") from None
-            raise RejectedError(
-                in_a_sentence(str(error)) or f"sbatch ended with exit code {ended.returncode}"
-            ) from None
+            said = str(error) or f"sbatch ended with exit code {ended.returncode}"
+            raise RejectedError(in_a_sentence(said), explain_refusal(said, self._asked())) from None
         except FailedSubmissionError as error:
             printed = str(error).partition('"')[2].rpartition('"')[0]
             raise UncertainError(f"sbatch printed no job id: {printed[:200]!r}") from None
         return [job] if len(self.plans) == 1 else [f"{job}_{index}" for index in range(len(self.plans))]
+
+    def _asked(self) -> list[str]:
+        """Options of sbatch that ask for something."""
+        ours = ("job-name", "comment", "signal", "requeue", "no-requeue", "open-mode", "output")
+        found = {option: value for option, value in sbatch_options(self._script) if option not in ours}
+        asked = [f"--{option}={value}" for option, value in found.items() if value is not None]
+        return [*asked, *self._script.resources.cluster.sbatch_args]
 
 
 class _Executor(SlurmExecutor):

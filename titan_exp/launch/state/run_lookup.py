@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -179,6 +180,12 @@ class RunEntry:
         """Arguments of `titan-exp train` that continue the run, whose paths.runs may be relative to another folder."""
         path = self.folder.path
         return ["--config-path", str(path), *([f"paths.runs={path.parents[1]}"] if path.is_absolute() else [])]
+
+    @property
+    def start_command(self) -> str:
+        """Command that starts or continues the run, with others of its study."""
+        words = ["train", *self.train_arguments] if self.point is None else ["sweep", self.group]
+        return shlex.join(["titan-exp", *words])
 
 
 def runs_folder(typed: str | Path = "") -> Path:

@@ -21,6 +21,7 @@ from titan_exp.launch.executor import (
 )
 from titan_exp.launch.state.run_lookup import RunEntry, StudyFolder, StudyRecord
 from titan_exp.tracking.number_format import format_duration
+from titan_exp.tracking.run_folder.attempts import PREEMPTED, shown_state
 from titan_exp.tracking.run_folder.run import ENDED, Run, RunStatus
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.sink import REPORTED, Value
@@ -62,9 +63,9 @@ def print_dry_run(executor: Executor, plan: RunPlan) -> None:
     if status is None or status.state == "new":
         print(f"would start {folder.path}, {size_text(layout)}, to step {plan.experiment.training.last_step}")
     elif status.state == "done" or status.active:
-        print(f"would start nothing: {folder.path} is {status.state}, after step {status.step}")
+        print(f"would start nothing: {folder.path} is {status.shown}, after step {status.step}")
     else:
-        print(f"would continue {folder.path}, {status.state} after step {status.step}, {size_text(layout)}")
+        print(f"would continue {folder.path}, {status.shown} after step {status.step}, {size_text(layout)}")
     script = executor.script(plan)
     if script is not None:
         print(f"\n{script}", end="")
@@ -97,7 +98,9 @@ def _merge(run: Run, job: JobStatus | None) -> RunStatus:
         return RunStatus(job.state, step, job.reason, attempt, job_id)
     if status.state in ("new", "running"):
         return RunStatus("lost", step, job.reason or "the scheduler ended or forgot its job", attempt, job_id)
-    return RunStatus(status.state, step, status.reason or job.reason, attempt, job_id)
+    preempted = status.state == "preempted" and (job.reason or "").startswith("preempted")
+    reason = f"{status.reason}; {PREEMPTED}" if preempted and status.reason else status.reason or job.reason
+    return RunStatus(status.state, step, reason, attempt, job_id)
 
 
 Found = TypeVar("Found")
@@ -147,6 +150,11 @@ class StatusRow:
     """What happened to the worlds of the run; None if it has one."""
     reported: Mapping[str, Value] = field(default_factory=dict)
     """Metrics reported by the objective, the model, the optimizer and parts of the user's own, by name."""
+
+    @property
+    def shown(self) -> str:
+        """Word for the state."""
+        return shown_state(self.state, self.reason)
 
 
 def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:
@@ -264,6 +272,6 @@ def rung_lines(record: StudyRecord, study: StudyFolder) -> Iterator[str]:
         if not points:
             yield f"{name}: begins when the rung before is done, with the best {record.rounds.get('keep')} of it"
             continue
-        states = count_states([statuses[study.run(point).path].state for point in points])
+        states = count_states([statuses[study.run(point).path].shown for point in points])
         chosen = f", the best by {record.rounds.get('metric')}" if number > 1 else ""
         yield f"{name}: to step {points[0].steps}, {len(points)} run(s){chosen}: {states}"

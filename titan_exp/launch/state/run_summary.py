@@ -17,7 +17,7 @@ from titan_exp.launch.run_console import known_metrics
 from titan_exp.launch.state.run_lookup import RunEntry
 from titan_exp.launch.state.run_status import StatusRow, status_rows
 from titan_exp.tracking.number_format import format_bytes, format_duration, format_items, format_time
-from titan_exp.tracking.run_folder.attempts import ENDED_STATES, Attempt
+from titan_exp.tracking.run_folder.attempts import ENDED_STATES, Attempt, shown_state
 from titan_exp.tracking.run_folder.provenance_records import CodePart, children, for_shell
 from titan_exp.tracking.run_folder.run import Run
 
@@ -123,10 +123,8 @@ def _commands_for_state(summary: RunSummary, entry: RunEntry, name: str) -> list
             return [_next("retry", "titan-exp retry", name), _next("log", "titan-exp logs", name)]
         case "running" | "queued":
             return [_next("follow", "titan-exp logs -f", name), _next("stop", "titan-exp cancel", name)]
-        case "preempted" | "new" if entry.point is not None:
-            return [_next("start", "titan-exp sweep", entry.group)]
         case "preempted" | "new":
-            return [_next("start", "titan-exp train", *entry.train_arguments)]
+            return [NextCommand("start", entry.start_command)]
     return []
 
 
@@ -203,7 +201,7 @@ def _section(heading: str, lines: Sequence[str]) -> Iterator[str]:
 def _state(status: StatusRow) -> Iterator[str]:
     steps = "?" if status.steps is None else status.steps
     waits = status.step == 0 and status.state in ("new", "queued", "unknown")
-    yield f"{status.state}, of {steps} steps" if waits else f"{status.state} after step {status.step} of {steps}"
+    yield f"{status.shown}, of {steps} steps" if waits else f"{status.shown} after step {status.step} of {steps}"
     if status.reason:
         yield from status.reason.splitlines()
     numbers = known_metrics(status.loss, status.validation_loss, status.tokens_per_second)
@@ -238,7 +236,7 @@ def _attempt(attempt: Attempt) -> str:
     if attempt.end is not None:
         ended = "ended without a record" if attempt.exit is None else ENDED_STATES.get(attempt.exit, "failed")
         reason = "" if not attempt.reason else f": {attempt.reason.splitlines()[0]}"
-        parts.append(f"{ended}{reason}")
+        parts.append(f"{shown_state(ended, attempt.reason)}{reason}")
     elif attempt.start is None:
         parts.append("not started")
     return "  ".join(parts)

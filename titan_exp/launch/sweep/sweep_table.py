@@ -64,7 +64,7 @@ def show_plan(sweep_plan: SweepPlan, study: StudySweep | None, upcoming: Sequenc
     for entry in (*sweep_plan.planned, *sweep_plan.duplicates):
         path = entry.plan.folder.path
         same = labels[path] != entry.point.label
-        state = f"same run as {labels[path]}" if same else now[path].state
+        state = f"same run as {labels[path]}" if same else now[path].shown
         row = [entry.point.label, entry.plan.run_id, entry.plan.experiment_id, state]
         row += [str(entry.plan.layout.world_size), str(entry.plan.layout.nodes)]
         row += [predicted[path][name] for name in shown]
@@ -119,7 +119,7 @@ def show_outcomes(
     for entry in sweep_plan.planned:
         submission = found.get(entry.plan.folder.path)
         loss = validation = None
-        state = "not started" if submission is None else submission.outcome
+        state = "not started" if submission is None else submission.shown
         if submission is not None and state != "not started" and entry.plan.folder.path.exists():
             summary = summarize(entry.plan.folder)
             loss, validation = summary.loss, summary.validation_loss
@@ -134,20 +134,19 @@ def show_outcomes(
     if sweep_plan.duplicates:
         print(f"{len(sweep_plan.duplicates)} more point(s) are the same run as one of these.")
     _show_skipped(sweep_plan.skipped)
+    refusals: dict[str, list[str]] = {}
     for entry in sweep_plan.planned:
         submission = found.get(entry.plan.folder.path)
-        # Executors that wait have already printed it.
-        if (
-            submission
-            and submission.outcome == "refused"
-            and not executor_for(entry.plan.experiment.cluster.kind).waits
-        ):
-            print(f"[{entry.point.label}]\n  {submission.reason}", file=sys.stderr)
+        waits = executor_for(entry.plan.experiment.cluster.kind).waits  # those have already printed it
+        if submission and submission.outcome == "refused" and not waits:
+            refusals.setdefault(submission.reason or "", []).append(f"[{entry.point.label}]")
+    for reason, labels in refusals.items():
+        print("\n".join([*labels, indent(reason, "  ")]), file=sys.stderr)
     states = [row[2] for row in rows]
     print(count_states(states))
     for line in upcoming:
         print(line)
-    if upcoming and study is not None and not {"failed", "refused", "not started", "preempted"} & set(states):
+    if upcoming and study is not None and not {"failed", "refused", "not started", *STOPPED} & set(states):
         print(f"When these runs are done, the same command continues: titan-exp sweep {study.study.name}")
     for line in _next(states, sweep_plan, study):
         print(line)
@@ -161,11 +160,13 @@ def _next(states: Sequence[str], sweep_plan: SweepPlan, study: StudySweep | None
         return [f"  titan-exp status {name}", f"  titan-exp logs -f {first}", f"  titan-exp cancel {name}"]
     if study is not None and ("failed" in states or "refused" in states):
         return [f"Why: titan-exp logs {name}. The same command starts again what is missing or failed."]
-    if study is not None and ("not started" in states or "preempted" in states):
+    if study is not None and {"not started", *STOPPED} & set(states):
         return ["The same command continues where this one stopped."]
     return []
 
 
+STOPPED = ("stopped", "preempted")
+"""Words for runs that the same command continues."""
 _PREDICTED = ("GiB", "s/step", "tokens/s")
 PREDICTED = (
     "GiB is the predicted peak of a process' memory, < an upper bound that decides without planning "

@@ -28,7 +28,8 @@ class RunState:
     """Content of `state.json`. `running` is valid only while a process holds the run lock."""
 
     state: StateName
-    """`pending` before the first start; `preempted` after a requested stop, resumable; `failed` with a reason."""
+    """`pending` before the first start; `preempted` after a stop, resumable (see `shown_state`); `failed` with a
+    reason."""
     step: int
     """Finished optimizer steps."""
     time: float
@@ -36,7 +37,7 @@ class RunState:
     attempt: int
     """Number of the attempt, from 1; 0 before the first."""
     reason: str | None
-    """Reason for a failure or preemption; else None."""
+    """Reason for a failure or a stop; else None."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,16 @@ def read_json(path: Path, kind: Any = dict, made: Callable[[Any], Any] | None = 
 def has_diverged(state: str, reason: str | None) -> bool:
     """True if a run failed because its loss was not finite, as it would again; the reason names the trainer's error."""
     return state == "failed" and ": Diverged:" in (reason or "")
+
+
+PREEMPTED = "SLURM preempted the job"
+"""Words in the reason of a run that SLURM stopped before its time limit."""
+
+
+def shown_state(state: str, reason: str | None) -> str:
+    """Word for a state: files say `preempted` of every run that saved and stopped, people only of one that SLURM
+    preempted."""
+    return "stopped" if state == "preempted" and PREEMPTED not in (reason or "") else state
 
 
 WORLD = "TITAN_EXP_WORLD"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.number_format import format_duration
-from titan_exp.tracking.run_folder.attempts import ENDED_STATES, Attempt, Heartbeat, RunState, read_json
+from titan_exp.tracking.run_folder.attempts import ENDED_STATES, Attempt, Heartbeat, RunState, read_json, shown_state
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, read_last_values, read_metrics
 from titan_exp.tracking.run_folder.provenance_records import (
     Ancestor,
@@ -51,6 +51,11 @@ class RunStatus:
     attempt: int
     """Number of the last attempt; 0 before the first."""
     job_id: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """Word for the state."""
+        return shown_state(self.state, self.reason)
 
     @property
     def active(self) -> bool:

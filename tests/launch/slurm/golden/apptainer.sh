@@ -44,7 +44,12 @@ rm -f "$RUN/stop"
 signals=0
 stop() {
     signals=$((signals + 1))
-    [ -e "$RUN/stop" ] || echo "SLURM is about to end the job (time limit, or preemption)" > "$RUN/stop"
+    why="SLURM is about to end the job (time limit, or preemption)"
+    if [ -n "$SLURM_JOB_END_TIME" ]; then  # newer SLURMs set it
+        why="SLURM is about to end the job (time limit)"
+        [ $((SLURM_JOB_END_TIME - $(date +%s))) -le 420 ] || why="SLURM preempted the job before its time limit"
+    fi
+    [ -e "$RUN/stop" ] || echo "$why" > "$RUN/stop"
     [ "$signals" = 1 ] || return
     (sleep 240; kill "$step") > /dev/null 2>&1 &  # srun then kills all ranks
 }

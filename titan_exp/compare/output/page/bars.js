@@ -12,9 +12,11 @@ function bars() {
     const metric = state.metric, isDifference = state.mode === "difference" && differs(metric);
     const listed = data.rows.map((row, place) => ({ row, place, value: metric.values[place], delta: metric.deltas[place] })).filter((it) => it.value);
     const narrow = box.clientWidth < 520;
-    const rowHeight = narrow ? 44 : 32;
-    const longest = Math.max(...listed.map((it) => it.row.label.length));
-    const left = narrow ? 12 : Math.min(box.clientWidth * 0.42, 16 + longest * 6.9);
+    const space = Math.max(260, box.clientWidth) * (narrow ? 1 : 0.42) - 24;
+    for (const it of listed) it.lines = linesOf(it.row.label, space);
+    const most = Math.max(...listed.map((it) => it.lines.length)), above = narrow ? LINE * most : 0;
+    const rowHeight = narrow ? 29 + above : Math.max(32, 10 + LINE * most);
+    const left = narrow ? 12 : 22 + Math.max(...listed.flatMap((it) => it.lines.map((line) => ruler.measureText(line).width)));
     const f = frame(box, { height: listed.length * rowHeight + 54, left, right: 20 });
     const base = listed.find((it) => it.row.baseline);
     const seedsOf = (it) => (isDifference ? [] : metric.seeds[it.place].filter(finite));
@@ -32,11 +34,10 @@ function bars() {
     const zero = isDifference ? 0 : base ? base.value[0] : null;
     if (zero !== null) draw(f.svg, "line", { class: "zero", x1: x(zero), x2: x(zero), y1: f.y1, y2: f.y0 });
     listed.forEach((it, k) => {
-      const middle = f.y1 + rowHeight * k + rowHeight / 2 + (narrow ? 8 : 0);
+      const middle = f.y1 + rowHeight * k + rowHeight / 2 + above / 2;
       const ink = isDifference ? (it.delta ? INK[it.delta[3]] || "var(--quiet)" : "var(--ink)") : color(it.place);
-      const letters = narrow ? Math.floor(f.width / 7.2) : Math.max(8, Math.floor((left - 16) / 6.9));
-      const name = it.row.label.length > letters ? `${it.row.label.slice(0, letters - 1)}…` : it.row.label;
-      draw(f.svg, "text", narrow ? { class: "name", x: f.x0, y: middle - 14 } : { class: "name", x: f.x0 - 10, y: middle + 4, "text-anchor": "end" }, name);
+      const high = LINE * (it.lines.length - 1);
+      drawLines(f.svg, narrow ? { class: "name", x: f.x0, y: middle - 14 - high } : { class: "name", x: f.x0 - 10, y: middle + 4 - high / 2, "text-anchor": "end" }, it.lines);
       const [mean, from, to] = isDifference ? it.delta ? it.delta : [0, null, null] : it.value;
       if (finite(from) && finite(to)) {
         const line = draw(f.svg, "line", { x1: x(from), x2: x(to), y1: middle, y2: middle, "stroke-width": 3, "stroke-linecap": "round", opacity: 0.55 });
@@ -49,7 +50,7 @@ function bars() {
       const ring = draw(f.svg, "circle", { cx: x(mean), cy: middle, r: 5, "stroke-width": 2.5 });
       ring.style.stroke = ink;
       ring.style.fill = "var(--card)";
-      const field = draw(f.svg, "rect", { x: 0, y: middle - rowHeight / 2, width: f.width, height: rowHeight, fill: "transparent" });
+      const field = draw(f.svg, "rect", { x: 0, y: middle - rowHeight / 2 - above / 2, width: f.width, height: rowHeight, fill: "transparent" });
       field.addEventListener("pointermove", (event) => {
         const lines = [[it.place, metric.title, formatMetric(metric, it.value[0])]];
         if (finite(it.value[1])) lines.push([null, "95 % interval", `${formatMetric(metric, it.value[1])} to ${formatMetric(metric, it.value[2])}`]);

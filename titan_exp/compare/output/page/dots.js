@@ -8,23 +8,26 @@ function names(f, entries, corners) {
     for (let step = 0; step <= steps; step++) taken.push(around(x0 + ((x - x0) * step) / (steps || 1), y0 + ((y - y0) * step) / (steps || 1), 2));
   });
   for (const it of [...entries].sort((a, b) => a.y - b.y)) {
-    const text = draw(f.svg, "text", { class: it.class || "name" }, it.text), width = text.getComputedTextLength();
+    const lines = linesOf(it.text, Math.min(190, f.width / 2)), high = LINE * (lines.length - 1);
+    const text = drawLines(f.svg, { class: it.class || "name" }, lines), width = text.getBBox().width;
     const [right, left, middle] = [it.x + 13, it.x - 13 - width, it.x - width / 2];
     const spots = [[right, it.y + 4], [left, it.y + 4], [middle, it.y - 16], [middle, it.y + 25], [right, it.y - 12], [right, it.y + 20], [left, it.y - 12], [left, it.y + 20],
       [middle, it.y - 32], [middle, it.y + 41], [right, it.y - 28], [right, it.y + 36], [left, it.y - 28], [left, it.y + 36]];
-    const boxOf = ([x, base]) => ({ x0: x - 3, x1: x + width + 3, y0: base - 13, y1: base + 6 });
+    // Names above a dot end, and names beside it are centred, at their spot.
+    const first = (base) => base - (base < it.y ? high : base === it.y + 4 ? high / 2 : 0);
+    const boxOf = ([x, base]) => ({ x0: x - 3, x1: x + width + 3, y0: first(base) - 13, y1: first(base) + high + 6 });
     const gap = (box, dot) => Math.hypot(Math.max(box.x0 - dot.x, 0, dot.x - box.x1), Math.max(box.y0 - dot.y, 0, dot.y - box.y1));
     const spot = spots.find((place) => {
       const box = boxOf(place);
       // Nearer to its own dot than to any other, so that it is not taken for another's.
       if (entries.some((other) => other !== it && gap(box, other) < gap(box, it) + 4)) return false;
-      return box.x0 > 0 && box.x1 < f.width && box.y0 > 0 && box.y1 < f.y0
+      return box.x0 > f.x0 && box.x1 < f.width && box.y0 > 0 && box.y1 < f.y0
         && !taken.some((other) => box.x0 < other.x1 && box.x1 > other.x0 && box.y0 < other.y1 && box.y1 > other.y0);
     });
     if (!spot) { text.remove(); continue; }
     taken.push(boxOf(spot));
-    text.setAttribute("x", spot[0]);
-    text.setAttribute("y", spot[1]);
+    for (const line of text.children) line.setAttribute("x", spot[0]);
+    text.setAttribute("y", first(spot[1]));
   }
 }
 function dots(f, x, y, points, lines, corners, more = []) {

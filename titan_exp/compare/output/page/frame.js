@@ -69,6 +69,37 @@ function axes(f, x, y, xt, yt, xWords, yWords, xLabel, yLabel) {
   if (yLabel) draw(f.svg, "text", { x: 13, y: (f.y0 + f.y1) / 2, "text-anchor": "middle", transform: `rotate(-90 13 ${(f.y0 + f.y1) / 2})` }, yLabel);
 }
 
+// Lines of a name that fit a width, broken at spaces, or between letters where a word alone is wider.
+const ruler = document.createElement("canvas").getContext("2d");
+function linesOf(name, width) {
+  ruler.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+  const fits = (text) => ruler.measureText(text).width <= width;
+  const lines = [""];
+  for (let word of name.split(" ")) {
+    const longer = lines.at(-1) ? `${lines.at(-1)} ${word}` : word;
+    if (fits(longer)) { lines[lines.length - 1] = longer; continue; }
+    if (lines.at(-1)) lines.push("");
+    while (word.length > 1 && !fits(word)) {
+      let count = word.length - 1;
+      while (count > 1 && !fits(word.slice(0, count))) count--;
+      const sign = word.slice(0, count).search(/[._/=-][^._/=-]*$/);
+      if (sign > count / 2) count = sign + 1;
+      lines[lines.length - 1] = word.slice(0, count);
+      lines.push("");
+      word = word.slice(count);
+    }
+    lines[lines.length - 1] = word;
+  }
+  return lines;
+}
+const LINE = 15;
+// Text of several lines, whose first base line is at `y`.
+function drawLines(svg, attributes, lines) {
+  const text = draw(svg, "text", attributes);
+  lines.forEach((line, k) => draw(text, "tspan", { x: attributes.x ?? 0, dy: k ? LINE : 0 }, line));
+  return text;
+}
+
 function shown(section, paint) {
   section.hidden = false;
   return drawn(section.querySelector(".plot"), paint);

@@ -81,6 +81,19 @@ def test_record_has_the_keys_and_choices_of_named_lists(home: Path, monkeypatch:
     assert [point.choices["change"] for point in record.points] == ["none", "none", "both", "both"]
 
 
+def test_a_study_that_cannot_be_submitted_from_here_stays_as_it_was(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("titan_exp.launch.sweep.sweeper._Sweep._submit", lambda *_: None)
+    assert main(["sweep", "mine"]) == 0
+    before = {path: path.read_bytes() for path in (home / "runs" / "mine").rglob("*.*")}
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    capsys.readouterr()
+    assert main(["sweep", "mine", "cluster=slurm", "cluster.processes_per_node=1"]) == 2
+    assert capsys.readouterr().err.count("sbatch is not installed") == 1, "once, not at every point"
+    assert {path: path.read_bytes() for path in (home / "runs" / "mine").rglob("*.*")} == before
+
+
 @pytest.mark.night
 def test_study_from_start_to_end(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = finish(start("die_unless_lucky", "sweep", "mine"))

@@ -236,6 +236,9 @@ class Executor(ABC):
         """`Options` of a run that was launched, as its folder records them."""
         return self.options(load_group(folder.config, "cluster", trust=True))
 
+    def require(self, plans: Sequence[RunPlan]) -> None:  # noqa: B027  # not every executor needs something
+        """Check that runs can be submitted from here, before anything is written. Raises UserError if not."""
+
     @abstractmethod
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
         """Submit runs that are not done, queued or running; returns one result per plan, in order.

@@ -95,10 +95,25 @@ class SlurmExecutor(RemoteExecutor):
 
     scheduler = "SLURM"
 
+    def require(self, plans: Sequence[RunPlan]) -> None:
+        """Raises UserError without SLURM, and inside a job."""
+        for command in ("sbatch", "srun", "squeue", "scancel"):
+            if shutil.which(command) is None:
+                raise UserError(
+                    f"cluster=slurm: {command} is not installed on this machine. Submit from a login node of the "
+                    "cluster, or run here with cluster=local."
+                )
+        inside = os.environ.get("SLURM_JOB_ID")
+        if inside and not all(plan.experiment.cluster.submit_from_job for plan in plans):
+            raise UserError(
+                f"This process is inside SLURM job {inside}; jobs that submit jobs are usually a mistake. Submit from "
+                "a login node, run here with cluster=local, or set cluster.submit_from_job=true."
+            )
+
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
         """Submit runs that are not done, queued or running, without waiting for them. Raises UserError without SLURM,
         inside a job, or if the folder of runs cannot be written."""
-        _require_slurm(plans)
+        self.require(plans)
         return super().submit(plans, options)
 
     def start_runs(self, plans: Sequence[RunPlan], snapshot: CodeSnapshot) -> Iterable[Submission]:
@@ -303,18 +318,3 @@ def _scancel(options: Sequence[str], jobs: Collection[str], at_once: int = SCANC
             final = len(chunk) == 1 or error.silent
             failures |= dict.fromkeys(chunk, str(error)) if final else _scancel(options, chunk, at_once=1)
     return failures
-
-
-def _require_slurm(plans: Sequence[RunPlan]) -> None:
-    for command in ("sbatch", "srun", "squeue", "scancel"):
-        if shutil.which(command) is None:
-            raise UserError(
-                f"cluster=slurm: {command} is not installed on this machine. Submit from a login node of the cluster, "
-                "or run here with cluster=local."
-            )
-    inside = os.environ.get("SLURM_JOB_ID")
-    if inside and not all(plan.experiment.cluster.submit_from_job for plan in plans):
-        raise UserError(
-            f"This process is inside SLURM job {inside}; jobs that submit jobs are usually a mistake. Submit from a "
-            "login node, run here with cluster=local, or set cluster.submit_from_job=true."
-        )

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.study.points import Point, require_swept_once, values_of
-from titan_exp.launch.executor import Submission, SubmitOptions, executor_for, worst_exit_code
+from titan_exp.launch.executor import Executor, Submission, SubmitOptions, executor_for, worst_exit_code
 from titan_exp.launch.provenance.changes import report_stale
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan
@@ -194,35 +194,38 @@ class _Sweep:
         self.started = True
 
     def _start(self, plan: SweepPlan, values: Mapping[Path, float]) -> None:
-        """Record the study, and submit the runs of a round that have no value yet."""
+        """Submit the runs of a round that have no value yet, executors that wait last. The study is recorded before,
+        once they can be submitted from here."""
+        entries = [entry for entry in plan.planned if entry.plan.folder.path not in values]
+        by_kind: dict[str, list[RunPlan]] = {}
+        for entry in entries:
+            by_kind.setdefault(entry.plan.experiment.cluster.kind, []).append(entry.plan)
+        executors = sorted(map(executor_for, by_kind), key=lambda executor: executor.waits)
+        for executor in executors:
+            executor.require(by_kind[executor.kind])
         self._record(self.whole + plan)
-        self._submit([entry for entry in plan.planned if entry.plan.folder.path not in values])
-
-    def _submit(self, entries: Sequence[PlannedPoint]) -> None:
-        """Submit runs, executors that wait last."""
         report_stale([entry.plan for entry in entries], self.console.echo)
         for line in remarks_on(entry.plan for entry in entries):
             self.console.echo(line)
         titles = {entry.plan.folder.path: entry.point.label for entry in entries}
-        by_kind: dict[str, list[RunPlan]] = {}
-        for entry in entries:
-            by_kind.setdefault(entry.plan.experiment.cluster.kind, []).append(entry.plan)
-        for executor in sorted(map(executor_for, by_kind), key=lambda executor: executor.waits):
-            plans = by_kind[executor.kind]
-            on_cpu = all(device_type(plan.experiment.cluster) == "cpu" for plan in plans)
-            if executor.waits and self.options.jobs > 1 and not on_cpu:
-                self.console.echo("On GPUs every run may use all of them, so runs go one after another.")
-            submit_options = SubmitOptions(
-                echo=self.console.echo,
-                title=lambda plan: titles[plan.folder.path],
-                jobs=self.options.jobs if on_cpu else 1,
-                stop_requested=(lambda: False) if self.study is None else self.study.stop_requested,
-            )
-            if executor.waits and self.study is not None and not self.locked:
-                self.held.enter_context(self.study.lock())
-                self.locked = True
-            for submission in executor.submit(plans, submit_options):
-                self.found[submission.plan.folder.path] = submission
+        for executor in executors:
+            self._submit(executor, by_kind[executor.kind], titles)
+
+    def _submit(self, executor: Executor, plans: Sequence[RunPlan], titles: Mapping[Path, str]) -> None:
+        on_cpu = all(device_type(plan.experiment.cluster) == "cpu" for plan in plans)
+        if executor.waits and self.options.jobs > 1 and not on_cpu:
+            self.console.echo("On GPUs every run may use all of them, so runs go one after another.")
+        submit_options = SubmitOptions(
+            echo=self.console.echo,
+            title=lambda plan: titles[plan.folder.path],
+            jobs=self.options.jobs if on_cpu else 1,
+            stop_requested=(lambda: False) if self.study is None else self.study.stop_requested,
+        )
+        if executor.waits and self.study is not None and not self.locked:
+            self.held.enter_context(self.study.lock())
+            self.locked = True
+        for submission in executor.submit(plans, submit_options):
+            self.found[submission.plan.folder.path] = submission
 
 
 def _with_value(plan: SweepPlan, values: Mapping[Path, float]) -> list[PlannedPoint]:

@@ -45,7 +45,7 @@ def test_rows_have_the_documented_keys(tmp_path):
     assert [row["step"] for row in rows] == [5, 10]
     assert rows[1]["tokens"] == 10 * 8 * 64
     assert rows[0]["lr"] == pytest.approx(3e-3)
-    for key in ("loss", "grad_norm", "tokens_per_second", "tflops", "memory", "attempt"):
+    for key in ("loss", "grad_norm", "tokens_per_second", "tflops", "memory", "attempt", "time"):
         assert isinstance(rows[1][key], float | int), key
     assert rows[1]["mfu"] is None, "nobody knows a CPU's peak"
 

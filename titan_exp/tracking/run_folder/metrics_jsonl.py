@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, overload
 
@@ -193,8 +192,10 @@ class JsonlSink:
     logged, and the next row retries; `close` raises if rows are left.
     """
 
-    def __init__(self, path: Path, attempt: int) -> None:
+    def __init__(self, path: Path, attempt: int, clock: Callable[[], float] | None = None) -> None:
+        """`clock` gives the Unix time of a row, which rows without one do not have."""
         repair(path)
+        self._clock = clock
         self._attempt = attempt
         self._path = path
         self._file = path.open("ab", buffering=0)
@@ -202,10 +203,11 @@ class JsonlSink:
         self._failed = False
 
     def log(self, row: Mapping[str, Value | Sequence[int]]) -> None:
-        """Write the row, with this attempt's number if it has none, and the Unix time."""
+        """Write the row, with this attempt's number if it has none, and its time."""
         encoded = {key: _encode(value) for key, value in row.items()}
         encoded.setdefault("attempt", self._attempt)
-        encoded["time"] = round(time.time(), 3)
+        if self._clock is not None:
+            encoded["time"] = round(self._clock(), 3)
         self._buffer += json.dumps(encoded, allow_nan=False).encode() + b"\n"
         try:
             self._write()

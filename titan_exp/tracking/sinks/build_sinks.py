@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,7 +101,7 @@ class TensorBoardSink:
 def build_sinks(experiment: Experiment, folder_path: Path, run_id: str, attempt: int) -> list[Sink]:
     """Sinks of rank 0, metrics.jsonl first; the others are best-effort. `attempt` starts at 1."""
     folder = RunFolder(folder_path)
-    sinks: list[Sink] = [JsonlSink(folder.metrics, attempt)]
+    sinks: list[Sink] = [JsonlSink(folder.metrics, attempt, time.time)]
     if experiment.tracking.tensorboard:
         sinks.append(
             BestEffortSink("TensorBoard", "tracking.tensorboard", lambda: TensorBoardSink(folder.path / "tensorboard"))

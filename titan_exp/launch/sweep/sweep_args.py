@@ -5,11 +5,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_exp.config.command_line.options import SWEEP_SWITCHES, SWITCHES, VALUED, read_arguments, take_flags
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.study.study import Study
-from titan_exp.config.study.study_file import find_study, read_study, study_files
+
+if TYPE_CHECKING:
+    from titan_exp.config.study.study import Study
 
 SHOWS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc"}
 """Flags that show something instead of training."""
@@ -69,6 +71,8 @@ class SweepArgs:
 def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
     """Parse the arguments of `titan-exp sweep`; None without arguments. Raises UserError about an unknown study or
     flag."""
+    from titan_exp.config.study.study_file import find_study, read_study, study_files  # `train` needs none
+
     flags, rest = take_flags(typed, SWEEP_SWITCHES[:-1], {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="sweep")
     arguments = read_arguments(rest)
     names = [word for word in arguments.overrides if "=" not in word and not word.startswith(("~", "+"))]
@@ -130,7 +134,7 @@ def _options(flags: Mapping[str, str | int | bool]) -> SweepOptions:
     )
 
 
-def _overrides_in(study: Study) -> list[str]:
+def _overrides_in(study: "Study") -> list[str]:
     """All overrides of a study, one per key with comma-separated values."""
     by_key: dict[str, dict[str, None]] = {}
     ranges = study.search.ranges if study.search else {}

@@ -32,9 +32,7 @@ def test_rows_read_back_bitwise(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     loss = 1 / 3 * 1e-7
     write(path, {"step": 1, "tokens": 2**60 + 1, "loss": loss, "mfu": None, "attempt": 4})
-    assert read_metrics(path) == [
-        {"step": 1, "tokens": 2**60 + 1, "loss": loss, "mfu": None, "attempt": 4}
-    ]
+    assert read_metrics(path) == [{"step": 1, "tokens": 2**60 + 1, "loss": loss, "mfu": None, "attempt": 4}]
 
 
 def test_no_file_is_no_rows(tmp_path: Path) -> None:

@@ -131,11 +131,15 @@ def _installed() -> list[str]:
     first, which takes 2."""
 
     def may_have_one(folder: str) -> bool:
-        with contextlib.suppress(OSError):
-            names = os.listdir(folder or ".")
-            files = (os.path.join(folder, name, "entry_points.txt") for name in names if name.endswith("-info"))
-            return any(ENTRY_POINTS in Path(file).read_text(errors="replace") for file in files if os.path.exists(file))
-        return os.path.isfile(folder)  # an archive
+        try:
+            names = [name for name in os.listdir(folder or ".") if name.endswith("-info")]
+        except OSError:
+            return os.path.isfile(folder)  # an archive
+        for name in names:
+            with contextlib.suppress(OSError), open(os.path.join(folder, name, "entry_points.txt"), "rb") as file:
+                if ENTRY_POINTS.encode() in file.read():
+                    return True
+        return False
 
     if not any(map(may_have_one, sys.path)):
         return []

@@ -81,17 +81,23 @@ def test_record_has_the_keys_and_choices_of_named_lists(home: Path, monkeypatch:
     assert [point.choices["change"] for point in record.points] == ["none", "none", "both", "both"]
 
 
+@pytest.mark.parametrize(("installed", "says"), [(False, "sbatch is not installed"), (True, "SLURM cannot be asked")])
 def test_a_study_that_cannot_be_submitted_from_here_stays_as_it_was(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    installed: bool, says: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("titan_exp.launch.sweep.sweeper._Sweep._submit", lambda *_: None)
     assert main(["sweep", "mine"]) == 0
     before = {path: path.read_bytes() for path in (home / "runs" / "mine").rglob("*.*")}
-    monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.setattr("shutil.which", lambda command: command if installed else None)
+    monkeypatch.setattr("titan_exp.launch.slurm.squeue.subprocess.run", no_cluster)
     capsys.readouterr()
     assert main(["sweep", "mine", "cluster=slurm", "cluster.processes_per_node=1"]) == 2
-    assert capsys.readouterr().err.count("sbatch is not installed") == 1, "once, not at every point"
+    assert capsys.readouterr().err.count(says) == 1, "once, not at every point"
     assert {path: path.read_bytes() for path in (home / "runs" / "mine").rglob("*.*")} == before
+
+
+def no_cluster(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.CompletedProcess([], 1, "", "squeue: error: resolve_ctls_from_dns_srv: no configuration source")
 
 
 @pytest.mark.night

@@ -102,8 +102,13 @@ def test_a_scheduler_gets_all_points_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submitted: list[list[RunPlan]] = []
+    required: list[int] = []
 
     class Scheduler(SlurmExecutor):
+        def require(self, plans: Sequence[RunPlan]) -> None:
+            assert not submitted, "asked before anything is submitted"
+            required.append(len(plans))
+
         def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
             submitted.append([*plans])
             for plan in plans:
@@ -114,6 +119,7 @@ def test_a_scheduler_gets_all_points_at_once(
     monkeypatch.setattr("titan_exp.launch.sweep.sweeper.executor_for", lambda kind: {"slurm": Scheduler(kind)}[kind])
     assert main(["sweep", "parallelism_degrees", "size=cluster", "cluster.nodes=2", "cluster.time_limit=1:30:00"]) == 0
     ((first, *others),) = submitted
+    assert required == [7]
     layout = ResolvedLayout.of(first.experiment)
     assert (len(others), layout.world_size, layout.nodes) == (6, 16, 2)
     assert (len({plan.run_id for plan in submitted[0]}), len({plan.experiment_id for plan in submitted[0]})) == (7, 1)

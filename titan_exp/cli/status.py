@@ -118,9 +118,7 @@ def _lines(rows: Sequence[StatusRow], *, in_full: bool, width: int | None) -> li
     lines = [_line({name: name for name in shown}, [name for name in known if name in shown], widths)]
     lines += [_line(row, [name for name in known if name in shown], widths) for row in cells]
     if missing := [name for name in known if name not in shown]:
-        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED + 1 else ""
-        named = missing if not more else missing[:NAMED]
-        lines += ["", *_wrapped(f"A wider terminal, show RUN and --json have {', '.join(named)}{more}.", width)]
+        lines += ["", *_wrapped(f"A wider terminal and --json have {_some(missing)}.", width)]
     return lines + _reasons(cells, width)
 
 
@@ -143,10 +141,14 @@ def _reasons(cells: Sequence[Mapping[str, str]], width: int | None) -> list[str]
             runs.setdefault((row["state"], row["reason"]), []).append(row["run"])
     lines = []
     for (state, reason), names in runs.items():
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED + 1 else ""
-        named = names if not more else names[:NAMED]
-        lines += ["", *_wrapped(f"{state}: {', '.join(named)}{more}", width), *_wrapped(reason, width, indent="  ")]
+        lines += ["", *_wrapped(f"{state}: {_some(names)}", width), *_wrapped(reason, width, indent="  ")]
     return lines
+
+
+def _some(names: Sequence[str]) -> str:
+    """Names in a sentence: the first ones and the number of others, if there are many."""
+    whole = len(names) <= NAMED + 1
+    return ", ".join(names) if whole else f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
 
 
 def _wrapped(text: str, width: int | None, indent: str = "") -> list[str]:

@@ -96,7 +96,17 @@ class SlurmExecutor(RemoteExecutor):
     scheduler = "SLURM"
 
     def require(self, plans: Sequence[RunPlan]) -> None:
-        """Raises UserError without SLURM, and inside a job."""
+        """Raises UserError without SLURM or its answer, and inside a job."""
+        self._require_login_node(plans)
+        try:
+            listed_jobs([os.geteuid()])
+        except UnreachableError as error:
+            raise UserError(
+                f"cluster=slurm: SLURM cannot be asked, so nothing is submitted: {error}. Type the same command again "
+                "once it answers, submit from a login node of the cluster, or run here with cluster=local."
+            ) from None
+
+    def _require_login_node(self, plans: Sequence[RunPlan]) -> None:
         for command in ("sbatch", "srun", "squeue", "scancel"):
             if shutil.which(command) is None:
                 raise UserError(
@@ -113,7 +123,7 @@ class SlurmExecutor(RemoteExecutor):
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
         """Submit runs that are not done, queued or running, without waiting for them. Raises UserError without SLURM,
         inside a job, or if the folder of runs cannot be written."""
-        self.require(plans)
+        self._require_login_node(plans)
         return super().submit(plans, options)
 
     def start_runs(self, plans: Sequence[RunPlan], snapshot: CodeSnapshot) -> Iterable[Submission]:

@@ -36,7 +36,7 @@ quick: $(TESTS) compiled
 ## things broken on purpose that must be noticed.
 night: $(TESTS) peer compiled
 	$(PYTEST) -m night
-	$(PYTEST) tests/parity/*mutations.py tests/extensions/*/*mutations.py tests/parity/test_drawn.py --layouts 300
+	$(PYTEST) tests/parity/*mutations.py tests/launch/*mutations.py tests/extensions/*/*mutations.py tests/parity/test_drawn.py --layouts 300
 	$(MAKE) tools
 	$(MAKE) docs
 
@@ -56,13 +56,13 @@ $(OTHER)/.installed: pyproject.toml
 	$(OTHER)/bin/python -m pip install --quiet 'torch==$(TORCH).*' 'numpy<2.4' --editable '.[test]'
 	touch $@
 
-## torchtune and the lm-evaluation-harness opened on our exports, in an environment of their own: they want older packages.
+## torchtune and the lm-evaluation-harness opened on our exports, and on our models, in an environment of their own: they want older packages.
 tools:
 	test -x .venv-tools/bin/python || $(PYTHON) -m venv .venv-tools
 	.venv-tools/bin/python -m pip install --quiet --constraint .ci/constraints.txt torch
 	.venv-tools/bin/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[test]'
 	.venv-tools/bin/python -m pip install --quiet torchtune==0.6.1 'torchao==0.15.*' 'lm-eval[hf]'
-	OMP_NUM_THREADS=1 .venv-tools/bin/python -m pytest -m slow tests/checkpoint/test_other_tools.py
+	OMP_NUM_THREADS=1 .venv-tools/bin/python -m pytest -m slow tests/checkpoint/test_other_tools.py tests/extensions/tasks/test_lm_eval.py
 
 ## torchtitan for `python -m benchmarks versus`, in a folder of its own: its needs are no needs of titan_exp.
 peer: .peer/.installed

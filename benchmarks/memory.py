@@ -38,7 +38,7 @@ SECONDS = 900
 """Limit of a plan or of a rank's steps."""
 ALWAYS = (
     *("cluster=slurm_h100", "compile=none", "training.mixed_precision=bf16"),
-    *("data.virtual_shards=128", "checkpoint=none", "training.evaluate_every=0"),
+    *("data.virtual_shards=128", "checkpoint=none", "evaluation.every=0"),
 )
 COMMON = (*ALWAYS, "model=llama3_8b", "training.seq_len=8192")
 # A CPU has no Triton.
@@ -334,7 +334,7 @@ GATED = {
     "experts, ep=2, async": f"{EXPERTS} {ROWS} parallelism.dp_shard=2 parallelism.ep=2",
 }
 """Overrides by case."""
-GATE_COMMON = "cluster.device=cpu training.steps=4 training.evaluate_every=0 checkpoint.every=2 plan.predict=always"
+GATE_COMMON = "cluster.device=cpu training.steps=4 evaluation.every=0 checkpoint.every=2 plan.predict=always"
 
 
 @dataclass(frozen=True)

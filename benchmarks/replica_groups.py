@@ -40,7 +40,7 @@ PAUSE = 0.1
 """Seconds added to every forward pass until the last kill, so that steps do not run out."""
 TRAIN = [
     *("model=llama_debug", "training.seq_len=64", "training.global_batch_size=8", "training.micro_batch_size=1"),
-    *("training.evaluate_every=0", "tracking.log_every=1", "checkpoint.every=20", "optimizer.lr=1e-5"),
+    *("evaluation.every=0", "tracking.log_every=1", "checkpoint.every=20", "optimizer.lr=1e-5"),
     *("optimizer.eps=1e-4", "cluster.device=cpu", f"cluster.group_heartbeat_seconds={HEARTBEAT:g}"),
     *("cluster.group_timeout_seconds=30", "lr_schedule.warmup_steps=1"),
 ]
@@ -134,7 +134,7 @@ class _Victim:
         return quorum is not None and quorum.size >= NEEDED.get(phase, 3) and len(quorum.behind) < quorum.size - 1
 
     def _kill(self, phase: str, order: dict[str, Any]) -> None:
-        # A wait for a dead group is no moment of the phase.
+        # A wait for a dead group is not a moment of the phase.
         time.sleep(order["moment"] * min(self._seconds.get(phase, 0.0), LONGEST))
         if not self._survivable(phase):
             return

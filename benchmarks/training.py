@@ -21,6 +21,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.data.batch import Batch
 from titan_exp.data.sources.base import build_source
+from titan_exp.launch.rank.rank_env import waiting_threads
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.llama import Config
 from titan_exp.optim import grad_clip
@@ -36,7 +37,7 @@ from titan_exp.trainer.parts import acting_parts
 from titan_exp.trainer.train_state import assemble
 
 RECIPE_BASE = (
-    *("model=llama_debug", "training.seq_len=128", "training.global_batch_size=16", "training.evaluate_every=0"),
+    *("model=llama_debug", "training.seq_len=128", "training.global_batch_size=16", "evaluation.every=0"),
     *("training.mixed_precision=bf16", "tracking.log_every=1", "checkpoint=none", "parallelism.dp_shard=1"),
     *("optimizer.lr=1e-3", "lr_schedule.warmup_steps=20", "lr_schedule.decay_steps=50"),
 )
@@ -63,7 +64,7 @@ RECIPES = {
 }
 OPTIMIZER_BASE = (
     *("model=llama_laptop", "model.dim=256", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=768"),
-    *("training.seq_len=256", "training.global_batch_size=4", "checkpoint=none", "training.evaluate_every=0"),
+    *("training.seq_len=256", "training.global_batch_size=4", "checkpoint=none", "evaluation.every=0"),
     *("parallelism.dp_shard=1", "cluster.device=cpu"),
 )
 OPTIMIZERS = [
@@ -196,7 +197,7 @@ def optimizers(options: OptimizerOptions, out: Output) -> None:
 
 def experiment(steps: int) -> Experiment:
     """Experiment of every loop."""
-    return resolved(f"training.steps={steps}", "training.evaluate_every=0", "checkpoint.every=50", "cluster.device=cpu")
+    return resolved(f"training.steps={steps}", "evaluation.every=0", "checkpoint.every=50", "cluster.device=cpu")
 
 
 class Block(nn.Module):
@@ -372,7 +373,7 @@ def trainer_overhead(options: OverheadOptions, out: Output) -> None:
         for name, loop in (("torch", torch_alone), ("plain", plain), ("ours", ours))
     }
     # As the launcher sets for its ranks; the minimal loops have torch's defaults.
-    loops["ours"] = partial(loops["ours"], OMP_WAIT_POLICY="PASSIVE")
+    loops["ours"] = partial(loops["ours"], **waiting_threads())
     found = in_turns(loops, options.rounds, swap=True)
     rates = {role: [run["tokens_per_second"] for run in runs] for role, runs in found.items()}
     table = out.table({"loop": "", "tokens/s": ",.0f", "ours / it": ".3f", "each": ""}, f"{options.steps} steps")

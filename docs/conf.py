@@ -10,13 +10,14 @@ from sphinx.addnodes import pending_xref
 
 project = "titan_exp"
 html_title = "titan_exp"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 
 root_doc = "docs/index"
 include_patterns = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "AGENTS.md",
     "benchmarks/log/README.md",
     "docs/*.md",
     "docs/*/*.md",

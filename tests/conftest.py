@@ -92,12 +92,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         by_day = any(item.get_closest_marker(marker) is not None for marker in ("day", "cuda"))
         if fixed and crc32(item.name.encode()) % share and not by_day:
             item.add_marker(pytest.mark.night)
+    _leave_cases_to_the_night(items)
     proofs.collect(config, items)
     if "night" not in config.option.markexpr:
         # Left out, not skipped: a list of some dozens would hide what was skipped for a reason.
         kept = [item for item in items if item.get_closest_marker("night") is None]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+def cases_by_day() -> dict[str, int]:
+    """Number of cases that run by day, by test, of the tests in `tests/cases_by_day.txt`."""
+    lines = Path(__file__).with_name("cases_by_day.txt").read_text(encoding="utf-8").splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+    return {name: int(number) for name, number in pairs}
+
+
+def _leave_cases_to_the_night(items: list[pytest.Item]) -> None:
+    """Of tests with many long cases, some run by day, the same each time, and all that docs/models.md names."""
+    wanted = cases_by_day()
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if (name := item.nodeid.partition("[")[0]) in wanted:
+            cases.setdefault(name, []).append(item)
+    for name, found in cases.items():
+        order = sorted(found, key=lambda item: (item.get_closest_marker("day") is None, crc32(item.name.encode())))
+        for item in order[wanted[name] :]:
+            if item.get_closest_marker("proves") is None:
+                item.add_marker(pytest.mark.night)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -12,6 +12,7 @@ from statistics import median
 
 import pytest
 
+from tests.conftest import cases_by_day
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.models.spec.transformer import TransformerConfig
 
@@ -237,3 +238,10 @@ def test_every_mutation_runs_where_its_file_is_named():
     command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", *named]
     found = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120, check=True)
     assert "deselected" not in found.stdout
+
+
+def test_cases_left_to_the_night_are_of_tests_that_exist():
+    for name, number in cases_by_day().items():
+        file, _, test = name.partition("::")
+        assert re.search(rf"^def {test}\(|^{test} = ", (PACKAGE.parent / file).read_text(), re.MULTILINE), name
+        assert number >= 0

@@ -248,7 +248,7 @@ class Job:
             *self.case.model,
             *(["cluster.device=cpu"] if self.tiny else ["training.mixed_precision=bf16"]),
             *(f"training.seq_len={self.seq_len}", f"training.global_batch_size={SEQUENCES}"),
-            *(f"training.steps={self.steps}", "training.evaluate_every=0", "parallelism.dp_shard=1"),
+            *(f"training.steps={self.steps}", "evaluation.every=0", "parallelism.dp_shard=1"),
             *(f"optimizer.lr={LR}", "optimizer.decay_vectors=true", "lr_schedule=constant"),
             *("lr_schedule.warmup_steps=0", f"data.tokenizer={self.tokenizer}", "checkpoint=none"),
             # Only the last row synchronizes, after the last timed step.

@@ -207,7 +207,7 @@ def compare(options: "VersusOptions", rows: list[str], out: Output) -> int:
     jobs = [Job(row, options.warmup, options.steps, options.tiny, tokenizer=options.tokenizer) for row in rows]
     head = f"{machine()}, {options.warmup} + {options.steps} steps"
     if options.tiny:
-        head += ". Tiny shapes in fp32 on a CPU: the rates mean nothing."
+        head += ". Tiny shapes in fp32 on a CPU, where the host's time dominates."
     folder = options.output or Path("outputs") / f"versus-{time.strftime('%Y%m%d-%H%M%S')}"
     results = Results(folder, head)
     gib = float("inf") if options.tiny else torch.cuda.get_device_properties(0).total_memory / GIB
@@ -254,6 +254,7 @@ def versus(options: VersusOptions, out: Output) -> int:
     python -m benchmarks versus --plan              # the planner's table of all rows; needs no GPU
     python -m benchmarks versus --plan --classes    # and kernels of every row: launches, bytes, time
     python -m benchmarks versus --tiny              # tiny shapes on a CPU, to check both sides
+    python -m benchmarks versus --tiny --warmup 50 --steps 300    # and the host's time of a step, on an idle machine
 
     Installs nothing and needs no installed titan_exp. Both train from the same cached weights on the same tokens in the
     same order with the same AdamW and a constant learning rate, in turn (A B B A) in fresh processes. The table

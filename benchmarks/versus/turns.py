@@ -28,6 +28,7 @@ from benchmarks.bench import (
 )
 from benchmarks.versus.cases import MEMORY_GOAL, PEER, SIDES, Job, case_of, sides_of
 from titan_exp.config.machine.devices import ALLOC_CONF, EXPANDABLE
+from titan_exp.launch.rank.rank_env import waiting_threads
 
 COMMAND = CALL
 """Command of a role's process."""
@@ -221,7 +222,7 @@ class Session:
         graphs = role == "ours" and "compile.cuda_graphs=true" in job.case.ours
         extra = {} if graphs else {ALLOC_CONF: EXPANDABLE}
         if role == "ours":
-            extra["OMP_WAIT_POLICY"] = "PASSIVE"
+            extra |= waiting_threads()
         if job.tiny:
             extra["CUDA_VISIBLE_DEVICES"] = ""
         arguments = {"role": role, "cache": str(self.cache), "job": dataclasses.asdict(job)}

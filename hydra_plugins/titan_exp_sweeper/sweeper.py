@@ -71,7 +71,10 @@ class TitanExpSweeper(Sweeper):
 
         asked = current_sweep_options()
         typed = parser.parse_overrides([*arguments, *asked.typed])
-        study = None if asked.study is None else StudySweep(read_study(asked.study), asked.size, typed)
+        study = None
+        if asked.study is not None:
+            question = read_study(asked.study)
+            study = StudySweep(question, asked.size, typed, compose, change_question=asked.change_question)
         code = sweep([] if study is not None else points(typed), compose, asked, study=study)
         if code:
             raise SystemExit(code)

@@ -45,7 +45,7 @@ def test_killed_save_process_is_replaced_by_the_next_save(tmp_path, caplog, capf
             saver.save(20, [model], optimizer, {}, {"step": 20})
         saver.wait()
         if moment == "writing":
-            assert "step 20 could not be written" in caplog.text
+            assert "could not write the checkpoint of step 20" in caplog.text
             assert "the checkpoint save process of this or another rank died" in caplog.text
             assert list(saver.folder.path.glob("*.partial")) == []
             saver.save(20, [model], optimizer, {}, {"step": 20})

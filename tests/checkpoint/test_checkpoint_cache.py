@@ -84,7 +84,7 @@ def test_one_checkpoint_of_a_run_is_downloaded(here, tmp_path):
     assert generate_command([url, "tokens=3"]) == 0
     (share / "step-00000004/checksums.json").unlink()
     assert open_checkpoint(local_copy(url)).path.name == "step-00000002"
-    with pytest.raises(UserError, match="no complete checkpoint"):
+    with pytest.raises(UserError, match="is not a complete checkpoint"):
         local_copy(f"{url}/step-00000004")
     with pytest.raises(UserError, match=r"step=4.*no complete checkpoint"):
         local_copy(url, step=4)

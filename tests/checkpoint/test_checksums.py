@@ -50,7 +50,7 @@ def test_damage_is_detected_and_an_older_checkpoint_used(tmp_path, caplog, name:
     again = checkpointer(tmp_path)
     assert again.latest() == 10
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    for word in ("step 20 is damaged", "step 10 is used instead", "step-00000020.damaged"):
+    for word in ("step 20 is damaged", "We use that of step 10 instead", "step-00000020.damaged"):
         assert word in line
     if name == DATA_FILE:
         assert DATA_FILE in line
@@ -126,7 +126,7 @@ def test_checkpoint_without_checksums_loads_with_a_log_line(tmp_path, caplog):
     (saver.folder.path_of(10) / CHECKSUMS_FILE).unlink()
     caplog.set_level("INFO", logger="titan_exp")
     assert checkpointer(tmp_path).latest() == 10
-    assert "predates checksums" in caplog.text
+    assert "is older than checksums" in caplog.text
 
 
 @pytest.mark.parametrize("harm", [truncate, Path.unlink])

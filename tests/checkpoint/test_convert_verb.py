@@ -60,7 +60,7 @@ def test_convert_roundtrip(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
         source = tmp_path / name
     assert_holds(open_checkpoint(source), "llama3")
     out = capsys.readouterr().out
-    assert "matching overrides: model=" in out
+    assert "to use it, type model=" in out
     assert "fits but for model." in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b.pt", "c", "d", "e"]
 
@@ -86,7 +86,7 @@ def test_wrong_arguments(folder: Path, tmp_path: Path):
     assert "huggingface" in refused(str(folder), str(tmp_path / "x"), "format=huggingfase")
     assert "exists" in refused(str(folder), str(tmp_path))
     assert "does not exist" in refused(str(tmp_path / "nowhere"), str(tmp_path / "x"))
-    assert "no checkpoint" in refused(str(tmp_path), str(tmp_path / "x"))
+    assert "is not a checkpoint" in refused(str(tmp_path), str(tmp_path / "x"))
     assert "a folder" in refused(str(folder), str(tmp_path / "x.pt"), "format=llama")
     assert "a file" in refused(str(folder), str(tmp_path / "x"), "format=torch")
     assert "only a run folder" in refused(str(folder), str(tmp_path / "x"), "step=3")
@@ -113,13 +113,16 @@ def _no_weights(copy: Path) -> None:
 
 HARM: list[tuple[Callable[[Path], object], str]] = [
     (_drop_file, "lists model-00002-of-0000"),
-    (_cut_file, "damaged or was not downloaded completely"),
+    (_cut_file, "damaged, or its download was not complete"),
     (_no_weights, "no \\*.safetensors"),
     (lambda copy: (copy / "config.json").unlink(), "without config.json"),
-    (lambda copy: (copy / "config.json").write_text("{"), "cannot be read"),
-    (lambda copy: change(copy / "config.json", model_type="unheard"), "(families here are|supported:) .*'llama'"),
+    (lambda copy: (copy / "config.json").write_text("{"), "is damaged: it is not JSON"),
+    (lambda copy: change(copy / "config.json", model_type="unheard"), "(Our families|We) read .*'llama'"),
     (lambda copy: change(copy / "config.json", attention_bias=True), "attention_bias=True"),
-    (lambda copy: change(copy / "config.json", rope_scaling={"rope_type": "dynamic"}), "'dynamic' is not supported"),
+    (
+        lambda copy: change(copy / "config.json", rope_scaling={"rope_type": "dynamic"}),
+        "do not have rope scaling 'dynamic'",
+    ),
     (
         lambda copy: change(copy / "config.json", num_hidden_layers=3),
         r"missing: model.layers.2.input_layernorm.weight \[64\]",
@@ -130,7 +133,7 @@ HARM: list[tuple[Callable[[Path], object], str]] = [
     ),
     (
         lambda copy: change(copy / "config.json", num_key_value_heads=4),
-        r"shape: model.layers.0.self_attn.k_proj.weight is \[32, 64\], the model's is \[64, 64\]",
+        r"shape: model.layers.0.self_attn.k_proj.weight is \[32, 64\], and \[64, 64\] in the model",
     ),
     (lambda copy: change(copy / "config.json", intermediate_size=100), "a multiple of 32"),
 ]
@@ -164,7 +167,7 @@ def test_other_torch_files_are_refused(tmp_path: Path):
     torch.save({"a.weight": torch.ones(2)}, tmp_path / "other.pt")
     assert "not of titan-exp" in refused(str(tmp_path / "other.pt"), str(tmp_path / "x"))
     (tmp_path / "text.pt").write_text("words")
-    assert "is not a file written by torch.save" in refused(str(tmp_path / "text.pt"), str(tmp_path / "x"))
+    assert "is not a file of torch.save" in refused(str(tmp_path / "text.pt"), str(tmp_path / "x"))
     folder = exported("llama3", "llama", tmp_path / "llama")
     assert "Use its folder" in refused(str(folder / "consolidated.00.pth"), str(tmp_path / "x"))
     shutil.copyfile(folder / "consolidated.00.pth", folder / "consolidated.02.pth")
@@ -178,7 +181,7 @@ def test_a_full_disk_leaves_nothing(form: str, folder: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(os, "posix_fallocate" if form in ("llama", "torch") else "fsync", full)
     target = tmp_path / ("x.pt" if form == "torch" else "x")
-    assert "is full; the partial export was removed" in refused(str(folder), str(target), f"format={form}")
+    assert "is full, so we have removed the partial export" in refused(str(folder), str(target), f"format={form}")
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
 

@@ -36,8 +36,8 @@ def test_full_disk_costs_one_checkpoint(tmp_path, caplog, mode, leave):
             one_step(model, optimizer)
             saver.save(20, [model], optimizer, {}, {"step": 20})
             saver.wait()
-            assert "step 20 could not be written" in caplog.text
-            assert "training continues, and the newest complete one is that of step 10" in caplog.text
+            assert "could not write the checkpoint of step 20" in caplog.text
+            assert "Training continues, and the newest complete one is that of step 10" in caplog.text
             assert "No space left on device" in caplog.text
             assert [entry.name for entry in saver.folder.path.iterdir()] == ["step-00000010"]
             assert find_damage(saver.folder.path_of(10)) is None
@@ -53,7 +53,7 @@ def test_full_disk_costs_one_checkpoint(tmp_path, caplog, mode, leave):
 
 
 def test_read_only_folder_is_refused_before_training(tmp_path):
-    with read_only(tmp_path), pytest.raises(UserError, match=r"cannot be written.*Read-only file system"):
+    with read_only(tmp_path), pytest.raises(UserError, match=r"Cannot write checkpoints.*Read-only file system"):
         checkpointer(tmp_path)
 
 
@@ -67,7 +67,7 @@ def test_folder_turned_read_only_costs_one_checkpoint(tmp_path, caplog, mode):
         with read_only(tmp_path):
             saver.save(20, [model], optimizer, {}, {"step": 20})
             saver.wait()
-            assert "step 20 could not be written" in caplog.text
+            assert "could not write the checkpoint of step 20" in caplog.text
             assert "Read-only file system" in caplog.text
             assert saver.latest() == 10
         saver.save(30, [model], optimizer, {}, {"step": 30})

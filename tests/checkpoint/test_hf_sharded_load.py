@@ -99,7 +99,9 @@ def test_only_the_slice_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_another_model_is_refused_with_its_overrides(tmp_path: Path):
     folder = exported("llama3", "huggingface", tmp_path / "export")
     model = build_model(kind("llama2"), seq_len=64, attention_backend="math")
-    with pytest.raises(UserError, match=r"(?s)They fit: model=llama_debug .*\n  model.kv_heads=4: \S+ has 2\n"):
+    with pytest.raises(
+        UserError, match=r"(?s)They fit this one: model=llama_debug .*\n  model.kv_heads=4: \S+ has 2\n"
+    ):
         load_hf_sharded(model, kind("llama2"), folder)
 
 

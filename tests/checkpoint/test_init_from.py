@@ -66,13 +66,13 @@ def test_all_mismatches_are_listed(tmp_path):
         load_initial_weights(path, [mixed], ["nothing.*"])
     text = str(caught.value)
     names = [name for name, _ in trained()[0].named_parameters()]
-    assert "missing in the checkpoint: adapter.000.weight, " in text
+    assert "the checkpoint lacks: adapter.000.weight, " in text
     assert "adapter.011.weight and 188 more" in text
-    assert names[3] in text.split("not in the model: ")[1]
-    assert f"with another shape: {mixed.reshaped} (saved " in text
+    assert names[3] in text.split("the model lacks: ")[1]
+    assert f"these have another shape: {mixed.reshaped} (saved " in text
     assert "here 3×" in text
-    assert "that match nothing: nothing.*" in text
-    assert "adapter.*" in text.split("exclude these: ")[1]
+    assert "match nothing: nothing.*" in text
+    assert "adapter.*" in text.split("initialize them anew: ")[1]
 
 
 def test_excluded_mismatches_are_ignored(tmp_path):

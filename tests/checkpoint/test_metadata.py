@@ -151,7 +151,7 @@ def test_a_weight_listed_as_bytes_is_not_unpickled(path: Path):
     dcp.load(state, storage_reader=dcp.FileSystemReader(path))
     assert Path("harmed").is_dir(), "the checkpoint is harmful"
     Path("harmed").rmdir()
-    with pytest.raises(UserError, match="is listed as BytesStorageMetadata, not as a tensor"):
+    with pytest.raises(UserError, match=r"lists .* as BytesStorageMetadata instead of a tensor"):
         load(path)
     assert not Path("harmed").exists()
 
@@ -191,13 +191,13 @@ def transform(metadata: Metadata) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (set_size, r"model.weight has the shape \[6, 5\], here \[6, 4\]"),
-        (set_dtype, "progress has the dtype torch.float32, here torch.uint8"),
-        (drop_chunks, "0 of 24 elements of model.weight are listed"),
-        (shorten_chunk, "20 of 24 elements of model.weight are listed"),
-        (forget, "model.weight is not listed"),
-        (point_elsewhere, "no file of the checkpoint"),
-        (transform, "stored with the transforms"),
+        (set_size, r"model.weight has the shape \[6, 5\] there and \[6, 4\] here"),
+        (set_dtype, "progress has the dtype torch.float32 there and torch.uint8 here"),
+        (drop_chunks, "lists 0 of the 24 elements of model.weight"),
+        (shorten_chunk, "lists 20 of the 24 elements of model.weight"),
+        (forget, "does not list model.weight"),
+        (point_elsewhere, "not a file of the checkpoint"),
+        (transform, r"stores model.\w+ with the transforms"),
     ],
 )
 def test_metadata_that_does_not_fit_is_refused(path: Path, change: Callable[[Metadata], None], says: str):
@@ -223,8 +223,8 @@ def test_memory_for_objects_is_bounded_by_the_file(path: Path):
 @pytest.mark.parametrize(
     ("shape", "says"),
     [
-        ([2**44], rf"progress is listed with {2**44} bytes, and all files have"),
-        ([2**62], rf"progress is listed with {2**62} bytes, and all files have"),
+        ([2**44], rf"lists progress with {2**44} bytes, and all files together have"),
+        ([2**62], rf"lists progress with {2**62} bytes, and all files together have"),
         ([-1, -7], "the entry 'progress' has no shape"),
     ],
 )
@@ -236,7 +236,7 @@ def test_shapes_larger_than_the_files_are_refused_before_memory_is_taken(path: P
 
 def test_a_conversion_takes_no_memory_for_what_is_not_there(path: Path):
     rewrite(path, lambda metadata: setattr(metadata.state_dict_metadata["model.weight"], "size", torch.Size([2**50])))
-    with pytest.raises(UserError, match=f"weight is listed with {2**52} bytes"):
+    with pytest.raises(UserError, match=f"weight with {2**52} bytes"):
         DCPTensorReader(path)
 
 
@@ -245,7 +245,7 @@ def test_a_state_of_an_optimizer_larger_than_the_files_is_refused(tmp_path: Path
     path, (model, optimizer) = saver.folder.path_of(10), trained()
     key = next(key for key in tensor_shapes(path) if key.startswith("optimizer."))
     rewrite(path, lambda metadata: setattr(metadata.state_dict_metadata[key], "size", torch.Size([2**50])))
-    with pytest.raises(UserError, match=f"{key} is listed with {2**52} bytes"):
+    with pytest.raises(UserError, match=f"lists {key} with {2**52} bytes"):
         load_state(path, [model], optimizer)
 
 
@@ -307,7 +307,7 @@ def test_a_resumed_run_ends_on_such_metadata(tmp_path: Path, monkeypatch: pytest
     checksums = json.loads((path / CHECKSUMS_FILE).read_text())
     del checksums["files"][METADATA_FILE]
     (path / CHECKSUMS_FILE).write_text(json.dumps(checksums))
-    with pytest.raises(UserError, match="is listed as BytesStorageMetadata"):
+    with pytest.raises(UserError, match=r"lists .* as BytesStorageMetadata"):
         saver.load(10, [model], optimizer)
     assert not Path("harmed").exists()
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))

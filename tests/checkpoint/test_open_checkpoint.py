@@ -35,7 +35,7 @@ def test_one_of_several_checkpoints(tmp_path: Path):
     assert open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000005").model.name == "llama-debug"
     with pytest.raises(UserError, match="checkpoints of steps 5, 10"):
         open_checkpoint(tmp_path / "run", 7)
-    with pytest.raises(UserError, match="use one of them, or the run"):
+    with pytest.raises(UserError, match="Use one of them, or the run"):
         open_checkpoint(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "checkpoints" / "step-00000005").rename(tmp_path / "astray")
     with pytest.raises(UserError, match="without a description of its model"):

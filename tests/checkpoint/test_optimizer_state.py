@@ -192,8 +192,17 @@ def test_a_run_goes_on_in_another_layout(tmp_path: Path, parent: tuple[Path, Cur
     assert_continues(whole, continued(tmp_path, path, "parallelism.dp_shard=2", "parallelism.pp=2"))
 
 
-@pytest.mark.parametrize("kind", ["Counting", "OnShards"])
-@pytest.mark.parametrize("layout", ["parallelism.dp_shard=2", "parallelism.tp=2", "parallelism.pp=2"])
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("parallelism.dp_shard=2", "Counting"),
+        ("parallelism.tp=2", "OnShards"),
+        ("parallelism.pp=2", "OnShards"),
+        pytest.param("parallelism.dp_shard=2", "OnShards", marks=pytest.mark.night),
+        pytest.param("parallelism.tp=2", "Counting", marks=pytest.mark.night),
+        pytest.param("parallelism.pp=2", "Counting", marks=pytest.mark.night),
+    ],
+)
 def test_it_is_saved_by_every_layout(tmp_path: Path, layout: str, kind: str):
     path = tmp_path / "first" / "0123456789ab"
     whole = train(path, *own(kind), layout)

@@ -187,7 +187,7 @@ def test_damaged_local_checkpoint_is_restored_from_remote(tmp_path, url, caplog)
     again = started(tmp_path, url, keep=9)
     assert again.folder.complete_steps() == [10, 20]
     assert file.read_bytes() == whole
-    assert "the local checkpoint of step 20 was damaged" in caplog.text
+    assert "the local checkpoint of step 20 is damaged" in caplog.text
 
 
 def test_interrupted_download_resumes(tmp_path, s3):
@@ -209,10 +209,10 @@ def test_unreachable_store_fails_no_run(tmp_path, s3, caplog, monkeypatch):
     save(saver, 10)
     s3.close()
     save(saver, 20)
-    assert caplog.text.count("the checkpoint of step 20 could not be uploaded") == 1
+    assert caplog.text.count("could not upload the checkpoint of step 20") == 1
     assert "does not answer" in caplog.text
     warning = saver.warning() or ""
-    assert re.search(r"no checkpoint can be uploaded to s3://bucket/runs/first/abc since .*does not", warning)
+    assert re.search(r"since .* no upload to s3://bucket/runs/first/abc succeeds .*does not", warning)
     assert saver.folder.complete_steps() == [10, 20]
 
     # A start that has a checkpoint goes on with it; one that has none would begin anew without need.
@@ -252,7 +252,7 @@ def test_slow_uploads_skip_waiting_steps_and_keep_files_in_use(tmp_path, s3, cap
     assert gate.reached.wait(30)
     for step in (20, 30):
         saver.save(step, [model], optimizer, {}, {})
-    assert "the checkpoint of step 20 is skipped for that of step 30" in caplog.text
+    assert "we skip the checkpoint of step 20 for that of step 30" in caplog.text
     assert saver.folder.complete_steps() == [10, 30], "10 is being read"
     assert remote_run("s3://bucket/runs").complete_steps() == []
     gate.opened.set()
@@ -272,7 +272,7 @@ def test_wait_for_uploads_is_bounded(tmp_path, s3, caplog):
     saver.finish_uploads(stopped=False)
     release.join()
     assert "the upload of step 10" in caplog.text
-    assert "is cancelled" in caplog.text
+    assert "we cancel it" in caplog.text
     assert remote_run("s3://bucket/runs").complete_steps() == []
     assert saver.folder.complete_steps() == [10]
 
@@ -286,7 +286,7 @@ def test_permanent_errors_are_raised_at_start(tmp_path, s3, monkeypatch):
     with pytest.raises(UserError, match=r"no credentials.*AWS_ACCESS_KEY_ID"):
         started(tmp_path, "s3://bucket/runs")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be written.*checkpoint\.remote=null"):
+    with pytest.raises(UserError, match=r"cannot write to it.*checkpoint\.remote=null"):
         started(tmp_path, f"file://{tmp_path / 'file'}")
 
 

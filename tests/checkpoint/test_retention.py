@@ -82,6 +82,16 @@ def test_retention_keeps_multiples_forever(tmp_path):
     assert folder.complete_steps() == [30, 55]
 
 
+def test_a_file_keeps_a_checkpoint_while_it_exists(tmp_path):
+    folder = folder_with(tmp_path, *(f"step-{step:08d}" for step in (10, 20, 30)))
+    folder.keep_file(10).touch()
+    folder.apply_retention(1)
+    assert folder.complete_steps() == [10, 30]
+    folder.keep_file(10).unlink()
+    folder.apply_retention(1)
+    assert folder.complete_steps() == [30]
+
+
 def test_quarantined_checkpoints_are_ignored(tmp_path):
     folder = folder_with(tmp_path, "step-00000010", "step-00000020", "step-00000020.damaged")
     assert folder.quarantine(20) == tmp_path / "step-00000020.damaged"

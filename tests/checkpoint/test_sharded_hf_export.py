@@ -143,7 +143,7 @@ def test_full_disk_leaves_no_export_and_fails_the_run(tmp_path: Path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        with pytest.raises(UserError, match="could not be exported"):
+        with pytest.raises(UserError, match="could not export"):
             run(tmp_path, *saving)
     assert list((tmp_path / "export").iterdir()) == []
     # The same command exports what it has trained.
@@ -157,7 +157,7 @@ def test_full_disk_leaves_no_export_and_fails_the_run(tmp_path: Path, monkeypatc
 
 
 def test_full_disk_of_one_rank_fails_all(tmp_path: Path):
-    with pytest.raises(AssertionError, match="could not be exported"):
+    with pytest.raises(AssertionError, match="could not export"):
         train(tmp_path, *SAVING, "parallelism.tp=2", "checkpoint.export=bf16", mutate=full_on_rank_1_and_slow_on_rank_0)
     assert list((tmp_path / "export").iterdir()) == []
 
@@ -193,7 +193,7 @@ def test_slices_of_sharded_checkpoints(tmp_path: Path):
 
 def test_tokenizer_of_a_token_store_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     store = make(tmp_path / "store")
-    words = ["data=tokens", f"data.paths=[{store.path}]", "training.evaluate_every=0", "checkpoint.export=bf16"]
+    words = ["data=tokens", f"data.paths=[{store.path}]", "evaluation.every=0", "checkpoint.export=bf16"]
     train(tmp_path / "run", *SAVING, *words)
     assert (tmp_path / "run/export/step-00000002/tokenizer.json").is_file()
     capsys.readouterr()

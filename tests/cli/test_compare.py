@@ -71,13 +71,13 @@ def test_a_pipe_is_written_to_and_not_replaced(runs: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ([], "compare takes a study"),
+        ([], "Name a study"),
         (["mde"], "Did you mean made"),
-        (["made", "--metric", "loss"], "--metric: unknown flag; did you mean --metrics?"),
+        (["made", "--metric", "loss"], "--metric: unknown flag. Did you mean --metrics?"),
         (["made", "--target", "low"], "target=low: must be a number"),
         (["made", "--baseline"], "--baseline needs a value"),
         (["made", "--baseline", "lr=7"], "matches no row"),
-        (["made", "--group", "g"], "needs --from-wandb"),
+        (["made", "--group", "g"], "add --from-wandb"),
         (["made", "--from-wandb", "x"], "must be ENTITY/PROJECT"),
         (["made", "--html", "runs/made"], "Name a file, as in --html runs/made/compare.html"),
     ],

@@ -108,7 +108,7 @@ CONTENTS: dict[str, Callable[[bytes, str], bytes]] = {
 
 
 def place_instead(path: Path, damage: str) -> None:
-    """Put something that is no such file in its place."""
+    """Put something that is not such a file in its place."""
     path.unlink()
     match damage:
         case "folder":

@@ -91,9 +91,9 @@ def test_what_is_not_recorded_is_said(two: tuple[RunFolder, RunFolder], capsys: 
 
 def test_mistakes_are_explained(two: tuple[RunFolder, RunFolder], capsys: pytest.CaptureFixture[str]):
     for words, says in {
-        (): "takes two runs: titan-exp diff A B",
-        ("x",): "takes two runs",
-        ("x", str(two[0].path)): "2 runs match",
+        (): "Name two runs: titan-exp diff A B",
+        ("x",): "Name two runs",
+        ("x", str(two[0].path)): "this matches 2 runs",
         (str(two[0].path), "nope"): "unknown run or study",
     }.items():
         assert main(["diff", *words]) == 2

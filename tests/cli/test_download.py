@@ -123,7 +123,7 @@ def test_existing_files_are_not_downloaded_again(tmp_path: Path, hub: str):
         ("some/nowhere", "", "not on the hub, or is private"),
         pytest.param(
             *("some/strange", ""),
-            "some/strange is not downloaded; files=all does it anyway. config.json: model_type is",
+            "do not download some/strange. To do it anyway, use files=all. config.json: model_type is",
             marks=pytest.mark.night,
         ),
         ("model", "", "model is not OWNER/NAME"),
@@ -141,7 +141,7 @@ def test_unavailable_repositories_are_reported(repo: str, token: str, says: str,
 def test_a_configuration_of_no_family_is_refused(tmp_path: Path, hub: str):
     done = download(tmp_path, hub, "some/strange", "files=config")
     assert done.returncode == 2
-    assert "model_type is 'unheard'; families here are 'deepseek_v3', " in done.stderr
+    assert "model_type is 'unheard'. Our families read 'deepseek_v3', " in done.stderr
 
 
 def test_without_network(tmp_path: Path):

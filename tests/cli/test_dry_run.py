@@ -24,7 +24,9 @@ def test_a_script_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main([*SMALL, "cluster=slurm", "cluster.gpus_per_node=8", "parallelism.tp=2", "parallelism.dp_shard=8"]) == 0
     said = capsys.readouterr().out
-    assert "compile=auto compiles blocks, as this run is on a GPU; compile=none runs eagerly, for debugging\n" in said
+    assert (
+        "compile=auto compiles blocks, since this run is on a GPU (compile=none runs eagerly, for debugging)\n" in said
+    )
     assert "2 nodes with 8 processes each" in said
     assert "\n\n#!/bin/bash\n" in said
     assert "#SBATCH --gpus-per-node=8\n" in said

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from titan_exp.cli.help import guides
+from titan_exp.cli.help import guides, tutorials
 from titan_exp.cli.main import main, verbs
 
 
@@ -40,6 +40,15 @@ def test_topics_are_listed_and_misspelt_ones_suggested(capsys: pytest.CaptureFix
     assert "sweeps-and-slurm" in capsys.readouterr().out
     assert main(["help", "sweep-and-slurm"]) == 2
     assert "sweeps-and-slurm" in capsys.readouterr().err
+
+
+def test_tutorials_are_listed_and_printed(capsys: pytest.CaptureFixture[str]):
+    assert {"ablation", "from-torchtitan"} <= tutorials().keys()
+    assert main(["help"]) == 0
+    listed = capsys.readouterr().out.partition("\nTutorials\n")[2].partition("\n\n")[0]
+    assert listed.strip().split(", ") == [*tutorials()]
+    assert main(["help", "ablation"]) == 0
+    assert capsys.readouterr().out == tutorials()["ablation"].read_text(encoding="utf-8")
 
 
 def test_every_verb_is_a_module_with_a_line_of_help(capsys: pytest.CaptureFixture[str]):

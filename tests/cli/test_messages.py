@@ -35,7 +35,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
     def run(plan: Any) -> SimpleNamespace:
         calls.append((plan.experiment, plan.overrides))
-        return SimpleNamespace(exit_code=plan.experiment.experiment.seed)
+        return SimpleNamespace(exit_code=plan.experiment.experiment.seed, summary=SimpleNamespace(state="done"))
 
     monkeypatch.setattr("titan_exp.launch.run_plan.plan_run", plan_run)
     monkeypatch.setattr("titan_exp.launch.memory_gate.gate_run", lambda plan, echo: plan)
@@ -140,21 +140,26 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "lr=3e-4"], "lr=3e-4: unknown key\n    did you mean optimizer.lr?"),
         (
             ["train", "cluster.partition=gpu"],
-            "cluster=local does not have this key\n    it comes with cluster=slurm or",
+            "cluster=local does not have this key\n    use it with cluster=slurm or",
         ),
         (["train", "cluster.partitoin=gpu"], "did you mean cluster.partition? It comes with cluster=slurm or"),
         (
             ["train", "model=llama_debug", "model.moe.experts=4"],
-            "model=llama_debug does not have this key\n    it comes with model=",
+            "model=llama_debug does not have this key\n    use it with model=",
         ),
         (["train", "model=qwen3_moe_debug", "model.moe.top_k=4"], "did you mean model.moe.active_experts?"),
         (
             ["train", "optimizer.name=sgd"],
-            "optimizer.name=sgd: the other keys are those of another\n    optimizer=sgd\n",
+            "optimizer.name=sgd: the other keys belong to another one\n    use optimizer=sgd\n",
         ),
         (
             ["train", "optimizer.name=lion"],
-            "optimizer.name=lion: the other keys are those of another\n    optimizer=lion\n",
+            "optimizer.name=lion: the other keys belong to another one\n    use optimizer=lion\n",
+        ),
+        (
+            ["train", "model=llama_debug", "model.architecture=tests.models.own_mixer"],
+            "write conf/model/own_mixer.yaml with architecture: tests.models.own_mixer, name, layers, dim, vocab_size, "
+            "context and decay (titan-exp help own-model), and type --config-dir conf model=own_mixer\n",
         ),
         (
             ["train", "model.architecture=gpt_oss"],
@@ -163,11 +168,11 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "optimizer=lion", "+optimizer.eps=1"], "optimizer.eps=1: unknown key"),
         (
             ["train", "+optimizer.options={a:1}", "+optimizer.options=b"],
-            "composed.\n  +optimizer.options=b: another option has set this key already",
+            "overrides.\n  +optimizer.options=b: another option already sets this key",
         ),
         (
             ["train", "-m", "+optimizer.options={a:1}", "+optimizer.options=b,c"],
-            "=c: another option has set this key already\n      leave out the plus: optimizer.options=c\n",
+            "=c: another option already sets this key\n      leave out the plus: optimizer.options=c\n",
         ),
         (["train", "training.nonsense=4"], "training has steps, stop_after, seq_len"),
         (["train", "modle=llama3_8b"], "did you mean model=llama3_8b?"),
@@ -191,48 +196,48 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
             "loss_chunk_tokens=bogus: must be a whole number, or auto",
         ),
         (["train", "training.loss_chunk_tokens=true"], "training.loss_chunk_tokens=true: must be a number, not true"),
-        (["train", "training.steps=1,2"], "add --multirun"),
+        (["train", "training.steps=1,2"], "start a run with each: titan-exp train -m"),
         (["train", "training.steps=-1"], "must be at least 0"),
         (["train", "--training.steps=5"], "without dashes: training.steps=5"),
-        (["train", "--mutlirun"], "did you mean --multirun?"),
+        (["train", "--mutlirun"], "Did you mean --multirun?"),
         (["train", "experiment.notes=${nope}"], "experiment.notes"),
         (["train", "experiment.notes=${.nope}"], "experiment.notes"),
         (["train", "optimizer.lr=${oc.env:NOT_SET_ANYWHERE}"], "optimizer.lr"),
         (["train", "training.steps=${training.steps}"], "training.steps"),
         (["train", "optimizer.lr=${.name}"], "optimizer.lr=adamw: must be a number"),
-        (["train", "--dryrun"], "did you mean --dry-run?"),
-        (["train", "--lr=3"], "keys are set without dashes: optimizer.lr=3"),
-        (["train", "--steps", "3"], "keys are set without dashes: training.steps=3"),
+        (["train", "--dryrun"], "Did you mean --dry-run?"),
+        (["train", "--lr=3"], "set a key without dashes: optimizer.lr=3"),
+        (["train", "--steps", "3"], "set a key without dashes: training.steps=3"),
         (["train", "training.steps:100"], "type training.steps=100"),
         (["train", "optimizer.lr", "=", "3"], "type optimizer.lr=3"),
         (["train", "optimizer.lr=", "3"], "type optimizer.lr=3"),
         (["train", "--cfg"], "--cfg needs a value"),
         (["train", "--resolve"], "--cfg or --help"),
         (["train", "--config-dir", "/nowhere"], "no such folder"),
-        (["train", "hydra.searchpath=[pkg://nowhere.conf]"], "nowhere.conf cannot be found"),
+        (["train", "hydra.searchpath=[pkg://nowhere.conf]"], "there is no nowhere.conf"),
         (["train", "--config-name", "nowhere"], "nowhere"),
         (["train", "--help", "model=llama9_8b"], "did you mean llama3_8b"),
-        (["train", "--cfg", "job", "--resolve", "model.heads=5"], "192 is not a multiple of 5"),
+        (["train", "--cfg", "job", "--resolve", "model.heads=5"], "5 does not divide 192"),
         (["train", "data.preview=0"], "must be at least 1"),
-        (["train", "--skip"], "add -m, or use titan-exp sweep"),
-        (["train", "-m", "--dryrun", "--skip", "training.steps=1,2"], "did you mean --dry-run?"),
+        (["train", "--skip"], "Add -m, or use titan-exp sweep"),
+        (["train", "-m", "--dryrun", "--skip", "training.steps=1,2"], "Did you mean --dry-run?"),
         (["train", "-m", "--jobs", "many", "training.steps=1,2"], "must be a whole number"),
         (["sweep", "optimisers"], "Did you mean optimizers?"),
-        (["sweep", "--dry-run"], "No study is named"),
-        (["sweep", "optimizers", "--dryrun"], "did you mean --dry-run?"),
+        (["sweep", "--dry-run"], "Name a study"),
+        (["sweep", "optimizers", "--dryrun"], "Did you mean --dry-run?"),
         (["sweep", "optimizers", "--jobs", "0"], "Use --jobs 1 or more"),
         (["sweep", "optimizers", "size=huge"], "optimizers has laptop and cluster"),
         (["sweep", "optimizers", "optimizer.lrr=3"], "did you mean optimizer.lr?"),
         (
             ["sweep", "adamw_settings", "optimizer.state_precision=fp32"],
-            "varies optimizer.state_precision together with others",
+            "varies several keys together (optimizer",
         ),
         (["sweep", "optimizers", "experiment.seed=one"], "must be a whole number"),
         (["sweep", "context_parallel_methods", "experiment.name=a,b"], "share one folder"),
         (["sweep", "context_parallel_methods", "parallelism.ep=2"], "None of the 5 points"),
         (["status", "nowhere"], "unknown run or study"),
-        (["status", "--wach"], "did you mean --watch?"),
-        (["status", "training.steps=3"], "no overrides but paths.runs=FOLDER"),
+        (["status", "--wach"], "Did you mean --watch?"),
+        (["status", "training.steps=3"], "no overrides other than paths.runs=FOLDER"),
         (["logs"], "titan-exp logs RUN"),
         (["logs", "x", "--rank"], "--rank needs a value"),
         (["cancel"], "titan-exp cancel NAME or RUN"),
@@ -243,7 +248,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["tokenize", "data.path=[a]", "out=x"], "did you mean data.paths?"),
         (["tokenize", "data=text", "data.paths=[nowhere]", "out=x"], "no such file or folder"),
         (["tokenize", "data=text", f"data.paths=[{__file__}]", f"out={'x' * 300}"], "Use a shorter name"),
-        (["tokenize", "training.steps=5", "out=x"], "tokenize does not read it"),
+        (["tokenize", "training.steps=5", "out=x"], "tokenize does not read this key"),
         (["tokenize", "check=nowhere"], "no such folder"),
         (["tokenize", "check=nowhere", "out=x"], "leave out= out"),
         (["tokenize", "stores/mine"], "an override is key=value"),
@@ -416,8 +421,8 @@ def test_several_values_of_one_are_the_first_or_a_sweep(
     word: str, one: str, each: str, launched: Launched, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["train", "model=llama_debug", word]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "one value: " in line]
-    assert line.strip() == f"one value: {one}; for a run with each: titan-exp train -m {each}"
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "choose one: " in line]
+    assert line.strip() == f"choose one: {one}, or start a run with each: titan-exp train -m {each}"
     assert main(["train", "model=llama_debug", one]) == 0
 
 

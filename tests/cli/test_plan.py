@@ -65,18 +65,21 @@ def test_json_adds_up():
 def test_a_table_for_people():
     said = planned(*SMALL, "parallelism.dp_shard=64", "--device", "mi300x")
     assert "llama-debug on 64 x MI300X 192GB" in said
+    assert said.splitlines()[0].endswith(" per step"), "no title is wrapped"
     for word in (
         "params",
         "optim",
         "activ",
         "dp_shard=fsdp",
         "reduce-scatter",
-        "MFU",
+        "of the bf16 peak",
+        "titan-exp help planner-accuracy",
+        " reserved + 1.20 process = ",
         "GPU-hours",
         "reserved",
         "in expandable segments",
         "with cluster.expandable_segments=false",
-        "1.20 is taken for CUDA's context and code and NCCL's buffers",
+        "CUDA's context and code and NCCL's buffers take 1.20",
     ):
         assert word in said
 
@@ -85,7 +88,7 @@ def verdict(plan: Plan) -> str:
     """Sentence about fitting the device."""
     console = Console(record=True, width=1000, file=io.StringIO())
     print_plan(plan, console)
-    return next(line for line in console.export_text().splitlines() if " of tensors" in line)
+    return next(line for line in console.export_text().splitlines() if " GiB of tensors" in line)
 
 
 def planned_here(*words: str, room: int = 80 * GIB) -> Plan:
@@ -104,6 +107,19 @@ def test_a_batch_ramp_is_planned_with_its_largest_batch():
     console = Console(record=True, width=1000, file=io.StringIO())
     print_plan(ramp, console)
     assert "training.global_batch_size=64, the largest batch of the ramp" in console.export_text()
+
+
+def test_a_plan_of_some_pipeline_ranks_says_that_others_are_not_checked():
+    words = [*SMALL, "parallelism.dp_shard=4", "parallelism.pp=2"]
+    experiment = resolve_layout(to_experiment(compose(words)), 8)
+    for ranks, fits in ((None, "Fits, with "), ((1,), "The planned ranks fit, with ")):
+        console = Console(record=True, width=1000, file=io.StringIO())
+        print_plan(predict(experiment, device_named("h100"), ranks), console)
+        said = console.export_text()
+        assert f"\n{fits}" in said
+        assert ("This plan has only pipeline rank 1 of 0 to 1. It says nothing about the others." in said) is (
+            ranks is not None
+        )
 
 
 def test_no_digit_is_cut_off_where_it_is_narrow():
@@ -130,7 +146,7 @@ def test_what_the_allocator_reserves_under_pressure_decides(segments: str):
     assert (rank.bytes, rank.allocator.retries) == (reserved, 0)
     said = verdict(plan)
     assert said.startswith("Fits, ")
-    assert f"in {segments} segments; " in said
+    assert f"in {segments} segments (" in said
     # Cached segments are given back as long as the tensors fit.
     tight = planned_here(*words, room=reserved - 1)
     (rank,) = tight.ranks
@@ -141,7 +157,7 @@ def test_what_the_allocator_reserves_under_pressure_decides(segments: str):
     assert plan_to_json(tight)["ranks"][0]["allocation_retries"] == rank.allocator.retries
     small = planned_here(*words, room=tensors - MIB)
     assert small.ranks[0].bytes == reserved
-    assert verdict(small).startswith("Does not fit: ")
+    assert verdict(small).startswith("Does not fit, because the device has ")
 
 
 @pytest.mark.night
@@ -177,7 +193,7 @@ def test_what_is_not_modelled_is_refused_all_at_once():
         "compile.backend=cudagraphs",
         code=2,
     )
-    assert "This run cannot be planned." in said
+    assert "We cannot plan this run." in said
     assert "compile.backend=cudagraphs" in said
     assert "model.attention_backend=flex" in said
     assert "Traceback" not in said
@@ -186,7 +202,7 @@ def test_what_is_not_modelled_is_refused_all_at_once():
 def test_a_captured_pass_is_traced_with_all_layers():
     words = ("parallelism.dp_shard=1", "training.mixed_precision=bf16", "compile.cuda_graphs=true", "model.layers=40")
     said = planned(*SMALL, *words)
-    assert "the pool of a CUDA graph apart" in said
+    assert "and in the pool of a CUDA graph" in said
     assert "every layer traced, because a captured pass keeps the gradients of all layers" in said
 
 
@@ -204,6 +220,37 @@ def test_options_are_told_from_overrides():
 def test_a_verb_misspelt_is_no_override(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "serch", "model=llama3_8b"]) == 2
     assert "did you mean titan-exp plan search?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["gpus=64"], ["--gpus", "64"], ["--num-gpus=64"]])
+def test_a_number_of_gpus_is_refused_with_what_takes_it(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", *words, "model=llama3_70b"]) == 2
+    said = capsys.readouterr().err
+    nodes, search = ("cluster=slurm_h100 cluster.nodes=8", "titan-exp plan search --gpus 64 cluster=slurm_h100")
+    assert nodes in said
+    assert search in said
+    assert offered_devices(to_experiment(compose(nodes.split())).cluster) == 64
+
+
+def test_an_unknown_device_is_refused_with_the_other_mistakes(capsys: pytest.CaptureFixture[str]):
+    words = ["plan", *SMALL, "parallelism.dp_shard=8", "training.global_batch_size=12", "--device"]
+    assert main([*words, "h1000"]) == 2
+    said = capsys.readouterr().err
+    assert "--device=h1000: unknown device\n    did you mean h100?" in said
+    assert "training.global_batch_size=12: " in said
+
+
+def test_a_plan_without_a_time_says_why():
+    fp32 = ("training.mixed_precision=fp32", "model.attention_backend=math")
+    for words, why in (((), ""), (fp32, "no speed model for fp32 on GPUs. Use training.mixed_precision=bf16")):
+        plan, console = planned_here(*words), Console(record=True, width=1000, file=io.StringIO())
+        print_plan(plan, console)
+        assert why in plan.why_no_time
+        assert (f"no time: {plan.why_no_time}." in console.export_text()) is bool(why)
+    machine = resolve_layout(to_experiment(compose(["model=llama_debug", "cluster.device=cpu"])), 1)
+    remote = replace(machine, cluster=replace(machine.cluster, kind="slurm"))
+    reasons = [replace(planned_here(*fp32), experiment=run).why_no_time for run in (machine, remote)]
+    assert ["titan-exp doctor" in reasons[0], "CPUs of a cluster" in reasons[1]] == [True, True]
 
 
 def test_calibration_is_refused_with_the_verb_that_measures(capsys: pytest.CaptureFixture[str]):

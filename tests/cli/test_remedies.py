@@ -35,7 +35,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (f"paths.runs=/{'x' * 300}", "short"),
         ("++model=llama_debug", "leave them out: model=llama_debug"),
         ("~model=qwen3_debug", "the option of this group is llama_laptop"),
-        ("model/family=llama3", "the options of model choose it"),
+        ("model/family=llama3", "each option of model chooses it for you"),
         ("llama3_8b", "type model=llama3_8b"),
         ("mine.yaml", "--config-path mine.yaml"),
         ("optimizer.lr", "for example optimizer.lr=..."),
@@ -44,8 +44,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("'training.steps=100;'", "write training.steps=100"),
         ("training.steps=4k", "write training.steps=4000 (or 4096)"),
         ("training.steps='300 steps'", "write training.steps=300"),
-        ("training.steps='3 hours'", "it means: Optimizer steps"),
-        ("training.steps=x", "for example training.steps=1000; it means"),
+        ("training.steps='3 hours'", "it means: Number of optimizer steps"),
+        ("training.steps=x", "for example training.steps=1000 (it means"),
         ("optimizer.betas=x", "for example optimizer.betas='[0.9,0.99]'"),
         ("optimizer.lr=0", "for example optimizer.lr=1e-3"),
         ("training.steps='${rest_of:1}'", "rest_of takes two numbers, not 1"),
@@ -62,8 +62,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("checkpoint.interval=10", "did you mean checkpoint.every?"),
         ("--resume", "checkpoint.continue_from=..."),
         ("--gpus 8", "cluster.gpus_per_node=8"),
-        ("-n 4", "-n: unknown flag; titan-exp train has --cfg"),
-        ("--cfg mine.yaml", "choose job, hydra or all; a configuration file is --config-path FILE"),
+        ("-n 4", "-n: unknown flag. titan-exp train has --cfg"),
+        ("--cfg mine.yaml", "choose job, hydra or all, or give a configuration file with --config-path FILE"),
         ("--config-path nowhere", "no such folder or file"),
         ("--config-name nowhere", "has no file nowhere.yaml"),
         ("--experimental-rerun=x", "--config-path runs/NAME/ID"),
@@ -71,6 +71,24 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 )
 def test_of_train(line: str, remedy: str, capsys: pytest.CaptureFixture[str]):
     assert remedy in refusal(capsys, "train", *shlex.split(line))
+
+
+def test_of_a_file_that_has_the_name_of_an_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert "CLASS" not in refusal(capsys, "train", "optimizer=cautious")
+    Path("cautious.py").write_text("import torch\n\nCautious = torch.optim.SGD\n")
+    said = refusal(capsys, "train", "optimizer=cautious")
+    assert "type optimizer.name=cautious.CLASS" in said
+    words = [
+        "optimizer.name=cautious.Cautious",
+        "model=llama_debug",
+        "cluster.device=cpu",
+        "plan.gate=off",
+        "--dry-run",
+    ]
+    assert main(["train", *words]) == 0
 
 
 @pytest.mark.parametrize(
@@ -119,9 +137,27 @@ def test_of_other_verbs(
 )
 def test_the_line_to_type_is_valid(line: str, capsys: pytest.CaptureFixture[str]):
     message = refusal(capsys, "train", *shlex.split(line))
-    remedy = re.search(r"(?:write|type|Hydra:|out:|plus:|as one text:) (\S+?='[^']*'|\S+=[^\s;]+)", message)
+    remedy = re.search(r"(?:write|type|Hydra:|out:|plus:|as one text:) (\S+?='[^']*'|\S+=[^\s;,]+)", message)
     assert remedy is not None, message
     assert main(["train", "--cfg", "job", *shlex.split(remedy[1])]) == 0, remedy[1]
+
+
+def test_a_value_in_a_study_is_quoted_for_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The remedy is an entry of the YAML list, in quotes for YAML and for Hydra."""
+    monkeypatch.chdir(tmp_path)
+    study = "question: Why?\naxes: [{{list: {{short: [training.steps=20], half: [{}]}}}}]\nmetrics: {{loss: min}}\n"
+    file = Path("sweeps", "own.yaml")
+    file.parent.mkdir()
+    for value in ("lr_schedule.warmup_steps=${share_of:0.5,${training.steps}}", "experiment.notes=it''s ${x y"):
+        file.write_text(study.format(f"'{value}'"))
+        message = refusal(capsys, "sweep", "own", "--dry-run")
+        assert "They are in sweeps/own.yaml." in message
+        line = re.search(r"once for YAML and once for Hydra: ('.*')$", message, re.MULTILINE)
+        assert line is not None, message
+        file.write_text(study.format(line[1]))
+        assert main(["sweep", "own", "--dry-run"]) == 0, line[1]
 
 
 def test_disks_and_names_are_no_tracebacks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -157,10 +157,10 @@ def test_mistakes_are_explained(home: Path, capsys: pytest.CaptureFixture[str]):
     make(state="done")
     make("training.steps=20", state="done")
     for words, says in {
-        (): "takes one run: titan-exp show RUN",
-        ("x",): "2 runs match. Give one of them",
+        (): "Name one run: titan-exp show RUN",
+        ("x",): "this matches 2 runs. Name one of them",
         ("y",): "unknown run or study",
-        ("x", "--jsn"): "did you mean --json?",
+        ("x", "--jsn"): "Did you mean --json?",
     }.items():
         assert main(["show", *words]) == 2
         assert says in capsys.readouterr().err
@@ -172,13 +172,13 @@ def test_the_head_of_a_log(home: Path, capsys: pytest.CaptureFixture[str], caplo
     caplog.set_level("INFO", "titan_exp")
     log_head(child)
     (differs, lineage) = caplog.messages
-    words = shlex.split(differs.removeprefix("differs from the defaults: "))
+    words = shlex.split(differs.removeprefix("values that differ from the defaults: "))
     assert words == typed_command(shown(str(child.path), capsys=capsys))
     assert lineage == f"continued from x/{first.path.name} after step 10"
     caplog.clear()
     first.nondefault.write_text("[]\n")
     log_head(first)
-    assert caplog.messages == ["differs from the defaults: nothing"]
+    assert caplog.messages == ["values that differ from the defaults: none"]
 
 
 @pytest.mark.parametrize("end", [None, 1.0])

@@ -54,7 +54,7 @@ def make(home: Path, experiment):
     return run
 
 
-def log(folder: RunFolder, step: int, **values: float) -> None:
+def log(folder: RunFolder, step: int, **values: float | None) -> None:
     row = {"step": step, "tokens": step * 100, "loss": 3.0, "tokens_per_second": 50.0, "attempt": 1, **values}
     with folder.metrics.open("a") as file:
         file.write(json.dumps(row) + "\n")
@@ -93,7 +93,7 @@ def test_run_state_from_its_files(make):
             ("preempted", "titan-exp cancel; SLURM preempted the job", "77"),
         ),
         ("failed", JobStatus("unknown"), ("failed", "out of luck", "77")),
-        ("running", JobStatus("unknown", "77", "no answer"), ("unknown", "slurm cannot be asked: no answer", "77")),
+        ("running", JobStatus("unknown", "77", "no answer"), ("unknown", "slurm does not answer: no answer", "77")),
     ],
 )
 def test_state_from_the_scheduler(
@@ -141,9 +141,9 @@ def test_runs_by_path_id_and_label(make, home: Path):
         Path("runs/x") / second.path.name,
     }
     for word, says in {
-        "s3://bucket/x/0123": "has no folder of this run",
+        "s3://bucket/x/0123": "has none of this one",
         "x/9*": "x has no such run",
-        "y": "Under",
+        "y": "Those in",
         "0000": "unknown run",
         f"x/{'0' * 12}": "x has no such run",
         "xx": "unknown run",
@@ -177,7 +177,7 @@ def test_folders_of_other_users_that_are_closed_are_left_out(
     access = os.access
     monkeypatch.setattr("os.access", lambda path, mode: "closed" not in path.parts and access(path, mode))
     assert main(["status"]) == 0
-    assert "1 run(s)" in capsys.readouterr().out
+    assert "1 run: " in capsys.readouterr().out
     assert main(["status", "0123"]) == 2
 
 
@@ -187,7 +187,7 @@ def test_a_name_becomes_a_folder_and_a_path_stays(make, home: Path):
     assert run_path(first.path.name[:6], runs) == run_path(f"x/{first.path.name}", runs) == str(first.path)
     for path in (str(second.path), "s3://bucket/run", "nowhere/weights", "weights.pt"):
         assert run_path(path, runs) == path
-    with pytest.raises(UserError, match=rf"(?s)x: 2 runs match\. Give one of them:.*x/{first.path.name}"):
+    with pytest.raises(UserError, match=rf"(?s)x: this matches 2 runs\. Name one of them:.*x/{first.path.name}"):
         run_path("x", runs)
     with pytest.raises(UserError, match="y: unknown run or study"):
         run_path("y", runs)
@@ -267,12 +267,12 @@ def test_a_run_has_one_line_however_narrow_the_terminal(
 
 def test_warning_of_a_running_run(make, capsys):
     running = make(2, "running", ago=5)
-    running.beat(4, force=True, warning="no checkpoint can be written")
+    running.beat(4, force=True, warning="we cannot write a checkpoint")
     with running.claim("launcher"):
         assert main(["status", "x"]) == 0
-        assert "no checkpoint can be written" in capsys.readouterr().out
+        assert "we cannot write a checkpoint" in capsys.readouterr().out
         assert main(["status", "x", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)[0]["warning"] == "no checkpoint can be written"
+        assert json.loads(capsys.readouterr().out)[0]["warning"] == "we cannot write a checkpoint"
         running.write_state(RunState("running", 4, time.time() + 1, 2, None))  # a newer attempt
         assert [row.warning for row in status_rows(find_runs(["x"], Path("runs")))] == [None]
     running.write_state(RunState("failed", 4, time.time() - 10, 1, None))
@@ -307,7 +307,7 @@ def test_logs_of_a_rank_and_an_attempt(make, capsys: pytest.CaptureFixture[str])
         assert says in capsys.readouterr().err
     make(1, "done")
     assert main(["logs", "x", "-f"]) == 2
-    assert "2 runs match" in capsys.readouterr().err
+    assert "this matches 2 runs" in capsys.readouterr().err
     assert main(["logs", "x"]) == 0
     assert "out of luck" in capsys.readouterr().out
 
@@ -333,10 +333,30 @@ def test_a_queued_run_says_so_instead_of_a_log(
     out = capsys.readouterr().err
     assert "no such log" not in out
     assert "2h 05m ago, job 77, pending: Priority" in out
-    assert f"titan-exp logs -f {name} follows it" in out
+    assert f"To follow it once it starts, type titan-exp logs -f {name}." in out
     statuses += [JobStatus("gone", "77", "cancelled")] * 2
     assert main(["logs", "-f", name]) == 0
     assert capsys.readouterr().out.startswith("==> queued since ")
+
+
+def test_a_finished_run_has_one_speed(make, capsys: pytest.CaptureFixture[str]):
+    """At its end, and in every table."""
+    folder = make(0, "done", step=6)
+    for step, speed in enumerate((None, 400.0, 100.0, 90.0, 80.0, 70.0), 1):
+        log(folder, step, tokens_per_second=speed)
+    assert describe(summarize(folder), 6).endswith(", 70 tokens/s")
+    (row,) = status_rows(find_runs([], Path("runs")))
+    assert row.tokens_per_second == 70
+    assert main(["show", str(folder.path)]) == 0
+    assert ", 70 tokens/s" in capsys.readouterr().out
+
+
+def test_a_run_that_never_started_is_new_everywhere(make, capsys: pytest.CaptureFixture[str]):
+    folder = make(0, None)
+    assert describe(summarize(folder), 10).startswith("new after step 0")
+    for words in (["status", "x"], ["compare", "x", "--html=none"]):
+        assert main(words) == 0
+        assert " new" in capsys.readouterr().out, words
 
 
 def test_numbers_of_parts_of_the_users_own_are_shown(make, capsys: pytest.CaptureFixture[str]):

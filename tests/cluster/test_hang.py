@@ -15,7 +15,7 @@ def test_hung_rank_is_named_and_the_run_is_requeued(cluster: Submitting, monkeyp
         "parallelism.dp_shard=2",
         "cluster.processes_per_node=1",
         "training.steps=4",
-        "training.evaluate_every=0",
+        "evaluation.every=0",
         "checkpoint.every=1",
         "cluster.hang_kill_minutes=0.05",
     )

@@ -23,7 +23,7 @@ held_fixed:
   - training.seq_len=32
   - training.global_batch_size=2
   - training.steps=4
-  - training.evaluate_every=0
+  - evaluation.every=0
   - tracking.log_every=1
   - checkpoint=none
   - cluster=slurm
@@ -109,7 +109,7 @@ def test_study_from_launch_to_table(cluster: Submitting, stand_in: Callable[[str
     assert list(cluster.slurm.queue().values()) == ["PENDING"]
     assert "No run failed or was lost." in typed("retry", "rates")
     write("1e-3", "3e-3")
-    assert "--prune cancels them:\n  lr=1e-2 seed=1" in typed("sweep", "rates", "--dry-run")
+    assert "To cancel them, add --prune:\n  lr=1e-2 seed=1" in typed("sweep", "rates", "--dry-run")
     said = typed("sweep", "rates", "--prune", "--yes")
     assert "lr=1e-2 seed=1: job " in said
     assert "4 done" in said
@@ -132,7 +132,7 @@ def test_study_from_launch_to_table(cluster: Submitting, stand_in: Callable[[str
 
 HALVED = (
     STUDY.format(rates="[1e-5, 3e-3, 1e-3]")
-    .replace("evaluate_every=0", "evaluate_every=4\n  - data.validation_documents=2")
+    .replace("evaluation.every=0", "evaluation.every=4\n  - data.validation_documents=2")
     .replace("checkpoint=none", "checkpoint.every=2")
     .replace("seeds: 2\n", "halving: {metric: validation_loss, rungs: [2, 4], keep: 1/3}\n")
     .replace("baseline: {optimizer.lr: 1e-3}\nmetrics: {loss: min}\n", "")

@@ -158,7 +158,7 @@ def test_status_is_unknown_without_the_controller(
     def check_status(why: str):
         (row,) = json.loads(typed(0, "status", "--json"))
         assert row["state"] == "unknown"
-        assert row["reason"].startswith("slurm cannot be asked: ")
+        assert row["reason"].startswith("slurm does not answer: ")
         assert why in row["reason"]
         assert "after step 1" in row["reason"]
 
@@ -171,17 +171,17 @@ def test_status_is_unknown_without_the_controller(
         write_program(programs / "squeue", "echo Welcome to the cluster")
         check_status("squeue printed no table of jobs: 'Welcome to the cluster")
         assert "1 unknown" in typed(0, "status")
-        assert "not retried, as it may be queued or running: slurm cannot be asked" in typed(2, "retry", run_id)
-        assert "not cancelled: SLURM cannot be asked: " in typed(2, "cancel", run_id)
-        assert "SLURM cannot be asked, and it may be queued: " in typed(2, "train", *SMALL)
+        assert "not retried, since it may be queued or running: slurm does not answer" in typed(2, "retry", run_id)
+        assert "not cancelled: SLURM does not answer: " in typed(2, "cancel", run_id)
+        assert "SLURM does not answer, and the run may be in its queue: " in typed(2, "train", *SMALL)
     cluster.slurm.stop_controller()
     try:
         check_status("the controller of the cluster does not answer")
-        assert "unknown after step 1 of 6\n  slurm cannot be asked: the controller" in typed(0, "show", run_id)
+        assert "unknown after step 1 of 6\n  slurm does not answer: the controller" in typed(0, "show", run_id)
         assert "the controller of the cluster does not answer" in typed(2, "cancel", run_id)
         (refused,) = cluster.submit(cluster.plan())
         assert (refused.outcome, refused.job_id) == ("refused", job)
-        assert "SLURM cannot be asked" in (refused.reason or "")
+        assert "SLURM does not answer" in (refused.reason or "")
     finally:
         cluster.slurm.start_controller()
     assert len(folder.read_attempts()) == 1
@@ -213,7 +213,7 @@ def test_job_is_found_whatever_sbatch_prints(
     planned = cluster.plan("experiment.seed=4")
     (refused,) = cluster.submit(planned)
     assert refused.outcome == "refused"
-    assert refused.reason == "sbatch printed no job id: 'Welcome'; type the same command again to ask SLURM for the job"
+    assert refused.reason == "sbatch printed no job id: 'Welcome'. Type the same command again to ask SLURM for the job"
     (programs / "sbatch").unlink()
     assert [submission.outcome for submission in cluster.submit(planned)] == ["submitted"]
     for plan in (*plans, planned):

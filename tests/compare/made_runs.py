@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_dict, to_experiment
 from titan_exp.launch.run_id import experiment_id, run_id
+from titan_exp.launch.verdict.ledger import Question
 from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
@@ -101,3 +103,26 @@ def _ids(whole: str) -> tuple[str, str]:
 
     experiment = to_experiment(DictConfig(json.loads(whole)))
     return run_id(experiment), experiment_id(experiment)
+
+
+def made_question(study: str, **values: Any) -> Question:
+    """A row of the ledger, of the first look unless values say otherwise."""
+    row = Question(
+        id=f"id of {study}",
+        study=study,
+        candidate="new",
+        baseline="plain",
+        arms=(f"new {study}", f"plain {study}"),
+        metric="validation_loss",
+        scale="1M parameters and 1M tokens",
+        rule="looks after 3, 5 and 8 pairs, alpha 0.05",
+        pairs=3,
+        outcome="continue",
+        why="a look to come",
+        e_better=1.0,
+        p_better=0.5,
+        changed=(),
+        dropped="",
+        time=0.0,
+    )
+    return replace(row, **values)

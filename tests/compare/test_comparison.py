@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import re
@@ -6,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.compare.made_runs import make_run, make_study, rows
-from titan_exp.compare.compared_metrics import differing_keys
+from titan_exp.compare.compared_metrics import differing_keys, value_text
 from titan_exp.compare.comparison import Comparison, compare
 from titan_exp.compare.efficiency import pareto, scaling
 from titan_exp.compare.findings import findings, heading, layout_checks, remarks, verdict
 from titan_exp.compare.output.formats import legend, records, text_table, to_csv
 from titan_exp.compare.runs import read_run, select
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.launch.state.run_lookup import StudyFolder, StudyRecord, StudyRun, find_runs
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 THREE = {0.001: [3.0, 3.1, 3.2], 0.003: [2.5, 2.61, 2.69], 0.01: [3.01, 3.08, 3.22]}
@@ -42,6 +45,39 @@ def test_columns_are_differing_keys_and_seeds_share_a_row(tmp_path: Path):
     assert heading(found) == "3 rows, 9 runs · at 50,000 tokens, where every run ends"
 
 
+@pytest.mark.parametrize("with_record", [True, False])
+def test_a_run_is_found_by_its_name_in_the_table(with_record: bool, tmp_path: Path):
+    """Whatever the study's file spells; runs of no study, too."""
+    values = {
+        "optimizer.lr": ["4e-3", "0.02"],
+        "optimizer.betas": ["[0.90, 0.95]", "[0.9,0.99]"],
+        "data.document_mask": ["true", "False"],
+        "training.max_grad_norm": ["1e0", "null"],
+        "lr_schedule.decay": ["linear", "'cosine'"],
+    }
+    points, paths = [], set[Path]()
+    for key, seed in itertools.product(values, (0, 1)):
+        point = {other: spelled[key == other] for other, spelled in values.items()}
+        read = {
+            other: yaml.safe_load(word.replace("4e-3", "0.004").replace("1e0", "1.0")) for other, word in point.items()
+        }
+        path = make_run(tmp_path, {**read, "experiment.seed": seed}, metrics=rows(2.0))
+        variant = " ".join(f"{other.rpartition('.')[2]}={word}" for other, word in point.items())
+        points.append(StudyRun(f"{variant} seed={seed}", variant, seed, path.name, "", 1, 50, "local", ()))
+        paths.add(path)
+    if with_record:
+        record = StudyRecord("made", "Which?", "", (), None, {"loss": "min"}, tuple(points), {})
+        StudyFolder(tmp_path / "made").write(record, "")
+    found = {}
+    for row in compared(tmp_path).rows:
+        for run in row.runs:
+            (entry,) = find_runs([f"made/{row.name_of(run)}"], tmp_path)
+            assert entry.folder.path.name == run.run_id
+            found[entry.folder.path] = entry
+    assert found.keys() == paths
+    assert {entry.label for entry in found.values()} == {point.label for point in points} or not with_record
+
+
 def test_verdicts_match_the_synthetic_truth(tmp_path: Path):
     make_study(tmp_path, THREE)
     found = compared(tmp_path)
@@ -50,13 +86,14 @@ def test_verdicts_match_the_synthetic_truth(tmp_path: Path):
     assert deltas[0] is None
     assert deltas[1] is not None
     assert deltas[1].difference == pytest.approx(-0.5)
-    assert [verdict(found.main, delta) for delta in deltas] == ["", "better", "not distinguishable"]
+    assert [verdict(found.main, delta) for delta in deltas] == ["", "different", "not distinguishable"]
     assert "lr=0.01: validation loss +0.0033 [" in said(found)
     assert "not distinguishable from the baseline (3 seeds, paired)" in said(found)
     assert "Holm" in said(found)
-    # From the other end, what was better is worse.
     other = compared(tmp_path, baseline="lr=3e-3")
-    assert [verdict(other.main, row.deltas["loss"]) for row in other.rows] == ["worse", "", "worse"]
+    assert [verdict(other.main, row.deltas["loss"]) for row in other.rows] == ["different", "", "different"]
+    assert "Exploratory: no question was registered" in said(found)
+    assert "The unit is a pair of runs with one seed: 3 pairs." in said(found)
 
 
 def test_one_seed_gives_no_verdict(tmp_path: Path):
@@ -66,6 +103,14 @@ def test_one_seed_gives_no_verdict(tmp_path: Path):
     assert "Student" not in text
     make_study(tmp_path, {0.001: [3.0, 3.1], 0.003: [2.5, 2.6], 0.01: [math.nan, math.nan, 2.0]}, study="apart")
     assert "At most one common seed in some rows: no interval" in said(compared(tmp_path, "apart"))
+
+
+def test_two_seeds_give_no_verdict(tmp_path: Path):
+    """However small their noise: two pairs that agree by chance look like certainty."""
+    make_study(tmp_path, {0.001: [3.0, 3.1], 0.003: [2.5, 2.6001]})
+    found = compared(tmp_path)
+    assert verdict(found.main, found.rows[1].deltas["validation_loss"]) == "too few seeds"
+    assert "too few seeds to tell it from the baseline (2 seeds, paired)" in said(found)
 
 
 def test_metrics_at_the_least_advanced_run(tmp_path: Path):
@@ -78,8 +123,9 @@ def test_metrics_at_the_least_advanced_run(tmp_path: Path):
     assert "where the least advanced is (" in heading(found)
     expected = 2.0 + (1 - 30 / 45) * 2
     assert [value(found, row, "loss") for row in range(4)] == pytest.approx([expected, expected, None, None])
-    assert [row.runs[0].state for row in found.rows] == ["done", "running", "failed", "pending"]
+    assert [row.runs[0].state for row in found.rows] == ["done", "running", "failed", "new"]
     assert "(lr=0.3) failed after step 7: Boom: it broke." in said(found)
+    assert "1 run has not seen so many tokens and has no number here: lr=0.4." in said(found)
     # What a run cost is divided by how much of it lies before the point; what it was does not depend on the point.
     assert value(found, 0, "gpu_hours") == pytest.approx(0.01 * 30 / 50)
     assert value(found, 2, "memory") == 2.0
@@ -92,7 +138,8 @@ def test_last_values_at_unequal_tokens_are_named(tmp_path: Path):
     make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=[*evaluated[:29], *rows(2.0)[29:]])
     found = said(compared(tmp_path))
     assert re.search(
-        r"validation loss is at unequal tokens: the last value of \w+ is at 20,000, that of \w+ at 30,000. --at 20000 ",
+        r"validation loss is at unequal tokens: the last value of \w+ is at 20,000, that of \w+ at 30,000. To compare "
+        "all at equal tokens, add --at 20000",
         found,
     )
     assert found.count("unequal") == 1
@@ -120,7 +167,7 @@ def test_token_budget_by_name_and_number(tmp_path: Path, at: str, tokens: float)
 
 
 @pytest.mark.parametrize(
-    ("at", "words"), [("60k", "the longest has 50,000"), ("soon", "must be least"), ("-3", "must be")]
+    ("at", "words"), [("60k", "The longest has seen 50,000"), ("soon", "must be least"), ("-3", "must be")]
 )
 def test_invalid_token_budget_is_refused(tmp_path: Path, at: str, words: str):
     make_study(tmp_path, {0.001: [3.0]})
@@ -134,7 +181,7 @@ def test_diverged_runs_are_reported_and_left_out_of_means(tmp_path: Path):
     make_run(tmp_path, {"optimizer.lr": 0.1, "experiment.seed": 1}, metrics=broken)
     found = compared(tmp_path)
     assert value(found, 1, "loss") == 2.5
-    assert "lr=0.1: 1 of 2 runs diverged in loss" in said(found)
+    assert "lr=0.1: 1 of 2 runs diverged in loss (seed 1), left out" in said(found)
 
 
 def test_a_group_that_diverged_or_failed_has_no_speed(tmp_path: Path):
@@ -179,7 +226,7 @@ def test_marks_of_the_table_are_explained(tmp_path: Path):
         "n.d.: not",
         "diverged: no",
         "—: no number",
-        "green:",
+        "yellow:",
     )
     assert [word for word in words if word not in text] == []
     assert "n.d.*" not in text
@@ -217,7 +264,7 @@ def test_study_gives_question_baseline_and_metrics(tmp_path: Path):
         {"run_id": name, "label": f"{kind} seed", "variant": kind, "seed": 0}
         for name, kind in zip(by_lr, ["fast", "fast", "slow", "slow"], strict=True)
     ]
-    points.append({"run_id": "0123456789ab", "label": "steep experiment.seed=0", "variant": "steep"})
+    points.append({"run_id": "0123456789ab", "label": "steep seed=1", "variant": "steep", "seed": 1})
     study = {"name": "made", "question": "How fast?", "points": points, "baseline": "slow"}
     study |= {"metrics": {"loss": "min", "memory": "min"}, "skipped": {"tp=7": "4 heads"}, "removed": []}
     (folder / "study.json").write_text(json.dumps(study))
@@ -226,11 +273,54 @@ def test_study_gives_question_baseline_and_metrics(tmp_path: Path):
     assert (found.baseline, found.baseline_why) == (1, "the study's")
     assert [metric.name for metric in found.metrics] == ["loss", "memory"]
     notes = "\n".join(found.notes)
-    assert "1 point of the study without a run yet: steep." in notes
-    assert f"belong to no point: {extra.name}" in notes
+    assert "1 point of the study without a run yet (new): steep seed=1." in notes
+    assert f"of no point: {extra.name}" in notes
     assert "1 point of the study cannot run: tp=7 (4 heads)." in notes
     # Named beside the study, the run is taken in.
     assert len(compared(tmp_path, "made", extra.name).runs) == 5
+
+
+@pytest.mark.parametrize(
+    ("values", "tokens", "reason"),
+    [
+        ({"data.validation_documents": 3}, (None, None), "data.validation_documents differs"),
+        ({"data.paths": ["b"]}, (100.0, 90.0), "data.paths differs; of 90 and 100 tokens"),
+        ({"optimizer.lr": 0.5}, (100.0, 90.0), "of 90 and 100 tokens"),
+        ({"data.paths": ["b"]}, (100.0, 100.0), ""),
+        ({"optimizer.lr": 0.5}, (100.0, 100.0), ""),
+    ],
+)
+def test_losses_of_different_documents_rank_nothing(
+    tmp_path: Path, values: dict[str, Any], tokens: tuple[float | None, ...], reason: str
+):
+    """In runs without a study, too."""
+    for own, count in zip(({"data.paths": ["a"]}, {"data.paths": ["a"], **values}), tokens, strict=True):
+        made = rows(3.0)
+        made[-1] |= {} if count is None else {"validation_tokens": count}
+        make_run(tmp_path, own, metrics=made)
+    found = said(compared(tmp_path))
+    assert ("ranks nothing" in found) == bool(reason)
+    assert not reason or f"is of different documents ({reason}), so that it ranks nothing." in found
+
+
+def test_a_table_is_uniform(tmp_path: Path):
+    """Numbers of a column have one number of decimals; values are as typed; `n` counts what the mean is of; an empty
+    mapping is no key beside its members; and nothing is corrected of too few seeds."""
+    losses = {0.001: [3.0, 3.1], 0.003: [2.5, 2.6], 0.01: [2.5, 2.6]}
+    made = make_study(tmp_path, losses)
+    make_run(tmp_path, {"optimizer.lr": 0.001, "experiment.seed": 2}, metrics=rows(3.0, steps=10), state="preempted")
+    found = compared(tmp_path, at="done")
+    assert [row.n for row in text_table(found).rows] == ["2 of 3", "2", "2"]
+    assert "Significance is corrected" not in said(found)
+    for number, path in enumerate(sorted(made.iterdir())):
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        lines = [{**line, "mine": 1.5 if number else 1.125} for line in lines]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for row in (table := text_table(compared(tmp_path, metrics=["mine"], at="end"))).rows:
+        assert re.fullmatch(r"1\.\d{3}", row.cells[0].value), table
+    assert value_text([955.0, 45.5]) == "[955,45.5]"
+    keys = differing_keys([{"optimizer": {"options": {}}}, {"optimizer": {"options": {"beta": 0.9}}}]).keys
+    assert keys == ("optimizer.options.beta",)
 
 
 def test_labels_have_varied_keys_and_columns_differing_keys(tmp_path: Path):
@@ -301,7 +391,7 @@ def test_ways_to_name_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     [
         (["mad"], "Did you mean made"),
         (["nothing/*"], "unknown run or study"),
-        ([], "compare takes a study"),
+        ([], "Name a study"),
         (["zz"], "made"),
     ],
 )
@@ -320,7 +410,7 @@ def test_damaged_run_is_reported_and_left_out(tmp_path: Path):
     assert found.notes[0].startswith("Left out: ")
     assert "line 2" in found.notes[0]
     (sorted(folder.iterdir())[1] / "config.yaml").write_text("[1, 2")
-    with pytest.raises(UserError, match="None of these runs can be read"):
+    with pytest.raises(UserError, match="cannot read any of these runs"):
         compared(tmp_path)
 
 
@@ -405,7 +495,7 @@ def test_pareto_front_ignores_rounding(tmp_path: Path):
             ["optimizer.options.b", "data.options.b"],
             ["optimizer.options.b", "data.options.b"],
         ),
-        ({"model": {"options": {}}}, {"model": {"options": {"x": 1}}}, ["model.options", "model.options.x"], None),
+        ({"model": {"options": {}}}, {"model": {"options": {"x": 1}}}, ["model.options.x"], ["x"]),
         (
             {"paths": {"runs": 1}, "tracking": {"log_every": 1}, "experiment": {"notes": "a", "seed": 1}},
             {"paths": {"runs": 2}, "tracking": {"log_every": 2}, "experiment": {"notes": "b", "seed": 2}},

@@ -66,7 +66,7 @@ def test_points_of_halving_are_judged_at_their_last_rung(tmp_path: Path):
     assert [trial.value for trial in learnt.trials[:3]] == [pytest.approx(value) for value in (2.3, 2.5, 3.1)]
     assert found.rows[found.baseline].label == "lr=0.01"
     assert found.baseline_why.startswith("the best point")
-    assert found.differing_keys.keys == ("optimizer.lr",), "rungs are no columns"
+    assert found.differing_keys.keys == ("optimizer.lr",), "rungs are not columns"
 
 
 def test_parameters_are_judged_where_all_points_are(tmp_path: Path):

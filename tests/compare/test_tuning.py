@@ -129,6 +129,22 @@ def test_a_worse_group_does_not_reach_it(tmp_path: Path):
     }
 
 
+def test_an_interval_ends_with_the_run(tmp_path: Path):
+    """Two seeds that reach it far apart: Student's t with one degree of freedom would go on for hundreds of steps."""
+    make(tmp_path, {(0.9, 0.003): [2.4, 2.4], (0.9, 0.01): [2.5, 2.5], (0.8, 0.003): [2.39, 1.8]})
+    found = compared(tmp_path)
+    assert found.tuning is not None
+    best = found.tuning.groups[0]
+    assert best.steps.estimate is not None
+    assert best.seconds.estimate is not None
+    assert 30 < best.steps.estimate.mean < 50
+    assert (best.steps.estimate.low, best.steps.estimate.high) == (0, 50)
+    assert best.seconds.estimate.high == pytest.approx(50 * 1000 / 2500)
+    said = to_markdown(found)
+    assert "[0, 50]" in said
+    assert "those of steps and time end with the longest run" in said
+
+
 def test_a_value_that_diverged_with_a_seed_is_not_the_best(tmp_path: Path):
     make(tmp_path, {(0.9, 0.001): [2.5, 2.5], (0.9, 0.003): [2.4, 2.4], (0.9, 0.01): [2.0]})
     values = {"optimizer.betas": [0.9, 0.95], "optimizer.lr": 0.01, "experiment.seed": 1}
@@ -233,5 +249,5 @@ def test_mistakes(tmp_path: Path):
     make(tmp_path, LOSSES)
     with pytest.raises(UserError, match=r"do not differ in this key\. They differ in lr and betas"):
         compared(tmp_path, tuned="seq_len")
-    with pytest.raises(UserError, match="neither direction of grad_norm is better"):
+    with pytest.raises(UserError, match="whether less or more of grad_norm is better"):
         compared(tmp_path, metrics=("grad_norm",))

@@ -67,7 +67,7 @@ def test_a_group_is_read_and_compared(server: WandbServer, tmp_path: Path):
     assert [row["optimizer.lr"] for row in found["rows"]] == [0.001, 0.003, 0.1]
     assert [len(row["runs"]) for row in found["rows"]] == [3, 3, 1]
     assert found["rows"][1]["loss.delta"] == pytest.approx(-0.499)
-    assert found["rows"][1]["loss.verdict"] == "better"
+    assert found["rows"][1]["loss.verdict"] == "different"
     assert found["rows"][0]["gpu_hours"] == pytest.approx(2 * 90 / 3600)
     assert found["rows"][2]["runs"][0]["state"] == "failed"
     run = found["rows"][0]["runs"][0]

@@ -45,6 +45,14 @@ SLURM = ["cluster=slurm", "model=llama_debug", "+experiment=smoke", "training.gl
         (["parallelism.tp=3", "parallelism.dp_shard=4"], "cluster.gpus_per_node", "8 or 16"),
         (["cluster.nodes=2"], "", ""),
         (["cluster.nodes=2", "parallelism.dp_shard=8"], "cluster.nodes", "cluster.nodes=null"),
+        (["cluster.nodes=2", "parallelism.dp_shard=8"], "cluster.nodes", "parallelism.dp_shard=-1, which fills all 16"),
+        (
+            ["cluster.nodes=2", "parallelism.tp=8", "parallelism.pp=4"],
+            "cluster.nodes",
+            "lower parallelism.pp or parallelism.tp: their product 32 is above 16",
+        ),
+        (["cluster.nodes=2", "parallelism.pp=24"], "cluster.nodes", "lower parallelism.pp: 24 is above 16"),
+        (["cluster.nodes=2", "parallelism.tp=3", "parallelism.dp_shard=8"], "cluster.nodes", "whose product is 16"),
         (["cluster.device=cpu", "cluster.processes_per_node=2", "parallelism.dp_shard=2"], "", ""),
         (
             ["cluster.device=cpu", "cluster.processes_per_node=3", "parallelism.dp_shard=4"],
@@ -66,7 +74,7 @@ def test_a_folder_that_a_script_cannot_name_is_refused(name: str):
 
     (found,) = violations(experiment(*SLURM, *paths(f"/tmp/{name}")))
     assert (found.field, "backslash or a control character" in found.reason) == ("paths.runs", True)
-    assert violations(experiment(*SLURM, found.remedy)) == []
+    assert violations(experiment(*SLURM, found.remedy.removeprefix("use "))) == []
     assert violations(experiment("model=llama_debug", "+experiment=smoke", *paths(f"/tmp/{name}"))) == []
 
 

@@ -17,7 +17,7 @@ from titan_exp.data.validation_split import training_subset, validation_subset
 from titan_exp.rules import violations
 from titan_exp.rules.data import unreadable_source
 
-WORDS = ["model=llama_debug", "training.evaluate_every=0", "training.seq_len=64"]
+WORDS = ["model=llama_debug", "evaluation.every=0", "training.seq_len=64"]
 
 
 def text_words(folder: Path, *words: str) -> list[str]:
@@ -43,10 +43,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("name", "content", "word", "reason"),
     [
-        ("a.txt", b"", "", "no file there contains text"),
-        ("a.txt", b"a\0b", "", "no file there contains text"),
-        (".hidden", b"text", "", "no file in it, hidden ones left out"),
-        ("__pycache__/a.txt", b"text", "", "no file in it, hidden ones left out"),
+        ("a.txt", b"", "", "none of these files contains text"),
+        ("a.txt", b"a\0b", "", "none of these files contains text"),
+        (".hidden", b"text", "", "no files other than hidden ones"),
+        ("__pycache__/a.txt", b"text", "", "no files other than hidden ones"),
         ("a.txt", b" \n" * 9000, "data.document=paragraph", "all files of data.paths are blank"),
         ("a.txt", b"\n\n", "data.document=line", "all files of data.paths are blank"),
     ],
@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(data_files, "is_binary", refuse)
     (violation,) = found(text_words(folder))
-    assert "txt cannot be read (permission denied)" in violation.reason
+    assert "txt (permission denied)" in violation.reason
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.02, 0.1, 0.5, 0.9, 1 - 1e-9])
@@ -96,7 +96,7 @@ def test_files_that_cannot_be_divided_are_found_with_the_words_of_a_rank(
     for path in sorted(folder.iterdir())[3:]:
         path.unlink()
     (folder / "binary.txt").write_bytes(b"\0")
-    words = text_words(folder, f"data.validation_fraction={fraction}", f"training.evaluate_every={int(evaluates)}")
+    words = text_words(folder, f"data.validation_fraction={fraction}", f"evaluation.every={int(evaluates)}")
     with pytest.warns(UserWarning, match="binary"):
         source = build_source(experiment(*words).data)
     said = ""
@@ -114,9 +114,9 @@ def test_files_that_cannot_be_divided_are_found_with_the_words_of_a_rank(
 def test_one_file_of_a_folder_is_one_document(tmp_path: Path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text("text")
-    (violation,) = found(text_words(tmp_path / "text", "training.evaluate_every=5"))
-    assert "the one file is the one document" in violation.reason
-    assert found(text_words(tmp_path / "text", "training.evaluate_every=5", "data.document=paragraph")) == []
+    (violation,) = found(text_words(tmp_path / "text", "evaluation.every=5"))
+    assert "your one file is one document" in violation.reason
+    assert found(text_words(tmp_path / "text", "evaluation.every=5", "data.document=paragraph")) == []
 
 
 @pytest.fixture
@@ -127,17 +127,17 @@ def large(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_large_text_is_refused_until_a_remedy_is_typed(large: Path, capsys: pytest.CaptureFixture[str]):
-    words = text_words(large, "data.document=line", "data.validation_fraction=0.2", "training.evaluate_every=5")
+    words = text_words(large, "data.document=line", "data.validation_fraction=0.2", "evaluation.every=5")
     (violation,) = found(words)
     assert violation.field == "data.streaming"
-    assert "there are 3.73e-05 GiB of text" in violation.reason
-    assert "while its GPUs wait, for 1 min of one core" in violation.reason
-    assert "64 virtual shards reads its documents once before any again" in violation.remedy
+    assert "you have 3.73e-05 GiB of text" in violation.reason
+    assert "while its GPUs wait, which takes one core at least 1 min" in violation.reason
+    assert "64 virtual shards reads all its documents before it repeats one" in violation.remedy
     assert found([*words, "data.streaming=true"]) == []
-    command, _, rest = violation.remedy.partition(", then ")
+    command, _, rest = violation.remedy.removeprefix("run ").partition(", then train with ")
     assert main(shlex.split(command)[1:]) == 0
     assert "held out" in capsys.readouterr().out
-    overrides, _, replaced = rest.partition("; or ")[0].partition(" in place of ")
+    overrides, _, replaced = rest.partition(". Or use ")[0].partition(" instead of ")
     gone = re.split(r", | and ", replaced)
     kept = [word for word in words if word not in gone and word.partition("=")[0] not in gone]
     assert found([*kept, *shlex.split(overrides)]) == []
@@ -148,12 +148,12 @@ def test_a_large_text_is_refused_until_a_remedy_is_typed(large: Path, capsys: py
 def test_a_large_data_set_of_files_is_refused_too(large: Path):
     lines = "".join(f'{{"body": "{number:0100d}"}}\n' for number in range(400))
     (large / "it's.jsonl").write_text(lines)
-    words = [*WORDS, "data=huggingface", "data.dataset=json", "data.text_column=body", "training.evaluate_every=5"]
+    words = [*WORDS, "data=huggingface", "data.dataset=json", "data.text_column=body", "evaluation.every=5"]
     words.append(f'data.data_files=["{large}/it\'s.jsonl"]')
     (violation,) = found(words)
-    command, _, rest = violation.remedy.partition(", then ")
+    command, _, rest = violation.remedy.removeprefix("run ").partition(", then train with ")
     assert main(shlex.split(command)[1:]) == 0
-    streamed = rest.partition("; or ")[2].partition(",")[0].split()
+    streamed = rest.partition(". Or use ")[2].partition(",")[0].split()
     assert streamed == ["data.streaming=true", "data.validation_documents=1024"]
     assert found([*words, *streamed]) == []
 
@@ -196,6 +196,6 @@ def test_a_parents_order_goes_on(recorded: str, words: list[str], field: str | N
 def test_all_files_are_listed_and_few_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
     opened, check = list[Path](), data_files.is_binary
     monkeypatch.setattr(data_files, "is_binary", lambda path: opened.append(path) or check(path))
-    assert found(text_words(folder, "data.validation_fraction=0.5", "training.evaluate_every=5")) == []
+    assert found(text_words(folder, "data.validation_fraction=0.5", "evaluation.every=5")) == []
     assert len(opened) <= 3, "the first, one to train on, and one to evaluate on"
     assert sum(unit_hash(f"{number}.txt") < 0.5 for number in range(40)) > 5

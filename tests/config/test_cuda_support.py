@@ -28,11 +28,15 @@ def test_usable_gpus_and_machines_without_any(facts: CudaFacts):
 @pytest.mark.parametrize(
     ("facts", "reason", "remedy"),
     [
-        (replace(USABLE, torch="2.13.0+cpu", torch_cuda=None), "torch 2.13.0+cpu is built without CUDA", "CUDA build"),
+        (
+            replace(USABLE, torch="2.13.0+cpu", torch_cuda=None),
+            "torch 2.13.0+cpu is a build without CUDA",
+            "CUDA build",
+        ),
         (replace(USABLE, mask="", visible=0), "CUDA_VISIBLE_DEVICES='' hides every GPU", "unset CUDA_VISIBLE_DEVICES"),
         (
             replace(USABLE, driver=DriverAnswer(version=12040, count=2)),
-            "its driver runs CUDA 12.4, and torch 2.11.0+cu130 is built for CUDA 13.0",
+            "its driver runs CUDA 12.4, and torch 2.11.0+cu130 needs CUDA 13.0",
             "update the driver, or install a build of torch for CUDA 12",
         ),
         (
@@ -54,7 +58,7 @@ def test_reasons(facts: CudaFacts, reason: str, remedy: str):
     assert problem[0].startswith("this machine has 2 NVIDIA GPUs, but ")
     assert reason in problem[0]
     assert remedy in problem[1]
-    assert problem[1].endswith("or cluster.device=cpu to train on the CPU on purpose")
+    assert problem[1].endswith("or use cluster.device=cpu to train on the CPU on purpose")
 
 
 @pytest.fixture
@@ -76,7 +80,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_nothing_falls_back_to_the_cpu(machine: Path, gpus: int, found: str):
     for number in range(gpus):
         (machine / f"nvidia{number}").touch()
-    words = rf"(?s){found}, but torch \S+ is built without CUDA.*cluster.device=cpu to train on the CPU on purpose"
+    words = rf"(?s){found}, but torch \S+ is a build without CUDA.*cluster.device=cpu to train on the CPU on purpose"
     with pytest.raises(UserError, match=words):
         check(resolve_layout(experiment("cluster.device=auto"), 1))
     with pytest.raises(UserError, match=words):

@@ -208,7 +208,7 @@ def test_a_forgotten_scaling_is_refused(tmp_path: Path):
 )
 def test_changes_to_accept_are_keys_that_there_are(typed: str, meant: list[str]):
     (found,) = misfits(f"checkpoint.accept_changes={typed}")
-    (remedy,) = shlex.split(found.remedy.partition(";")[0])
+    (remedy,) = shlex.split(found.remedy.removeprefix("use ").partition(" (")[0])
     assert remedy == f"checkpoint.accept_changes=[{','.join(meant)}]"
     assert misfits(remedy) == []
     for name in ("model", "model.rope", "model.options" if "moe" in typed else "model.dim", "data.tokenizer"):
@@ -234,9 +234,10 @@ def test_a_tokenizer_is_compared_by_its_words(tmp_path: Path, key: str):
     (found,) = misfits(*begin, f"data.tokenizer={german}")
     assert (found.field, found.reason) == (
         "data.tokenizer",
-        f"2 of the 3 words that {parent} knows have other ids in it, or none",
+        f"this tokenizer has other ids, or none, for 2 of the 3 words that {parent} knows",
     )
-    assert found.remedy == f"data.tokenizer={english}; or checkpoint.accept_changes='[data.tokenizer]' if that is meant"
+    accept = "checkpoint.accept_changes='[data.tokenizer]' if you mean to change it"
+    assert found.remedy == f"use data.tokenizer={english}, or {accept}"
     assert misfits(*begin, f"data.tokenizer={german}", "checkpoint.accept_changes=[data.tokenizer]") == []
     same = words(tmp_path / "same", "<eos>", "house", "tree", "and more")
     assert misfits(*begin, f"data.tokenizer={same}") == []
@@ -253,8 +254,8 @@ def test_a_run_on_the_same_data_takes_no_other_tokenizer(tmp_path: Path):
     for typed in ([], accept[:1]):
         (found,) = misfits(*child, *typed)
         assert found.remedy == (
-            f"data.tokenizer={english}; or checkpoint.accept_changes='[data.tokenizer]' "
-            "checkpoint.continue_data=restart if that is meant"
+            f"use data.tokenizer={english}, or checkpoint.accept_changes='[data.tokenizer]' "
+            "checkpoint.continue_data=restart if you mean to change it"
         )
     assert misfits(*child, *accept) == []
 
@@ -296,7 +297,9 @@ def test_a_hugging_face_folder_is_compared_by_its_config(tmp_path: Path, keys: d
     found = misfits(other)
     assert field_name in [one.field for one in found]
     if field_name.startswith("model."):
-        accepting = found[0].remedy.partition("; or ")[2].partition("' ")[0].replace("'", "")
+        accepting = (
+            "".join(found[0].remedy.partition("checkpoint.accept_changes=")[1:]).partition("' ")[0].replace("'", "")
+        )
         assert not accepting or misfits(other, accepting) == []
 
 
@@ -337,8 +340,8 @@ def test_an_incomplete_checkpoint_is_found_before_the_launch(tmp_path: Path, key
     (last / "__0_0.distcp").write_bytes(b"wei")
     (found,) = misfits(*begin)
     assert found.reason == "step-00000020 is not complete: __0_0.distcp has 3 bytes instead of 7"
-    assert found.remedy == earlier
-    assert misfits(*begin, found.remedy) == []
+    assert found.remedy == f"use {earlier}"
+    assert misfits(*begin, earlier) == []
     (last / "__0_0.distcp").unlink()
     assert "__0_0.distcp is missing" in misfits(*begin)[0].reason
     (last / "checksums.json").write_text('{"files": [1]}')

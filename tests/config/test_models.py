@@ -127,8 +127,8 @@ def test_a_published_context_is_exceeded_by_a_declared_scaling_alone(name: str, 
     published = experiment(f"model={name}").model
     assert list(exceeds_context(published, published.context)) == []
     (found,) = exceeds_context(published, seq_len)
-    assert f"longer than the context of {published.name}, {published.context} tokens" in found.reason
-    assert f"to stretch it, {remedy}" in found.remedy
+    assert f"the context of {published.name} is {published.context} tokens" in found.reason
+    assert f"or {remedy}" in found.remedy
     assert list(exceeds_context(experiment(f"model={name}", *remedy.split()).model, seq_len)) == []
 
 

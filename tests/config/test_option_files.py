@@ -10,18 +10,18 @@ OPTION = [
     (b"", "has no defaults list, so name, lr, weight_decay and decay_vectors are missing"),
     (b"lr: 1e-5\n", "has no defaults list, so name, weight_decay and decay_vectors are missing"),
     ("\ufefflr: 1e-5\n".encode(), "has no defaults list"),
-    (b"lr: [1\n", "line 2, column 1: not YAML"),
-    (b"defaults: [adamw]\n\tlr: 1\n", "line 2, column 1: not YAML: a tab"),
-    (b"- 1\n", "holds a list where an option is expected"),
+    (b"lr: [1\n", "line 2, column 1: this is not YAML"),
+    (b"defaults: [adamw]\n\tlr: 1\n", "line 2, column 1: this is not YAML: there is a tab"),
+    (b"- 1\n", "holds a list instead of an option"),
     (b"text", "holds the single value 'text'"),
-    (b"lr: 1\nlr: 2\n", "line 2, column 1: not YAML: lr stands here twice"),
-    (b"lr: \xff\n", "line 1: not UTF-8 text (byte 0xff)"),
+    (b"lr: 1\nlr: 2\n", "line 2, column 1: this is not YAML: lr occurs twice"),
+    (b"lr: \xff\n", "line 1: this is not UTF-8 text (byte 0xff)"),
     (b"? [1]\n: 2\n", "a list or mapping is used as a key"),
-    (b"a: &a [*a]\n", "an alias (*name) stands inside what it names"),
+    (b"a: &a [*a]\n", "an alias (*name) lies inside what it names"),
     (b"defaults: adamw\n", "defaults must be a list"),
     (b"defaults: [[1]]\n", "is neither an option nor"),
-    (b"defaults: [adamww]\n", "defaults name adamww, which is no option of optimizer; did you mean adamw?"),
-    (b"defaults: [/models: llama_debug]\n", "there is no such group; did you mean model?"),
+    (b"defaults: [adamww]\n", "defaults name adamww, and optimizer has no such option (did you mean adamw?)"),
+    (b"defaults: [/models: llama_debug]\n", "there is no such group (did you mean model?)"),
     (b"defaults: [broken]\n", "its defaults list leads back to broken.yaml"),
     (b"defaults: [_self_, _self_]\n", "uplicate _self_"),
     (b"# @package training\ndefaults: [adamw]\n", "begins with # @package training, so its keys are not in the group"),
@@ -64,7 +64,7 @@ def test_keys_of_an_own_config_are_those_of_no_shipped_option(
     assert "so weight_decay and decay_vectors are missing\n    give each a value in the file" in error
     option.write_text("name: own_package.sgd\nlr: 1e-2\nweight_decay: 0.0\ndecay_vectors: false\n")
     assert main([*words, "optimizer.momentum=0.5"]) == 2
-    assert "add it with a plus: +optimizer.momentum=0.5; or" in capsys.readouterr().err
+    assert "add it with a plus: +optimizer.momentum=0.5, or" in capsys.readouterr().err
     assert main([*words, "--cfg", "job", "+optimizer.momentum=0.5"]) == 0
 
 
@@ -121,12 +121,12 @@ def test_a_primary_file_is_one_error(content: bytes, says: str, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "contains no study"),
+        (b"", "is empty. A study has"),
         (b"[1", "not YAML"),
-        (b"question: x\n\taxes: 1\n", "line 2, column 1: not YAML: a tab"),
-        (b"- 1\n", "holds a list where a study is expected"),
-        (b"question: x\nquestion: y\n", "line 2, column 1: not YAML: question stands here twice"),
-        (b"\xff", "line 1: not UTF-8 text"),
+        (b"question: x\n\taxes: 1\n", "line 2, column 1: this is not YAML: there is a tab"),
+        (b"- 1\n", "holds a list instead of a study"),
+        (b"question: x\nquestion: y\n", "line 2, column 1: this is not YAML: question occurs twice"),
+        (b"\xff", "line 1: this is not UTF-8 text"),
         (b"{[1]: 2}", "a list or mapping is used as a key"),
         (b"question: x\nseeds: 99999999999\n", "must be a number of seeds up to 10000"),
         (None, "this is a folder"),

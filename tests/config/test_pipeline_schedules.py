@@ -47,7 +47,7 @@ def test_a_cell_that_is_no_action(tmp_path: Path, cell: str, where: str):
         ("0F0 0B0\n1F0", "stage 1 does 1F0 of micro-batch 0"),
         ("0F0 0B0\n1F0 1B0 1I0 1W0", "stage 1 does 1F0, 1B0, 1I0, 1W0"),
         ("0F0 0B0\n1F0 1I0", "1F0, 1I0"),
-        ("0F0 0F0 0B0\n1F0 1B0", "0F0 is there twice"),
+        ("0F0 0F0 0B0\n1F0 1B0", "0F0 occurs twice"),
         ("0F0 0B0 1F0\n1B0", "stage 1 is on ranks 0 and 1"),
         ("0F0 0B0\n2F0 2B0", "stage 1 does nothing"),
         ("0F0 0B0 0F1 0B1\n1F0 1B0", "stage 1 does nothing of micro-batch 1"),

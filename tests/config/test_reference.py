@@ -31,7 +31,8 @@ from titan_exp.config.schema.schema import (
     texts,
     value_keys,
 )
-from titan_exp.config.study.study import Axis, Halving, Range, Search, StudyFile
+from titan_exp.config.study.ladder import Ladder
+from titan_exp.config.study.study import Axis, Halving, Pairs, Range, Search, StudyFile
 from titan_exp.optim.lr_schedule import Decays
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
@@ -70,6 +71,7 @@ def reference() -> str:
         lines.append("")
     lines += ["## Study files", "", "Keys of `sweeps/NAME.yaml`.", "", "| key | meaning |", "|---|---|"]
     places = {"": StudyFile, "axes[1].": Axis, "search.": Search, "search.ranges.KEY.": Range, "halving.": Halving}
+    places |= {"pairs.": Pairs, "ladder.": Ladder}
     for place, kind in places.items():
         rows = [(f"`{place}{name}`", f"{text.meaning} E.g. `{text.example}`.") for name, text in texts(kind).items()]
         lines += [f"| {key} | {meaning} |" for key, meaning in rows]
@@ -134,6 +136,18 @@ def test_a_default_is_that_of_new_runs_too():
             if key not in added and default_of(field) not in (MISSING, values[key]) and "${" not in str(values[key]):
                 parted.add(key)
     assert parted == {"smallest_gemm"}
+
+
+def test_a_default_of_a_recipe_names_the_key_of_its_group_that_it_follows():
+    """Else whoever varies one of the two varies the other as well, and does not know."""
+    found, silent = set(), []
+    for path in FILES:
+        group = path.parent.name
+        for key, value in flatten(read_yaml(path, "an option")).items() if group in hints(Experiment) else ():
+            for followed in re.findall(r"\$\{\.(\w+)\}", str(value)) if group != "model" else ():
+                found.add(f"{group}.{key}")
+                silent += [f"{path.name}: {key}"] * (f"`{followed}`" not in meaning_of(f"{group}.{key}"))
+    assert (silent, found) == ([], {"lr_schedule.decay_steps"})
 
 
 def test_every_group_and_key_has_a_meaning():

@@ -30,7 +30,7 @@ ASYNC_TP = ["compile=blocks", "parallelism.tp=2", "parallelism.async_tp=true"]
 BASE = (
     *("training.steps=600", "training.seq_len=256", "training.global_batch_size=16", "training.micro_batch_size=null"),
     *("model.dim=192", "model.heads=6", "model.kv_heads=2", "model.ffn_dim=512", "model.vocab_size=320"),
-    *("model.context=1024", "data.virtual_shards=64", "data.validation_fraction=0.02", "training.evaluate_every=200"),
+    *("model.context=1024", "data.virtual_shards=64", "data.validation_fraction=0.02", "evaluation.every=200"),
     "training.mixed_precision=fp32",
     "model.layers=6",
 )
@@ -99,9 +99,9 @@ TILES = [
                 (["model.architecture=tests.models.own_model.Bigram"], QK_CLIP),
             )
         ),
-        (["weight_average.decay=0.9"], "weight_average.decay", "it comes with weight_average=ema"),
+        (["weight_average.decay=0.9"], "weight_average.decay", "use it with weight_average=ema"),
         (["weight_average=ema", "weight_average.steps=50"], "weight_average.steps", "weight_average=tail"),
-        (["grad_clip.max_value=1e-3"], "grad_clip.max_value", "it comes with grad_clip=value"),
+        (["grad_clip.max_value=1e-3"], "grad_clip.max_value", "use it with grad_clip=value"),
         (["grad_clip=adagc", "grad_clip.max_value=1e-3"], "grad_clip.max_value", "grad_clip=value"),
         (["grad_clip=value", "grad_clip.decay=0.5"], "grad_clip.decay", "grad_clip=adagc"),
         (["grad_clip.relative=1.05", "grad_clip.warmup_steps=100"], "", ""),
@@ -300,13 +300,13 @@ TILES = [
         (["training.batch_ramp=[[9,2],[9,8]]"], "", ""),
         (["training.batch_ramp=[[9,8],[9,2]]"], BATCH_RAMP, "with more sequences"),
         (["training.batch_ramp=[[9,16]]"], BATCH_RAMP, "with more sequences"),
-        (["training.batch_ramp=[[500,2],[100,8]]"], BATCH_RAMP, "training.steps above 600"),
+        (["training.batch_ramp=[[500,2],[100,8]]"], BATCH_RAMP, "training.steps=601 or more"),
         (["training.batch_ramp=[[500,2],[99,8]]"], "", ""),
         (["training.batch_ramp=[[9,6]]", "parallelism.dp_shard=4"], BATCH_RAMP, "nearest: 4 or 8 sequences"),
         (
             ["training.batch_ramp=[[9,4]]", "parallelism.dp_shard=2", "training.micro_batch_size=4"],
             BATCH_RAMP,
-            "8 sequences; or training.micro_batch_size=1 or 2",
+            "8 sequences, or use training.micro_batch_size=1 or 2",
         ),
         (["training.batch_ramp=[[9,4]]", "parallelism.pp=2", "parallelism.pp_microbatches=4"], "", ""),
         (
@@ -327,8 +327,8 @@ TILES = [
         (["lr_schedule.warmup_steps=601"], "lr_schedule.warmup_steps", "warmup_steps=600"),
         (["profiling=trace", "profiling.start=598"], "profiling.start", "profiling.start=597"),
         (["profiling=trace", "profiling.start=597"], "", ""),
-        (["data.validation_fraction=0"], "training.evaluate_every", "evaluate_every=0"),
-        (["data.validation_fraction=0", "training.evaluate_every=0"], "", ""),
+        (["data.validation_fraction=0"], "evaluation.every", "evaluation.every=0"),
+        (["data.validation_fraction=0", "evaluation.every=0"], "", ""),
         # shape
         (["model.kv_heads=4"], "model.kv_heads", "2, 3 or 6"),
         (["model.kv_heads=12"], "model.kv_heads", "2, 3 or 6"),
@@ -343,9 +343,9 @@ TILES = [
         (
             ["training.seq_len=4096", "model.rope.scaling=linear", "model.rope.factor=2"],
             "training.seq_len",
-            "training.seq_len=2048; to stretch it, model.rope.factor=4;",
+            "training.seq_len=2048 or less, or model.rope.factor=4, which",
         ),
-        (["model.rope.scaling=yarn", "model.rope.factor=0.5"], "model.rope.factor", "at least 1"),
+        (["model.rope.scaling=yarn", "model.rope.factor=0.5"], "model.rope.factor", "model.rope.factor=1 or more"),
         (["model.rope.scaling=yarn", "model.rope.beta_fast=0.5"], "model.rope.beta_fast", "beta_fast=32"),
         (["training.seq_len=1024"], "", ""),
         (["model.rope.factor=8"], "model.rope.factor", "model.rope.scaling=llama3"),
@@ -391,11 +391,11 @@ TILES = [
         (["data=text"], "data.paths", "data.paths='[notes,books/*.txt]'"),
         (["data=text", "data.paths=[nowhere/*.txt]"], "data.paths", "relative to the current folder"),
         (["data=text", "data.paths=[.]"], "data.paths", "a folder with files"),
-        (["data=text", f"data.paths=['{HERE}']", "training.evaluate_every=0"], "", ""),
-        (["data=text", f"data.paths=['{HERE}/*.py']", "training.evaluate_every=0"], "", ""),
+        (["data=text", f"data.paths=['{HERE}']", "evaluation.every=0"], "", ""),
+        (["data=text", f"data.paths=['{HERE}/*.py']", "evaluation.every=0"], "", ""),
         (["data=text", f"data.paths=['{__file__}']"], "data.document", "data.document=paragraph"),
         (["data=text", f"data.paths=['{__file__}']", "data.document=paragraph"], "", ""),
-        (["data=text", f"data.paths=['{__file__}']", "training.evaluate_every=0"], "", ""),
+        (["data=text", f"data.paths=['{__file__}']", "evaluation.every=0"], "", ""),
         (["data.document=line"], "data.document", "data=text data.document=line"),
         (["data=c4", "data.document=paragraph"], "data.document", "data=text data.document=paragraph"),
         (["data=huggingface"], "data.dataset", "data.dataset=json"),
@@ -407,7 +407,7 @@ TILES = [
         (["data=fineweb_edu"], "", ""),
         (["data=c4", "data.validation_documents=null"], "", ""),
         (["data=fineweb", "data.validation_documents=null"], "data.validation_documents", "validation_documents=1024"),
-        (["data=fineweb", "data.validation_documents=null", "training.evaluate_every=0"], "", ""),
+        (["data=fineweb", "data.validation_documents=null", "evaluation.every=0"], "", ""),
         (["data=fineweb", "data.validation_documents=null", "data.streaming=false"], "", ""),
         (["data.paths=[notes]"], "data.paths", "data=text data.paths='[notes]'"),
         (["data=c4", "data.paths=[notes]"], "data.paths", "data=text"),
@@ -459,7 +459,11 @@ TILES = [
             )
             for wrong in ("auto/0", "auto/3+", "auto,aten.mm")
         ),
-        (["activation_checkpoint=every_n", "activation_checkpoint.every=99"], "activation_checkpoint.every", "at most"),
+        (
+            ["activation_checkpoint=every_n", "activation_checkpoint.every=99"],
+            "activation_checkpoint.every",
+            "every=6 or less",
+        ),
         (["activation_checkpoint.every=99"], "", ""),
         (["activation_checkpoint=budget"], "activation_checkpoint.mode", "compile=blocks"),
         (["activation_checkpoint=budget", "compile=blocks"], "", ""),
@@ -495,8 +499,12 @@ TILES = [
         (["parallelism.tp=3", "training.seq_len=255", "model.ffn_dim=480"], "parallelism.tp", "tp=1, 2 or 6"),
         (["parallelism.tp=2", "model.ffn_dim=480"], "", ""),
         (["parallelism.tp=6", "model.ffn_dim=480", "training.seq_len=252"], "", ""),
-        (["parallelism.tp=6", "training.seq_len=252"], "parallelism.tp", "tp=2, 4 or 8; or model.ffn_dim=480 or 576"),
-        (["parallelism.tp=2", "model.ffn_dim=480", "quantization=mxfp8"], "quantization.recipe", "leaves it in high"),
+        (
+            ["parallelism.tp=6", "training.seq_len=252"],
+            "parallelism.tp",
+            "tp=2, 4 or 8, or use model.ffn_dim=480 or 576",
+        ),
+        (["parallelism.tp=2", "model.ffn_dim=480", "quantization=mxfp8"], "quantization.recipe", "to leave it in high"),
         (["parallelism.tp=2", "model.vocab_size=263"], "", ""),
         (
             [
@@ -540,18 +548,18 @@ TILES = [
         *((["parallelism.pp=2", f"parallelism.pp_schedule={name}"], "", "") for name in SCHEDULES),
         (["parallelism.pp=2", "parallelism.pp_schedule=1f1b"], SCHEDULE, "did you mean 1F1B?"),
         (["parallelism.pp_schedule=Looped"], SCHEDULE, "LoopedBFS"),
-        (["parallelism.pp=2", "parallelism.pp_schedule=nowhere.csv"], SCHEDULE, "relative"),
+        (["parallelism.pp=2", "parallelism.pp_schedule=nowhere.csv"], SCHEDULE, "from the current folder"),
         (["parallelism.pp_schedule=nowhere.csv"], "", ""),
         (["parallelism.pp=8"], "parallelism.pp", "pp=4, 5 or 6"),
         (["parallelism.pp=4", "parallelism.pp_schedule=ZBVZeroBubble"], "parallelism.pp", "pp=1, 2 or 3"),
         (["parallelism.pp=2", "parallelism.pp_layers=[3,2]"], "parallelism.pp_layers", "add up to 6"),
         (["parallelism.pp=2", "parallelism.pp_layers=[6,0]"], "", ""),
         (["parallelism.pp=3", "parallelism.pp_layers=[3,0,3]"], "parallelism.pp_layers", "at least 1"),
-        (["parallelism.pp=2", "parallelism.pp_layers=[3,1,2]"], "parallelism.pp_layers", "give 2 numbers"),
+        (["parallelism.pp=2", "parallelism.pp_layers=[3,1,2]"], "parallelism.pp_layers", "a list of 2 numbers"),
         (
             ["parallelism.pp=2", "parallelism.pp_layers=[3,1,2]", "parallelism.pp_schedule=LoopedBFS"],
             "parallelism.pp_layers",
-            "give 2, 4 or 6 numbers",
+            "a list of 2, 4 or 6 numbers",
         ),
         (
             ["parallelism.pp=2", "parallelism.pp_layers=[3,1,1,1]"],
@@ -606,7 +614,7 @@ TILES = [
                 *("training.global_batch_size=14", "training.micro_batch_size=2"),
             ],
             "training.micro_batch_size",
-            "micro_batch_size=7 or 14; or parallelism.pp_microbatches=1",
+            "micro_batch_size=7 or 14, or use parallelism.pp_microbatches=1",
         ),
         *(
             (["parallelism.pp=2", "parallelism.pp_schedule=ZBVZeroBubble", *rest], field, remedy)
@@ -678,7 +686,7 @@ def test_every_layer_counts():
     ulysses = experiment(*BASE, "parallelism.cp=2", "parallelism.cp_method=ulysses").parallelism
     (violation,) = heads_divide(spec, ulysses)
     assert "3 query heads with 1 key and value heads of some layers" in violation.reason
-    assert "parallelism.cp=1;" in violation.remedy
+    assert "parallelism.cp=1," in violation.remedy
     ring = replace(ulysses, cp_method="ring")
     assert list(heads_divide(spec, ring)) == []
     (violation,) = kernel_merges(spec, ring, "cuda")
@@ -719,8 +727,8 @@ def test_nvfp4_on_gpus_names_the_torchao_that_it_needs(version: str, refused: bo
         return
     violation = only(*tiles)
     assert violation.field == "quantization.recipe"
-    assert "torchao 0.18, and torchao 0.17.0 is installed" in violation.reason
-    assert "pip install 'torchao>=0.18'; or quantization.emulate=true" in violation.remedy
+    assert "torchao 0.18 or newer, and you have torchao 0.17.0" in violation.reason
+    assert "pip install 'torchao>=0.18', or use quantization.emulate=true" in violation.remedy
 
 
 @pytest.mark.parametrize(
@@ -787,7 +795,7 @@ def test_nvfp4_on_gpus_names_the_torchao_that_it_needs(version: str, refused: bo
         (
             ["model.attention_backend=efficient", "training.mixed_precision=bf16", "model.head_dim=36"],
             "model.head_dim",
-            "32 or 40; or model.attention_backend=auto",
+            "32 or 40, or use model.attention_backend=auto",
         ),
         (["model.attention_backend=efficient", "training.mixed_precision=fp32", "model.head_dim=36"], "", ""),
         (
@@ -863,7 +871,7 @@ def test_nvfp4_on_gpus_names_the_torchao_that_it_needs(version: str, refused: bo
                 "quantization.filter=['*.attention.*', '*.down']",
             ],
             "quantization.recipe",
-            "or quantization.emulate=true, with multiples of 16",
+            "use quantization.emulate=true, for which multiples of 16",
         ),
         (["quantization=nvfp4", "quantization.emulate=true"], "", ""),
         ([*TILES], "training.mixed_precision", "quantization.emulate=true"),
@@ -893,7 +901,7 @@ def test_on_a_machine_with_eight_gpus(overrides: list[str], field: str, remedy: 
     ("overrides", "remedy"),
     [
         ([], ""),
-        (["training.mixed_precision=bf16", "compile=all", "data.document_mask=true", "training.evaluate_every=5"], ""),
+        (["training.mixed_precision=bf16", "compile=all", "data.document_mask=true", "evaluation.every=5"], ""),
         (["training.micro_batch_size=2", "activation_checkpoint=full", "optimizer.implementation=triton"], ""),
         (["quantization=float8_rowwise", "quantization.smallest_gemm=0", "activation_checkpoint=selective"], ""),
         (["parallelism.dp_shard=2"], "parallelism.dp_shard=1"),
@@ -929,7 +937,7 @@ def test_options_of_captured_cuda_graphs(overrides: list[str], remedy: str, monk
         return
     violation = only(*words, "compile.cuda_graphs=true")
     assert violation.field == "compile.cuda_graphs"
-    assert violation.remedy.startswith("compile.cuda_graphs=false, or ")
+    assert violation.remedy.startswith("use compile.cuda_graphs=false, or ")
     assert remedy in violation.remedy
 
 
@@ -979,8 +987,18 @@ def test_compiling_for_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch):
     [
         ("0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1", [], "", ""),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", ["parallelism.pp_microbatches=2"], "", ""),
-        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", ["parallelism.pp_microbatches=4"], "pp_microbatches", "passes of 2"),
-        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", ["training.micro_batch_size=16"], "micro_batch_size", "passes of 2"),
+        (
+            "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1",
+            ["parallelism.pp_microbatches=4"],
+            "pp_microbatches",
+            "2 micro-batches in a pass",
+        ),
+        (
+            "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1",
+            ["training.micro_batch_size=16"],
+            "micro_batch_size",
+            "2 micro-batches in a pass",
+        ),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", ["parallelism.pp_layers=[1,2,3]"], "pp_layers", "2 stages"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", ["parallelism.pp=3"], "pp_schedule", "2 rows"),
         ("0F0,0B0\n1F0,1I0", [], "pp_schedule", "1F0, 1I0"),
@@ -1013,10 +1031,16 @@ def test_the_vocabulary_of_a_tokenizer_file(tmp_path: Path, vocabulary: object, 
     assert broken(f"data.tokenizer={path}", "model.vocab_size=401") == []
 
 
+@pytest.mark.parametrize("end", ["", "/tokenizer.json"])
+def test_a_tokenizer_that_is_not_there_yet_can_be_downloaded(end: str):
+    remedy = only(f"data.tokenizer=downloads/Llama-3.1-70B{end}").remedy
+    assert "titan-exp download OWNER/Llama-3.1-70B files=tokenizer target=downloads/Llama-3.1-70B, or " in remedy
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model": {"vocab": 3}}'])
 def test_a_file_that_is_no_tokenizer(tmp_path: Path, text: str):
     (tmp_path / "tokenizer.json").write_text(text)
-    assert "is not a tokenizer.json" in only("data.tokenizer=tokenizer.json").reason
+    assert "tokenizers cannot read" in only("data.tokenizer=tokenizer.json").reason
 
 
 def test_user_model_has_its_own_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -1079,4 +1103,4 @@ def test_data_below_a_closed_folder_may_exist(tmp_path: Path):
     finally:
         if root:
             os.setresuid(0, 0, 0)
-    assert "is closed to you" in found.remedy
+    assert "which you may not open" in found.remedy

@@ -13,6 +13,7 @@ from titan_exp.config.hydra.compose import HYDRA_VERSION, default_overrides, reg
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.study.points import baseline_of, study_points
 from titan_exp.config.study.study_file import SWEEPS_DIR, read_study
+from titan_exp.launch.sweep.ladder import LadderRounds
 from titan_exp.launch.sweep.rounds import drawn_choices
 from titan_exp.launch.sweep.sweeper import FastCompose
 from titan_exp.rules import violations
@@ -40,7 +41,10 @@ def test_every_point_can_run_at_every_size(path: Path, tmp_path: Path, monkeypat
                 [f"paths.runs={tmp_path}", *(["cluster.device=cpu"] * (size == "laptop"))],
                 drawn_choices(study.search) if study.search else (),
             )
-            if study.search is None:
+            if study.ladder is not None:
+                rounds = LadderRounds(study, points, None, lambda point: to_experiment(compose(point.overrides)))
+                points = rounds.first
+            elif study.search is None:
                 assert baseline_of(study, points) in {point.variant for point in points if not point.excluded}
             for point in points:
                 experiment = to_experiment(compose(point.overrides))
@@ -51,6 +55,7 @@ def test_every_point_can_run_at_every_size(path: Path, tmp_path: Path, monkeypat
 def test_the_studies_there_are():
     assert {path.stem for path in SWEEPS_DIR.glob("*.yaml")} == {
         *("activation_checkpointing", "adamw_settings", "context_extension", "context_parallel_methods"),
-        *("expert_balance", "halving", "learning_rate_batch_size", "optimizers", "parallelism_degrees"),
-        *("pipeline_schedules", "quantization_recipes", "width_transfer"),
+        *("decay_shape", "expert_balance", "halving", "ladder", "learning_rate_batch_size", "muon"),
+        *("optimizers", "parallelism_degrees", "pipeline_schedules", "quantization_recipes", "virtual_shards"),
+        "width_transfer",
     }

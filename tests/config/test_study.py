@@ -1,15 +1,17 @@
 """Study files: their grammar, their errors and their points."""
 
+import re
 from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.study.points import Point, baseline_of, folder_name, narrowed, study_points
+from titan_exp.config.study.labels import names_all, words_of
+from titan_exp.config.study.points import FilePoints, Point, baseline_of, folder_name, narrowed, study_points
 from titan_exp.config.study.study import Study
 from titan_exp.config.study.study_file import find_study, read_study, study_files
-from titan_exp.launch.sweep.sweep_table import hours
+from titan_exp.launch.requests import hours
 
 HEAD = "question: Why?\n"
 
@@ -83,6 +85,13 @@ def test_values_become_overrides_that_hydra_reads(study):
     assert values[-1] == [[], 5, True, "plain"]
 
 
+@pytest.mark.parametrize("name", ["null", "True", "10", "1e3", "2026_01", "nan", "qk-norm", "v1.5"])
+def test_the_name_of_a_file_stays_text(name: str, tmp_path: Path):
+    (tmp_path / f"{name}.yaml").write_text(HEAD + "axes:\n  - grid: {a.b: [1]}\n")
+    (point,) = study_points(read_study(tmp_path / f"{name}.yaml"), "")
+    assert OverridesParser.create().parse_override(point.overrides[0]).value() == name
+
+
 def test_seeds_repeat_every_point(study):
     read = study("axes:\n  - grid: {optimizer.lr: [1, 2]}\nseeds: 2\n")
     points = study_points(read, "")
@@ -99,9 +108,9 @@ def test_excluded_points_have_a_reason(study):
     )
     points = study_points(read, "")
     assert [point.excluded for point in points] == [
-        *["excluded by the study: a.b=1 c.d=1,2"] * 2,
+        *["the study excludes it: a.b=1 c.d=1,2"] * 2,
         None,
-        "excluded by the study: too large",
+        "the study excludes it: too large",
     ]
 
 
@@ -123,8 +132,47 @@ def test_typed_overrides_narrow_add_and_win(study):
         *("experiment.name=mine", "optimizer.lr=3", "training.steps=5", "experiment.seed=9", "model=x"),
     )
     zipped = study("axes:\n  - zip: {a.b: [1, 2], c.d: [3, 4]}\n")
-    with pytest.raises(UserError, match=r"varies a\.b together with others"):
+    with pytest.raises(UserError, match=r"varies several keys together \(a\.b"):
         narrowed(zipped, OverridesParser.create().parse_overrides(["a.b=1"]))
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (["optimizer.lr=0.004,5e-1"], ["lr=4e-3 betas=[0.9,0.95]", "lr=4e-3 betas=[0.9,0.99]", *["lr=0.5 betas="] * 2]),
+        (["optimizer.lr=0.0040", "optimizer.betas=[0.90, 0.990]"], ["lr=4e-3 betas=[0.9,0.99]"]),
+    ],
+)
+def test_labels_of_a_narrowed_study_keep_the_spelling_of_its_file(study, typed: list[str], expected: list[str]):
+    read = study("axes:\n  - grid: {optimizer.lr: [4e-3, 0.02], optimizer.betas: [[0.9, 0.95], [0.9, 0.99]]}\n")
+    varied, fixed = narrowed(read, OverridesParser.create().parse_overrides(typed))
+    found = labels(study_points(varied, "", fixed))
+    assert [label[: len(begin)] for label, begin in zip(found, expected, strict=True)] == expected
+
+
+def test_words_of_a_label_are_found_in_any_spelling():
+    label = words_of("optimizer=adamw lr=4e-3 betas=[0.9,0.95] enabled=true clip=null plain seed=0")
+    for wanted in (
+        *("lr=0.004", "optimizer.lr=0.0040,seed=0", "seed=0 lr=4e-03", "betas=[0.90, 0.95]"),
+        *("betas=[.9,9.5e-1],seed=0", "enabled=True", "clip=NULL", "plain", "optimizer='adamw'"),
+    ):
+        assert names_all(wanted, label), wanted
+    for wanted in ("lr=0.005", "r=4e-3", "betas=[0.95,0.9]", "seed=00.1", "optimizer=adam", "plai", "lr", "", ","):
+        assert not names_all(wanted, label), wanted
+
+
+def test_the_file_has_a_point_whatever_the_command_line_adds(study):
+    text = "held_fixed: [model=a]\naxes:\n  - grid: {optimizer.lr: [1e-3, 2e-3]}\nseeds: 2\n"
+    file = FilePoints(study_points(study(text), ""))
+    of_file = ("experiment.name=other", "model=a", "optimizer.lr=0.001", "experiment.seed=0")
+    assert file.has(of_file)
+    assert file.has((*of_file, "cluster=slurm", "training.steps=5"))
+    steep = tuple(word.replace("0.001", "0.5") for word in of_file)
+    assert (file.has(steep), file.has(steep, {"optimizer.lr"})) == (False, True)
+    other = tuple(word.replace("model=a", "model=b") for word in of_file)
+    assert (file.has(other), file.has(other, {"optimizer.lr"}), file.has(other, {"model"})) == (False, False, True)
+    excluding = text + "exclude: [{optimizer.lr: 1e-3}]\n"
+    assert not FilePoints(study_points(study(excluding), "")).has(of_file)
 
 
 def test_objects_of_one_key_are_merged_in_their_order(study):
@@ -144,7 +192,7 @@ def test_objects_of_one_key_are_merged_in_their_order(study):
 )
 def test_a_typed_key_is_swept_once(study, typed: tuple[str, ...]):
     read = study("question: q\naxes:\n- grid: {optimizer.lr: [1, 2]}\n")
-    with pytest.raises(UserError, match="sweeps this key already"):
+    with pytest.raises(UserError, match="already sweeps this key"):
         narrowed(read, OverridesParser.create().parse_overrides(list(typed)))
 
 
@@ -168,7 +216,7 @@ def test_the_name_of_a_list_chooses_among_its_points(study):
 
     assert points("how=y", "optimizer.lr=1") == ["how=y lr=1"]
     assert points("how=z,x", "optimizer.lr=1") == ["how=z lr=1", "how=x lr=1"]
-    with pytest.raises(UserError, match="how=w: no choice of this axis; it has x, y and z"):
+    with pytest.raises(UserError, match=r"how=w: this axis has no such choice \(it has x, y and z\)"):
         points("how=w")
 
 
@@ -184,13 +232,29 @@ def test_the_baseline_is_one_of_the_points(study, baseline: str, expected: str):
 
 @pytest.mark.parametrize(
     ("baseline", "says"),
-    [("{a.b: 2}", "means 2 points"), ("b=3 how=x", "did you mean|none of"), ("x", "means 2 points")],
+    [("{a.b: 2}", "fits 2 points"), ("b=3 how=x", "no point of the study fits the baseline"), ("x", "fits 2 points")],
 )
 def test_a_baseline_that_is_no_point_is_refused(study, baseline: str, says: str):
     axes = "axes:\n  - grid: {a.b: [1, 2]}\n  - {name: how, list: {x: [], y: [c=1]}}\n"
     read = study(f"{axes}baseline: {baseline}\n")
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=says) as caught:
         baseline_of(read, study_points(read, ""))
+    if says.startswith("fits"):
+        remedy = re.search(r"write (baseline: .*)\.$", str(caught.value))
+        assert remedy is not None
+        read = study(f"{axes}{remedy[1]}\n")
+        assert baseline_of(read, study_points(read, "")) in ("b=2 how=x", "b=1 how=x")
+
+
+def test_a_baseline_of_a_tuned_study_is_one_point_of_its_group(study):
+    axes = "axes:\n  - list: {plain: [], new: [c=1]}\n  - grid: {optimizer.lr: [1e-3, 3e-3]}\ntune: optimizer.lr\n"
+    read = study(f"{axes}baseline: plain\n")
+    with pytest.raises(UserError, match=r"As the study tunes optimizer\.lr, its whole group is the baseline") as caught:
+        baseline_of(read, study_points(read, ""))
+    remedy = re.search(r"write (baseline: .*?)\. As", str(caught.value))
+    assert remedy is not None
+    read = study(f"{axes}{remedy[1]}\n")
+    assert baseline_of(read, study_points(read, "")) == "plain lr=1e-3"
 
 
 GRID = "axes:\n  - grid: {optimizer.lr: [1, 2]}\n"
@@ -201,9 +265,9 @@ GRID = "axes:\n  - grid: {optimizer.lr: [1, 2]}\n"
     [
         ("qestion: x\n" + GRID, "did you mean question?"),
         (GRID.replace("axes", "axis"), "did you mean axes?"),
-        ("seeds: 2\n", "a study has axes, or a search"),
+        ("seeds: 2\n", "a study needs axes or a search"),
         ("axes:\n  - gird: {a: [1]}\n", "did you mean grid?"),
-        ("axes:\n  - {grid: {a: [1]}, zip: {b: [1]}}\n", "an axis is one of grid, zip or list"),
+        ("axes:\n  - {grid: {a: [1]}, zip: {b: [1]}}\n", "an axis has exactly one of grid, zip or list"),
         ("axes:\n  - {grid: {a: [1]}, whn: {b: 1}}\n", "did you mean when?"),
         ("axes:\n  - grid: {optimizer.lr: 1e-3}\n", "write [1e-3]"),
         ("axes:\n  - zip: {a: [1, 2], b: [1]}\n", "a has 2 and b has 1"),
@@ -213,8 +277,8 @@ GRID = "axes:\n  - grid: {optimizer.lr: [1, 2]}\n"
         ("held_fixed: {model: x}\n" + GRID, "must be a list"),
         (GRID + "  - {grid: {a: [1]}, when: {optimizer.lrr: 1}}\n", "did you mean optimizer.lr?"),
         (GRID + "  - {grid: {a: [1]}, when: {optimizer.lr: 3}}\n", "this axis has no such value"),
-        ("axes:\n  - {grid: {a: [1]}, when: {b: 1}}\n  - grid: {b: [1]}\n", "neither an axis (above this one)"),
-        (GRID + "exclude: [{optimizer.l: 1}]\n", "neither an axis"),
+        ("axes:\n  - {grid: {a: [1]}, when: {b: 1}}\n  - grid: {b: [1]}\n", "no axis above this one varies this key"),
+        (GRID + "exclude: [{optimizer.l: 1}]\n", "no axis above this one"),
         (GRID + "exclude: {optimizer.lr: 1}\n", "must be a list"),
         (GRID + "seeds: many\n", "must be a number of seeds"),
         (GRID + "seeds: [-1]\n", "must be a number of seeds"),
@@ -222,7 +286,7 @@ GRID = "axes:\n  - grid: {optimizer.lr: [1, 2]}\n"
         (GRID + "metrics: {los: min}\n", "did you mean loss?"),
         (GRID + "metrics: {loss: down}\n", "choose min or max"),
         (GRID + "sizes: [a]\n", "keys with values"),
-        (GRID + GRID, "axes stands here twice"),
+        (GRID + GRID, "axes occurs twice"),
         ("[]", "not YAML|holds a list where a study is expected"),
     ],
 )

@@ -15,7 +15,7 @@ BASE = (
     "training.seq_len=256",
     "training.steps=600",
     "model.vocab_size=320",
-    "training.evaluate_every=200",
+    "evaluation.every=200",
 )
 
 
@@ -67,15 +67,15 @@ def broken(*overrides: str) -> list[Violation]:
         (["data.paths=[a,b]", "data.weights=[1,2.5]"], "", ""),
         ([], "data.paths", "data.paths='[stores/mine]'"),
         (["data.paths=[nowhere]"], "data.paths", "titan-exp tokenize"),
-        (["data.paths=[begun]"], "data.paths", "rerun the titan-exp tokenize command"),
+        (["data.paths=[begun]"], "data.paths", "run the same titan-exp tokenize command again"),
         (["data.paths=[cut]"], "data.paths", "titan-exp tokenize check=cut"),
         (["data.paths=[a,llama]", "model.vocab_size=128256"], "data.paths", "stores of one"),
         (["data.paths=[llama]"], "model.vocab_size", "model.vocab_size=128256"),
         (["data.paths=[llama]", "model.vocab_size=128256"], "", ""),
-        (["data.paths=[small]"], "training.seq_len", "at most training.seq_len=255"),
+        (["data.paths=[small]"], "training.seq_len", "training.seq_len=255 or less"),
         (["data.paths=[small]", "training.seq_len=255"], "", ""),
-        (["data.paths=[a,unevaluated]"], "training.evaluate_every", "into a new store"),
-        (["data.paths=[a,unevaluated]", "training.evaluate_every=0"], "", ""),
+        (["data.paths=[a,unevaluated]"], "evaluation.every", "into a new store"),
+        (["data.paths=[a,unevaluated]", "evaluation.every=0"], "", ""),
         (["data.paths=[a,b]", "data.weights=[1]"], "data.weights", "data.weights='[1,1]'"),
         (["data.paths=[a,a]"], "data.paths", "a larger weight"),
         (["data.paths=[a]", "data.tokenizer=bytes"], "data.tokenizer", "data.tokenizer=store"),

@@ -49,7 +49,7 @@ def test_values_become_the_fields_types():
         "training.max_grad_norm=nan",
         "training.mixed_precision=fp16",
         "training.deterministic=maybe",
-        "training.evaluate_every=-1",
+        "evaluation.every=-1",
         "parallelism.dp_shard=0",
         "parallelism.dp_shard=-2",
         "parallelism.reshard_after_forward=true",
@@ -116,8 +116,8 @@ def test_remedies_name_what_would_work():
         ("optimizer=lion optimizer.state_precision=int8", "fp32 or bf16", "fp8"),
         ("optimizer=dion optimizer.scale=orig", "match_rms_adamw, original and none", ""),
         ("optimizer=soap optimizer.split_feed_forward=head", "fused or projection", "head"),
-        ("optimizer=schedule_free_adamw optimizer.betas=[0.9]", "Share of the averaged weights", "AdamW's decay"),
-        ("optimizer=lion optimizer.betas=[0.9]", "Share of the momentum", "AdamW's decay"),
+        ("optimizer=schedule_free_adamw optimizer.betas=[0.9]", "share of the averaged weights", "of AdamW's"),
+        ("optimizer=lion optimizer.betas=[0.9]", "Share of the momentum", "of AdamW's"),
     ],
 )
 def test_remedies_are_those_of_the_chosen_option(words: str, says: str, others: str):
@@ -135,7 +135,7 @@ def test_values_computed_from_a_wrong_value_are_not_reported():
 def test_an_interpolation_that_fails_names_the_keys_it_reads():
     (violation,) = refused("model.heads=5")
     assert violation.field == "model.head_dim"
-    assert "192 is not a multiple of 5, but of 4 or 6" in violation.reason
+    assert "5 does not divide 192 (nearest: 4 or 6)" in violation.reason
     assert "model.dim or model.heads" in violation.remedy
 
 
@@ -167,7 +167,7 @@ def test_yaml_reads_back_equal(tmp_path: Path, overrides: tuple[str, ...]):
     ("override", "field", "says"),
     [
         ("model.architecture=lama", "model.architecture", "did you mean llama"),
-        ("model.architecture=mamba", "model.architecture", "Built in: deepseek, "),
+        ("model.architecture=mamba", "model.architecture", "Built in are deepseek, "),
         ("model.architecture=mamba", "model.architecture", "model.architecture=my_package.my_model"),
         ("model.architecture=tests.models.own_model.Bigam", "model.architecture", "did you mean Bigram?"),
         ("model.architecture=tests.models.own_model", "model.architecture", "define Config, spec and block there"),
@@ -208,7 +208,7 @@ def test_configuration_composed_from_a_run_file_is_equal(tmp_path: Path):
     [
         (None, "no such file"),
         ("a: [", "not YAML"),
-        ("3", "the single value 3 where a configuration is expected"),
+        ("3", "the single value 3 instead of a configuration"),
         ("training: {steps: 3}", "experiment: this group"),
     ],
 )

@@ -107,7 +107,7 @@ def test_a_switch_without_a_type_is_refused(word: str, tmp_path: Path, capsys: p
     assert main(["train", "--cfg", "job", "--config-dir", str(tmp_path), "model=own"]) == 2
     said = capsys.readouterr().err
     meant = "false" if word == "no" else "true"
-    assert f"{path}, line 3: flag: {word} is a boolean" in said
+    assert f"{path}, line 3: flag: YAML 1.1 reads {word} as a boolean" in said
     assert f"Write {meant}, or '{word}' in quotes" in said
     for written, value in ((meant, meant), (f"'{word}'", f"'{word}'")):
         path.write_text(f"defaults: [llama_debug, _self_]\noptions:\n  flag: {written}\n")

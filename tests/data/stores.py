@@ -28,7 +28,7 @@ def over(*stores: Manifest, seq_len: int = 24, batch: int = 24, seed: int = 0, *
         batch=batch,
         **{"source": "tokens", "paths": paths, "tokenizer": "store", "validation_fraction": 0.0, **data},
     )
-    return replace(run, training=replace(run.training, evaluate_every=10))
+    return replace(run, evaluation=replace(run.evaluation, every=10))
 
 
 def content(folder: Path) -> dict[str, bytes]:

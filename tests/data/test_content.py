@@ -129,7 +129,7 @@ def test_a_checkpoint_without_contents_resumes_with_a_warning(corpus: Path) -> N
     run = experiment(source="text", paths=(str(corpus),))
     state = loader(run).state_dict()
     del state["corpus"][CONTENT]
-    with pytest.warns(UserWarning, match="contents are not"):
+    with pytest.warns(UserWarning, match="names and sizes only"):
         loader(run).load_state_dict(state)
 
 

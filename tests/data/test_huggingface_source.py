@@ -153,7 +153,7 @@ def test_rows_without_text_are_empty_documents(tmp_path: Path):
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "column": ({"text_column": "content"}, r"data\.text_column=content[\s\S]*one of number, text"),
-    "column of numbers": ({"text_column": "number"}, r"data\.text_column=number: it holds int"),
+    "column of numbers": ({"text_column": "number"}, r"data\.text_column=number: this column holds int"),
     "split": ({"split": "tain"}, r"data\.split=tain"),
     "files": ({"data_files": ("absent.jsonl",)}, "absent"),
     "no name": ({"dataset": None}, r"data\.dataset=allenai/c4"),
@@ -212,7 +212,7 @@ def test_compressed_files_are_read_or_refused_before_the_launch(tmp_path: Path, 
         if suffix == ".lzma":
             assert "does not read .lzma" in found[0].reason
         elif package and find_spec(package) is None:
-            assert found[0].remedy.startswith(f"pip install {package}")
+            assert found[0].remedy.startswith(f"type pip install {package}")
             with pytest.raises(UserError, match=f"pip install {package}"):  # as of files of the hub
                 build_source(run.data)
         elif suffix != ".lz4":
@@ -239,7 +239,7 @@ def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("streaming", [False, True])
 def test_an_unreachable_hub_fails_fast_with_a_remedy(streaming: bool):
     config = experiment(source="huggingface", dataset="nobody/nothing", streaming=streaming).data
-    with pytest.raises(UserError, match=r"cannot be reached[\s\S]*HF_HOME[\s\S]*data_files[\s\S]*data=python_stdlib"):
+    with pytest.raises(UserError, match=r"does not answer[\s\S]*HF_HOME[\s\S]*data_files[\s\S]*data=python_stdlib"):
         build_source(config)
 
 

@@ -87,7 +87,14 @@ def test_a_missing_end_of_text_is_refused_with_the_special_tokens(tmp_path: Path
 
 def test_an_invalid_tokenizer_file_is_refused(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="cannot be read as a tokenizer"):
+    with pytest.raises(UserError, match="tokenizers cannot read"):
         HuggingFaceTokenizer(str(tmp_path))
     with pytest.raises(UserError, match=r"data\.tokenizer=bytes"):
         HuggingFaceTokenizer(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize("text", ["plain words and  spaces", "é über — 漢字 🙂\n\tx", ""])
+def test_bytes_of_tokens_are_those_of_the_text(folder: Path, text: str):
+    byte_level = HuggingFaceTokenizer(str(folder))
+    assert byte_level.token_bytes()[byte_level.encode(text)].sum() == len(text.encode())
+    assert byte_level.token_bytes()[byte_level.end_of_text] == 0

@@ -38,7 +38,7 @@ class Notes(OwnTable):
 
 
 class Numbers(OwnTable):
-    """Source whose documents are no text."""
+    """Source whose documents are not text."""
 
     def __getitem__(self, index: int) -> Any:
         return index
@@ -76,8 +76,8 @@ def folder(tmp_path: Path) -> str:
         ({}, r"data\.options\.folder: this key has no value"),
         ({"sufix": ".md"}, r"data\.options\.sufix=\.md: there is no such option\n    did you mean suffix?"),
         ({"most": "all"}, r"data\.options\.most=all: must be a"),
-        ({"suffix": ".md"}, "it has no documents"),
-        ({"most": 1}, "it holds out|it leaves none"),
+        ({"suffix": ".md"}, "this source has no documents"),
+        ({"most": 1}, "holds out|leaves none"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], says: str, folder: str):
@@ -96,7 +96,7 @@ def test_options_that_choose_documents_are_part_of_their_identity(folder: str, t
 
 
 def test_documents_that_are_no_text_are_refused():
-    with pytest.raises(UserError, match="a document is of type int"):
+    with pytest.raises(UserError, match="a document has the type int"):
         check_source(data(NUMBERS), evaluates=False)
 
 
@@ -122,7 +122,7 @@ def test_a_built_in_source_is_opened_by_the_launcher(monkeypatch: pytest.MonkeyP
     run = replace(run, paths=replace(run.paths, runs=str(tmp_path)))
     plan_run(run)
     monkeypatch.setattr("titan_exp.data.sources.python_stdlib._modules", lambda root: iter(()))
-    with pytest.raises(UserError, match="this Python is installed without the source of its library"):
+    with pytest.raises(UserError, match="this Python comes without the source of its library"):
         plan_run(run)
 
 

@@ -58,7 +58,7 @@ def test_the_default_fingerprint_depends_on_options():
 def test_invalid_user_sources_are_refused():
     with pytest.raises(UserError, match=r"data\.options\.speed=1: \S+ takes no argument speed"):
         build_source(replace(CONFIG, source=OWN_TABLE, options={"speed": 1}))
-    with pytest.raises(UserError, match=r"TakesNothing cannot be called as \(config"):
+    with pytest.raises(UserError, match=r"calls TakesNothing as \(config"):
         build_source(replace(CONFIG, source=f"{__name__}.{TakesNothing.__name__}"))
     with pytest.raises(UserError, match="the class defines no __len__ and no __getitem__"):
         build_source(replace(CONFIG, source=f"{__name__}.{HoldsNothing.__name__}"))
@@ -67,9 +67,9 @@ def test_invalid_user_sources_are_refused():
 
 
 def test_a_user_source_holds_documents_of_text():
-    with pytest.raises(UserError, match="it has no documents"):
+    with pytest.raises(UserError, match="this source has no documents"):
         build_source(replace(CONFIG, source=OWN_TABLE, options={"documents": 0}))
-    with pytest.raises(UserError, match="a document is of type bytes, but documents are str"):
+    with pytest.raises(UserError, match="a document has the type bytes, and documents must be str"):
         encode_document(b"bytes", ByteTokenizer())  # type: ignore[arg-type]
 
 

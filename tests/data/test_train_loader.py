@@ -148,7 +148,7 @@ def test_1_2_3_4_and_8_ranks_and_resumes_across_them_read_the_same_rows(kind: st
 
 
 def test_shared_parts_are_warned_about():
-    said = "3 independent parts, each of which is read 3 times; data.virtual_shards=3 or less reads it once"
+    said = "so the run reads each of them 3 times. To read it once, in another order, use data.virtual_shards=3 or less"
     with pytest.warns(UserWarning, match=said) as found:
         loader(experiment(source=OWN_STREAM, options={"sizes": (20, 20, 20)})).close()
     assert "data.streaming" not in str(found[0].message), "it changes nothing about a stream of the user's own"
@@ -264,9 +264,9 @@ def test_an_incomplete_or_torn_state_is_refused():
     with pytest.raises(UserError, match="4 of 8 virtual shards"):
         other.load_state_dict(half)
     whole["5"] = {**whole["5"], "rows": whole["5"]["rows"] + 1}
-    with pytest.raises(UserError, match="inconsistent"):
+    with pytest.raises(UserError, match="contradict each other"):
         other.load_state_dict(whole)
-    with pytest.raises(UserError, match="no data state"):
+    with pytest.raises(UserError, match="no state of the data"):
         other.load_state_dict({})
 
 

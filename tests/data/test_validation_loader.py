@@ -114,8 +114,11 @@ def test_documents_beyond_the_limit_are_not_read(monkeypatch: pytest.MonkeyPatch
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "fraction of zero": ({"validation_fraction": 0.0}, r"data\.validation_fraction=0\.0[\s\S]*evaluate_every=0"),
-    "too small a fraction": ({"validation_fraction": 0.0001}, r"none of the 40 documents[\s\S]*holds out at least one"),
+    "fraction of zero": ({"validation_fraction": 0.0}, r"data\.validation_fraction=0\.0[\s\S]*evaluation\.every=0"),
+    "too small a fraction": (
+        {"validation_fraction": 0.0001},
+        r"none of the 40 documents[\s\S]*to hold out at least one",
+    ),
     "no text": ({"options": {"empty": range(40)}}, "contain no text"),
     "empty stream": (
         {"source": OWN_STREAM, "options": {"sizes": (0, 0)}, "validation_documents": 9},
@@ -123,9 +126,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a stream of few documents": (
         {"source": OWN_STREAM, "options": {"sizes": (3,)}, "validation_documents": 9, "validation_fraction": 0.001},
-        "holds out none of the stream's documents",
+        "holds out none of the documents of the stream",
     ),
-    "a stream without a limit": ({"source": OWN_STREAM}, r"held out of a stream[\s\S]*data\.validation_documents=1024"),
+    "a stream without a limit": (
+        {"source": OWN_STREAM},
+        r"hold documents out of a stream[\s\S]*data\.validation_documents=1024",
+    ),
 }
 
 

@@ -66,7 +66,7 @@ def test_an_empty_validation_split_is_refused_with_a_working_fraction():
     offered = re.search(r"data\.validation_fraction=([\d.]+)", str(caught.value).partition("\n    ")[2])
     assert offered is not None
     assert len(validation_subset(source, float(offered[1]))) >= 1
-    with pytest.raises(UserError, match=r"training\.evaluate_every=0"):
+    with pytest.raises(UserError, match=r"evaluation\.every=0"):
         validation_subset(OwnTable(CONFIG, documents=1), 0.001)
 
 

@@ -57,7 +57,7 @@ def test_measurements_are_printed_and_saved(tmp_path: Path, capsys: pytest.Captu
     ):
         assert words in out
     assert "not supported here" in out, "cuDNN runs on no CPU"
-    assert "MFU: not reported on a CPU" in out
+    assert "MFU: a CPU has none" in out
     kept = read_rates(tmp_path / ".cache", device_name(CPU))
     assert kept is not None
     assert f"saved in {rates_file(tmp_path / '.cache', device_name(CPU))}" in out
@@ -90,7 +90,7 @@ def test_json_prints_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("words", "said"),
     [
         (["--sconds", "3"], "--sconds: unknown flag"),
-        (["runs/first"], "runs/first: unknown argument"),
+        (["runs/first"], "runs/first: there is no such argument"),
         (["--seconds", "soon"], "seconds=soon: must be a number"),
         (["--seconds=0"], "at least 1"),
         (["--seconds=inf"], "at most 86400"),

@@ -18,7 +18,7 @@ from titan_exp.inference.evaluate import evaluate_command
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
 HELD_OUT = (*PARAGRAPHS, "data.validation_fraction=0.1", "data.validation_documents=40")
-SETTINGS = ("checkpoint.mode=sync", "optimizer.lr=2e-2", "training.evaluate_every=10", *HELD_OUT)
+SETTINGS = ("checkpoint.mode=sync", "optimizer.lr=2e-2", "evaluation.every=10", *HELD_OUT)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,14 @@ def test_a_run_is_found_by_its_label_in_a_folder_of_runs(trained: Path, capsys: 
         assert json.loads(capsys.readouterr().out)["loss"] == loss
     assert main(["evaluate", "name/id", f"paths.runs={trained}"]) == 2
     assert "name/id does not exist" in capsys.readouterr().err
+
+
+def test_a_conversion_for_a_program(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    target = tmp_path / "export"
+    assert main(["convert", str(trained), str(target), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["source_format"], found["format"], found["target"]) == ("dcp", "huggingface", str(target))
+    assert 0 < found["bytes"] <= sum(path.stat().st_size for path in target.glob("*.safetensors"))
 
 
 @pytest.mark.night
@@ -156,13 +164,13 @@ def evaluate_on_rank(path: str, words: list[str]) -> dict[str, Any]:
         (["model=llama3_8b"], "evaluate does not take this key"),
         (["step=x"], "step=x"),
         (["step=3"], "checkpoints of steps"),
-        (["training.seq_len=1024"], "to stretch it, model.rope.scaling=yarn model.rope.factor=2"),
+        (["training.seq_len=1024"], "512 or less, or model.rope.scaling=yarn model.rope.factor=2"),
         (["training.seq_len=1024", "model.rope.scaling=linear", "model.rope.factor=1.5"], "model.rope.factor=3"),
         (["model.rope.factor=2"], "model.rope.scaling=llama3"),
         (["data=text"], "data.paths"),
         (["split=some"], "held_out or all"),
         (["parallelism.tp=3"], "parallelism.tp=1, 2 or 4"),
-        (["parallelism.pp=2"], "parallelism.tp or parallelism.dp_shard=2"),
+        (["parallelism.pp=2"], "parallelism.dp_shard=2 or parallelism.tp=2"),
     ],
 )
 def test_invalid_arguments(words: list[str], says: str, trained: Path):

@@ -55,7 +55,7 @@ def test_a_run_is_found_by_its_label(trained, capsys):
 
 
 def test_missing_checkpoints_and_invalid_options_are_refused(tmp_path, trained):
-    with pytest.raises(UserError, match="no run under"):
+    with pytest.raises(UserError, match="No run under"):
         generate_command([f"runs={tmp_path}"])
     shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("step-*"))
     with pytest.raises(UserError, match="no complete checkpoint"):

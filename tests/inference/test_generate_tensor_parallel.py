@@ -121,7 +121,7 @@ def test_prompts_are_completed_independently(folders: dict[str, Path], tmp_path:
     words = [str(source.path), f"prompts={tmp_path}/prompts", *(f"{k}={v}" for k, v in asdict(SAMPLED).items() if v)]
     assert generate_command(words) == 0
     assert capsys.readouterr().out.startswith(f"import {together[0]}\n\ndef main({together[1]}\n\n")
-    with pytest.raises(UserError, match="prompts=nowhere cannot be read"):
+    with pytest.raises(UserError, match="prompts=nowhere: we cannot read this file"):
         generate_command([str(source.path), "prompts=nowhere"])
 
 

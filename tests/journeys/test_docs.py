@@ -12,15 +12,17 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from tests.compare.made_runs import make_study
+from tests.compare.made_runs import made_question, make_study
+from tests.extensions.tasks.made_tasks import made_task
 from tests.journeys.command import REPOSITORY, titan_exp
 from titan_exp.cli.help import guides
 from titan_exp.cli.main import main
+from titan_exp.launch.verdict.ledger import enter
 
 DOCS = REPOSITORY / "docs"
 TUTORIAL = DOCS / "tutorials" / "ablation.md"
 OWN_PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("tutorials/*.md")])
-PAGES = [REPOSITORY / "README.md", *OWN_PAGES, *sorted(guides().values())]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "AGENTS.md", *OWN_PAGES, *sorted(guides().values())]
 
 ELSEWHERE = {
     "additions": "needs the example package; tests/journeys/test_example_package.py runs it",
@@ -33,12 +35,17 @@ ELSEWHERE = {
     "images=folder": "needs images; tests/extensions/diffusion/test_captioned_images.py makes some",
     "images=webdataset": "needs shards; tests/extensions/diffusion/test_captioned_images.py makes some",
     "images=huggingface": "needs a data set from the hub; tests/extensions/diffusion/test_captioned_images.py has one",
+    "olmes_easy": "needs files to fetch; tests/extensions/tasks/test_suites.py makes some",
+    "evaluation=core": "needs files to fetch; tests/extensions/tasks/test_suites.py makes some",
     "captions=": "needs networks; tests/extensions/diffusion/test_image_scores.py makes tiny ones",
     "guidance=": "needs a diffusion run; tests/extensions/diffusion/test_generate_images.py trains one",
     "-f": "follows until interrupted",
     "-sc ": "prints shell code",
     "--experts": "needs a run with experts; tests/inference/test_expert_classes.py trains one",
     "STUDY": "needs finished runs that differ; tests/plan/test_fit.py makes them",
+    "compare decay_shape": "needs pairs of finished runs; tests/launch/test_looks.py compares some",
+    "compare short_documents": "needs pairs of finished runs; tests/launch/test_looks.py compares some",
+    "compare ladder": "needs a finished ladder; tests/compare/test_ladder.py makes some",
     "nvfp4": "composed in tests/config",
     "--ranks 0,1,7": "takes minutes; tests/plan/test_extrapolate.py plans a small model of its kind",
     "405b": "takes a minute; benchmarks/planning.py measures it",
@@ -73,10 +80,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     for copy in ("olmo", "docs/examples/olmo_debug"):
         shutil.copytree(REPOSITORY / "docs/examples/olmo_debug", folder / copy)
+    made_task(folder / "tasks" / "arc_easy")
     (folder / "llama3").mkdir()
     Tokenizer(WordLevel({"<|end_of_text|>": 0, "a": 1}, unk_token="a")).save(str(folder / "llama3/tokenizer.json"))
     done = titan_exp(
-        *("train", "model=llama_debug", "training.steps=2", "training.seq_len=64", "training.evaluate_every=0"),
+        *("train", "model=llama_debug", "training.steps=2", "training.seq_len=64", "evaluation.every=0"),
         *("cluster.device=cpu", "data=text", "data.paths=[notes]", "checkpoint=sync", "tracking.log_every=1"),
         "weight_average=ema",
         folder=folder,
@@ -85,6 +93,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     losses = {1e-3: [3.1, 3.2, 3.3], 3e-3: [2.7, 2.8, 2.9], 1e-2: [2.9, 3.0, 3.0]}
     for study in ("rates", "optimizers", "halving", "semi_synchronous", "one", "dp", "tp"):
         make_study(folder / "runs", losses, study=study)
+    for study in ("rates", "rates_2"):
+        enter(folder / "runs", made_question(study))
     (run,) = (folder / "runs" / "first").iterdir()
     with contextlib.chdir(folder):
         assert main(["encode", "images=glyphs", "out=stores/glyphs"]) == 0
@@ -93,8 +103,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for store, copy in (("glyphs", "emoji"), ("mine", "mixed")):
         shutil.copytree(folder / "stores" / store, folder / "stores" / copy)
     (folder / "sweeps").mkdir()
-    (study,) = re.findall(r"```yaml\n(question: .*?)```", TUTORIAL.read_text(), re.S)
-    (folder / "sweeps" / "warmup.yaml").write_text(study)
+    shutil.copytree(folder / "notes", folder / "corpus" / "all")
+    shutil.copytree(folder / "notes", folder / "corpus" / "long", ignore=shutil.ignore_patterns("*1.txt"))
+    studies = re.findall(r"`sweeps/(\w+)\.yaml`:\s+```yaml\n(question: .*?)```", TUTORIAL.read_text(), re.S)
+    assert [name for name, _ in studies] == ["warmup", "high_rate"]
+    studies += re.findall(r"`sweeps/(\w+)\.yaml`:\s+```yaml\n(question: .*?)```", guides()["data"].read_text(), re.S)
+    for name, text in studies:
+        (folder / "sweeps" / f"{name}.yaml").write_text(text)
     return folder
 
 
@@ -102,7 +117,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tutorial_runs(home: Path) -> None:
     """Two points of the tutorial's study, shortened: those that its page looks at."""
     words = ("optimizer.lr=0.1", "experiment.seed=0", "training.steps=20", "lr_schedule.decay_steps=4")
-    done = titan_exp("sweep", "warmup", *words, "training.evaluate_every=0", "checkpoint=none", folder=home)
+    done = titan_exp("sweep", "warmup", *words, "evaluation.every=0", "checkpoint=none", folder=home)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -172,6 +187,6 @@ def test_a_command_of_the_guides_works(
     try:
         assert main([verb, *words]) == 0, capsys.readouterr()
     finally:
-        # A run branched off the finished one is no run of the next command.
+        # A run branched off the finished one is not a run of the next command.
         for branch in set(run.parent.iterdir()) - {run}:
             shutil.rmtree(branch)

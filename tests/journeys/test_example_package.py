@@ -13,6 +13,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.build import build_model
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.gate.check_user_code import check_user_code
 from titan_exp.rules import check
 
@@ -50,6 +51,24 @@ def test_branches_of_the_example_are_parallel(package: Path):
             parameter.normal_(std=0.02)
         model.reset_buffers()  # type: ignore[operator]  # the decoder's own
         assert model(torch.zeros(1, 64, dtype=torch.int64)).isfinite().all()
+
+
+@pytest.mark.parametrize(("word", "norms"), [("+model.qk_norm=true", 8), ("+model.window=16", 0)])
+def test_a_variant_of_llama_changes_one_thing(package: Path, word: str, norms: int):
+    words = ["model=llama_debug", "model.architecture=my_package.llama_variant", "cluster.device=cpu"]
+    plain, varied = (check(resolve_layout(to_experiment(compose(list(found))), 1)) for found in (words, [*words, word]))
+    before, after = (build_model(one.model, seq_len=64, attention_backend="math") for one in (plain, varied))
+    added = dict(after.named_parameters()).keys() - dict(before.named_parameters()).keys()
+    assert len(added) == norms
+    spec = model_spec(varied.model)
+    assert spec is not None
+    windows = {layer.attention.window for layer in spec.layers if layer.attention is not None}
+    assert windows == {16 if norms == 0 else None}
+
+
+def test_the_guide_shows_the_variant():
+    text = (PACKAGE / "my_package" / "llama_variant.py").read_text()
+    assert text.partition("@dataclass")[2] in (REPOSITORY / "docs/guides/own-model.md").read_text()
 
 
 def test_the_guide_holds_its_commands():

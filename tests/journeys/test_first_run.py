@@ -19,7 +19,7 @@ TINY = [
     "model=llama_debug",
     "training.seq_len=64",
     "training.global_batch_size=4",
-    "training.evaluate_every=0",
+    "evaluation.every=0",
     "tracking.log_every=1",
     "cluster.device=cpu",
 ]
@@ -66,7 +66,7 @@ def test_a_run_leaves_a_folder_that_tells_everything(tmp_path):
     (folder.path / "loss.png").mkdir()  # stands in for the run of another user, where nothing can be drawn
     again = titan_exp("train", *TINY, f"training.steps={STEPS}", "tracking.log_every=2", folder=tmp_path)
     assert again.returncode == 0
-    assert "nothing was started" in again.stdout
+    assert "nothing starts" in again.stdout
     assert "loss.png" in again.stderr
     assert len(folder.read_attempts()) == 1
 
@@ -109,7 +109,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     assert state["state"] == "preempted"
     saved = sorted(path.name for path in folder.checkpoints.iterdir())
     assert f"step-{state['step']:08d}" in saved
-    assert "The same command continues it" in (tmp_path / "out").read_text()
+    assert "Type the same command to continue it" in (tmp_path / "out").read_text()
 
     launcher = start(tmp_path, "train", *LONG)
     wait_for_row(tmp_path, state["step"] + 1)
@@ -126,7 +126,7 @@ def test_a_run_is_not_started_twice_at_once(tmp_path):
         wait_for_row(tmp_path, 1)
         second = titan_exp("train", *LONG, folder=tmp_path)
         assert second.returncode == 2
-        assert "running already" in second.stderr
+        assert "already running" in second.stderr
         assert "Traceback" not in second.stderr
     finally:
         launcher.send_signal(signal.SIGINT)
@@ -153,7 +153,7 @@ def test_mistakes_are_answered_in_words(tmp_path):
         assert answer.returncode == 2, (words, answer.stdout, answer.stderr)
         assert expected in answer.stderr, (words, answer.stderr)
         assert "Traceback" not in answer.stderr, words
-    assert not (tmp_path / "runs").exists(), "nothing was started"
+    assert not (tmp_path / "runs").exists(), "nothing starts"
 
 
 @pytest.mark.night

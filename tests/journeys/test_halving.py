@@ -23,7 +23,7 @@ held_fixed:
   - training.seq_len=32
   - training.global_batch_size=2
   - training.steps=40
-  - training.evaluate_every=40
+  - evaluation.every=40
   - data.validation_documents=2
   - tracking.log_every=1
   - checkpoint.every=10

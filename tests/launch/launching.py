@@ -78,6 +78,19 @@ def launch_environment(main: str, **changes: str) -> dict[str, str]:
     return {**environment, **fake, **changes}
 
 
+def start(rank_main: str, *words: str) -> subprocess.Popen[str]:
+    """Start the command line in its own session, with a stand-in for ranks."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "titan_exp", *words],
+        env=launch_environment(rank_main),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
 def ranks_of(runs: Path) -> list[psutil.Process]:
     """Live controllers and ranks of all runs below a folder."""
     found = []

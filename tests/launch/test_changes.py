@@ -88,7 +88,7 @@ def test_a_finished_run_of_other_code_and_data(lab: Path) -> None:
     (lab / "lab_of_mine/new.py").write_text("")
     (lab.parent / "corpus/a.txt").write_text("other txt\n" * 100)
     head, code, data, remedy = printed(plan_of(lab))
-    assert head == f"The result in {plan.folder.path} is of other code or data than the present:"
+    assert head == f"The result in {plan.folder.path} comes from other code or data than you have now:"
     assert code == (
         f"  lab: from commit {commit} to commit {commit} with uncommitted changes; "
         "2 files differ: lab_of_mine/decay.py and lab_of_mine/new.py"
@@ -118,16 +118,18 @@ def test_data_that_a_rank_would_refuse_are_refused_before_the_launch(lab: Path) 
     assert plan_of(lab).run_id == plan.run_id
     assert plan_of(lab, *child).run_id != plan.run_id
     corpus.write_text("other txt\n" * 100)
-    with pytest.raises(UserError, match=r"cannot continue on other data[\s\S]*made with 1 file, 1000 bytes") as own:
+    with pytest.raises(
+        UserError, match=r"cannot continue on other data[\s\S]*this checkpoint read 1 file, 1000 bytes"
+    ) as own:
         plan_of(lab)
     with pytest.raises(UserError, match=r"cannot continue on other data") as parents:
         plan_of(lab, *child)
     # The remedies lead to new runs.
     (violation,) = own.value.violations
-    words = violation.remedy.removeprefix("the former files, or ").partition(",")[0].split()
+    words = violation.remedy.removeprefix("use the former files, or start a new run with ").partition(",")[0].split()
     assert words == [f"checkpoint.continue_from=idea/{plan.run_id}", "checkpoint.continue_data=restart"]
     assert plan_of(lab, *words).run_id != plan.run_id
-    assert parents.value.violations[0].remedy == "the former files, or checkpoint.continue_data=restart"
+    assert parents.value.violations[0].remedy == "use the former files, or checkpoint.continue_data=restart"
     assert plan_of(lab, *child, "checkpoint.continue_data=restart").run_id != plan.run_id
     plan.folder.write_state(RunState("done", 3, time.time(), 1, None))
     assert "other code or data" in printed(plan_of(lab))[0], "a finished run is not continued"
@@ -161,7 +163,7 @@ def test_a_sweep_counts_results_by_change(lab: Path) -> None:
     (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 1\n")
     head, code, remedy = printed(*plans)
     ids = [plan.run_id for plan in plans]
-    assert head == f"3 of 3 results ({ids[0]}, {ids[1]} and {ids[2]}) are of other code or data than the present:"
+    assert head == f"3 of 3 results ({ids[0]}, {ids[1]} and {ids[2]}) come from other code or data than you have now:"
     assert code.count("lab_of_mine/decay.py") == 1
     assert f"remove those folders of {plans[0].folder.path.parent}" in remedy
 
@@ -172,7 +174,7 @@ def test_the_command_line_says_so(lab: Path, capfd: pytest.CaptureFixture[str], 
     typed = [word for word in plans[0].overrides if not word.startswith("experiment.seed")]
     for edited in (False, True):
         assert main(["train", *typed, *swept]) == 0
-        assert ("of other code or data than the present" in capfd.readouterr().out) == edited
+        assert ("from other code or data than you have now" in capfd.readouterr().out) == edited
         (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 1\n")
 
 
@@ -190,7 +192,7 @@ def test_data_that_is_gone(lab: Path) -> None:
     plan = finish(plan_of(lab))
     shutil.rmtree(lab.parent / "corpus")
     _, line, _ = printed(plan)
-    assert line.startswith("  data: not compared, since it cannot be read now (")
+    assert line.startswith("  data: we could not compare it, since nothing can read it now (")
 
 
 def test_the_next_attempt_says_what_changed(lab: Path) -> None:
@@ -223,7 +225,10 @@ def test_ranks_print_what_changed(lab: Path) -> None:
     (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 2\n")
     code, out, _ = finish_rank(start(plan.folder, "succeed"))
     assert code == 0
-    changed, edited = out.index("Code changed since attempt 1:\n  lab: "), out.index("Code edited after the launch")
+    changed, edited = (
+        out.index("Code changed since attempt 1:\n  lab: "),
+        out.index("You have edited code after the launch"),
+    )
     assert changed < edited < out.index("hello from rank 0")
     assert out.count("1 file differs: lab_of_mine/decay.py") == 2
 
@@ -277,7 +282,10 @@ def test_comparison_counts_changes_of_user_code(lab: Path) -> None:
         (
             {"imported": [{"name": "lab", "version": "1"}]},
             {"imported": [{"name": "more", "version": "2"}]},
-            ["lab: no longer imported", "more: imported now, not before (version 2)"],
+            [
+                "lab: this run does not import it any more",
+                "more: this run imports it now, and did not before (version 2)",
+            ],
         ),
         (
             {"files": {str(number): "0" for number in range(7)}},

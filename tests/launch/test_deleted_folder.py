@@ -28,9 +28,9 @@ def empty(path: Path) -> None:
 
 
 WORDS: dict[Callable[[Path], None], str] = {
-    delete: "was deleted",
-    move: "was moved to",
-    empty: "config.yaml was deleted",
+    delete: "somebody deleted the run folder",
+    move: "somebody moved the run folder",
+    empty: "somebody deleted config.yaml",
 }
 
 
@@ -99,7 +99,7 @@ def test_loss_is_the_cause_of_a_rank_error(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     code, _, err = finish(start(folder, "lose_folder"))
     assert code == 1
-    assert "was deleted" in err
+    assert "somebody deleted the run folder" in err
     assert "Traceback" not in err
     assert not folder.path.exists()
 
@@ -115,7 +115,7 @@ def test_new_folder_at_the_same_path_is_not_the_run(tmp_path: Path) -> None:
     path.mkdir()
     (path / "config.yaml").touch()
     assert watch.loss() is None  # not yet confirmed
-    assert "was deleted" in (watch.loss() or "")
+    assert "somebody deleted the run folder" in (watch.loss() or "")
     assert watch.moved_to() is None
 
 

@@ -69,6 +69,25 @@ def test_diff_restores_the_code(repository: Path) -> None:
     assert "new.py" in git(repository, "ls-files", "--others")  # the user's index is as it was
 
 
+def test_untracked_files_that_are_no_code_do_not_count(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "pyvenv.cfg").write_text("home = /usr/bin\n")
+    (repository / ".venv").symlink_to(elsewhere)
+    (repository / "notes.txt").write_text("an idea\n")
+    code, diff = read_code_version(repository / "package")
+    assert code.dirty is False
+    assert ".venv" not in diff
+    assert "+an idea" in diff
+    for name in ("mine.py", "package/table.txt"):
+        (repository / name).write_text("x\n")
+        assert read_code_version(repository / "package")[0].dirty is True
+        (repository / name).unlink()
+    (elsewhere / "module.py").write_text("x = 1\n")
+    assert read_code_version(repository / "package")[0].dirty is True, "a link to modules"
+
+
 def test_no_program_of_a_repository_runs(repository: Path) -> None:
     ran, program = repository / "ran", repository / "program"
     program.write_text(f"#!/bin/sh\ntouch {ran}\n")

@@ -68,7 +68,11 @@ def test_blocking_rank_is_named(tmp_path: Path, main: str, says: str, stack: str
     ("main", "says", "line"),
     [
         pytest.param(
-            *("stopped", "rank 1 did not answer", "rank 1: no answer: stopped, dead, or its machine is down"),
+            *(
+                "stopped",
+                "rank 1 did not answer",
+                "rank 1: no answer, so it has stopped or died, or its machine is down",
+            ),
             marks=pytest.mark.night,
         ),
         pytest.param(
@@ -101,7 +105,7 @@ def test_single_rank_in_native_code_is_ended(tmp_path: Path) -> None:
 
 @pytest.mark.night
 def test_slow_evaluation_is_no_hang(tmp_path: Path) -> None:
-    run = start(tmp_path, "slow_evaluation", *EVALUATE.split(), "training.evaluate_every=4", ranks=1)
+    run = start(tmp_path, "slow_evaluation", *EVALUATE.split(), "evaluation.every=4", ranks=1)
     code, _, err = run.finish()
     assert code == 0, err
     assert not list(run.folder.logs.rglob("stacks-*"))

@@ -40,7 +40,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
 
 
 def test_a_run_trains_on_two_hosts(fleet: Fleet, capsys: pytest.CaptureFixture[str]):
-    words = ["training.steps=2", "training.seq_len=64", "training.evaluate_every=0", "training.global_batch_size=4"]
+    words = ["training.steps=2", "training.seq_len=64", "evaluation.every=0", "training.global_batch_size=4"]
     folder = fleet.train(*words)
     fleet.wait("done", limit=120)
     assert (fleet.home / "ssh.calls").read_text() == "22 node1\n22 node2\n"
@@ -58,7 +58,7 @@ def test_a_run_trains_on_two_hosts(fleet: Fleet, capsys: pytest.CaptureFixture[s
 def test_the_peer_of_a_killed_rank_is_ended_and_retry_goes_on(fleet: Fleet):
     folder = fleet.train(fake="killed_on_rank_1")
     fleet.wait("failed")
-    assert "rank 1 was killed by a signal" in (run_status(folder).reason or "")
+    assert "a signal killed rank 1" in (run_status(folder).reason or "")
     fleet.set("TITAN_EXP_RANK_MAIN", "tests.launch.fake_ranks.succeed")
     assert main(["retry", str(folder.path)]) == 0
     fleet.wait("done")
@@ -90,7 +90,7 @@ def test_a_rank_that_does_not_save_in_time_is_killed(fleet: Fleet):
     wait_until((folder.path / "seen-1.json").exists)
     assert main(["cancel", str(folder.path)]) == 0
     fleet.wait("preempted")
-    assert run_status(folder).reason == "titan-exp cancel; killed before all ranks had saved"
+    assert run_status(folder).reason == "titan-exp cancel, and killed before all ranks had saved"
 
 
 def test_ranks_of_a_killed_agent_save_and_stop(fleet: Fleet):
@@ -102,7 +102,7 @@ def test_ranks_of_a_killed_agent_save_and_stop(fleet: Fleet):
 
 def test_a_host_that_cannot_be_reached_ends_the_others(fleet: Fleet, capsys: pytest.CaptureFixture[str]):
     folder = fleet.train("cluster.options.hosts=[node1,down]", fake="obey_stop", code=1)
-    assert "down cannot be started: ssh: connect to host down: No route to host" in capsys.readouterr().out
+    assert "cannot start down: ssh: connect to host down: No route to host" in capsys.readouterr().out
     fleet.wait("failed")
     assert folder.read_attempts()[-1].exit == 1
 
@@ -113,7 +113,7 @@ def test_a_host_that_has_a_run_refuses_another(fleet: Fleet, capsys: pytest.Capt
         capsys.readouterr()
         with contextlib.suppress(SystemExit):
             assert main([*fleet.words, *words]) == 2
-        assert f"node1 runs x/{folder.path.name}; type the same command" in "".join(capsys.readouterr())
+        assert f"node1 runs x/{folder.path.name}. Type the same command" in "".join(capsys.readouterr())
     assert main(["cancel", str(folder.path)]) == 0
     wait_until(lambda: not fleet.processes())
     (other,) = (RunFolder(path) for path in (fleet.home / "runs" / "x").glob("[!.]*/") if path != folder.path)
@@ -139,7 +139,7 @@ def test_a_silent_host_is_lost(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host_agent, "START_LIMIT", -1.0)
     result = agent._overdue()
     assert result is not None
-    assert (result.reason or "").startswith("host node2 did not start in")
+    assert (result.reason or "").startswith("host node2 did not start within")
 
 
 @pytest.mark.parametrize(
@@ -150,10 +150,10 @@ def test_a_silent_host_is_lost(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
         (["~cluster.options.hosts"], "+cluster.options.hosts=VALUE"),
         (
             ["cluster.options.hosts=[node1]"],
-            "takes 2 nodes with 1 process each, and cluster.options names 1 host. Name",
+            "This run needs 2 nodes with 1 process each, and cluster.options names 1 host. Name",
         ),
         (["cluster.kind=local", "cluster.gpus_per_node=null", "cluster.nodes=1"], "no such option\n    leave it out"),
-        (["cluster.kind=my_package.launch.dataclass"], "it is no Executor"),
+        (["cluster.kind=my_package.launch.dataclass"], "does not extend Executor"),
         (["cluster.kind=titan_exp.launch.remote.HostsExecutor"], "the class defines no hosts and no start"),
     ],
 )
@@ -161,6 +161,7 @@ def test_wrong_options_are_refused(fleet: Fleet, words: list[str], message: str,
     assert main([*fleet.words, *words]) == 2
     assert message in capsys.readouterr().err
     assert not fleet.processes()
+    assert not (fleet.home / "runs").exists()
 
 
 def test_the_guide_shows_the_example_and_it_is_short():

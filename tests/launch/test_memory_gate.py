@@ -63,15 +63,27 @@ def planned(*overrides: str) -> RunPlan:
     return plan_run(to_experiment(compose(words)), words)
 
 
+def test_a_dry_run_prints_what_is_predicted(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--dry-run", *SMALL, "training.seq_len=64"]) == 0
+    prediction, start = capsys.readouterr().out.splitlines()[-2:]
+    assert prediction == "predicted: 2.42 GiB of this machine's 4 GiB; 0.5 s per step, 2,048 tokens/s"
+    assert start.startswith("would start ")
+    assert main(["train", "--dry-run", *SMALL, "training.seq_len=32"]) == 0
+    assert "predicted: at most 1.06 GiB of this machine's 4 GiB\n" in capsys.readouterr().out
+    assert main(["train", "--dry-run", *SMALL, "training.seq_len=32", "plan.gate=off"]) == 0
+    assert "predicted:" not in capsys.readouterr().out
+
+
 def test_refusal_suggests_changes_that_fit(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
     assert main(["train", *SMALL, "training.seq_len=256"]) == 2
     said = capsys.readouterr().err
     assert (
-        "This run does not fit: a rank needs 8.42 GiB at its peak (forward, block 1); this machine has 4 GiB." in said
+        "This run does not fit: a rank needs 8.42 GiB at its peak (forward, block 1), and this machine has 4 GiB."
+        in said
     )
     assert "Breakdown: loss 4 GiB, activations 4 GiB, process overhead 429 MiB." in said
     assert "training.micro_batch_size=2  2.42 GiB" in said
-    assert "plan.gate=warn starts it anyway" in said
+    assert "To start anyway, use plan.gate=warn" in said
     assert "Traceback" not in said
     assert not (home / "runs").exists()
 
@@ -80,7 +92,7 @@ def test_warning_and_plan_json(home: Path, foretold):
     said: list[str] = []
     found = gate_run(planned("training.seq_len=256", "plan.gate=warn"), said.append)
     assert len(said) == 1
-    assert said[0].startswith("This run is not expected to fit: a rank needs 8.42 GiB")
+    assert said[0].startswith("We do not expect this run to fit: a rank needs 8.42 GiB")
     create_run_folder(found)
     written = json.loads(found.folder.plan.read_text())
     assert (written["fits"], written["needed_bytes"]) == (False, 8 * GIB + 450_000_000)
@@ -119,7 +131,7 @@ def test_existing_folder_gets_the_newest_prediction(home: Path, foretold, monkey
 def test_unpredictable_runs_share_one_line(home: Path, foretold):
     said: list[str] = []
     found = gate_run(planned("training.seq_len=32"), said.append)
-    assert said == ["Memory is not checked: its kernels are not modelled."]
+    assert said == ["We could not check the memory: its kernels are not modelled."]
     create_run_folder(found)
     assert json.loads(found.folder.plan.read_text())["why_not_predicted"] == "its kernels are not modelled"
     assert Run(found.folder).predicted.memory is None
@@ -129,17 +141,18 @@ def test_failing_user_code_is_refused(home: Path, foretold, capsys: pytest.Captu
     assert main(["train", *SMALL, "training.seq_len=48"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("Your own code fails:\n  mine.py:3, in forward\n")
-    assert "plan.gate=warn starts it anyway" in said
+    assert "To start anyway, use plan.gate=warn" in said
     assert not (home / "runs").exists()
     warned: list[str] = []
     gate_run(planned("training.seq_len=48", "plan.gate=warn"), warned.append)
-    assert "This run is expected to fail. Your own code fails:" in warned[-1]
+    assert "We expect this run to fail. Your own code fails:" in warned[-1]
 
 
 def test_a_sweep_refuses_the_points_whose_user_code_fails(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
     words = ["train", "-m", *SMALL, "training.seq_len=48,64", "--dry-run"]
     assert main(words) == 2
-    assert "[training.seq_len=48]\n  Your own code fails:\n    mine.py:3" in capsys.readouterr().err
+    said = "  Your own code fails:\n    mine.py:3, in forward\n    1 point: [training.seq_len=48]\n"
+    assert said in capsys.readouterr().err
     assert main([*words, "--skip"]) == 0
     assert "1 to start, 1 skipped." in capsys.readouterr().out
 
@@ -156,7 +169,7 @@ def test_user_code_fails_in_the_child_process_and_nothing_starts(
         monkeypatch.setattr("titan_exp.plan.cuda.devices.host_memory", lambda: None)
     assert main(["train", *SMALL[:3], "model.architecture=mine.Mine"]) == 2
     said = capsys.readouterr().err
-    assert "model.architecture=mine.Mine fails before the run is started:\n" in said
+    assert "model.architecture=mine.Mine fails before the run starts:\n" in said
     assert "mine.py:7, in __init__" in said
     assert "raise ValueError(config.dims)\n  AttributeError: 'Config' object has no attribute 'dims'" in said
     assert not (home / "runs" / "first").exists()
@@ -173,16 +186,16 @@ def test_a_sweep_shows_predictions_and_refuses(home: Path, foretold, capsys: pyt
     words = ["train", "-m", *SMALL, "training.seq_len=64,96,256", "--dry-run"]
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert "1 point(s) of the sweep cannot run, so none was started." in said
-    assert "[training.seq_len=256]\n  it does not fit: a rank needs 8.42 GiB" in said
+    assert "1 point of the sweep cannot run, so nothing has started." in said
+    assert "  it does not fit: a rank needs 8.42 GiB" in said
     assert main([*words, "--skip"]) == 0
     out = capsys.readouterr().out
     (row,) = (line for line in out.splitlines() if line.startswith("training.seq_len=64"))
     assert row.split()[-3:] == ["2.42", "0.5", "1,024"]
-    assert "1 point(s) are skipped:\n  training.seq_len=256\n    it does not fit: a rank needs 8.42 GiB" in out
+    assert "Skipped:\n  it does not fit: a rank needs 8.42 GiB" in out
     assert "2 to start, 1 skipped." in out
     assert main([*words, "plan.gate=warn"]) == 0
-    assert "not expected to fit" in capsys.readouterr().out
+    assert "not expect this run to fit" in capsys.readouterr().out
 
 
 def test_a_study_skips_what_does_not_fit(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
@@ -195,7 +208,9 @@ def test_a_study_skips_what_does_not_fit(home: Path, foretold, capsys: pytest.Ca
     assert main(["sweep", "length", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "2 to start, 2 skipped." in out
-    assert "seq_len=256 lr=2e-3\n    it does not fit" in out
+    reason, _, points = out.partition("Skipped:")[2].partition("2 points:")
+    assert "it does not fit" in reason
+    assert points.startswith(" [seq_len=256 lr=1e-3], [seq_len=256 lr=2e-3]\n")
     assert main(["sweep", "length", "training.seq_len=256", "--dry-run"]) == 2
     assert "no other is left" in capsys.readouterr().err
 

@@ -39,7 +39,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.night
 @pytest.mark.timeout(240)
 def test_its_ranks_meet_and_train(train, capsys: pytest.CaptureFixture[str]):
-    short = ["training.steps=2", "training.seq_len=64", "training.evaluate_every=0", "training.global_batch_size=4"]
+    short = ["training.steps=2", "training.seq_len=64", "evaluation.every=0", "training.global_batch_size=4"]
     folder = train(*short)
     assert "submitted job" in capsys.readouterr().out
     # The attempt is closed after the state is written.
@@ -75,5 +75,5 @@ def test_unknown_kinds_are_refused(capsys: pytest.CaptureFixture[str]):
     assert "slurm" in capsys.readouterr().err
     assert main(["train", "model=llama_debug", "cluster.kind=tests.launch.own_executor.Missing"]) == 2
     assert "tests.launch.own_executor has no Missing" in capsys.readouterr().err
-    with pytest.raises(UserError, match="Built in: local, slurm"):
+    with pytest.raises(UserError, match="Built in are local, slurm"):
         executor_for("flux")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Never
 
 import pytest
 
@@ -51,7 +52,7 @@ def spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spool]:
 
 
 def test_jobs_are_queued_once_dequeued_and_run(spool: Spool, capsys: pytest.CaptureFixture[str]):
-    words = ["training.steps=2", "training.seq_len=64", "training.evaluate_every=0", "training.global_batch_size=4"]
+    words = ["training.steps=2", "training.seq_len=64", "evaluation.every=0", "training.global_batch_size=4"]
     folder = spool.train(*words)
     job = run_status(folder).job_id
     assert (run_status(folder).state, [path.stem for path in (spool.home / "queue").iterdir()]) == ("queued", [job])
@@ -72,7 +73,7 @@ def test_the_cause_is_the_killed_rank_and_retry_queues_it_again(spool: Spool):
     spool.work("killed_on_rank_1")
     folder = spool.train()
     spool.ended("failed")
-    assert "rank 1 was killed by a signal" in (run_status(folder).reason or "")
+    assert "a signal killed rank 1" in (run_status(folder).reason or "")
     assert main(["retry", str(folder.path)]) == 0
 
 
@@ -89,15 +90,33 @@ def test_a_run_is_asked_to_save_whatever_the_queue_says(
     assert "asked to save and stop" in capsys.readouterr().out
     spool.wait("preempted")
     executor = executor_for(KIND)
-    monkeypatch.setattr(type(executor), "jobs", lambda *_: (_ for _ in ()).throw(OSError("no route to the queue")))
-    assert executor.status([folder])[folder.path].state == "gone"  # as its attempt has ended
+    with monkeypatch.context() as silent:
+        silence(silent)
+        assert executor.status([folder])[folder.path].state == "gone"  # as its attempt has ended
     spool.worker.kill()
     spool.worker.wait()
     spool.train()
+    silence(monkeypatch)
     assert executor.status([folder])[folder.path].state == "unknown"
     assert main(["cancel", str(folder.path)]) == 2
-    assert "queue cannot be asked: no route to the queue" in capsys.readouterr().out
+    assert "queue does not answer: no route to the queue" in capsys.readouterr().out
     spool.train(code=2)
+
+
+def silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def jobs(*_: object) -> Never:
+        raise OSError("no route to the queue")
+
+    monkeypatch.setattr(type(executor_for(KIND)), "jobs", jobs)
+
+
+def test_nothing_is_left_behind_for_a_silent_queue(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    silence(monkeypatch)
+    assert main(spool.words) == 2
+    assert "the queue does not answer, so we submit nothing: no route to the queue" in capsys.readouterr().err
+    assert not (spool.home / "runs").exists()
 
 
 def test_a_refused_job_leaves_the_run_as_it_was(spool: Spool, capsys: pytest.CaptureFixture[str]):

@@ -57,7 +57,7 @@ def test_single_process_and_finished_run(tmp_path: Path) -> None:
     assert seen(folder, 0)["env"]["WORLD_SIZE"] == "1"
     code, out, err = finish(start(folder, "succeed"))
     assert (code, err) == (0, "")
-    assert "done already" in out
+    assert "already done" in out
     assert len(folder.read_attempts()) == 1
 
 

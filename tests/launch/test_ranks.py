@@ -78,6 +78,20 @@ def test_each_of_several_worlds_has_gpus_of_its_own(tmp_path, monkeypatch, mask,
     assert found[0].keys() - alone.keys() == {WORLD}
 
 
+def test_idle_threads_spin_for_a_moment_unless_the_user_says_how_they_wait(tmp_path, monkeypatch):
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    cluster = experiment("cluster.device=cpu").cluster
+    for given in (None, *names):
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        if given is not None:
+            monkeypatch.setenv(given, "7")
+        found = rank_environment(cluster, 1, 1, tmp_path)
+        assert {name: found.get(name) for name in names} == (
+            {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"} if given is None else dict.fromkeys(names)
+        )
+
+
 def test_output_of_rank_0_and_metrics_are_shown(tmp_path: Path) -> None:
     words = ["parallelism.dp_shard=2", "training.steps=2"]
     code, out, _ = launch(tmp_path, "succeed", *words, PYTHONIOENCODING="latin-1")
@@ -129,7 +143,7 @@ def test_killed_rank_is_reported(tmp_path: Path) -> None:
     run = Launch(tmp_path, "killed_on_rank_1", "parallelism.dp_shard=2")
     code, _, err = run.finish()
     assert code == 1
-    assert "rank 1 was killed by a signal" in err
+    assert "a signal killed rank 1" in err
     assert "memory" in err
     assert "about to allocate a lot" in err  # the end of its log
     assert ranks_of(tmp_path) == []
@@ -160,7 +174,9 @@ def test_out_of_memory_kill_says_so(tmp_path: Path, memory_cgroup: Path) -> None
     run = Launch(tmp_path, "out_of_memory_on_rank_1", "parallelism.dp_shard=2", MEMORY_CGROUP=str(memory_cgroup))
     assert run.finish()[0] == 1
     reason = run.folder.read_attempts()[0].reason or ""
-    assert reason.startswith("rank 1 was killed because its machine or job ran out of host memory: let it need less")
+    assert reason.startswith(
+        "the machine or the job ran out of host memory, so the system killed rank 1: let it need less"
+    )
 
 
 def test_broken_collective_is_never_the_cause_beside_a_killed_rank(tmp_path: Path) -> None:
@@ -168,7 +184,7 @@ def test_broken_collective_is_never_the_cause_beside_a_killed_rank(tmp_path: Pat
     error = RankError("RuntimeError", "[gloo/transport/tcp/pair.cc:547] Connection closed by peer", "", user=False)
     broken = attempt_end.failure_from_error(RankRecord(0, 1, "node1", 1.0, end=2.0, exit=1, error=error))
     killed = attempt_end.failure_from_signal(1, 3.0, tmp_path / "log")
-    assert (attempt_end.failed([broken, killed]).reason or "").startswith("rank 1 was killed")
+    assert (attempt_end.failed([broken, killed]).reason or "").startswith("a signal killed rank 1")
     assert (attempt_end.failed([broken]).reason or "").startswith("rank 0: RuntimeError")
 
 

@@ -11,6 +11,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.paths.checkpoint_files import METADATA_FILE, step_name
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.launch.executor import Submission
+from titan_exp.launch.local.executor import LocalExecutor
 from titan_exp.launch.run_id import related_runs
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, plan_run
 
@@ -68,17 +70,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
     """Plans that were launched."""
     plans: list[RunPlan] = []
 
-    class Launched:
-        waits = False
+    def launch(self: LocalExecutor, plan: RunPlan) -> Submission:
+        plans.append(plan)
+        return Submission(plan, "done")
 
-        def launch(self, plan: RunPlan) -> int:
-            plans.append(plan)
-            return 0
-
-    def executor(kind: str) -> Any:
-        return Launched()
-
-    monkeypatch.setattr("titan_exp.launch.executor.executor_for", executor)
+    monkeypatch.setattr(LocalExecutor, "launch", launch)
     return plans
 
 
@@ -199,7 +195,7 @@ def test_the_folder_of_an_experiment_is_its_run_for_config_path(tmp_path: Path, 
     other = saved(tmp_path, 20, "experiment.seed=1")
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert "it holds 2 runs" in said
+    assert "this folder holds 2 runs" in said
     for path in (parent.folder.path, other.folder.path):
         assert f"--config-path {path}" in said
 
@@ -217,10 +213,10 @@ def test_a_sweep_says_that_the_rate_rises_again(tmp_path: Path, capsys: pytest.C
 def test_the_weights_of_a_run_may_get_another_optimizer(tmp_path: Path):
     parent = saved(tmp_path, 20)
     words = ["training.steps=40", f"checkpoint.continue_from={parent.folder.path}", "optimizer=sgd"]
-    with pytest.raises(UserError, match="is that of adamw") as caught:
+    with pytest.raises(UserError, match="was trained by adamw") as caught:
         planned(tmp_path, *words)
     (found,) = caught.value.violations
-    back, weights = found.remedy.removesuffix(", which takes the weights alone").split("; or ")
+    back, weights = found.remedy.removeprefix("use ").split(", or take the weights alone with ")
     planned(tmp_path, *words, back)
     assert planned(tmp_path, *words, *weights.split()).experiment.checkpoint.initial == str(parent.folder.path)
 
@@ -232,5 +228,5 @@ def test_an_experiments_folder_is_its_run(tmp_path: Path, key: str):
         checkpoint = planned(tmp_path, "training.steps=40", f"checkpoint.{key}={name}").experiment.checkpoint
         assert str(getattr(checkpoint, key)).endswith(f"first/{parent.run_id}"), name
     saved(tmp_path, 20, "optimizer.lr=1e-3")
-    with pytest.raises(UserError, match="2 runs match"):
+    with pytest.raises(UserError, match="this matches 2 runs"):
         planned(tmp_path, "training.steps=40", f"checkpoint.{key}={tmp_path / 'first'}")

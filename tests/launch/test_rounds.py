@@ -28,7 +28,7 @@ held_fixed:
   - cluster.device=cpu
   - plan.gate=off
   - training.steps=18
-  - training.evaluate_every=18
+  - evaluation.every=18
   - checkpoint.every=null
 axes:
   - grid: {optimizer.lr: [1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1]}
@@ -127,9 +127,9 @@ def test_the_best_third_of_each_rung_continues(capsys: pytest.CaptureFixture[str
     assert sweep("--dry-run") == 0
     out = capsys.readouterr().out
     assert "9 to start" in out
-    assert "rung 2 of 3: 3 run(s) to step 6, the best of rung 1 by validation_loss" in out
-    assert "rung 3 of 3: 1 run(s) to step 18" in out
-    assert "All rungs: 42 steps, 26% of the 162 of 9 whole run(s)." in out
+    assert "rung 2 of 3: 3 runs to step 6, the best of rung 1 by validation_loss" in out
+    assert "rung 3 of 3: 1 run to step 18" in out
+    assert "All rungs: 42 steps, 26% of the 162 of 9 whole runs." in out
     assert sweep() == 0
     assert [(begin, end) for _, begin, end in Pretended.trained] == [(0, 2)] * 9 + [(2, 6)] * 3 + [(6, 18)]
     said = capsys.readouterr().out
@@ -145,7 +145,7 @@ def test_the_best_third_of_each_rung_continues(capsys: pytest.CaptureFixture[str
 
     assert sweep() == 0
     assert len(Pretended.trained) == 13, "nothing is trained again"
-    assert not Path("runs/mine/history").exists(), "later rungs are no other version of the study"
+    assert not Path("runs/mine/history").exists(), "later rungs are not another version of the study"
     capsys.readouterr()
     assert sweep("--dry-run") == 0
     assert "0 to start, 13 done." in capsys.readouterr().out
@@ -189,7 +189,7 @@ def test_a_scheduler_gets_a_rung_at_a_time(monkeypatch: pytest.MonkeyPatch, caps
     assert "9 submitted" in out
     assert "When these runs are done, the same command continues: titan-exp sweep mine" in out
     assert main(["status", "mine"]) == 0
-    assert "rung 2 of 3: begins when the rung before is done" in capsys.readouterr().out
+    assert "rung 2 of 3: starts when the rung before is done" in capsys.readouterr().out
     for plan in queue[:8]:
         Pretended.train(plan)
     assert sweep() == 0
@@ -259,12 +259,14 @@ def test_a_diverged_run_is_last_and_a_failed_one_is_awaited(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("training.evaluate_every=18", "training.evaluate_every=0"), "validation_loss is never logged"),
-        (("checkpoint.every=null", "checkpoint=none"), "checkpoint.mode=off: nothing is saved"),
-        (("checkpoint.every=null", "checkpoint.last=weights"), "checkpoint.last=weights: nothing is saved"),
+        (("evaluation.every=18", "evaluation.every=0"), "no run logs validation_loss"),
+        (("checkpoint.every=null", "checkpoint=none"), "checkpoint.mode=off: the run saves nothing"),
+        (("checkpoint.every=null", "checkpoint.last=weights"), "checkpoint.last=weights: the run saves nothing"),
         (("training.steps=18", "training.steps=20"), "Set training.steps=18"),
-        (("rungs: [2, 6, 18]", "rungs: [1/99, 1/98, 1]"), "not increasing"),
-        (("metric: validation_loss", "metric: objective/loss"), "has never logged it"),
+        (("rungs: [2, 6, 18]", "rungs: [1/99, 1/98, 1]"), "Give rungs that increase"),
+        (("metric: validation_loss", "metric: objective/loss"), "never logged it"),
+        (("metric: validation_loss", "metric: validation_loss/none"), "will not log it. It logs validation_loss"),
+        (("{validation_loss: min}", "{validation_loss: min, validation_loss/none: min}"), "will not log it"),
     ],
 )
 def test_rounds_that_could_not_follow_are_refused(

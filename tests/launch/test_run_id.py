@@ -188,7 +188,7 @@ def test_stochastic_options_change_the_experiment() -> None:
         "model.layers=2",
         "data.virtual_shards=32",
         "data.document_mask=true",
-        "training.evaluate_every=0",
+        "evaluation.every=0",
         "training.deterministic=true",
         "training.z_loss=1e-4",
         "checkpoint.initial=some/run",
@@ -197,6 +197,11 @@ def test_stochastic_options_change_the_experiment() -> None:
 def test_effective_keys_change_both_ids(override: str) -> None:
     assert run_id(experiment(override)) != run_id(experiment())
     assert experiment_id(experiment(override)) != experiment_id(experiment())
+
+
+def test_a_former_name_gives_the_same_id(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_id(experiment("training.evaluate_every=7")) == run_id(experiment("evaluation.every=7"))
+    assert "training.evaluate_every=7 is evaluation.every=7 now" in capsys.readouterr().err
 
 
 def test_ids_depend_on_values_not_notation() -> None:

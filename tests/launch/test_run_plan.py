@@ -149,7 +149,7 @@ def test_a_changed_configuration_is_refused(tmp_path: Path) -> None:
     made = planned(tmp_path)
     create_run_folder(made)
     made.folder.config.write_text(made.folder.config.read_text().replace("seed: 0", "seed: 1"))
-    with pytest.raises(UserError, match="was changed"):
+    with pytest.raises(UserError, match="has changed"):
         create_run_folder(made)
 
 
@@ -184,7 +184,7 @@ except UserError as error:
         env=launch_environment("succeed"),
         check=True,
     )
-    assert "cannot be written" in answer.stdout
+    assert "Cannot write" in answer.stdout
     assert "paths.runs" in answer.stdout
     assert list(tmp_path.iterdir()) == []
 

@@ -1,5 +1,6 @@
 """Runs as a user drives them: signals, kills, and the same command again."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.local.run import run
+from titan_exp.launch.run_console import summarize
 from titan_exp.launch.run_plan import create_run_folder, plan_run
 from titan_exp.launch.state import attempt_end
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
@@ -48,6 +50,24 @@ def test_ctrl_c_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     assert "step   1/600" not in out
     assert (state_of(folder).state, state_of(folder).step, state_of(folder).attempt) == ("done", 2, 2)
     assert [row.exit for row in folder.read_attempts()] == [85, 0]
+
+
+def test_a_run_that_saves_nothing_says_so(tmp_path: Path) -> None:
+    run = Launch(tmp_path, "obey_stop", TWO_RANKS, STEPS, "checkpoint=none")
+    run.wait_for("seen-0.json", "seen-1.json")
+    os.killpg(run.process.pid, signal.SIGINT)
+    out = run.finish()[1]
+    assert "Stopping: the run stops after this step, and saves nothing. Press Ctrl-C again" in out
+    assert "Type the same command to begin it again, as it saves nothing (checkpoint.mode=off)." in out
+
+
+def test_numbers_of_steps_that_were_lost_are_not_shown(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    rows = [{"step": step, "loss": 1 / step, "validation_loss": 1 / step, "attempt": 1} for step in (1, 40, 70)]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder.write_state(RunState("preempted", 1, time.time(), 2, "Ctrl-C"))
+    summary = summarize(folder)
+    assert (summary.step, summary.loss, summary.validation_loss) == (1, 1.0, 1.0)
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
@@ -93,7 +113,7 @@ def test_stop_requested_in_the_folder(tmp_path: Path) -> None:
     run.wait_for("seen-0.json").request_stop("enough")
     code, out, _ = run.finish()
     assert code == 85
-    assert "continues" in out
+    assert "Type the same command to continue it." in out
     assert (state_of(run.folder).state, state_of(run.folder).reason) == ("preempted", "enough")
 
 
@@ -110,7 +130,7 @@ def test_a_failed_run_is_started_again_and_a_done_one_is_not(tmp_path: Path) -> 
     (path / ".lock").mkdir()  # stands in for the lock of another user
     code, out, _ = launch(tmp_path, "fail_once")
     assert code == 0
-    assert "nothing was started" in out
+    assert "nothing starts" in out
     assert str(path) in out
     assert len(RunFolder(path).read_attempts()) == 2
 
@@ -135,7 +155,7 @@ def test_one_of_concurrent_launchers_runs(tmp_path: Path) -> None:
     winner.wait_for("seen-0.json").request_stop("enough")
     ends = [run.finish() for run in runs]
     assert sorted(code for code, _, _ in ends) == [2, 2, 85]
-    assert all("running already" in err for code, _, err in ends if code == 2)
+    assert all("already running" in err for code, _, err in ends if code == 2)
     assert len(winner.folder.read_attempts()) == 1
 
 

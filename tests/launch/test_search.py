@@ -102,9 +102,9 @@ def test_typed_overrides_fix_a_range(tmp_path: Path):
     assert len(points) == 6
     assert all("layers" not in point.label and "model.layers=3" in point.overrides for point in points)
     for typed, said in (
-        (["model.layers=2,3"], "a search draws one value"),
-        (["training.steps=7,8"], "a search draws one value"),
-        (["model.layers=3", "optimizer.lr=1e-3"], "fixes the last range"),
+        (["model.layers=2,3"], "a search draws the values of its keys itself"),
+        (["training.steps=7,8"], "a search draws the values of its keys itself"),
+        (["model.layers=3", "optimizer.lr=1e-3"], "leaves the search no range"),
     ):
         with pytest.raises(UserError, match=said):
             narrowed(read, parse(typed))
@@ -135,21 +135,24 @@ def test_rungs_are_steps_or_fractions(tmp_path: Path):
         ("search: {method: sobol, ranges: {a.b: {integer: [1, 9]}}}", "search.points: this key has no value"),
         ("search: {method: sobol, points: 2}", "search.ranges: this key has no value"),
         ("search: {method: sobol, points: 2, ranges: {a.b: {log_uniform: [0, 1]}}}", "no value at 0 or below"),
-        ("search: {method: sobol, points: 2, ranges: {a.b: {uniform: [2, 1]}}}", "a lower and a higher number"),
+        ("search: {method: sobol, points: 2, ranges: {a.b: {uniform: [2, 1]}}}", "a lower and then a higher number"),
         ("search: {method: sobol, points: 2, ranges: {a.b: {integer: [1, 2.5]}}}", "must be a whole number"),
         ("search: {method: sobol, points: 2, ranges: {a.b: {loguniform: [1, 2]}}}", "did you mean log_uniform"),
         ("search: {method: sobol, points: 2, batch: 2, ranges: {a.b: {integer: [1, 9]}}}", "draws all points at once"),
-        ("search: {method: sobol, points: 2, ranges: {a.b: {integer: [1, 9]}}}\nbaseline: x", "none is known before"),
+        (
+            "search: {method: sobol, points: 2, ranges: {a.b: {integer: [1, 9]}}}\nbaseline: x",
+            "no baseline exists before",
+        ),
         (
             "search: {method: optuna, points: 2, ranges: {a.b: {integer: [1, 9]}}}\n"
             "halving: {metric: loss, rungs: [1, 2]}",
             "results of whole runs",
         ),
-        ("axes: [{grid: {a.b: [1]}}]\nhalving: {metric: loss, rungs: [300, 100]}", "rungs are not increasing"),
-        ("axes: [{grid: {a.b: [1]}}]\nhalving: {metric: loss, rungs: [100]}", "two or more steps"),
-        ("axes: [{grid: {a.b: [1]}}]\nhalving: {metric: loss, rungs: [1/3, 2]}", "end at 1"),
+        ("axes: [{grid: {a.b: [1]}}]\nhalving: {metric: loss, rungs: [300, 100]}", "each rung must be larger"),
+        ("axes: [{grid: {a.b: [1]}}]\nhalving: {metric: loss, rungs: [100]}", "at least two steps"),
+        ("axes: [{grid: {a.b: [1]}}]\nhalving: {metric: loss, rungs: [1/3, 2]}", "of which the last is 1"),
         ("axes: [{grid: {a.b: [1]}}]\nhalving: {metric: loss, rungs: [1, 2], keep: 3}", "between 0 and 1"),
-        ("axes: [{grid: {a.b: [1]}}]\nhalving: {metric: mfu, rungs: [1, 2]}", "neither direction"),
+        ("axes: [{grid: {a.b: [1]}}]\nhalving: {metric: mfu, rungs: [1, 2]}", "does not know whether less or more"),
         ("axes: [{grid: {optimizer.lr: [1]}}]\ntune: optimizer.l", "did you mean optimizer.lr"),
     ],
 )

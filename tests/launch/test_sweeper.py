@@ -90,9 +90,9 @@ def composed(words: Sequence[str]) -> Experiment:
     ],
 )
 def test_a_key_is_swept_once(words: tuple[str, ...], remedy: str) -> None:
-    with pytest.raises(UserError, match=r"sweeps this key already") as caught:
+    with pytest.raises(UserError, match=r"already sweeps this key") as caught:
         expand(*words)
-    assert str(caught.value).endswith(f"Give its values once: {remedy}")
+    assert str(caught.value).endswith(f"Give all its values at once: {remedy}")
     if "range" not in remedy:
         expand(remedy)
     assert [overrides for overrides, _ in expand("a=3", "a=1,2")] == [("a=3", "a=1"), ("a=3", "a=2")]
@@ -124,37 +124,47 @@ def test_a_scheduler_gets_all_points_at_once(
     assert (len(others), layout.world_size, layout.nodes) == (6, 16, 2)
     assert (len({plan.run_id for plan in submitted[0]}), len({plan.experiment_id for plan in submitted[0]})) == (7, 1)
     assert {plan.run_id in plan.folder.code.read_text() for plan in submitted[0]} == {True}
-    assert "titan-exp status parallelism_degrees_cluster" in capsys.readouterr().out
+    said, asks = capsys.readouterr().out, "\nThis asks for 7 × 16 GPUs × 1:30:00 = 168.0 GPU-hours.\n"
+    assert "titan-exp status parallelism_degrees_cluster" in said
+    assert asks in said
     monkeypatch.setattr("titan_exp.launch.state.run_status.executor_for", lambda kind: {}[kind])
     words = ["cluster.nodes=2", "cluster.time_limit=1:30:00", "--dry-run"]
     assert main(["sweep", "parallelism_degrees", "size=cluster", *words]) == 0
-    assert "7 to start, 168.0 GPU-hours asked." in capsys.readouterr().out
+    assert f"7 to start.{asks}" in capsys.readouterr().out
 
 
 def test_skip_leaves_out_impossible_points(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "-m", "model=llama_debug", "cluster.device=cpu", "parallelism.tp=1,8", "--dry-run"]
     assert main(words) == 2
-    assert "none was started" in capsys.readouterr().err
+    assert "nothing has started" in capsys.readouterr().err
     assert main([*words, "--skip"]) == 0
     out = capsys.readouterr().out
     assert "1 to start, 1 skipped." in out
-    assert "parallelism.tp=8: 4 query heads" in out
+    assert "parallelism.tp=8: 8 ranks cannot share 4 query heads" in out
+
+
+def test_a_sweep_of_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "-m", "model=llama_debug", "cluster.device=cpu", "--dry-run"]
+    assert main([*words, "training.seq_len=64"]) == 0
+    assert "-m sweeps nothing here, so this is one run" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "training.seq_len=64,128"]) == 0
+    assert "sweeps nothing" not in capsys.readouterr().out
 
 
 def test_key_that_one_model_lacks_is_explained_by_point(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model=llama_debug,qwen3_moe_debug", "model.moe.balance.coefficient=1e-3", "cluster.device=cpu"]
     assert main(["train", "-m", *words, "--dry-run"]) == 2
     said = capsys.readouterr().err
-    assert "1 point(s) of the sweep cannot run" in said
+    assert "1 point of the sweep cannot run" in said
     assert "model=llama_debug does not have this key\n" in said
-    assert "it comes with model=deepseek_debug" in said
+    assert "use it with model=deepseek_debug" in said
     assert "+model" not in said
 
 
 def test_repeated_reading_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     seeds = ["parallelism.dp_replicate=3", "training.global_batch_size=12", "experiment.seed=0,1", "--dry-run"]
     assert main(["train", "-m", "model=llama_debug", "cluster.device=cpu", "data.streaming=true", *seeds]) == 0
-    assert capsys.readouterr().out.count("by 3 ranks; data.virtual_shards=63 or 66 reads it once") == 1
+    assert capsys.readouterr().out.count("Use data.virtual_shards=63 or 66 to read it once") == 1
 
 
 def test_interval_is_refused() -> None:
@@ -172,12 +182,12 @@ def test_sweep_continues_after_a_failure_and_ends_with_a_table(tmp_path: Path) -
     assert states == ["done", "failed", "done", "failed"]
     assert table[0].startswith("training.steps=2 experiment.seed=0")
     assert "1.5000" in table[0]
-    assert "2 more point(s) are the same run" in table[4]
+    assert "2 further points repeat a run" in table[4]
 
     # Once more: only what failed is started.
     code, out, _ = finish(start(tmp_path, "succeed", "training.steps=2,3", "experiment.seed=0,1"))
     assert code == 0
-    assert out.count("done already") == 2
+    assert out.count("already done") == 2
     attempts = sorted(len(RunFolder(path).read_attempts()) for path in (tmp_path / "first").iterdir())
     assert attempts == [1, 1, 2, 2]
 
@@ -188,7 +198,7 @@ def test_nothing_starts_if_one_point_cannot_run(tmp_path: Path) -> None:
     code, _, err = finish(process)
     assert code == 2
     assert "Traceback" not in err
-    assert "3 point(s)" in err
+    assert "3 points" in err
     assert "[parallelism.dp_shard=3 optimizer.lr=0.001]" in err
     assert "[parallelism.dp_shard=1 optimizer.lr=-1]" in err
     assert "training.global_batch_size" in err
@@ -201,7 +211,6 @@ def test_ctrl_c_stops_the_sweep_and_leaves_the_rest(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     code, out, _ = finish(process)
     assert code == 130
-    assert "1 stopped" in out
-    assert "not started" in out
+    assert "1 stopped, 1 new" in out, "as status says"
     assert len(list((tmp_path / "first").iterdir())) == 1
     assert ranks_of(tmp_path) == []

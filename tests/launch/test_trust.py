@@ -103,7 +103,7 @@ def test_code_of_a_foreign_run_is_not_imported(
     said = capsys.readouterr().err
     assert not canary.exists()
     assert f"{path}: you did not launch this run" in said
-    assert "model.architecture=canary_code.family: it would be imported and run with your rights" in said
+    assert "model.architecture=canary_code.family: titan_exp would import this code and run it with your rights" in said
     assert said.endswith(f"  titan-exp {' '.join(words)} --trust\n")
 
 
@@ -120,7 +120,7 @@ def test_a_module_without_a_dot_is_code(key: str, name: str, trained: Path, tmp_
     """Whether or not it is importable when trust is decided."""
     path = foreign(trained, tmp_path, key, name)
     assert main(["plan", "--config-path", str(path)]) == 2
-    with pytest.raises(Untrusted, match=f"{key}={name}: it would be imported and run with your rights"):
+    with pytest.raises(Untrusted, match=f"{key}={name}: titan_exp would import this code and run it with your rights"):
         load_experiment(path / "config.yaml")
     assert not canary.exists()
 
@@ -341,6 +341,6 @@ def test_cancel_goes_on_after_the_run_of_another_user(
     with folders[0].claim("launcher"), folders[1].claim("launcher"):
         assert main(["cancel", *(str(folder.path) for folder in folders)]) == 2
     done = capsys.readouterr()
-    assert f"not cancelled, as you may not write to {folders[0].path}" in done.err
+    assert f"not cancelled, since you may not write to {folders[0].path}" in done.err
     assert "asked to save and stop" in done.out
     assert [folder.stop_requested() for folder in folders] == [False, True]

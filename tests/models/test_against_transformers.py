@@ -55,7 +55,7 @@ def test_the_attention_factor_of_others_is_kept():
     keys = {"rope_theta": 1e6, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25}}
     assert read_rope(keys, 4096, ScaledRope).magnitude == pytest.approx(1.25, rel=1e-9)
     keys["rope_parameters"]["attention_factor"] = 0.5
-    with pytest.raises(UserError, match=r"attention_factor=0\.5 is not supported"):
+    with pytest.raises(UserError, match=r"attention_factor=0\.5 must be at least 1"):
         read_rope(keys, 4096, ScaledRope)
 
 

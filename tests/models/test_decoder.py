@@ -98,5 +98,5 @@ def test_a_spec_that_differs_from_its_model_is_refused(monkeypatch: pytest.Monke
 
     narrow = replace(TINY, ffn_dim=64)
     monkeypatch.setattr(llama, "block", lambda config, *rest, block=llama.block: block(narrow, *rest))
-    with pytest.raises(UserError, match=r"the shape \(192, 64\), and the model \(128, 64\)"):
+    with pytest.raises(UserError, match=r"the shape \(192, 64\) in `spec` and \(128, 64\) in the model"):
         build_model(TINY, seq_len=16, attention_backend="math")

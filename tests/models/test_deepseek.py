@@ -145,10 +145,10 @@ def test_the_spec_has_every_parameter(version: str):
 
 def test_a_router_of_neither_version_is_refused(tmp_path: Path):
     strange = replace(V3, moe=replace(V3.moe, router_bias=False))
-    with pytest.raises(UserError, match=r"router_bias=false: the router of DeepSeek V3.*\n.*router_bias=true"):
+    with pytest.raises(UserError, match=r"router_bias=false: .*the router of DeepSeek V3.*\n.*router_bias=true"):
         exported(noisy_model(strange), strange, tmp_path / "export")
     values = to_huggingface(V3, dtype="float32", special_tokens={})
-    with pytest.raises(UserError, match="'greedy' is not the router"):
+    with pytest.raises(UserError, match=r"a router with .*'greedy'"):
         from_huggingface({**values, "topk_method": "greedy"}, "strange")
     assert from_huggingface({**values, "model_type": "kimi_k2"}, "tiny") == V3
 

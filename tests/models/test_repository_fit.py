@@ -160,7 +160,7 @@ def test_the_preset_of_a_published_repository_fits(preset: str):
     first, *unread = repository_lines(PUBLISHED[preset](), "x")
     assert first == f"fits model={preset}"
     expected = {
-        "deepseek_v3_671b": ["1 module of multi-token prediction: trained with model.mtp.depth=1"],
+        "deepseek_v3_671b": ["it has 1 module of multi-token prediction; train with model.mtp.depth=1"],
         "llama4_scout": ["not read: vision tower (vision_config)"],
         "llama4_maverick": ["not read: vision tower (vision_config)"],
     }

@@ -118,7 +118,7 @@ def test_attention_is_softmax_over_visible_keys(backend, pattern: MaskPattern, p
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("pattern", [MaskPattern(50), MaskPattern(chunk=64)], ids=str)
 def test_passes_with_sinks_agree_with_the_reference(device: str, backend: Any, pattern: MaskPattern, packed: bool):
-    """Forward and backward in bf16 on a GPU; 192 tokens are no multiple of a block of 128."""
+    """Forward and backward in bf16 on a GPU; 192 tokens are not a multiple of a block of 128."""
     torch.manual_seed(0)
     dtype, close = (torch.float32, 2e-5) if device == "cpu" else (torch.bfloat16, 3e-2)
     shapes = [(2, 4, 192, 64), (2, 2, 192, 64), (2, 2, 192, 64), (4,)]

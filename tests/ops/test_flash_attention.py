@@ -22,13 +22,13 @@ def test_torch_knows_them():
 
 @pytest.mark.parametrize("backend", FLASH_PACKAGES)
 def test_a_cpu_has_none(backend: str):
-    with pytest.raises(UserError, match="runs on GPUs, and this is a CPU"):
+    with pytest.raises(UserError, match="needs a GPU, and this run uses a CPU"):
         choose_backend(backend, torch.device("cpu"), head_dims=[64], bf16=True, documents=False)
 
 
 def test_a_gpu_may_be_too_old_or_too_new(monkeypatch: pytest.MonkeyPatch):
     give_gpu(monkeypatch, (10, 0))
-    with pytest.raises(UserError, match=r"FlashAttention 3 runs on capability 9.0, and NVIDIA H200 has 10.0"):
+    with pytest.raises(UserError, match=r"FlashAttention 3 needs CUDA capability 9.0, and NVIDIA H200 has 10.0"):
         activate("fa3", GPU)
 
 
@@ -36,7 +36,7 @@ def test_a_gpu_may_be_too_old_or_too_new(monkeypatch: pytest.MonkeyPatch):
 def test_what_cannot_be_imported(monkeypatch: pytest.MonkeyPatch):
     give_gpu(monkeypatch, (9, 0))
     assert not runs_here("fa3", GPU)
-    with pytest.raises(UserError, match="cannot be used here: No module named 'flash_attn_interface'"):
+    with pytest.raises(UserError, match="does not load here: No module named 'flash_attn_interface'"):
         activate("fa3", GPU)
     assert current_flash_attention_impl() is None
 

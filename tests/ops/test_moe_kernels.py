@@ -49,7 +49,7 @@ def padded(experts: Tensor, x: Tensor, weights: Tensor, gradient: Tensor) -> dic
 
 
 def permutations(device: str) -> Results:
-    """Columns that fill no program, choices that are no power of two, upstream gradients in other layouts."""
+    """Columns that fill no program, choices that are not a power of two, upstream gradients in other layouts."""
     from titan_exp.ops.moe import permutation as module
 
     if device == "cpu":

@@ -141,7 +141,7 @@ def test_the_gradient_of_narrower_values_lies_as_kernels_read_it():
     ],
 )
 def test_passes_of_grouped_heads_agree_with_the_reference(device: str, backend: Any, kv_heads: int, masked: bool):
-    """Forward and backward, causal and within documents, in bf16 on a GPU; 192 tokens are no multiple of 128."""
+    """Forward and backward, causal and within documents, in bf16 on a GPU; 192 tokens are not a multiple of 128."""
     if masked and (device, backend) == ("cuda", "flash"):
         pytest.skip("flash takes no mask on CUDA")
     torch.manual_seed(0)

@@ -62,13 +62,26 @@ class OnShards(Counting):
 
 
 class Hidden(Counting):
-    """A count that is no state."""
+    """A count that is not state."""
 
     count = 0
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         self.count += 1
         parameter.sub_(gradient, alpha=group["lr"] / self.count)
+
+
+class Rebuilding(Hidden):
+    """The count beside values that each step computes anew, and a list of its parameters."""
+
+    def __init__(self, params: Iterable[Any], lr: float, **others: Any) -> None:
+        super().__init__(params, lr, **others)
+        self.weights = [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        self.rate = group["lr"] / (self.count + 1)
+        self.sizes = [float(weight.norm()) for weight in self.weights]
+        super().update(parameter, gradient, group)
 
 
 class Generating(Counting):

@@ -130,7 +130,7 @@ def test_roles_have_their_own_learning_rate_and_weight_decay():
     ("name", "remedy"),
     [
         ("adam", "did you mean adamw?"),
-        ("shampoo", "give its import path"),
+        ("shampoo", "give the import path"),
         ("torch.optim.SGDD", "SGD"),
         ("nowhere.Lion", "PYTHONPATH"),
     ],

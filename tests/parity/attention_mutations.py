@@ -51,7 +51,7 @@ def sinks_are_those_of_the_first_rank() -> None:
 
         return __init__
 
-    patch(f"{CONTEXT}.ulysses.UlyssesAttention.__init__", make)
+    patch(f"{CONTEXT}.apply.UlyssesAttention.__init__", make)
 
 
 def sinks_are_left_out_of_the_merged_lse() -> None:

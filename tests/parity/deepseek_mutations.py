@@ -45,7 +45,7 @@ def gradients_of_gathered_latents_are_one_ranks() -> None:
 
         return staticmethod(backward)
 
-    patch(f"{CONTEXT}.latents._GatherLatents.backward", make)
+    patch(f"{CONTEXT}.attention._GatherLatents.backward", make)
 
 
 def scores_have_the_usual_scale_in_parts() -> None:

@@ -25,7 +25,7 @@ SMALL = [
     "training.steps=6",
     "training.seq_len=64",
     "training.global_batch_size=8",
-    "training.evaluate_every=0",
+    "evaluation.every=0",
     "tracking.log_every=1",
     "checkpoint=none",
     # AdamW divides by the root of the second moment: where that is rounding noise, so is the update. A larger epsilon
@@ -37,7 +37,7 @@ SMALL = [
 ]
 """Six steps of a tiny model."""
 
-EVALUATE = "training.evaluate_every=6 data.validation_fraction=0.1 data.validation_documents=40"
+EVALUATE = "evaluation.every=6 data.validation_fraction=0.1 data.validation_documents=40"
 """A little of what is held out, of a corpus of short documents."""
 
 PARAGRAPHS = ["data=text", f"data.paths=[{sysconfig.get_path('stdlib')}/json]", "data.document=paragraph"]
@@ -117,7 +117,9 @@ def assert_same_curve(found: Curve, expected: Curve) -> None:
         assert [found_row[key] for key in reported] == pytest.approx([row[key] for key in reported], rel=1e-4)
     assert found.weights.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], weight, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        # A share of tokens, of which one may fall on the other side of a near tie, by the machine's rounding.
+        atol = 1e-2 if name.endswith(".previous_load") else 2e-5
+        torch.testing.assert_close(found.weights[name], weight, atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def assert_noticed(path: Path, words: Sequence[str], mutate: Callable[[], None], expected: Curve) -> None:

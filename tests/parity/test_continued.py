@@ -60,7 +60,7 @@ def test_in_the_same_layout_it_is_bitwise(tmp_path):
 def stopped_early(tmp_path: Path, mutate: Callable[[], None] | None = None) -> tuple[Curve, Curve, Curve]:
     """A whole run, one that `training.stop_after` ends half way, and its continuation."""
     words = ["training.steps=10", "checkpoint.mode=sync", "lr_schedule=cosine", "lr_schedule.warmup_steps=2"]
-    words += [*PARAGRAPHS, *EVALUATE.split(), "training.evaluate_every=10"]
+    words += [*PARAGRAPHS, *EVALUATE.split(), "evaluation.every=10"]
     whole = train(tmp_path / "whole", *words)
     half = train(tmp_path / "half", *words, "training.stop_after=5", mutate=mutate)
     return whole, half, train(tmp_path / "rest", *words, f"checkpoint.continue_from={tmp_path / 'half'}")

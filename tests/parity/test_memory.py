@@ -38,7 +38,7 @@ EXPERIMENTS = {
     "plain": "",
     "tied": "model.tied_embeddings=true",
     "z_loss": "training.z_loss=0.01",
-    "evaluated": " ".join([*LINES, "training.evaluate_every=5", "training.z_loss=0.01"]),
+    "evaluated": " ".join([*LINES, "evaluation.every=5", "training.z_loss=0.01"]),
 }
 
 

@@ -77,7 +77,7 @@ def test_resumes_in_another_layout(tmp_path: Path):
 @pytest.mark.parametrize("layout", ["parallelism.dp_shard=2 parallelism.ep=2", "parallelism.pp=2"])
 def test_the_validation_loss_is_the_main_one(tmp_path: Path, layout: str):
     """Evaluations between steps change no curve."""
-    words = [*MTP.split(), *PARAGRAPHS, *EVALUATE.split(), "training.evaluate_every=2"]
+    words = [*MTP.split(), *PARAGRAPHS, *EVALUATE.split(), "evaluation.every=2"]
     one, many = train(tmp_path / "one", *words), train(tmp_path / "many", *words, *layout.split())
     assert_same_curve(many, one)
     validated = [[row["validation_loss"] for row in curve.rows if "validation_loss" in row] for curve in (one, many)]

@@ -31,7 +31,7 @@ AT_NIGHT = {
     "zero bubble": "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble",
     "zero bubble of tensor-parallel stages": "parallelism.pp=2 parallelism.tp=2 "
     "parallelism.pp_schedule=InterleavedZeroBubble",
-    "evaluated": "training.evaluate_every=5 data.validation_fraction=0.1 data.validation_documents=40",
+    "evaluated": "evaluation.every=5 data.validation_fraction=0.1 data.validation_documents=40",
 }
 
 

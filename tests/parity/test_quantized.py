@@ -95,7 +95,7 @@ def test_every_recipe_is_another_curve(one_device):
     ],
 )
 def test_ranks_cut_through_groups_of_gate_and_up(tmp_path: Path, recipe: str):
-    # Scales that are no powers of two follow the order of sums: with seed 0 the first gradient norm differs by 4e-4.
+    # Scales that are not powers of two follow the order of sums: with seed 0 the first gradient norm differs by 4e-4.
     words = f"{SHORT} quantization={recipe} model.ffn_dim=160 experiment.seed=1".split()
     expected = train(tmp_path / "one", *words)
     # They also depend on the data-parallel degree.
@@ -162,7 +162,7 @@ def shards_are_sent_as_they_were_quantized_first() -> None:
     "mutate", [None, pytest.param(shards_are_sent_as_they_were_quantized_first, marks=pytest.mark.night)]
 )
 def test_gathered_in_float8_it_is_the_same_to_the_bit(tmp_path: Path, mutate):
-    """Scales that are no powers of two: those of another step would show. Rows of gate and up do not divide by three,
+    """Scales that are not powers of two: those of another step would show. Rows of gate and up do not divide by three,
     and are gathered as they are."""
     recipe = [*RECIPES["any scale"].split(), "model.dim=96", "training.global_batch_size=6"]
     layout = ["parallelism.dp_shard=3", "training.mixed_precision=bf16", "training.micro_batch_size=1"]
@@ -310,7 +310,7 @@ def test_weights_quantized_once_a_step_are_those_quantized_at_use(tmp_path: Path
     [
         f"{TP2} parallelism.pp=2",
         f"activation_checkpoint=selective {COMPILED}",
-        "training.evaluate_every=2 data.validation_fraction=0.1 data.validation_documents=40 "
+        "evaluation.every=2 data.validation_fraction=0.1 data.validation_documents=40 "
         "training.fp32_modules=[blocks.0.attention_norm]",
     ],
 )

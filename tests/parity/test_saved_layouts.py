@@ -144,6 +144,6 @@ def test_a_pipeline_complains_of_what_any_rank_misses(tmp_path):
     # The model that is described has them, so that the names of the weights decide.
     (tmp_path / "first" / "config.yaml").write_text("model: {architecture: llama, layers: 6}")
     settings = [f"checkpoint.initial={tmp_path / 'first'}", "model.layers=6", "parallelism.pp=2"]
-    with pytest.raises(AssertionError, match=r"missing in the checkpoint: .*blocks\.4\.") as caught:
+    with pytest.raises(AssertionError, match=r"the checkpoint lacks: .*blocks\.4\.") as caught:
         train(tmp_path / "second", *settings)
-    assert "not in the model" not in str(caught.value)
+    assert "the model lacks" not in str(caught.value)

@@ -18,7 +18,7 @@ from titan_exp.inference.evaluate import evaluate_command
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 EMA = ["weight_average=ema", "weight_average.decay=0.7"]
-SAVED = ["checkpoint=sync", *EMA, *PARAGRAPHS, *EVALUATE.split(), "training.evaluate_every=3"]
+SAVED = ["checkpoint=sync", *EMA, *PARAGRAPHS, *EVALUATE.split(), "evaluation.every=3"]
 LOSS, AVERAGED = "validation_loss", "averaged/validation_loss"
 EXPERTS = "model=qwen3_moe_debug parallelism.dp_shard=4 parallelism.ep=2"
 

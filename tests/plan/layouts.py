@@ -34,7 +34,7 @@ SMALL = [
     "training.steps=4",
     "training.seq_len=64",
     "training.global_batch_size=8",
-    "training.evaluate_every=0",
+    "evaluation.every=0",
     "checkpoint=none",
     "cluster.device=cpu",
 ]

@@ -36,7 +36,10 @@ def refusal(*overrides: str) -> str:
         ([FAULTY, "quantization=float8_rowwise"], ["quantization.recipe", "linear.Linear"]),
         (
             [FAULTY, "+model.options={fault:tied across groups}", "parallelism.dp_shard=2"],
-            ["blocks.0.weight and blocks.1.weight are one parameter of blocks.0 and blocks.1, and FSDP gathers them"],
+            [
+                "blocks.0.weight and blocks.1.weight share a parameter across blocks.0 and blocks.1, which FSDP "
+                "gathers apart"
+            ],
         ),
         (
             [
@@ -45,7 +48,7 @@ def refusal(*overrides: str) -> str:
                 "training.mixed_precision=bf16",
                 "training.fp32_modules=[blocks.1]",
             ],
-            ["the rest and blocks.1 (training.fp32_modules)", "one is in fp32"],
+            ["the rest and blocks.1 (training.fp32_modules)", "one of which is in fp32"],
         ),
         (
             [FAULTY, "training.mixed_precision=bf16", "training.fp32_modules=[hed]"],
@@ -54,12 +57,12 @@ def refusal(*overrides: str) -> str:
         ([f"model.architecture={OWN}.TokensOnly"], ["(tokens, positions, documents)", "def forward("]),
         ([f"optimizer.name={OWN}.Optimizer"], ["needs rho", "+optimizer.options.rho=VALUE"]),
         ([f"optimizer.name={OWN}.Optimizer", "+optimizer.options.roh=1"], ["takes no argument roh", "it takes rho"]),
-        (["optimizer.name=torch.optim.Adam", "+optimizer.options.lr=1"], ["passed already"]),
+        (["optimizer.name=torch.optim.Adam", "+optimizer.options.lr=1"], ["we pass it already"]),
         (["optimizer.name=torch.optim.Muon"], ["Muon", "2D"]),
         (
             [f"optimizer.name={OWN}.DuckTypedOptimizer", "quantization=float8_rowwise"],
             [
-                "DuckTypedOptimizer, which is no torch.optim.Optimizer",
+                "DuckTypedOptimizer, which is not a torch.optim.Optimizer",
                 "class DuckTypedOptimizer(torch.optim.Optimizer)",
             ],
         ),
@@ -72,12 +75,13 @@ def refusal(*overrides: str) -> str:
         ([f"optimizer.name={STATES}.Norms", "parallelism.tp=2"], ["norm is a DTensor placed", "checkpoint=none"]),
         ([f"optimizer.name={STATES}.Closing"], ["step() needs closure", "optimizer=adamw"]),
         ([f"optimizer.name={STATES}.Hidden"], ["keeps self.count outside", "self.state[parameter]", "checkpoint=none"]),
+        ([f"optimizer.name={STATES}.Rebuilding"], ["keeps self.count outside"]),
         ([f"optimizer.name={STATES}.Generating"], ["generator is a torch", "Generator", "checkpoint=none"]),
         ([f"optimizer.name={STATES}.Failing"], ["own_states.py:", "no gradient like that"]),
         ([f"data.source={OWN}.Corpus"], ["__len__ and no __getitem__"]),
         ([f"data.source={OWN}.Corpus", "+data.options.foldre=x"], ["data.options.foldre", "did you mean folder?"]),
-        (["data.source=tests.data.corpora.OwnStream"], ["data.validation_documents=1024 evaluates"]),
-        (["data.source=tests.data.corpora.own_stream"], ["data.validation_documents=1024 evaluates"]),
+        (["data.source=tests.data.corpora.OwnStream"], ["data.validation_documents=1024 to evaluate"]),
+        (["data.source=tests.data.corpora.own_stream"], ["data.validation_documents=1024 to evaluate"]),
         ([f"lr_schedule.decay={OWN}.without_progress"], ["without_progress(progress, **options)"]),
         (
             [f"lr_schedule.decay={OWN}.too_large", "lr_schedule.decay_steps=10"],
@@ -90,7 +94,7 @@ def refusal(*overrides: str) -> str:
         ),
         (
             ["model.architecture=tests.models.own_style", "+model.handled=false", "parallelism.tp=2"],
-            ["blocks.0.attention.whole has the style AllHeads, and nothing says", "MODULES[AllHeads] = a handler"],
+            ["blocks.0.attention.whole has the style AllHeads", "write MODULES[AllHeads] = your_handler"],
         ),
         ([f"{FAULTY}", f"optimizer.name={OWN}.Optimizer", "quantization=mxfp8"], ["quantization.recipe", "needs rho"]),
     ],
@@ -120,7 +124,7 @@ def test_what_would_fail_is_refused(overrides: list[str], parts: list[str]):
         [f"optimizer.name={STATES}.Hidden", "checkpoint=none"],
         ["model.architecture=tests.models.own_model.Bigram", "+model.options={scale:2.0}"],
         ["data.source=tests.data.corpora.OwnStream", "data.validation_documents=1024"],
-        ["data.source=tests.data.corpora.OwnStream", "training.evaluate_every=0"],
+        ["data.source=tests.data.corpora.OwnStream", "evaluation.every=0"],
         ["data.source=tests.data.corpora.OwnTable", "data.validation_fraction=0.1"],
         ["model.architecture=tests.models.own_experts.Mixture", "quantization=mxfp8"],
     ],

@@ -1,5 +1,8 @@
 """Search on costs that are formulas, without traces: the descent, the rule of the allocator, and few plans."""
 
+import os
+import signal
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import product
@@ -131,3 +134,28 @@ def test_what_the_allocator_refuses_leads_to_less_memory():
     device = replace(device, memory=round(room) + device.memory - cost.room)
     (row,) = search.LayoutSearch(space, device, 4, _say_nothing).run().rows
     assert dict(row.candidate.refined) == {"training.loss_chunk_tokens": 8192}
+
+
+@pytest.mark.parametrize("way", ["limit", "signal"])
+def test_a_stopped_search_has_the_rows_planned_so_far(way: str, monkeypatch: pytest.MonkeyPatch):
+    """The limit counts from the start of the command; SIGTERM ends a search as Ctrl-C does."""
+    plans = list[Candidate]()
+
+    def plan(candidate: Candidate, device: Device) -> LayoutCost:
+        plans.append(candidate)
+        if way == "limit":
+            time.sleep(0.2)
+        elif len(plans) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return planned(candidate, device)
+
+    monkeypatch.setattr(search, "_plan", plan)
+    space, before = SearchSpace(composed(*LONG), 8), signal.getsignal(signal.SIGTERM)
+    began = time.perf_counter()
+    limits = (60.0, began - 59) if way == "limit" else (None, None)
+    result = search.LayoutSearch(space, device_named("h100"), 4, _say_nothing).run(*limits)
+    assert result.stopped
+    assert result.rows
+    assert len(plans) < 10
+    assert time.perf_counter() - began < 10
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -269,14 +269,14 @@ PIPELINES |= SPLIT | RESHARDED
         ("model.layers=16 training.fp32_modules=[blocks.7] training.mixed_precision=bf16", "training.fp32_modules"),
         (
             "model.layers=12 quantization=float8_rowwise quantization.high_precision_last=5",
-            "layers differ beyond the first 4 and periods of 4",
+            "too many layers differ",
         ),
         ("model.layers=5 parallelism.prefetch_blocks=2", "too few layers are alike"),
         (
             "model.layers=16 +optimizer.groups.seventh.match=[blocks.6.*] +optimizer.groups.seventh.frozen=true",
-            "optimizer.groups; the last 4 may differ too",
+            "optimizer.groups (at most the first 4 and the last 4 may",
         ),
-        ("parallelism.pp=2 parallelism.pp_layers=[4,0] parallelism.pp_microbatches=2", "behind the first"),
+        ("parallelism.pp=2 parallelism.pp_layers=[4,0] parallelism.pp_microbatches=2", "after the first"),
     ],
 )
 def test_unsupported_runs_have_a_reason(overrides: str, reason: str):

@@ -1,6 +1,7 @@
 """Memory checks before a launch: upper bounds, predictions, the prediction cache, and suggestions."""
 
 import multiprocessing
+import shlex
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,17 +9,26 @@ from pathlib import Path
 import pytest
 
 from tests.plan.layouts import LAYOUTS, experiment_of, predicted
+from titan_exp.cli.plan import search_options
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.build import build_model
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import DEVICES
+from titan_exp.plan.gate import changes as changes_module
 from titan_exp.plan.gate import gate as gate_module
-from titan_exp.plan.gate import gate as suggestions_module
-from titan_exp.plan.gate.gate import GIB, MemoryCheck, check_memory, explain_oom, plan_record, suggestions, upper_bound
+from titan_exp.plan.gate.changes import explain_changes, find_changes
+from titan_exp.plan.gate.gate import (
+    GIB,
+    MemoryCheck,
+    check_memory,
+    explain_oom,
+    plan_record,
+    upper_bound,
+)
 from titan_exp.plan.gate.predictions import PredictionRequest, cache_key, get, predict_many, put
 from titan_exp.plan.predict import predict
 from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks
@@ -145,7 +155,8 @@ def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, stub_predic
     assert memory_check.fits is False
     said = explain_oom(memory_check)
     assert (
-        "pipeline rank 0 of 2 needs 4.42 GiB at its peak (forward, block 3), the 4 ranks that share its memory" in said
+        "pipeline rank 0 of 2 needs 4.42 GiB at its peak (forward, block 3), and the 4 ranks that share its memory"
+        in said
     )
     assert "activations 4 GiB, process overhead 429 MiB" in said
 
@@ -166,7 +177,7 @@ def test_an_asynchronous_save_on_a_cpu_holds_a_copy_of_the_state(
     assert memory_check.fits is False
     assert "activations 4 GiB, copy of the state while a checkpoint is written 3 GiB" in explain_oom(memory_check)
     stub_predictor(lambda asked: one if asked.checkpoint.mode == "sync" else synthetic(9.0))
-    assert suggestions(memory_check, tmp_path)[0].overrides == ("checkpoint.mode=sync",)
+    assert find_changes(memory_check, tmp_path).found[0].overrides == ("checkpoint.mode=sync",)
 
 
 @pytest.mark.parametrize("seconds", [0.01, 2.5])
@@ -196,12 +207,12 @@ def test_a_gpu_run_is_compared_with_the_memory_of_one_gpu(tmp_path: Path, stub_p
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["cluster=slurm"], "cluster.gpu_type=null; the planner knows a100"),
-        (["cluster=slurm", "cluster.gpu_type=gtx"], "cluster.gpu_type=gtx; the planner knows a100"),
-        (["cluster=slurm", "cluster.device=cpu"], "the memory of a node is not known; set cluster.memory_gb"),
+        (["cluster=slurm"], "cluster.gpu_type=null, and the planner only knows a100"),
+        (["cluster=slurm", "cluster.gpu_type=gtx"], "cluster.gpu_type=gtx, and the planner only knows a100"),
+        (["cluster=slurm", "cluster.device=cpu"], "we do not know the memory of a node (set cluster.memory_gb)"),
         (
             [*H100, "model.attention_backend=flex"],
-            "model.attention_backend=flex: FlexAttention's kernels have no backward pass",
+            "model.attention_backend=flex: we trace runs on a CPU, where FlexAttention has no backward pass",
         ),
     ],
 )
@@ -294,10 +305,10 @@ def test_the_cheapest_changes_that_fit_are_suggested(tmp_path: Path, stub_predic
     asked = stub_predictor(memory_like)
     (memory_check,) = check_memory([large], tmp_path)
     assert memory_check.fits is False
-    found = suggestions(memory_check, tmp_path)
+    found = find_changes(memory_check, tmp_path).found
     assert found[0].overrides == ("training.micro_batch_size=2",)
     assert all(suggestion.memory_check.fits for suggestion in found)
-    assert len(found) == suggestions_module.MAX_SUGGESTIONS
+    assert len(found) == changes_module.MAX_SUGGESTIONS
     # Nothing that is offered has all of what another offer has, and more.
     assert not any(set(suggestion.overrides) < set(other.overrides) for suggestion in found for other in found)
     assert len(asked) < 20
@@ -307,7 +318,74 @@ def test_no_change_is_suggested_that_does_not_fit(tmp_path: Path, stub_predictor
     large = resolved("model=llama3_8b", *H100, "parallelism.dp_shard=8")
     stub_predictor(lambda _: synthetic(500.0, category="other"))
     (memory_check,) = check_memory([large], tmp_path)
-    assert suggestions(memory_check, tmp_path) == []
+    assert find_changes(memory_check, tmp_path).found == []
+
+
+def memory_of_accumulation(experiment: Experiment) -> Prediction:
+    """Synthetic memory of a 70B model: gradients are whole if they accumulate, else sharded."""
+    layout, own = ResolvedLayout.of(experiment), experiment.parallelism
+    gradients = 263 / own.tp / own.pp if layout.gradient_accumulation > 1 else 2
+    kept = {"none": 40.0, "selective": 20.0, "full": 4.0}[experiment.activation_checkpoint.mode]
+    parts = {"gradients": gradients, "activations": layout.micro_batch_size * kept / own.tp, "optimizer": 20.0}
+    found = synthetic(sum(parts.values()))
+    by_category = {name: round(size * GIB) for name, size in parts.items()}
+    return replace(found, ranks=(replace(found.ranks[0], by_category=by_category),))
+
+
+@pytest.mark.parametrize("sequences", [512, 8192])
+def test_accumulated_gradients_are_avoided_or_sharded(tmp_path: Path, stub_predictor, sequences: int):
+    """By one micro-batch with recomputation, where its activations fit, and else by other degrees."""
+    words = ["model=llama3_1_70b", *H100, "parallelism.dp_shard=128", "training.seq_len=8192"]
+    large = resolved(*words, "training.micro_batch_size=1", f"training.global_batch_size={sequences}")
+    asked = stub_predictor(memory_of_accumulation)
+    (memory_check,) = check_memory([large], tmp_path)
+    first = find_changes(memory_check, tmp_path).found[0].overrides
+    if sequences == 512:
+        assert set(first) == {"activation_checkpoint=full", "training.micro_batch_size=null"}
+        modes = [(run.activation_checkpoint.mode, run.training.micro_batch_size) for run in asked]
+        assert modes.index(("full", None)) < 5, "it comes early, since a prediction may take a minute"
+    else:
+        assert any(word in ("parallelism.tp=8", "parallelism.pp=8") for word in first)
+
+
+def test_where_nothing_fits_it_says_what_was_tried_and_how_to_search(
+    tmp_path: Path, stub_predictor, monkeypatch: pytest.MonkeyPatch
+):
+    typed = ["model=llama3_8b", *H100, "training.global_batch_size=64", "parallelism.dp_shard=8"]
+    large = resolved(*typed)
+    stub_predictor(lambda _: synthetic(100.0))
+    (memory_check,) = check_memory([large], tmp_path)
+    said = explain_changes(memory_check, tmp_path, typed=[*typed, "experiment.name=a b", "--device=h100"])
+    tried = next(line for line in said.splitlines() if line.startswith("  None of the changes that we tried fits: "))
+    assert "activation_checkpoint=selective or full" in tried
+    assert "training.micro_batch_size=4, 2 or 1" in tried
+    assert "We stopped" not in said
+    assert "The largest part is activations, 100 GiB." in said
+    assert "so we did not try it: training.global_batch_size=8\n" in said
+    kept = "model=llama3_8b cluster=slurm_h100 compile=none training.mixed_precision=bf16 training.global_batch_size=64"
+    command = f"titan-exp plan search --gpus 8 {kept} 'experiment.name=a b' --device=h100"
+    assert said.endswith(f"\n  Try all layouts: {command}")
+    options, overrides = search_options(shlex.split(command)[3:])
+    assert (options.gpus, options.device, compose(overrides).experiment.name) == (8, "h100", "a b")
+    assert "training.mixed_precision=bf16" in explain_changes(
+        replace(memory_check, experiment=resolved(*typed, "training.mixed_precision=fp32")), tmp_path
+    )
+    monkeypatch.setattr(changes_module, "TIME_LIMIT", 0.0)
+    assert "We stopped after 0 s, before we had tried" in explain_changes(memory_check, tmp_path)
+    stub_predictor(lambda _: synthetic(500.0, category="other"))
+    (memory_check,) = check_memory([large], tmp_path)
+    assert "We know no change that could make it fit.\n" in explain_changes(memory_check, tmp_path)
+
+
+def test_where_accumulated_gradients_do_not_fit_the_batch_is_named(tmp_path: Path, stub_predictor):
+    words = ["model=llama3_1_70b", *H100, "parallelism.dp_shard=64", "training.seq_len=8192"]
+    large = resolved(*words, "training.micro_batch_size=1", "training.global_batch_size=512")
+    parts = {"gradients": 263 * GIB, "activations": 30 * GIB}
+    stub_predictor(lambda _: replace(found := synthetic(293.0), ranks=(replace(found.ranks[0], by_category=parts),)))
+    (memory_check,) = check_memory([large], tmp_path)
+    said = explain_changes(memory_check, tmp_path)
+    assert "The largest part is gradients, 263 GiB.\n  A step has 8 micro-batches, and a rank keeps the sum" in said
+    assert "so we did not try it: training.global_batch_size=64\n" in said
 
 
 def test_a_memory_check_without_prediction_is_unknown():

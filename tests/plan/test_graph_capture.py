@@ -37,8 +37,7 @@ def test_the_pool_of_a_graph_lies_beside_an_evaluation():
     tokens, vocabulary = 2 * 1024, 32000
     words = f"training.seq_len=1024 model.vocab_size={vocabulary} training.loss_chunk_tokens=null"
     eager, alone, evaluated = (
-        rank_of(f"{run} {words} training.evaluate_every={every}")
-        for run, every in ((RUN, 10), (CAPTURED, 0), (CAPTURED, 10))
+        rank_of(f"{run} {words} evaluation.every={every}") for run, every in ((RUN, 10), (CAPTURED, 0), (CAPTURED, 10))
     )
     assert eager.allocator is not None
     assert alone.allocator is not None

@@ -30,7 +30,7 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        # As the planner does: where a tensor is, is no computation.
+        # As the planner does: the place of a tensor is not a computation.
         if func.namespace != "prim" and (flops := count_flops(func, args, kwargs or {}, out)):
             self.found.append((str(func._overloadpacket), flops))
         return out

@@ -208,7 +208,7 @@ def test_other_devices_are_refused():
 
 def test_upper_bound_is_stated(capsys: pytest.CaptureFixture[str]):
     print_plan(planned("training.mixed_precision=fp32"))
-    assert "this is an upper bound" in capsys.readouterr().out
+    assert "This is an upper bound" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.test_plan import planned
 from tests.ranks import run_ranks
-from titan_exp.cli.plan import search_options
+from titan_exp.cli.plan import _explain_no_fit, search_options
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import CONF_DIR
 from titan_exp.config.groups.experiment import Experiment
@@ -35,6 +35,7 @@ from titan_exp.plan.search.layouts import (
 )
 from titan_exp.plan.search.search import interrupt_after
 from titan_exp.rules import violations
+from titan_exp.tracking.number_format import GIB
 
 if TYPE_CHECKING:
     from titan_exp.plan.search.search import LayoutCost
@@ -74,6 +75,62 @@ def test_seeds_are_a_dozen_layouts_that_the_rules_allow():
         axes = {axis for axis in (*DEGREES, "ep") if any(getattr(seed.parallelism, axis) > 1 for seed in seeds)}
         assert axes == {*DEGREES, *(["ep"] if "moe" in model else [])}
         assert (seeds[0].parallelism.dp_shard, seeds[0].mode) == (gpus, "none")
+
+
+def test_seeds_of_a_large_model_are_those_that_may_fit():
+    """70B on 128 GPUs: FSDP alone comes first, with full recomputation and no accumulation; replicas in a node never
+    fit."""
+    words = ["model=llama3_1_70b", "training.seq_len=8192", "training.global_batch_size=512"]
+    first, *others = seeds_of(space_of(128, *words))
+    assert (first.parallelism.dp_shard, first.mode, first.layout.gradient_accumulation) == (128, "full", 1)
+    assert len(others) > 2
+    assert all(each.parallelism.dp_replicate == 1 for each in others)
+    assert any(each.parallelism.tp == 8 for each in others)
+    typed = seeds_of(space_of(128, *words, "activation_checkpoint=none", "training.micro_batch_size=1"))
+    assert {(each.mode, each.layout.micro_batch_size) for each in typed} == {("none", 1)}
+
+
+def stopped_search(space: SearchSpace, *missed: "LayoutCost") -> str:
+    """What is said of a stopped search in which no layout fits."""
+    from titan_exp.plan.search.search import SearchResult
+
+    result = SearchResult([], [], list(missed), 3, [], len(missed), len(missed), 0, 0, [], 60.0, stopped=True)
+    return _explain_no_fit(result, space, device_named("h100"))
+
+
+def test_a_stopped_search_offers_only_keys_that_are_open_and_says_what_misses():
+    from tests.plan.test_descent import planned as cost_of
+
+    open_space = space_of(16)
+    assert "as in activation_checkpoint=full" in stopped_search(open_space)
+    assert "as in parallelism.pp=1" in stopped_search(space_of(16, "activation_checkpoint=full", "parallelism.tp=8"))
+    all_typed = ["activation_checkpoint=full", "parallelism.tp=8", "parallelism.pp=1", "training.micro_batch_size=1"]
+    assert stopped_search(space_of(16, *all_typed)).endswith("Use more --seconds.")
+    cost = cost_of(seeds_of(open_space)[0], device_named("h100"))
+    said = stopped_search(open_space, replace(cost, reserved=cost.room + 3 * GIB))
+    assert "none of 1 planned layouts fits in 60 s" in said
+    assert "\n  3 GiB too large: parallelism.dp_shard=16" in said
+
+
+def test_a_row_under_pressure_names_the_fastest_with_room_and_no_count_is_zero():
+    from tests.plan.test_descent import planned as cost_of
+    from titan_exp.plan.search.search import SearchResult
+    from titan_exp.plan.tables import _left_out
+
+    space = space_of(16, "activation_checkpoint=none", "training.micro_batch_size=1")
+    cost = cost_of(seeds_of(space)[0], device_named("h100"))
+    keys = "parallelism.dp_shard=16 training.micro_batch_size=1 activation_checkpoint.mode=none"
+    assert str(cost).endswith(f" reserved: {keys}")
+    tight = replace(cost, retries=2)
+    assert str(tight).endswith(f" reserved, allocator under pressure: {keys}")
+    said = "~ the allocator is under pressure and waits for the GPU, which the speeds do not count."
+    ends = [" Row 3 is the fastest with room.", " No row has room.", "", None]
+    for rows, end in zip(([tight, tight, cost], [tight], [cost, tight], [cost]), ends, strict=True):
+        lines = _left_out(SearchResult(rows, [True] * len(rows), [], 3, [], 3, 0, 0, 0, [], 60.0))
+        assert [line for line in lines if line.startswith("~")] == ([] if end is None else [said + end])
+        assert not any(line.startswith("  0 ") for line in lines)
+    lines = _left_out(SearchResult([cost], [True], [], 9, [], 3, 2, 1, 4, [], 60.0, stopped=True))
+    assert [line.split()[0] for line in lines[-3:]] == ["1", "2", "4"]
 
 
 def test_typed_keys_stay_fixed():
@@ -459,7 +516,7 @@ def test_cpus_are_refused():
 
 def test_unknown_recipes_are_refused():
     said = planned("search", *TYPED, "--gpus", "8", "--recipes", "float9", code=2)
-    assert "--recipes float9: unknown recipe. Use float8_rowwise, " in said
+    assert "--recipes float9: there is no such recipe. Use float8_rowwise, " in said
 
 
 def test_fp32_is_refused():

@@ -206,7 +206,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path
     with pytest.raises(UserError, match=r"is a folder.*plan\.html"):
         OutputFile("--html", tmp_path, "plan.html")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="cannot write"):
         OutputFile("--html", tmp_path / "file" / "plan.html", "plan.html")
 
 
@@ -243,6 +243,13 @@ def test_the_page_says_first_whether_the_run_fits(plan_of_experts: Plan):
     small = replace(check, device_memory=replace(check.device_memory, capacity=(check.needed or 0) - 1))
     first = html_page(plan_of_experts, small, "").split('<div class="facts">')[1].strip()
     assert first.startswith('<div class="bad"><span>does not fit</span>')
+
+
+def test_some_ranks_and_an_upper_bound_leave_open_whether_a_run_fits(monkeypatch: pytest.MonkeyPatch):
+    plan = predict(experiment_of("parallelism.pp=2"), DEVICES["h100"], [0])
+    assert (plan.verdict(fits=True), plan.verdict(fits=False)) == ("the planned ranks fit", "does not fit")
+    monkeypatch.setattr(Plan, "at_most", True)
+    assert plan.verdict(fits=False) == "may not fit"
 
 
 def test_a_browser_draws_the_shards_of_experts(plan_of_experts: Plan, browser: Any, tmp_path: Path):
@@ -309,7 +316,7 @@ def test_a_browser_draws_it(pages: dict[str, Path], browser: Any, width: int, sc
     said = view.locator("#rank").inner_text()
     assert "tokens 0–15, 48–63" in said
     assert "Sequences 1, 3, 5, 7 of each batch" in said
-    assert "Pipeline rank 1 was not predicted" in said
+    assert "leaves out pipeline rank 1" in said
     assert [view.evaluate(f"group(13, {axes})") for axes in (["tp"], ["dp_shard", "cp_across", "cp_within"])] == [
         [12, 13],
         [9, 11, 13, 15],
@@ -341,7 +348,7 @@ def test_a_browser_draws_it(pages: dict[str, Path], browser: Any, width: int, sc
     view.mouse.move(0, 0)
     assert canvas.evaluate("(it) => it.toDataURL()") == all_of_it
     view.locator("#memory .over-time svg rect").last.hover()
-    assert "in all" in view.locator("#tip").inner_text()
+    assert "total" in view.locator("#tip").inner_text()
     ground = "getComputedStyle(document.body).backgroundColor"
     before = view.evaluate(ground)
     view.locator("#theme").click()
@@ -406,8 +413,8 @@ def test_the_page_has_one_step_time_and_one_bubble(pages: dict[str, Path], brows
     view.goto(pages["all"].as_uri())
     view.wait_for_selector("#pipeline canvas")
     facts = dict(re.findall(r"<span>(\w+)</span><b>([^<]*)</b>", pages["all"].read_text()))
-    assert f": {facts['bubble']} of the ranks' time" in view.locator("#pipeline .summary").inner_text()
-    assert f" {facts['step']} a step" in view.locator("#time .summary").inner_text()
+    assert f"It takes {facts['bubble']} of the ranks' time" in view.locator("#pipeline .summary").inner_text()
+    assert f"{facts['step']} per step" in view.locator("#time .summary").inner_text()
     assert view.locator("#pipeline button").count() == 0
 
 
@@ -419,7 +426,7 @@ def test_thousands_of_ranks_are_folded(pages: dict[str, Path], browser: Any, tmp
     view.wait_for_selector("#ranks .fold")
     # Of 256 nodes of 16 ranks that hold the same stages, three and the last are drawn.
     assert view.locator("#ranks .cell").count() == 2 * 4 * 16
-    assert "252 nodes alike" in view.locator("#ranks .fold").first.text_content()
+    assert "252 like these" in view.locator("#ranks .fold").first.text_content()
     view.locator("#ranks .fold rect").first.click()
     assert view.locator("#ranks .cell").count() == (256 + 4) * 16
     # A rank that is asked for is shown.

@@ -17,7 +17,7 @@ pytestmark = needs_triton
 
 
 def matrix(dtype: torch.dtype, height: int = 80, width: int = 144) -> Tensor:
-    """Sizes that are no multiples of a square; channels of very different sizes, some of which underflow; a row of
+    """Sizes that are not multiples of a square; channels of very different sizes, some of which underflow; a row of
     zeros."""
     random = torch.Generator().manual_seed(0)
     sizes = torch.randn(width, generator=random).mul(4).exp()

@@ -261,7 +261,7 @@ def test_torchao_s_kernels_are_taken_where_there_are_any(monkeypatch: pytest.Mon
     from torchao.prototype.moe_training import mxfp8_grouped_mm
 
     monkeypatch.setattr(mxfp8_grouped_mm, "_SM100_KERNELS_AVAILABLE", True)
-    with pytest.raises(UserError, match=r"(?s)multiples of 128, and .*emulate=true, with multiples of 32"):
+    with pytest.raises(UserError, match=r"(?s)multiples of 128, and .*emulate=true, which takes multiples of 32"):
         taken("quantization=mxfp8", small, device=blackwell)
 
 
@@ -287,7 +287,7 @@ def test_emulated_experts_are_named_beside_native_linears(monkeypatch: pytest.Mo
     said = describe(Both(), config, layers=1, device=hopper(monkeypatch, 9, 0))
     assert said is not None
     assert "by the instructions of cuda" in said
-    assert "experts (1) emulated, because torchao has no kernel for them here: 2 of 2 linear layers" in said
+    assert "1 expert layer emulated, because torchao has no kernel for them here: 2 of 2 linear layers" in said
 
 
 def test_torchao_s_functions_are_those_that_are_called():
@@ -395,7 +395,7 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         casts = []
         for tensor in (first, second):
             columns = tensor.t().contiguous().t()
-            # Rows from the last end on, which are nobody's, are no part of its reference.
+            # Rows from the last end on, which are nobody's, are not part of its reference.
             casts += utils.torch_to_float8_per_group_colwise(columns, offs, dtype, round_scales_to_power_of_2)
         return casts
 
@@ -471,5 +471,5 @@ def test_kernels_that_cannot_be_imported_are_named(monkeypatch: pytest.MonkeyPat
     name = grouped_instructions.__name__
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training", None)
-    with pytest.raises(UserError, match="has no kernels for experts"):
+    with pytest.raises(UserError, match="expert kernels of torchao"):
         importlib.import_module(name)

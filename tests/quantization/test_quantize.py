@@ -81,9 +81,9 @@ def test_the_log_says_what_is_done():
     assert said is not None
     assert said.startswith("mxfp8, emulated on cpu: 16 of 16 linear layers, ")
     assert describe(model_of(), made().quantization, layers=4, device=CPU) is None
-    with pytest.raises(UserError, match="it selects no linear layer"):
+    with pytest.raises(UserError, match="would quantize no linear layer"):
         describe(nn.Identity(), made("quantization=mxfp8").quantization, layers=4, device=CPU)
-    with pytest.raises(UserError, match=r"the model's layers are torch\.nn\.Linear"):
+    with pytest.raises(UserError, match=r"the model has torch\.nn\.Linear layers"):
         describe(nn.Linear(4, 4), made("quantization=mxfp8").quantization, layers=4, device=CPU)
     config = dataclasses.replace(made("quantization=mxfp8").quantization, filter=["blocks.*.experts"])
     with pytest.raises(UserError, match="no such linear layer"):
@@ -113,7 +113,9 @@ def test_a_gpu_s_nvfp4_is_refused_without_its_torchao(monkeypatch: pytest.Monkey
     monkeypatch.setattr("titan_exp.config.machine.torch_features.torchao_version", lambda: "0.17.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     config, gpu = made("quantization=nvfp4").quantization, torch.device("cuda", 0)
-    with pytest.raises(UserError, match=r"nvfp4: its kernels come with torchao 0\.18, and torchao 0\.17\.0"):
+    with pytest.raises(
+        UserError, match=r"nvfp4: its kernels need torchao 0\.18 or newer, and you have torchao 0\.17\.0"
+    ):
         quantize(model_of(), config, layers=4, device=gpu)
     quantize(model_of(), dataclasses.replace(config, emulate=True), layers=4, device=gpu)
     quantize(model_of(), made("quantization=mxfp8").quantization, layers=4, device=gpu)

@@ -78,7 +78,7 @@ def test_quick_steps_print_first_last_and_evaluations() -> None:
     assert {1, 13, 99} <= set(steps)
     assert steps == sorted(set(steps))
     assert len(steps) <= 13
-    assert screen.lines()[-1] == f"first: done; {99 - len(steps)} more rows in metrics.jsonl"
+    assert screen.lines()[-1] == f"first: done, {99 - len(steps)} more rows in metrics.jsonl"
 
 
 def test_slow_steps_are_all_printed() -> None:
@@ -147,7 +147,7 @@ def test_warning_is_printed_once_and_stays_on_a_terminal() -> None:
         lines.sink.warn(warning)
     assert lines.lines() == [
         "warning: no checkpoint",
-        "the warning is over: checkpoints are written again",
+        "the warning is over: the run writes checkpoints again",
     ]
     screen = RunConsole(terminal=True)
     screen.sink.warn("no checkpoint")

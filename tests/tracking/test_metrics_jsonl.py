@@ -131,7 +131,7 @@ def test_buffered_rows_raise_at_close(tmp_path: Path) -> None:
         "sink.close('done')\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(path)], check=False, timeout=60, capture_output=True)
-    assert done.stderr.count(b"rows are kept in memory") == 1
+    assert done.stderr.count(b"keeps the rows in memory") == 1
     assert done.returncode == 1
     assert b"OSError" in done.stderr
     assert path.stat().st_size == 1000  # the last line is torn in its middle

@@ -39,6 +39,16 @@ def test_resume_purges_older_events(tmp_path: Path) -> None:
     assert scalars(tmp_path, "loss") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0), (50, 2.0)]
 
 
+def test_late_rows_purge_nothing(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.log({"step": 10, "loss": 2.5})
+    sink.late("tasks/step", {"tasks/step": 5, "tasks/toy/acc": 0.5, "tasks/toy/none": None})
+    sink.log({"step": 20, "loss": 1.5})
+    sink.close("done")
+    assert scalars(tmp_path, "tasks/toy/acc") == [(5, 0.5)]
+    assert scalars(tmp_path, "loss") == [(10, 2.5), (20, 1.5)]
+
+
 def test_no_rows_leave_no_files(tmp_path: Path) -> None:
     TensorBoardSink(tmp_path / "tensorboard").close("failed")
     assert not (tmp_path / "tensorboard").exists()

@@ -49,15 +49,15 @@ def test_a_tail_is_of_this_runs_last_steps(tmp_path: Path, runs: Path, parent: s
 
 def test_a_mean_with_earlier_steps_is_refused(runs: Path):
     said = refusal(runs, *child(runs, "short"))
-    assert "the tail is of steps 5 to 8, and the checkpoint of step 6 has the mean of steps 3 to 6" in said
-    assert "weight_average.steps=2; or checkpoint.continue_step=4" in said
+    assert "the tail to average is steps 5 to 8. The checkpoint of step 6 holds the mean of steps 3 to 6" in said
+    assert "weight_average.steps=2, or checkpoint.continue_step=4" in said
     words = [word for word in child(runs, "short") if not word.startswith("weight_average.steps")]
     assert refusal(runs, *words, "weight_average.steps=2") == ""
 
 
 def test_a_piece_may_end_before_the_tail(runs: Path):
     assert refusal(runs, *TAIL, "training.steps=8", "training.stop_after=2") == ""
-    assert "at most weight_average.steps=3" in refusal(runs, *TAIL, "training.steps=3")
+    assert "use weight_average.steps=3 or less" in refusal(runs, *TAIL, "training.steps=3")
 
 
 @pytest.mark.parametrize(

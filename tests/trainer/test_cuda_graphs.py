@@ -23,7 +23,7 @@ pytestmark = [
 
 SMALL = [
     *("model=llama_debug", "training.steps=10", "training.seq_len=64", "training.global_batch_size=8"),
-    *("training.evaluate_every=0", "tracking.log_every=1", "checkpoint=none", "parallelism.dp_shard=1"),
+    *("evaluation.every=0", "tracking.log_every=1", "checkpoint=none", "parallelism.dp_shard=1"),
     *("cluster.device=cuda", "training.deterministic=true", "optimizer.eps=1e-4", "optimizer.lr=5e-4", *LINES),
 ]
 
@@ -74,7 +74,7 @@ def _on_rank(path: str) -> tuple[dict[str, torch.Tensor], str]:
         "",
         "training.mixed_precision=bf16 training.micro_batch_size=4 data.document_mask=false",
         "training.mixed_precision=bf16 training.loss_chunk_tokens=100 activation_checkpoint=full",
-        "training.mixed_precision=bf16 training.evaluate_every=3 data.validation_fraction=0.1",
+        "training.mixed_precision=bf16 evaluation.every=3 data.validation_fraction=0.1",
         "training.mixed_precision=bf16 compile=all activation_checkpoint=selective",
         "training.mixed_precision=bf16 optimizer.implementation=triton model.tied_embeddings=true",
         "training.mixed_precision=bf16 quantization=float8_tensorwise quantization.precomputed_scales=true "

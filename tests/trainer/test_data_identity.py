@@ -21,7 +21,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def folder_of(corpus: Path, *overrides: str) -> RunFolder:
     data = ["data=text", f"data.paths=[{corpus}]", "data.document=line"]
-    words = ["+experiment=smoke", *data, "training.steps=2", "training.evaluate_every=0", "parallelism.dp_shard=1"]
+    words = ["+experiment=smoke", *data, "training.steps=2", "evaluation.every=0", "parallelism.dp_shard=1"]
     return committed(corpus.parent / "runs" / "smoke" / "a", [*words, *overrides])
 
 

@@ -88,7 +88,7 @@ def test_no_layout_changes_them(tmp_path: Path, one_device: tuple[Path, Curve], 
 
 def test_evaluation_leaves_no_trace(tmp_path: Path):
     never = train(tmp_path / "never", *BALANCED, *HELD_OUT)
-    often = train(tmp_path / "often", *BALANCED, *HELD_OUT, "training.evaluate_every=1")
+    often = train(tmp_path / "often", *BALANCED, *HELD_OUT, "evaluation.every=1")
     for row, expected in zip(often.rows, never.rows, strict=True):
         assert row["validation_loss"] > 0
         assert of_experts(row) == of_experts(expected) != {}

@@ -93,7 +93,7 @@ def test_any_layout_begins_bitwise_with_a_seed_checkpoint(tmp_path: Path, way: s
 def test_a_disk_that_stays_full_ends_the_run_with_an_error_and_it_resumes(tmp_path):
     undisturbed = train(tmp_path / "undisturbed", *SAVING)
     with small_disk(tmp_path / "disk", 20 * 2**20) as disk:
-        with pytest.raises(AssertionError, match="UserError: The state after step 8 could not be saved"):
+        with pytest.raises(AssertionError, match="UserError: We could not save the state after step 8"):
             train(disk / "run", *SAVING, mutate=fills_its_disk_after_step_3)
         (disk / "run/filler").unlink()
         found = train(disk / "run", *SAVING)

@@ -115,7 +115,7 @@ def assert_same(found: Trained, expected: Trained) -> None:
         pytest.param(
             10,
             "training.mixed_precision=bf16 training.global_batch_size=9 training.micro_batch_size=3 "
-            "training.evaluate_every=3 data.validation_fraction=0.1 data.validation_documents=40",
+            "evaluation.every=3 data.validation_fraction=0.1 data.validation_documents=40",
             marks=pytest.mark.night,
         ),
         pytest.param(

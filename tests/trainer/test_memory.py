@@ -22,7 +22,7 @@ from titan_exp.trainer.rank_main import main
 SMALL = [
     "+experiment=smoke",
     "training.steps=6",
-    "training.evaluate_every=0",
+    "evaluation.every=0",
     "tracking.log_every=1",
     "checkpoint=none",
 ]

@@ -107,7 +107,7 @@ class Nowhere(Tokens):
 
 
 def test_recomputation_and_evaluation_do_not_count(tmp_path: Path):
-    words = ["activation_checkpoint=full", "training.micro_batch_size=1", "training.evaluate_every=1"]
+    words = ["activation_checkpoint=full", "training.micro_batch_size=1", "evaluation.every=1"]
     words += ["data.validation_fraction=0.1", "data.validation_documents=40", "data=text"]
     words += [f"data.paths=[{os.path.dirname(os.__file__)}/json]", "data.document=line"]
     found = train(tmp_path, *SHORT, *words, f"tracking.metrics=[{HERE}.Tokens]")
@@ -133,9 +133,9 @@ def test_metrics_are_code_and_not_part_of_the_run_id():
     [
         (["tracking.metrics=[max_logits]"], "did you mean max_logit?"),
         (["tracking.metrics=[my_package.metrics.Block]"], "my_package.metrics has no Block"),
-        ([f"tracking.metrics=[{HERE}.HERE]"], "it is no ModuleMetric"),
+        ([f"tracking.metrics=[{HERE}.HERE]"], "does not extend ModuleMetric"),
         ([f"tracking.metrics=[{HERE}.Unfinished]"], "the class defines no name, observes and no value"),
-        ([f"tracking.metrics=[max_logit,{HERE}.Nowhere]"], r"it observes no module of .*\n    tracking.metrics=\[max"),
+        ([f"tracking.metrics=[max_logit,{HERE}.Nowhere]"], r"observes no module of .*\n    tracking.metrics=\[max"),
         ([BOTH, "compile=blocks"], "compile=none"),
         ([f"tracking.metrics=[{HERE}.Tokens,{HERE}.Twin]"], "two metrics have one name"),
     ],

@@ -106,7 +106,7 @@ def test_a_gpu_is_never_waited_for(tmp_path: Path, option: str):
 
     run = experiment(
         *("model=llama_debug", "training.steps=7", "training.seq_len=64", "training.global_batch_size=8"),
-        *("training.mixed_precision=bf16", "training.evaluate_every=0", "checkpoint=none", "cluster.device=cuda"),
+        *("training.mixed_precision=bf16", "evaluation.every=0", "checkpoint=none", "cluster.device=cuda"),
         *("parallelism.dp_shard=1", option),
     )
     (tmp_path / "config.yaml").write_text(to_yaml(check(resolve_layout(run, 1))))

@@ -34,7 +34,7 @@ from titan_exp.trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
 OWN, EXAMPLES = "tests.trainer.own_parts", "my_package.parts"
-SHORT = ["training.steps=4", "training.seq_len=32", "training.global_batch_size=4", "training.evaluate_every=0"]
+SHORT = ["training.steps=4", "training.seq_len=32", "training.global_batch_size=4", "evaluation.every=0"]
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +138,7 @@ def test_the_masks_of_the_guide_are_the_same_in_every_layout(tmp_path: Path):
 
 
 def test_the_early_stop_of_the_guide_ends_a_run_for_good(tmp_path: Path):
-    words = ["training.steps=12", "training.evaluate_every=1", "optimizer.lr=5", *LINES[:3], "checkpoint=sync"]
+    words = ["training.steps=12", "evaluation.every=1", "optimizer.lr=5", *LINES[:3], "checkpoint=sync"]
     words += ["data.validation_fraction=0.1", "data.validation_documents=20", "training.stop_on_nonfinite=false"]
     stop = part("stop", f"{EXAMPLES}.EarlyStop", patience=2)
     finished, folder = run(tmp_path / "run", *SHORT[1:3], *words, stop)
@@ -149,7 +149,7 @@ def test_the_early_stop_of_the_guide_ends_a_run_for_good(tmp_path: Path):
     assert run(tmp_path / "run", *SHORT[1:3], *words, stop)[0], "started again, it is over"
     assert len(read_metrics(folder.metrics)) == len(rows)
     # Another run that continues it is not.
-    more = [*SHORT[1:3], *words, f"checkpoint.continue_from={tmp_path / 'run'}", "training.evaluate_every=0"]
+    more = [*SHORT[1:3], *words, f"checkpoint.continue_from={tmp_path / 'run'}", "evaluation.every=0"]
     _, child = run(tmp_path / "child", *more)
     assert read_metrics(child.metrics)[-1]["step"] == 12
 
@@ -233,7 +233,7 @@ def test_parts_that_come_or_go_are_named(tmp_path: Path, caplog: pytest.LogCaptu
     run(tmp_path / "a", *words, "training.stop_after=2", part("counter", "Counter"))
     with caplog.at_level(logging.WARNING):
         run(tmp_path / "b", *words, f"checkpoint.continue_from={tmp_path / 'a'}", part("other", "Counter"))
-    assert "the checkpoint has a state of training.parts.counter, which is no part of this run" in caplog.text
+    assert "the checkpoint has a state of training.parts.counter, which is not a part of this run" in caplog.text
     assert "the checkpoint has no state of training.parts.other, which begins after step 2" in caplog.text
 
 
@@ -312,13 +312,13 @@ def _with_a_part_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["+training.parts.a={name:probe}"], "training.parts.a.name=probe: this is no import path"),
+        (["+training.parts.a={name:probe}"], "training.parts.a.name=probe: this is not an import path"),
         (["+training.parts.a-b={name:my.Probe}"], "+training.parts.a_b.name=my.Probe"),
         ([part("a", "Prob")], "has no Prob"),
-        ([part("a", "NoPart")], "it is no Part"),
+        ([part("a", "NoPart")], "does not extend Part"),
         ([part("a", "Stops", att=2)], "takes no argument att"),
         ([part("a", "Stops")], "+training.parts.a.options.at=VALUE"),
-        ([part("a", "FailsSilently")], "only a part of phase REPORT may go on after an error"),
+        ([part("a", "FailsSilently")], "after the error of a part of phase REPORT"),
         ([part("a", "Counter"), "+training.parts.b={nam:x.Y}"], "training.parts.b.name"),
     ],
 )
@@ -349,7 +349,7 @@ def test_a_number_may_be_a_tensor_of_one(tmp_path: Path):
 @pytest.mark.parametrize("kind", ["Recorder", "Decides"])
 def test_a_number_of_a_part_replaces_none_of_ours(tmp_path: Path, kind: str):
     words = ["optimizer.name=tests.trainer.own_parts.Reporting", "optimizer.eps=1e-4"]
-    with pytest.raises(UserError, match=r"training\.parts\.optimizer: rows have optimizer/seen already"):
+    with pytest.raises(UserError, match=r"training\.parts\.optimizer: rows already have optimizer/seen"):
         run(tmp_path, *SHORT, "tracking.log_every=1", *words, part("optimizer", kind))
 
 

@@ -25,7 +25,7 @@ REMOTE = "bucket/runs/first"
 
 
 def run_folder(path: Path, *overrides: str) -> RunFolder:
-    settings = ["training.steps=12", "training.evaluate_every=0", "checkpoint.mode=async", "checkpoint.every=3"]
+    settings = ["training.steps=12", "evaluation.every=0", "checkpoint.mode=async", "checkpoint.every=3"]
     return committed(path, [*SMALL, *settings, "data.prefetch=2", *overrides])
 
 

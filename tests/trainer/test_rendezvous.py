@@ -31,7 +31,7 @@ def meet(missing: int | None, address: str | None, port: int | None) -> str | in
 
 def test_a_missing_rank_is_named() -> None:
     said = run_ranks(3, meet, 2, None, None)
-    assert said[0] == ("rank 0: 2 of 3 ranks joined within 2 s; missing: 2. See their logs")
+    assert said[0] == ("rank 0: 2 of 3 ranks joined within 2 s. These are missing: 2. Read their logs")
     assert str(said[1]).startswith("rank 1: 2 of 3 ranks joined")
 
 

@@ -55,7 +55,7 @@ def test_a_metric_of_several_numbers_is_named():
         reducer.reduce({"loss": torch.zeros(())}, [])
 
 
-VALIDATION = ["training.evaluate_every=2", "data.validation_fraction=0.1", "data.validation_documents=40"]
+VALIDATION = ["evaluation.every=2", "data.validation_fraction=0.1", "data.validation_documents=40"]
 MODEL = ["model.architecture=tests.trainer.own_statistics", *VALIDATION, *OBJECTIVE[1:]]
 MODEL_NAMES = ["model/hidden_square", "model/hidden_max", "model/block_tokens"]
 

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 SMALL = [
     "+experiment=smoke",
     "training.steps=8",
-    "training.evaluate_every=0",
+    "evaluation.every=0",
     "tracking.log_every=4",
     "checkpoint=none",
 ]

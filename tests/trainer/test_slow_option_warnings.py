@@ -27,7 +27,7 @@ def test_spare_memory_is_logged_once(lines: list[str], caplog: pytest.LogCapture
     spare.check(31.0)
     assert len(caplog.messages) == 1
     assert "activation_checkpoint=none" in caplog.messages[0]
-    assert "at most 31.0 of 140 GiB were in use" in caplog.messages[0]
+    assert "the run used at most 31.0 of 140 GiB" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_without_spare_memory_nothing_is_logged(
 def test_options_are_a_line_each(lines: list[str], caplog: pytest.LogCaptureFixture):
     words = ["optimizer.implementation=for_loop", "training.deterministic=true", "cluster.device=cpu"]
     log_slow_options(resolve_layout(experiment(*words), 1))
-    assert [message.partition(":")[0] for message in caplog.messages] == ["slower than without"] * 2
+    assert [message.partition(":")[0] for message in caplog.messages] == ["slower than necessary"] * 2

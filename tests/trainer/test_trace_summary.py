@@ -99,7 +99,7 @@ def test_the_text_says_what_the_numbers_are():
     assert "60.0 %  GEMM\n" in text
     assert "20.0 %  communication\n" in text
     assert "20.0 %  idle: no kernel ran\n" in text
-    assert "another 10.0 % overlapped." in text
+    assert "Another 10.0 % overlapped." in text
     assert found.line().startswith("GEMM 60.0 %, attention 0.0 %, communication 20.0 %")
     assert [(kernel.name, kernel.seconds, kernel.calls) for kernel in found.longest] == [
         ("sm90_gemm", 0.6, 1),
@@ -125,7 +125,7 @@ def test_a_run_is_summarized_on_every_rank(tmp_path):
         assert all(shares[kind] > 0 for kind in ("gemm", "attention", "communication", "optimizer", "other"))
         assert (found["device"], found["first_step"], found["last_step"]) == ("cpu", 2, 3)
         assert (tmp_path / f"traces/summary-rank-{rank:05d}.txt").read_text().startswith("steps 2 to 3: ")
-        assert not any(name["name"].startswith(PHASE) for name in found["longest"]), "a phase is no work of its own"
+        assert not any(name["name"].startswith(PHASE) for name in found["longest"]), "a phase is not work of its own"
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_the_first_loss_is_that_of_a_uniform_prediction(tmp_path):
 @pytest.mark.parametrize("layout", [["parallelism.dp_shard=2"], ["parallelism=hsdp"], ["training.micro_batch_size=3"]])
 def test_validation_loss_is_the_same_in_every_layout(tmp_path, layout):
     batch = "training.global_batch_size=12"
-    settings = ["training.steps=2", *PARAGRAPHS, *EVALUATE.split(), "training.evaluate_every=1", batch]
+    settings = ["training.steps=2", *PARAGRAPHS, *EVALUATE.split(), "evaluation.every=1", batch]
     alone = train(tmp_path / "one", *settings).rows
     found = train(tmp_path / "many", *settings, *layout).rows
     assert alone[0]["validation_tokens"] > 1_000
@@ -70,8 +70,8 @@ def test_validation_loss_is_the_same_in_every_layout(tmp_path, layout):
 
 def test_evaluation_does_not_disturb_training(tmp_path):
     held_out = [*PARAGRAPHS, *EVALUATE.split()]
-    _, without = run(tmp_path / "without", *held_out, "training.evaluate_every=0")
-    _, evaluated = run(tmp_path / "with", *held_out, "training.evaluate_every=3")
+    _, without = run(tmp_path / "without", *held_out, "evaluation.every=0")
+    _, evaluated = run(tmp_path / "with", *held_out, "evaluation.every=3")
     found = read_metrics(evaluated.metrics)
     assert [row["loss"] for row in found] == [row["loss"] for row in read_metrics(without.metrics)]
     assert [row["step"] for row in found if "validation_loss" in row] == [3, 6, 9, 10]
@@ -125,7 +125,7 @@ def test_a_run_that_is_over_trains_no_further(tmp_path):
 
 def test_a_diverged_run_fails_and_saves_nothing(tmp_path):
     diverging = ["optimizer.lr=1e12", "checkpoint.mode=sync", "checkpoint.every=2", "lr_schedule.warmup_steps=1"]
-    with pytest.raises(Diverged, match=r"step \d+: loss .*optimizer\.lr"):
+    with pytest.raises(Diverged, match=r"at step \d+ the loss is [\s\S]*optimizer\.lr=3\.33e\+11"):
         run(tmp_path, "training.max_grad_norm=null", *diverging, "training.steps=40")
     last = read_metrics(RunFolder(tmp_path).metrics)[-1]
     assert not math.isfinite(last["loss"])  # type: ignore[arg-type]  # a number

@@ -11,7 +11,7 @@ from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 
 
 def row(monkeypatch: pytest.MonkeyPatch, **sources: ValidationResult) -> dict[str, float | int]:
-    monkeypatch.setattr(module, "evaluate", lambda model, batches, mesh: batches)
+    monkeypatch.setattr(module, "evaluate", lambda model, batches, mesh, token_bytes: batches)
     model: Any = SimpleNamespace(objective=None)
     given: Any = sources
     mesh: Any = None
@@ -30,3 +30,10 @@ def test_several_sources_count_by_their_tokens(monkeypatch: pytest.MonkeyPatch):
     assert found["validation_tokens"] == 40
     assert (found["validation_loss/a"], found["validation_loss/b"]) == (1.0, 2.0)
     assert math.isnan(found["validation_loss/c"])
+
+
+def test_bits_per_byte_are_a_ratio_of_sums(monkeypatch: pytest.MonkeyPatch):
+    found = row(monkeypatch, a=ValidationResult(math.log(2), 30, 60), b=ValidationResult(2 * math.log(2), 10, 10))
+    assert found["validation_bits_per_byte/a"] == pytest.approx(0.5)
+    assert found["validation_bits_per_byte/b"] == pytest.approx(2.0)
+    assert found["validation_bits_per_byte"] == pytest.approx(50 / 70)

@@ -47,14 +47,14 @@ from titan_exp.tracking.logging import get_logger
 
 T = TypeVar("T")
 MAX_NAMED = 3
-"""Most keys named in one message."""
+"""Maximum number of keys named in one message."""
 
 
 class Checkpointer:
     """Saves and loads the training state of one run in `path`; all ranks call every method together.
 
-    Complete checkpoints are also uploaded to `remote`. `clock` is in seconds. Without `prepare`, the folder is left as
-    it is, since another world of the run may be writing to it. Raises UserError if a folder is not writable.
+    Complete checkpoints are also uploaded to `remote`. `clock` is in seconds. Without `prepare`, the folder stays as it
+    is, because another world of the run may be writing to it. Raises UserError if a folder is not writable.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Checkpointer:
         """Step of the last checkpoint that this process knows to be complete."""
         self._newest: int | None = None
         self._differing: set[str] = set()
-        """Keys about which ranks have been found to disagree."""
+        """Keys whose values were found to differ between ranks."""
         self._clock = clock
         self._failures = SaveFailures(self.folder, config.fail_after_minutes, clock)
         self._last_save = clock()
@@ -87,8 +87,8 @@ class Checkpointer:
             self._prepare_folder()
 
     def interval_elapsed(self) -> bool:
-        """True if `every_minutes` have passed on this process's clock, or failed saves have reached their limit and one
-        more decides. Clocks differ: use rank 0's result."""
+        """True if `every_minutes` have passed on this process's clock, or if saves have failed for so long that one
+        more decides. Clocks differ, so use rank 0's result."""
         minutes = self.config.every_minutes
         if self._pending is None and self._failures.retry_due:
             return True
@@ -100,7 +100,7 @@ class Checkpointer:
         return self.config.mode != "off" and every is not None and step % every == 0
 
     def warning(self) -> str | None:
-        """Failing saves and uploads, for users who watch the run; None while both succeed."""
+        """Warning about failing saves and uploads, for users who watch the run; None while both succeed."""
         uploads = None if self._uploader is None else self._uploader.warning
         return "; ".join(filter(None, [self._failures.warning, uploads])) or None
 
@@ -143,7 +143,7 @@ class Checkpointer:
         self._require_within_limit()
         if self._leader and self.durable is not None and self.folder.newest_step() is None:
             get_logger().warning(
-                "the checkpoints in %s were deleted: until that of step %d is complete, an interrupted run starts "
+                "the checkpoints in %s are gone. Until that of step %d is complete, an interrupted run starts "
                 "from the beginning",
                 self.folder.path,
                 step,
@@ -176,7 +176,7 @@ class Checkpointer:
             self._require_within_limit()
 
     def _require_within_limit(self) -> None:
-        if self._leader:  # the other ranks end with rank 0
+        if self._leader:  # the other ranks end when rank 0 does
             self._failures.require_within_limit()
 
     def wait(self) -> None:
@@ -194,7 +194,7 @@ class Checkpointer:
             cause = _first_failure(error)
             self._failures.add(cause)
             get_logger().error(
-                "the checkpoint of step %d could not be written (%s); training continues, and %s",
+                "could not write the checkpoint of step %d (%s). Training continues, and %s",
                 save.step,
                 cause,
                 self._failures.newest,
@@ -248,7 +248,7 @@ class Checkpointer:
             step = step if downloaded is None else downloaded
             if downloaded in damaged:
                 damage = damaged.pop(downloaded)
-                get_logger().error("the local checkpoint of step %d was damaged: %s", downloaded, damage)
+                get_logger().error("the local checkpoint of step %d is damaged: %s", downloaded, damage)
         if step is not None:
             self._quarantine(damaged, step)
         elif damaged:
@@ -269,7 +269,13 @@ class Checkpointer:
             damage = find_damage_on_ranks(self.folder.path_of(step), self._group)
             if damage is None:
                 if not has_checksums(self.folder.path_of(step)):
-                    get_logger().info("the checkpoint of step %d predates checksums: only sizes were checked", step)
+                    get_logger().info(
+                        (
+                            "the checkpoint of step %d is older than checksums, so we checked only the sizes of its "
+                            "files"
+                        ),
+                        step,
+                    )
                 return step, damaged
             damaged[step] = damage
         return None, damaged
@@ -283,7 +289,7 @@ class Checkpointer:
             try:
                 missing = steps_to_upload(self._remote, self.folder, self.config.keep_every)
             except RemoteError as error:
-                get_logger().error("earlier checkpoints are not uploaded now: %s", error)
+                get_logger().error("cannot upload earlier checkpoints now: %s", error)
         self._uploader.start(missing)
 
     def load(
@@ -298,7 +304,7 @@ class Checkpointer:
         return restored
 
     def from_leader(self, value: T) -> T:
-        """Rank 0's value, on all ranks."""
+        """Broadcast rank 0's value to all ranks."""
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
@@ -317,12 +323,12 @@ class Checkpointer:
         assert self.config.initial is not None, "the caller checks"
         path = saved_state(local_path or self.config.initial)
         if path is None:
-            raise UserError(f"checkpoint.initial={self.config.initial}: there is no complete checkpoint")
+            raise UserError(f"checkpoint.initial={self.config.initial}: there is no complete checkpoint at this path")
         require_intact(path, self._group)
         load_initial_weights(path, parts, self.config.initial_exclude, self._group)
 
     def _name_differing(self, keys: Sequence[str]) -> None:
-        """Say once which of the optimizer's state a resumed run has from one rank alone."""
+        """Log once which optimizer state of a resumed run comes from a single rank."""
         new = [key for key in keys if key not in self._differing]
         self._differing |= set(new)
         if new:
@@ -358,11 +364,11 @@ class Checkpointer:
                     if error.permanent:
                         failure[0] = str(error)
                     else:
-                        get_logger().error("checkpoint.remote cannot be written to now: %s", error)
+                        get_logger().error("cannot write to checkpoint.remote now: %s", error)
         dist.broadcast_object_list(failure, src=0, group=self._group)
         if failure[0] is not None:
             raise UserError(
-                f"Checkpoints cannot be written: {failure[0]}. Make the folder writable, or train without: "
+                f"Cannot write checkpoints: {failure[0]}. Make the folder writable, or train without: "
                 f"{'checkpoint=none' if self._remote is None else 'checkpoint.remote=null'}"
             )
 
@@ -371,18 +377,18 @@ class Checkpointer:
             in_use = set() if self._uploader is None else self._uploader.steps_in_use()
             self.folder.apply_retention(self.config.keep, self.config.keep_every, in_use)
         except OSError as error:
-            get_logger().error("old checkpoints in %s could not be deleted: %s", self.folder.path, error)
+            get_logger().error("could not delete old checkpoints in %s: %s", self.folder.path, error)
 
     def _quarantine(self, damaged: Mapping[int, str], used: int) -> None:
         for step, damage in damaged.items():
-            result = "it was not moved"
+            result = "it stays where it is"
             if self._leader:
                 try:
-                    result = f"it was moved to {self.folder.quarantine(step).name}"
+                    result = f"it is now in {self.folder.quarantine(step).name}"
                 except OSError as error:
-                    result = f"it could not be moved ({error.strerror or error})"
+                    result = f"it stays where it is, since we cannot move it ({error.strerror or error})"
             get_logger().error(
-                "the checkpoint of step %d is damaged: %s; that of step %d is used instead, and %s",
+                "the checkpoint of step %d is damaged: %s. We use that of step %d instead, and %s",
                 step,
                 damage,
                 used,

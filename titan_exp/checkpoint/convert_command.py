@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint, apart from the verb's help, which imports no torch."""
+"""Conversion of a checkpoint, kept apart from the verb's help, which imports no torch."""
 
 import shlex
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy, staged_upload
+from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.verb_options import ConvertOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.presets import model_overrides
@@ -33,7 +34,7 @@ DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 """Values of `dtype`."""
 
 OWN_NAMES = ("dcp", "torch")
-"""Formats that titan_exp trains from or writes for itself; converted to other tools by default."""
+"""Formats that titan_exp trains from or writes for itself; by default they are converted to other tools' formats."""
 
 
 def convert_command(options: ConvertOptions, run_path: Callable[[str, str], str]) -> None:
@@ -61,14 +62,18 @@ def convert_command(options: ConvertOptions, run_path: Callable[[str, str], str]
                 source, target, ExportOptions(form, DTYPES[options.dtype], options.file_gb * 1e9, progress)
             )
         if source.tokenizer is None and form != "torch" and source.model.vocab_size:
-            print(f"no tokenizer was found beside the weights: copy its tokenizer.json into {options.target}")
-        following = _next(source, target, form)
+            print(f"there is no tokenizer beside the weights, so copy its tokenizer.json into {options.target}")
+        following = f"titan-exp generate {options.target}" if is_url(options.target) else _next(source, target, form)
     print(f"{options.target}: {form}, {decimal(written)} of weights")
-    print(f"titan-exp generate {options.target}" if is_url(options.target) else following)
+    print(following)
+    if options.json:
+        found = {"source": str(source.path), "source_format": source.format, "model": source.model.name}
+        answer(found | {"target": options.target, "format": form, "bytes": written, "next": following})
 
 
 def _require_family(options: ConvertOptions, folder: Path) -> None:
-    """Raise UserError if only the family of any type reads the folder's model, unless `model` names that family."""
+    """Raise UserError if only the family that reads any type can read the folder's model, unless `model` names that
+    family."""
     values, (name, _) = config_json(folder), other_family() or ("auto", None)
     if options.model != name and not has_family(values):
         command = shlex.join(["titan-exp", "convert", options.source, options.target, f"model={name}"])
@@ -85,13 +90,17 @@ def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
             return "huggingface"
         return "diffusers" if "diffusers" in formats and not diffusers_violations(source.model) else "safetensors"
     if (options.format == "torch") != ends_in_pt:
-        kind = "a file: its name ends in .pt" if options.format == "torch" else "a folder: its name does not end in .pt"
-        raise UserError(f"format={options.format} is {kind}. The target is {options.target}.")
+        kind = (
+            "a file, whose name ends in .pt"
+            if options.format == "torch"
+            else "a folder, whose name does not end in .pt"
+        )
+        raise UserError(f"format={options.format} writes {kind}, and the target is {options.target}.")
     return options.format
 
 
 def _next(source: OpenCheckpoint, target: Path, form: str) -> str:
-    """Next command for the written checkpoint."""
+    """Command to type next for the written checkpoint."""
     tune = f"checkpoint_dir={target}, checkpoint_files="
     loaders = {
         "huggingface": lambda: f"transformers: AutoModelForCausalLM.from_pretrained({str(target)!r})",
@@ -103,8 +112,8 @@ def _next(source: OpenCheckpoint, target: Path, form: str) -> str:
     if form in loaders:
         return loaders[form]()
     if form in ("safetensors", "bfl") or not is_builtin("model", source.model.architecture):
-        return f"the model group is in {target / 'model.json'}"
+        return f"the group model is in {target / 'model.json'}"
     overrides = model_overrides(source.model)
     if tokenizer_file(str(target)).is_file():
         overrides.append(f"data.tokenizer={target}")
-    return f"matching overrides: {' '.join(overrides)}"
+    return f"to use it, type {' '.join(overrides)}"

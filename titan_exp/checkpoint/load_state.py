@@ -1,4 +1,4 @@
-"""What of a checkpoint is loaded into a run, and initial weights."""
+"""Loading of a checkpoint into a run, and of initial weights."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,10 +52,10 @@ def read_progress(path: Path) -> dict[str, Any]:
 def load_state(
     path: Path, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, keeps: Collection[str] = ()
 ) -> RestoredState:
-    """Load a verified checkpoint, of optional optimizer state what this run `keeps` by name; collective if a process
-    group exists."""
+    """Load a verified checkpoint; of optional optimizer state only what this run `keeps`, by name. Collective if a
+    process group exists."""
     shapes, progress = tensor_shapes(path), read_progress(path)
-    # Weights first: an optimizer may derive its initial state from them.
+    # Weights come first, since an optimizer may derive its initial state from them.
     load_into(path, model_state_dict(parts))
     data: dict[str, Any] = {}
     if not progress.get(WEIGHTS_ONLY_KEY):
@@ -76,7 +76,7 @@ def load_optimizer_state(
     *,
     keeps: Collection[str] = (),
 ) -> None:
-    """Load the optimizer's state of a checkpoint, whose keys have a `prefix`; collective."""
+    """Load a checkpoint's optimizer state, whose keys have a `prefix`; collective."""
     entries, of_values = tensor_entries(path), f"{prefix}{VALUES_PREFIX}"
     saved = {
         key.removeprefix(prefix): SavedTensor(entry.size, entry.properties.dtype)
@@ -109,8 +109,8 @@ def load_initial_weights(
     """Load a checkpoint's weights into the model (or its parts on this rank); collective over the group.
 
     Weights whose full names match a pattern of `exclude` (`head.*`), and the state of the load balance, keep their
-    values; group None is all ranks. Raises UserError with every missing, unexpected or reshaped weight,
-    and every pattern that matches no weight.
+    values. A `group` of None is all ranks. Raises UserError with every missing, unexpected or reshaped weight, and
+    every pattern that matches no weight.
     """
     state = {
         name.removeprefix(MODEL_PREFIX): value
@@ -150,7 +150,7 @@ def load_initial_weights(
     sync_tied_weights(parts)
     kept = len(state) - len(wanted)
     get_logger().info(
-        "%d weights and buffers from %s%s", len(wanted), path, f"; {kept} keep their initial values" if kept else ""
+        "%d weights and buffers from %s%s", len(wanted), path, f", and {kept} keep their initial values" if kept else ""
     )
 
 
@@ -159,18 +159,18 @@ def _explain_mismatch(
 ) -> str:
     lines = [f"checkpoint.initial: the weights in {path} do not fit the model."]
     if missing:
-        lines.append(f"  missing in the checkpoint: {_list(missing)}")
+        lines.append(f"  the checkpoint lacks: {_list(missing)}")
     if unexpected:
-        lines.append(f"  not in the model: {_list(unexpected)}")
+        lines.append(f"  the model lacks: {_list(unexpected)}")
     if reshaped:
-        lines.append(f"  with another shape: {_list(reshaped)}")
+        lines.append(f"  these have another shape: {_list(reshaped)}")
     if unused:
-        lines.append(f"  patterns of checkpoint.initial_exclude that match nothing: {_list(unused)}")
+        lines.append(f"  these patterns of checkpoint.initial_exclude match nothing: {_list(unused)}")
     names = [name.partition(" ")[0] for name in (*missing, *unexpected, *reshaped)]
     if names:
         groups = sorted({weight_pattern(name) for name in names})
         lines.append(
-            f"  Use the model that was trained, or exclude these: checkpoint.initial_exclude='{shown(groups)}'"
+            f"  Use the model of these weights, or initialize them anew: checkpoint.initial_exclude='{shown(groups)}'"
         )
     return "\n".join(lines)
 

@@ -1,9 +1,9 @@
-"""Optimizer state of a checkpoint: tensors by full parameter name, and beside them as JSON what is no tensor.
+"""Optimizer state of a checkpoint: tensors by full parameter name, and everything else as JSON.
 
-Keys are `optimizer.<full parameter name>.<state name>` for tensors, those in a list or dict with its place behind, and
-`optimizer_values.<kind>.<full parameter name>` for JSON. Kinds are `state`, numbers and containers of the parameter's
-state; `group`, what the optimizer has changed in its group since it was built; `local`, names of tensors that a rank
-keeps as a plain tensor of its shard's shape; and `none` for a parameter without state.
+Keys are `optimizer.<full parameter name>.<state name>` for tensors (in a list or dict, followed by the place in it),
+and `optimizer_values.<kind>.<full parameter name>` for JSON. Kinds are `state`, numbers and containers of the
+parameter's state; `group`, changes by the optimizer to its group since it was built; `local`, names of tensors that a
+rank keeps as a plain tensor of its shard's shape; and `none` for a parameter without state.
 """
 
 import json
@@ -43,7 +43,7 @@ class SavedTensor:
 
 
 def optimizer_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Optimizer state tensors by key, not copied; for a tied tensor with copies in two parts, the first part's."""
+    """Optimizer state tensors by key, not copied; of a tied tensor with copies in two parts, the first part's."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in optimizer_tensors(parts, optimizer):
         tensors.setdefault(name, tensor)
@@ -51,10 +51,10 @@ def optimizer_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Opti
 
 
 def optimizer_tensors(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Keys and tensors of optimizer state, with those of every copy of a tied parameter."""
+    """Keys and tensors of optimizer state, including every copy of a tied parameter."""
     for part in parts:
         own = dict(part.named_parameters())
-        # A plain model's weights have an entry for each name of a tied parameter, so their average has one as well.
+        # A plain model's weights have an entry for each name of a tied parameter, so the average has one as well.
         for name, parameter in part.named_parameters(remove_duplicate=False):
             for key, value in _tensors(parameter, optimizer.state.get(parameter, {})).items():
                 if name in own or key == AVERAGE:
@@ -101,9 +101,10 @@ def prepare_optimizer_state(
 ) -> None:
     """Give an optimizer the saved `values`, and memory for the `saved` tensors, which are then loaded; collective.
 
-    Tensors of the optimizer's first step are placed as it places them, by a step with zero gradients; those of a later
-    one like the parameter if they have its shape, else whole on every rank. Optional tensors are left out unless this
-    run `keeps` them by name, or `whole`. Raises UserError if values of a group do not fit the groups of this layout.
+    A step with zero gradients places the tensors of the optimizer's first step. Tensors of a later step are placed like
+    the parameter if they have its shape, else whole on every rank. Optional tensors are left out unless this run
+    `keeps` them by name, or `whole` asks for all. Raises UserError if values of a group do not fit the groups of this
+    layout.
     """
     named = list(_named(parts))
     wanted = {name: dict[str, SavedTensor]() for name, _ in named}
@@ -119,7 +120,7 @@ def prepare_optimizer_state(
     if _on_any_rank(lacks):
         init_optimizer_state(parts, optimizer)
     reset_groups(optimizer)
-    # A parameter's state may be on one rank alone.
+    # A parameter's state may exist on a single rank.
     elsewhere = _on_any_rank(name for name, parameter in named if state.get(parameter))
     lacking = set[str]()
     for name, parameter in named:
@@ -133,7 +134,7 @@ def prepare_optimizer_state(
             lacking |= _prepare(parameter, state, name, kept, values)
     if lacking:
         get_logger().warning(
-            "the checkpoint has no %s of the optimizer's state, which are no tensors: an earlier version did not save "
+            "the checkpoint has no %s of the optimizer's state, which are not tensors: an earlier version did not save "
             "them. They begin anew",
             ", ".join(sorted(lacking)),
         )
@@ -163,7 +164,7 @@ def saved_tensors(state: Mapping[str, Tensor]) -> dict[str, SavedTensor]:
 def empty_tensors(
     parts: Sequence[nn.Module], like: Mapping[str, Tensor], saved: Mapping[str, SavedTensor]
 ) -> dict[str, Tensor]:
-    """Memory for another group's tensors by key, placed as this group's of the same key, or as its parameter."""
+    """Allocate another group's tensors by key, placed like this group's of the same key, or like its parameter."""
     named = dict(_named(parts))
     found = dict[str, Tensor]()
     for key, tensor in saved.items():
@@ -176,8 +177,8 @@ def empty_tensors(
 
 
 def differing_between_ranks(state: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[str]:
-    """Keys of the optimizer's values and small whole tensors that ranks hold with other contents; collective over the
-    group. A checkpoint has those of one rank."""
+    """Keys of optimizer values and small whole tensors that differ between ranks; collective over the group. A
+    checkpoint stores one rank's."""
     own = {
         key: zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         for key, value in state.items()
@@ -204,8 +205,7 @@ def is_average(key: str) -> bool:
 
 
 def is_optional(key: str) -> bool:
-    """True for optimizer state that a continued run may begin without: of an average, of clipping, of parts of
-    extensions."""
+    """True for optimizer state that a continued run can begin without: averages, clipping, and parts of extensions."""
     return key.rpartition(".")[2] in {AVERAGE, AVERAGE_NORM, *provided("kept_state")}
 
 
@@ -221,7 +221,7 @@ def _named(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _place(key: str, names: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Parameter of `names` and state name that a key is of."""
+    """Parameter of `names`, and state name, that a key belongs to."""
     words = key.removeprefix(OPTIMIZER_PREFIX).split(".")
     for count in range(len(words) - 1, 0, -1):
         if (name := ".".join(words[:count])) in names:
@@ -230,7 +230,7 @@ def _place(key: str, names: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _tensors(parameter: Tensor, state: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """Tensors of a parameter's state by name, those in containers by their place. Raises UnsavedStateError."""
+    """Tensors of a parameter's state by name; tensors in containers are named by place. Raises UnsavedStateError."""
     found: dict[str, Tensor] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -259,7 +259,7 @@ def _is_shard(parameter: Tensor, tensor: Tensor) -> bool:
 
 
 def _whole(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """State as one tensor over the ranks that shard it; shares memory with it."""
+    """Wrap state as one tensor over the ranks that shard it; shares memory with it."""
     if not _is_shard(parameter, tensor):
         return tensor
     assert isinstance(parameter, DTensor)
@@ -286,11 +286,11 @@ def _prepare(
     wanted: Mapping[str, SavedTensor],
     values: Mapping[str, Any],
 ) -> set[str]:
-    """Make a parameter's state ready for the `wanted` tensors, by state name. Returns names of numbers that the
-    optimizer has and an early checkpoint has not."""
+    """Prepare a parameter's state for the `wanted` tensors, by state name. Returns names of numbers that the optimizer
+    has and an early checkpoint lacks."""
     trees, local = values.get(f"state.{name}", {}), values.get(f"local.{name}", [])
     if not isinstance(trees, dict):
-        raise UserError(f"The checkpoint is damaged: its values of {name}'s optimizer state are no table.")
+        raise UserError(f"The checkpoint is damaged: its values of {name}'s optimizer state are not a table.")
     state = states[parameter]
     present, taken = _tensors(parameter, state), set[str]()
 
@@ -305,7 +305,7 @@ def _prepare(
 
     numbers = {key for key, value in state.items() if not _has_tensors(value)}
     if (not wanted and f"none.{name}" in values) or trees:
-        # What the zero step has made, and the saved optimizer has not.
+        # State that the zero step has made and the saved optimizer lacked.
         for key in [key for key in state if key not in trees and key not in wanted and not is_optional(f".{key}")]:
             if not wanted or not isinstance(state[key], Tensor):
                 del state[key]
@@ -323,7 +323,8 @@ def _has_tensors(value: object) -> bool:
 
 
 def _restore_group(group: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Give a group what the groups of its parameters had, by parameter. Raises UserError if that differs."""
+    """Set a group to the values that the groups of its parameters had, by parameter. Raises UserError if these
+    differ."""
     texts = defaultdict[str, list[str]](list)
     for name, values in found.items():
         texts[json.dumps(values, sort_keys=True)].append(name)

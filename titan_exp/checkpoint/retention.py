@@ -1,4 +1,4 @@
-"""Checkpoints that stay, those that are deleted, and saves that failed."""
+"""Retention: which checkpoints stay and which are deleted; and failed saves."""
 
 import os
 import shutil
@@ -42,6 +42,10 @@ class CheckpointFolder:
         """Folder of a checkpoint while it is written."""
         return self.path / f"{step_name(step)}.partial"
 
+    def keep_file(self, step: int) -> Path:
+        """File that keeps a checkpoint while it exists. Whoever needs the checkpoint writes it, and removes it."""
+        return self.path / f"{step_name(step)}.keep"
+
     def publish(self, step: int) -> None:
         """Publish a partial checkpoint by a durable rename."""
         target, partial = self.path_of(step), self.partial_path(step)
@@ -60,13 +64,14 @@ class CheckpointFolder:
         shutil.rmtree(self.partial_path(step), ignore_errors=True)
 
     def apply_retention(self, newest: int, every: int | None = None, in_use: Container[int] = ()) -> None:
-        """Delete complete checkpoints, oldest first, except the `newest`, multiples of `every`, and `in_use`.
+        """Delete complete checkpoints, oldest first, except the `newest`, multiples of `every`, those in `in_use`, and
+        those that have a `keep_file`.
 
         Raises the first OSError, after all others are deleted.
         """
         failure: OSError | None = None
         for step in self.complete_steps()[:-newest]:
-            if (every is None or step % every) and step not in in_use:
+            if (every is None or step % every) and step not in in_use and not self.keep_file(step).exists():
                 try:
                     self._remove(self.path_of(step))
                 except OSError as error:
@@ -85,7 +90,7 @@ class CheckpointFolder:
     def remove_stale(self) -> None:
         """Delete stale files of interrupted saves and deletions, and restore checkpoints whose replacement failed.
 
-        Files that cannot be deleted, as those of another user, stay, but not where a save writes.
+        Files that cannot be deleted, such as another user's, stay, except where a save writes.
         """
         if not self.path.is_dir():
             return
@@ -110,7 +115,8 @@ class CheckpointFolder:
 
 
 class SaveFailures:
-    """Failed saves into a folder. After `limit_minutes` of them the run fails; None never. `clock` is in seconds."""
+    """Failed saves into a folder. The run fails after `limit_minutes` of failures; None means never. `clock` is in
+    seconds."""
 
     def __init__(self, folder: CheckpointFolder, limit_minutes: float | None, clock: Callable[[], float]) -> None:
         self._folder, self._limit_minutes, self._clock = folder, limit_minutes, clock
@@ -120,20 +126,23 @@ class SaveFailures:
 
     @property
     def warning(self) -> str | None:
-        """Since when saves fail, and why; None if the last one succeeded."""
+        """Warning since when saves fail, and why; None if the last one succeeded."""
         if self._cause is None:
             return None
-        return f"no checkpoint can be written to {self._folder.path} since {self._since} ({self._cause}); {self.newest}"
+        return (
+            f"since {self._since} we cannot write a checkpoint to {self._folder.path} ({self._cause}), and "
+            f"{self.newest}"
+        )
 
     @property
     def newest(self) -> str:
         """Newest complete checkpoint on the disk."""
         step = self._folder.newest_step()
-        return "there is none yet" if step is None else f"the newest complete one is that of step {step}"
+        return "there is no complete one yet" if step is None else f"the newest complete one is that of step {step}"
 
     @property
     def retry_due(self) -> bool:
-        """True if the limit has passed: one more save decides, however long until the next regular one."""
+        """True if the limit has passed, so that one more save decides, even if the next regular one is far."""
         return self._cause is not None and self._is_over(self._clock())
 
     def add(self, cause: str) -> None:
@@ -148,10 +157,10 @@ class SaveFailures:
         self._cause = None
 
     def require_within_limit(self) -> None:
-        """Raise UserError if a save has failed after the limit."""
+        """Raise UserError if a save failed after the limit had passed."""
         if self._cause is not None and self._is_over(self._last):
             raise UserError(
-                f"No checkpoint could be written to {self._folder.path} since {self._since}, longer than "
+                f"Since {self._since} we could not write a checkpoint to {self._folder.path}, which is longer than "
                 f"checkpoint.fail_after_minutes={self._limit_minutes:g}: {self._cause}\n"
                 f"Of the complete checkpoints, {self.newest}. Free disk space, or make the folder writable. Then "
                 f"continue the run: titan-exp retry {self._folder.path.parent}"

@@ -31,9 +31,9 @@ def training_state_dict(
 ) -> dict[str, Tensor]:
     """Build the state dict of a full checkpoint.
 
-    Keys are `model.<full name>` for parameters and persistent buffers, those of `optimizer_state`, `data.<shard>` for
-    the JSON state of each virtual shard that this rank reads, and `progress` for JSON counters. Raises
-    UnsavedStateError about state of the optimizer that cannot be carried.
+    Keys are `model.<full name>` for parameters and persistent buffers, the keys of `optimizer_state`, `data.<shard>`
+    for the JSON state of each virtual shard that this rank reads, and `progress` for JSON counters. Raises
+    UnsavedStateError about optimizer state that cannot be saved.
     """
     return {
         **model_state_dict(parts),
@@ -59,7 +59,7 @@ def persistent_buffers(parts: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def average_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Averaged weights among the optimizer's state, with the same keys, not copied."""
+    """Averaged weights from the optimizer's state, under the same keys, not copied."""
     return {key: value for key, value in optimizer_state_dict(parts, optimizer).items() if is_average(key)}
 
 
@@ -76,7 +76,7 @@ def sync_tied_weights(parts: Sequence[nn.Module]) -> None:
 
 
 def is_training_state(name: str) -> bool:
-    """True for a buffer, by full name, that only training reads; other tools and new runs do without it."""
+    """True for a buffer, by full name, that only training reads; other tools and new runs need none."""
     return name.rpartition(".")[2] in TRAINING_BUFFERS
 
 

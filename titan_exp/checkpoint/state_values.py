@@ -1,4 +1,4 @@
-"""Values of an optimizer that are no sharded tensors, as JSON: numbers, text, containers, and small whole tensors."""
+"""Optimizer values that are not sharded tensors, as JSON: numbers, text, containers, and small whole tensors."""
 
 import base64
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from titan_exp.config.errors.user_error import UserError
 
 _MAX_INLINE = 4096
-"""Largest number of elements of a tensor in a parameter group."""
+"""Maximum number of elements of a tensor in a parameter group."""
 _SCALARS = (bool, int, float, str)
 
 
@@ -20,14 +20,14 @@ class UnsavedStateError(UserError):
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(
-            f"{where} {reason}, which a checkpoint cannot carry. Keep numbers, text, None, tensors, and lists, tuples "
+            f"{where} {reason}, which a checkpoint cannot hold. Keep numbers, text, None, tensors, and lists, tuples "
             "and dicts of them in optimizer.state[parameter] or in optimizer.param_groups."
         )
 
 
 def encode(value: object, where: str, keep: Callable[[str, Tensor], Any]) -> Any:
-    """Encode a value as JSON; `keep` is called with the place and value of each tensor in it, and returns what stands
-    for it. Raises UnsavedStateError."""
+    """Encode a value as JSON. `keep` is called with the place and value of each tensor in it, and returns a
+    replacement. Raises UnsavedStateError."""
     kind = type(value)
     if value is None or kind in _SCALARS:
         return value
@@ -43,8 +43,8 @@ def encode(value: object, where: str, keep: Callable[[str, Tensor], Any]) -> Any
 
 
 def decode(tree: Any, take: Callable[[Any], Tensor]) -> Any:
-    """Decode a value of `encode`; `take` returns the tensor for what `keep` has returned. Raises UserError if it is
-    none."""
+    """Decode a value of `encode`; `take` returns the tensor for a replacement that `keep` returned. Raises UserError if
+    it is damaged."""
     match tree:
         case None | bool() | int() | float() | str():
             return tree
@@ -56,7 +56,9 @@ def decode(tree: Any, take: Callable[[Any], Tensor]) -> Any:
             return tuple(decode(part, take) for part in parts)
         case {"dict": [*pairs]} if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             return {key: decode(part, take) for key, part in pairs}
-    raise UserError("The checkpoint is damaged: a value of the optimizer's state is no number, text or container.")
+    raise UserError(
+        "The checkpoint is damaged: a value of the optimizer's state is not a number, a text or a container."
+    )
 
 
 def inline(where: str, tensor: Tensor) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def inline(where: str, tensor: Tensor) -> dict[str, Any]:
 
 
 def from_inline(kept: Any, device: torch.device) -> Tensor:
-    """Tensor of `inline`, on the host or the device as it was. Raises UserError if it is damaged."""
+    """Decode a tensor of `inline`, to the host or the device, as it was. Raises UserError if it is damaged."""
     try:
         dtype = getattr(torch, kept["dtype"])
         content = bytearray(base64.b64decode(kept["bytes"], validate=True))
@@ -82,5 +84,5 @@ def from_inline(kept: Any, device: torch.device) -> Tensor:
         return found.clone().reshape(kept["shape"]).to("cpu" if kept["on_host"] else device)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
         raise UserError(
-            f"The checkpoint is damaged: a tensor of a parameter group cannot be read ({error})."
+            f"The checkpoint is damaged: we cannot read a tensor of a parameter group ({error})."
         ) from error

@@ -1,1 +1,1 @@
-"""Command line: one file per verb."""
+"""Command line, with one file per verb."""

@@ -2,11 +2,14 @@
 
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from titan_exp.cli.shell.hydra_command import OutputFile
+from titan_exp.config.command_line.json_output import answer, json_text
 from titan_exp.config.command_line.options import HELP, options_help, take_options
 from titan_exp.config.command_line.verb_options import CompareOptions
 from titan_exp.config.errors.user_error import UserError
@@ -17,16 +20,17 @@ if TYPE_CHECKING:
 
 USAGE = """\
 titan-exp compare STUDY|RUN... [options]
+titan-exp compare --discoveries [STUDY...] [--alpha 0.05] [--json] [--markdown]
 
-  STUDY is a name under paths.runs, or a folder of runs; RUN is a run folder, an id prefix, STUDY/LABEL, a URL, or
-  a pattern ('runs/lr-*/*'). Unfinished and failed runs are included with their state. Prints a table and writes a
-  self-contained page, compare.html, beside the runs.
+  STUDY is a name under paths.runs, or a folder of runs. RUN is a run folder, an id prefix, STUDY/LABEL, a URL, or a
+  pattern ('runs/lr-*/*'). The table includes unfinished and failed runs with their state. The verb prints a table, and
+  writes a self-contained page, compare.html, beside the runs. --discoveries judges all registered questions together.
 
 {metrics}"""
 
 PAGE = "compare.html"
 SUFFIXES = {"--markdown": ".md", "--csv": ".csv", "--latex": ".tex", "--json": ".json"}
-"""Suffixes of files of the text formats, whose flags may also be given alone."""
+"""File suffixes of the text formats; their flags may also be given without a file."""
 """File name of the HTML page beside the runs."""
 
 
@@ -41,11 +45,12 @@ def run(argv: Sequence[str]) -> int:
         return 0
     for flag, word in pairwise(argv):
         if flag in SUFFIXES and word.endswith(SUFFIXES[flag]):
-            raise UserError(f"{flag} {word}: a file is given after an equals sign: {flag}={word}")
+            raise UserError(f"{flag} {word}: name the file after an equals sign: {flag}={word}")
     options, rest = take_options(CompareOptions, argv)
-    if options.group and not options.from_wandb:
-        raise UserError(f"group={options.group}: it selects W&B runs and needs --from-wandb ENTITY/PROJECT.")
     runs, named = runs_folder(options.runs), named_runs(rest)
+    if options.discoveries:
+        return _discoveries(options, runs, named)
+    _require_companions(options)
     from titan_exp.compare.comparison import compare
     from titan_exp.compare.runs import select
 
@@ -87,21 +92,64 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _print_or_write(comparison: "Comparison", options: CompareOptions) -> None:
-    from titan_exp.compare.output import formats
+def _require_companions(options: CompareOptions) -> None:
+    if options.group and not options.from_wandb:
+        raise UserError(f"group={options.group}: this selects W&B runs, so add --from-wandb ENTITY/PROJECT.")
+    if options.alpha != CompareOptions.alpha:
+        raise UserError(f"alpha={options.alpha}: this is the rate of false discoveries, so add --discoveries.")
 
-    texts: dict[str, Callable[[Comparison], str]] = {
-        "markdown": formats.to_markdown,
-        "csv": formats.to_csv,
-        "latex": formats.to_latex,
-        "json": formats.to_json,
-    }
+
+def _discoveries(options: CompareOptions, runs: Path, studies: Sequence[str]) -> int:
+    """Print the discoveries among all registered questions."""
+    ours = ("runs", "discoveries", "alpha", "json", "markdown")
+    for field in fields(options):
+        if field.name not in ours and (value := getattr(options, field.name)) != field.default:
+            raise UserError(
+                f"{field.name.replace('_', '-')}={value}: this is of no use with --discoveries, which takes names of "
+                "studies, alpha=, --json and --markdown. Leave it out."
+            )
+    from titan_exp.compare.discoveries import commands, json_values, judge, section, to_markdown
+
+    found = judge(runs, options.alpha, studies)
+    _write_formats(found, options, {"markdown": to_markdown}, json_values)
+    if True not in options.formats.values():
+        from titan_exp.compare.output.terminal import show_section
+        from titan_exp.launch.sweep.sweep_table import plain_console
+
+        console = plain_console()
+        show_section(section(found), console)
+        for line in commands(found):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _write_formats(
+    found: Any,
+    options: CompareOptions,
+    texts: Mapping[str, Callable[[Any], str]],
+    values: Callable[[Any], Any],
+) -> None:
+    """Print each text format that was asked for, or write it to its file; `values` are those of JSON."""
     for name, target in options.formats.items():
-        text = texts[name](comparison)
+        if (name, target) == ("json", True):
+            answer(values(found))
+            continue
+        text = f"{json_text(values(found))}\n" if name == "json" else texts[name](found)
         if target is True:
             print(text, end="")
         else:
             OutputFile(f"--{name}", str(target), f"compare{SUFFIXES[f'--{name}']}").write(text)
+
+
+def _print_or_write(comparison: "Comparison", options: CompareOptions) -> None:
+    from titan_exp.compare.output import formats
+
+    texts = {
+        "markdown": formats.to_markdown,
+        "csv": formats.to_csv,
+        "latex": formats.to_latex,
+    }
+    _write_formats(comparison, options, texts, formats.json_values)
     if True not in options.formats.values():
         from titan_exp.compare.output.terminal import show
         from titan_exp.launch.sweep.sweep_table import plain_console

@@ -12,8 +12,10 @@ def run(argv: Sequence[str]) -> int:
     if set(argv) & set(HELP):
         print(usage())
         return 0
-    # As the launcher sets it for ranks; torch reads it at import.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from titan_exp.launch.rank.rank_env import waiting_threads
+
+    # As the launcher sets them for ranks; torch reads them at import.
+    os.environ |= waiting_threads()
     from titan_exp.doctor.machine import machine_command
     from titan_exp.launch.local.ranks import run_on_ranks
 

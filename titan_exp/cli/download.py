@@ -17,7 +17,7 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 ORIGINAL = ("consolidated.*.pth", "*/consolidated.*.pth")
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-"""Files of which a tokenizer needs one."""
+"""Files that a tokenizer may have; it needs one of them."""
 
 FILES: dict[str, tuple[str, ...]] = {
     "tokenizer": TOKENIZER,
@@ -41,29 +41,31 @@ def run(argv: Sequence[str]) -> int:
         raise UserError(f"{USAGE}\n  {options.repo} is not OWNER/NAME" if options.repo else USAGE)
     target = Path(options.target or f"downloads/{options.repo.partition('/')[2]}").expanduser()
     fetch = partial(download, options.repo, target, revision=options.revision or None)
-    if options.files == "weights":  # of no use if no family reads them
+    if options.files == "weights":  # these are of no use if no family reads them
         fetch(patterns=["config.json"])
         _require_family(target, options.repo)
     fetch(patterns=FILES[options.files])
     found = sorted(path for path in target.rglob("*") if path.is_file() and ".cache" not in path.parts)
     if not found:
-        raise UserError(f"{options.repo} has no files of files={options.files}; files=all downloads all files.")
+        raise UserError(
+            f"{options.repo} has no files of files={options.files}. To download all its files, use files=all."
+        )
     print(f"{target}: {len(found)} files, {sum(path.stat().st_size for path in found) / 1e9:.2f} GB")
     print("\n".join(_fit(target, options)))
     return 0
 
 
 def _require_family(target: Path, repository: str) -> None:
-    """Read `config.json`, if there is one; raises UserError if no family has its model."""
+    """Read `config.json`, if it exists. Raises UserError if no family has its model."""
     if (target / "config.json").is_file():
         try:
             list(repository_lines(config_json(target), target.name))
         except UserError as error:
-            raise UserError(f"{repository} is not downloaded; files=all does it anyway. {error}") from error
+            raise UserError(f"We do not download {repository}. To do it anyway, use files=all. {error}") from error
 
 
 def _fit(target: Path, options: DownloadOptions) -> Iterator[str]:
-    """Preset that fits the downloaded files, and missing ones."""
+    """Lines on the preset that fits the downloaded files, and on missing files."""
     if options.files in ("weights", "config", "all"):
         if (target / "config.json").is_file():
             try:
@@ -73,6 +75,6 @@ def _fit(target: Path, options: DownloadOptions) -> Iterator[str]:
                     raise
                 yield str(error)
         else:
-            yield "missing: config.json, without which no weights can be converted"
+            yield "config.json is missing, and without it you cannot convert the weights"
     if options.files != "config" and not any((target / name).is_file() for name in TOKENIZERS):
-        yield f"missing: {listed(TOKENIZERS)}; data.tokenizer=FOLDER names another tokenizer"
+        yield f"{listed(TOKENIZERS)} is missing, so name another tokenizer with data.tokenizer=FOLDER"

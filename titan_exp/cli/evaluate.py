@@ -1,4 +1,4 @@
-"""Loss and perplexity of a checkpoint on any data."""
+"""Measure loss and perplexity of a checkpoint on any data."""
 
 from collections.abc import Sequence
 

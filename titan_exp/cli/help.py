@@ -1,4 +1,4 @@
-"""Print a guide: titan-exp help TOPIC."""
+"""Print a guide or a tutorial: titan-exp help TOPIC."""
 
 import sys
 from collections.abc import Sequence
@@ -10,16 +10,17 @@ from titan_exp.config.extension import extension_folders, lacking, provided
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the guide of a topic, formatted on a terminal; returns the exit code."""
+    """Print the page of a topic, formatted on a terminal; returns the exit code."""
     topic = argv[0] if len(argv) == 1 else " ".join(argv)
-    found = guides()
+    found = guides() | tutorials()
     if topic not in found:
         if reason := lacking(f"help {topic}"):
             raise UserError(f"titan-exp help {topic}: {reason}.")
         verbs = [*(path.stem for path in Path(__file__).parent.glob("*.py")), *provided("verbs")]
-        help_of_verb = f"The verb is described by titan-exp {topic} --help." if topic in verbs else ""
-        offer = help_of_verb or did_you_mean(topic, found) or f"The guides are {listed(sorted(found), 'and')}."
-        raise UserError(f"titan-exp help {topic}: unknown guide. {offer[:1].upper()}{offer[1:]}")
+        help_of_verb = f"To read about the verb, type titan-exp {topic} --help." if topic in verbs else ""
+        known = f"The guides are {listed(sorted(guides()), 'and')}, the tutorials {listed(sorted(tutorials()), 'and')}."
+        offer = help_of_verb or did_you_mean(topic, found) or known
+        raise UserError(f"titan-exp help {topic}: there is no such page. {offer[:1].upper()}{offer[1:]}")
     text = found[topic].read_text(encoding="utf-8")
     if not sys.stdout.isatty():
         print(text, end="")
@@ -33,7 +34,17 @@ def run(argv: Sequence[str]) -> int:
 
 
 def guides() -> dict[str, Path]:
-    """Guides by topic: docs/guides in a checkout, or inside an installed package, and those of extensions."""
+    """Guides by topic, those of extensions included."""
+    return _pages("guides", *extension_folders("guides"))
+
+
+def tutorials() -> dict[str, Path]:
+    """Tutorials by topic."""
+    return _pages("tutorials")
+
+
+def _pages(kind: str, *more: Path) -> dict[str, Path]:
+    """Pages by name in docs/KIND of a checkout, or inside an installed package, and in further folders."""
     package = Path(titan_exp.__file__).resolve().parent
-    folders = [package / "docs" / "guides", package.parent / "docs" / "guides", *extension_folders("guides")]
+    folders = [package / "docs" / kind, package.parent / "docs" / kind, *more]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.md"))}

@@ -13,14 +13,14 @@ from titan_exp.launch.rank.rank_status import read_record
 from titan_exp.launch.state.attempt_end import TAIL
 from titan_exp.launch.state.run_lookup import RunEntry, find_runs, named_runs, require_one, runs_folder
 from titan_exp.launch.state.run_status import run_status, run_statuses
-from titan_exp.tracking.number_format import format_bytes, format_duration, format_time
+from titan_exp.tracking.number_format import format_bytes, format_duration, format_items, format_time
 from titan_exp.tracking.run_folder.files import FileTail, last_lines
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 USAGE = """\
-titan-exp logs: show the log of a run; for a study, the errors of failed runs.
+titan-exp logs: show the log of a run, or the errors of the failed runs of a study.
 
-  titan-exp logs RUN       the last attempt: the first rank to fail, or rank 0; of a queued run, what it waits for
+  titan-exp logs RUN       the last attempt: the first rank that failed, or rank 0 (for a queued run, what it waits for)
   titan-exp logs -f RUN    follow it
   titan-exp logs NAME      the errors of a study's failed runs
 
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     options, rest = take_options(LogsOptions, ["--follow" if word == "-f" else word for word in argv])
     runs, named = runs_folder(options.runs), named_runs(rest)
     if not named:
-        raise UserError("No run is named: titan-exp logs RUN; titan-exp status lists runs.")
+        raise UserError("Name a run: titan-exp logs RUN (titan-exp status lists runs).")
     found = find_runs(named, runs)
     follow, rank, attempt = options.follow, options.rank, options.attempt
     if len(found) > 1:
@@ -46,12 +46,14 @@ def run(argv: Sequence[str]) -> int:
     (entry,) = found
     if not entry.folder.path.is_dir() or not _last_attempt(entry.folder):
         raise UserError(
-            f"{entry.label}: this run has not been started yet and has no log. {entry.start_command} starts it."
+            f"{entry.label}: this run has not started yet and has no log. Start it with {entry.start_command}."
         )
     if attempt is None and (queued := _queued(entry.folder)) is not None:
         if not follow:
             name = shlex.quote(typed_path(entry.folder.path))
-            raise UserError(f"{name} has no log yet: {queued}. titan-exp logs -f {name} follows it once it starts.")
+            raise UserError(
+                f"{name} has no log yet: {queued}. To follow it once it starts, type titan-exp logs -f {name}."
+            )
         print(f"==> {queued} <==", flush=True)
     folder = _group_folder(entry.folder, attempt, options.group)
     if follow:
@@ -65,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _queued(folder: RunFolder) -> str | None:
-    """Since when and why a run waits in a queue; None of one that does not, or has started meanwhile."""
+    """Time since which a run waits in a queue, and why; None if it does not wait, or has started meanwhile."""
     row = folder.read_attempts()[-1]
     status = None if row.start is not None else run_status(folder)
     if status is None or status.state != "queued":
@@ -75,18 +77,18 @@ def _queued(folder: RunFolder) -> str | None:
     known += [
         status.reason,
         folder.attempt_logs(before := row.attempt - 1).is_dir()
-        and f"after attempt {before}, which --attempt={before} shows",
+        and f"after attempt {before} (to see that one, add --attempt={before})",
     ]
     return ", ".join(filter(None, known))
 
 
 def _group_folder(folder: RunFolder, attempt: int | None, group: int | None) -> RunFolder:
-    """The folder with the logs of a world's newest start; itself if the attempt has one world."""
+    """Run folder with the logs of a world's newest start; the folder itself if the attempt has one world."""
     number = attempt or _last_attempt(folder)
     starts = {int(name.split("-")[1]): name for name in folder.world_logs(number)} if number else {}
     if group is not None and group not in starts:
         known = f"it has groups {', '.join(map(str, sorted(starts)))}" if starts else "this run has no groups"
-        raise UserError(f"--group {group}: no such group; {known}.")
+        raise UserError(f"--group {group}: there is no such group, since {known}.")
     if not starts:
         return folder
     views = {of: folder.with_world(name) for of, name in sorted(starts.items())}
@@ -106,11 +108,11 @@ def _show(folder: RunFolder, rank: int | None, attempt: int | None) -> None:
         known = f"it has ranks {ranks[0]} to {ranks[-1]}" if ranks else f"attempt {number} has no logs yet"
         state = folder.read_state()
         reason = f"\n  {state.reason}" if state is not None and state.reason else ""
-        raise UserError(f"{path}: no such log; {known}.{reason}")
+        raise UserError(f"{path}: there is no such log, since {known}.{reason}")
     print(f"==> {path} <==")
     tail = FileTail(path, most=FILE_BYTES)
     if tail.skipped:
-        print(f"==> its first {format_bytes(tail.skipped)} are left out <==")
+        print(f"==> without its first {format_bytes(tail.skipped)} <==")
     for line in tail.lines(torn=True):
         print(line)
 
@@ -122,7 +124,7 @@ def _follow(folder: RunFolder, rank: int, attempt: int | None) -> None:
     follower, announced = _log(folder, number, rank), False
     while True:
         newest = _last_attempt(folder)
-        ended = newest > number or not (run_status(folder).active)  # checked before the last lines are read
+        ended = newest > number or not (run_status(folder).active)  # this is checked before the last lines are read
         for line in follower.lines():
             if not announced:
                 print(f"==> attempt {number}, rank {rank} <==", flush=True)
@@ -152,7 +154,7 @@ def _show_failures(found: Sequence[RunEntry]) -> int:
     for entry in failed:
         state = statuses[entry.folder.path]
         print(f"\n==> {entry.label}  {entry.folder.path} <==")
-        print(f"{state.shown} after step {state.step}: {state.reason or 'reason unknown'}")
+        print(f"{state.shown} after step {state.step}: {state.reason or 'we do not know why'}")
         number = max(1, state.attempt)
         rank = _first_to_fail(entry.folder, number) or 0
         path = _group_folder(entry.folder, number, None).attempt_logs(number) / f"rank-{rank:05d}.log"
@@ -167,7 +169,8 @@ def _attempt(folder: RunFolder, attempt: int | None) -> int:
         return last
     if not 1 <= attempt <= last:
         raise UserError(
-            f"--attempt {attempt}: this run was started {last} time(s): --attempt 1{f' to {last}' if last > 1 else ''}."
+            f"--attempt {attempt}: this run has {format_items(last, 'attempt')}, so use --attempt "
+            f"1{f' to {last}' if last > 1 else ''}."
         )
     return attempt
 

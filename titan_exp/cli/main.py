@@ -9,12 +9,15 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
 from titan_exp import __version__
-from titan_exp.cli.help import guides
+from titan_exp.cli.help import guides, tutorials
+from titan_exp.config.command_line.json_output import FLAGS, json_output
 from titan_exp.config.command_line.safe_output import safe_output
 from titan_exp.config.errors.explained_errors import explain_os_error
 from titan_exp.config.errors.user_error import UserError, listed, nearest
@@ -33,8 +36,28 @@ Start here
   titan-exp train                        a small language model on this machine, in minutes
   titan-exp train --help                 the groups, their options, and how to set any key
   titan-exp sweep                        list the studies and their questions
-  titan-exp help TOPIC                   a guide: {guides}
+  titan-exp help TOPIC                   a tutorial or a guide
+
+Tutorials
+{tutorials}
+
+Guides
+{guides}
+
+Exit codes
+{codes}
 """
+
+EXIT_CODES = {
+    0: "done, or submitted; a study with `pairs:` has its answer, whatever that is",
+    1: "a run failed; of several runs, one failed, hung or was refused. With a traceback, titan-exp itself failed",
+    2: "refused, or something is unknown: the message says what to type. A run that reports such an error ends so, too",
+    3: "a plan that does not fit its device, or a coordinate check that fails (doctor --coordinates)",
+    85: "stopped after saving, by cancel, a time limit or the scheduler: the same command continues",
+    86: "hung, and ended by the watchdog: its log has the stacks",
+    130: "stopped by Ctrl-C or another signal: the same command continues",
+}
+"""Exit codes of all verbs. Of several runs, the worst counts: 130, then 1, then 85, then 0."""
 
 OTHER_VERBS = {
     "train": ("run", "start", "launch", "pretrain", "submit"),
@@ -47,19 +70,20 @@ OTHER_VERBS = {
     "convert": ("export",),
     "compare": ("plot", "report", "table"),
 }
-"""Words that other tools use for a verb."""
+"""Words for a verb in other tools."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code: 0 done, 2 for a UserError, else the run's own."""
+    """Run a command line; returns one of `EXIT_CODES`."""
     typed = list(sys.argv[1:] if argv is None else argv)
     with_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     code = 0
     safe_output()
-    os.umask(os.umask(0o077) | 0o002)  # what a run executes is no user's to write whom no group includes
+    os.umask(os.umask(0o077) | 0o002)  # no user outside the group may write code that a run executes
     try:
-        code = _dispatch(typed)
-        print(end="", flush=True)  # Python's own flush at the exit prints its errors
+        with json_output() if _wants_json(typed) else nullcontext():
+            code = _dispatch(typed)
+        print(end="", flush=True)  # Python's own flush at exit would print its errors
         return code
     except UserError as error:
         if with_traceback:
@@ -83,10 +107,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UserError.exit_code
 
 
+def _wants_json(argv: Sequence[str]) -> bool:
+    """True if a verb was asked for JSON. A verb of an extension prints its own."""
+    asked = bool(FLAGS & {*argv}) and not {"--help", "-h"} & {*argv}
+    return asked and not argv[0].startswith("-") and argv[0] not in provided("verbs")
+
+
 @cache
 def verbs() -> dict[str, str]:
-    """One-line help of every verb, parsed from source without importing the modules. Flags that make a verb of the core
-    another one are not listed."""
+    """One-line help of every verb, parsed from source without importing the modules. Flags that turn a verb of the core
+    into another one are not listed."""
     found: dict[str, str] = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         module = ast.parse(path.read_bytes())
@@ -109,6 +139,10 @@ def run_verb(verb: str, argv: Sequence[str]) -> int:
     return module.run(list(argv))
 
 
+def _indented(names: Iterable[str]) -> str:
+    return textwrap.fill(", ".join(names), 112, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+
+
 def _dispatch(argv: Sequence[str]) -> int:
     if argv and argv[0] in ("--shell-completion", "-sc"):
         from titan_exp.cli.shell.completion import complete
@@ -117,7 +151,9 @@ def _dispatch(argv: Sequence[str]) -> int:
     verb, *rest = argv or ["--help"]
     if verb in ("--help", "-h") or argv == ["help"]:
         lines = "\n".join(f"  {name:<10} {text}" for name, text in verbs().items())
-        print(USAGE.format(verbs=lines, guides=", ".join(guides())), end="")
+        codes = "\n".join(f"  {code:<4} {text}" for code, text in EXIT_CODES.items())
+        pages = {"tutorials": _indented(tutorials()), "guides": _indented(guides())}
+        print(USAGE.format(verbs=lines, codes=codes, **pages), end="")
         return 0
     if verb == "--version":
         print(f"titan-exp {__version__}")
@@ -128,7 +164,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         return run_verb(verb, rest)
     if verb.startswith("-") or "=" in verb:
         raise UserError(
-            f"A verb comes first: titan-exp train {' '.join(argv)}\n  The verbs are {listed(verbs(), 'and')}."
+            f"Begin with a verb: titan-exp train {' '.join(argv)}\n  The verbs are {listed(verbs(), 'and')}."
         )
     offer = next(([meant] for meant, others in OTHER_VERBS.items() if verb in others), None) or nearest(
         verb, verbs(), 1
@@ -136,4 +172,4 @@ def _dispatch(argv: Sequence[str]) -> int:
     suggestion = f"Did you mean titan-exp {' '.join([*offer, *rest])}? " if offer else ""
     if reason := lacking(verb):
         raise UserError(f"titan-exp {verb}: {reason}.")
-    raise UserError(f"{verb}: unknown verb.\n  {suggestion}The verbs are {listed(verbs(), 'and')}.")
+    raise UserError(f"{verb}: there is no such verb.\n  {suggestion}The verbs are {listed(verbs(), 'and')}.")

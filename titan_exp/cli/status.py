@@ -1,6 +1,5 @@
-"""Status of runs and studies: state, step, loss, speed, time left."""
+"""Show state, step, loss, speed and time left of runs and studies."""
 
-import json
 import os
 import shutil
 import sys
@@ -14,31 +13,36 @@ from rich.cells import cell_len
 from rich.live import Live
 from rich.text import Text
 
+from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.command_line.verb_options import StatusOptions
+from titan_exp.config.errors.user_error import listed
 from titan_exp.launch.executor import worlds_launch
 from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, named_runs, runs_folder
 from titan_exp.launch.state.run_status import StatusRow, count_states, rung_lines, status_rows
-from titan_exp.tracking.number_format import format_duration
+from titan_exp.tracking.number_format import format_duration, format_items
 from titan_exp.tracking.sinks.sink import Value
 
 USAGE = """\
-titan-exp status: state, step, loss, speed and time left of runs. Changes nothing.
+titan-exp status: show state, step, loss, speed and time left of runs. It changes nothing.
 
   titan-exp status                    every run under runs/, newest first
   titan-exp status NAME               the runs of a study, or of an experiment.name, in the study's order
   titan-exp status RUN ...            runs, by path, id prefix, STUDY/LABEL or URL
   titan-exp status paths.runs=FOLDER  runs of another folder
 
-A run is new, queued, running, done, failed, stopped (it saved and can continue: the reason says who or what stopped
-it), preempted (SLURM stopped it; --json says so of both), lost (its process ended without a record), or unknown (SLURM,
-which may hold its job, cannot be asked: the reason says why). GPU-hours are those of all its starts, without a
-parent's. "continued from" is the parent of a continued run, and the step at which it
-begins. For a planned run, "/predicted" is its speed over the predicted one, and "GiB/predicted" the memory of rank 0
-(tensors on a GPU, the process on a CPU) beside the predicted peak."""
+A run marked (not in the last call) is of a point that the newest titan-exp sweep did not ask for, and one marked
+(removed) of a point that the study's file no longer has.
+
+A run is new, queued, running, done or failed. It is stopped if it ended early in good order, after saving what
+checkpoint= asks for (the reason says who or what stopped it), preempted if SLURM stopped it (--json says so of both),
+lost if its process ended without a record, and unknown if SLURM may hold its job and does not answer (the reason says
+why). GPU-hours count all its starts, and not those of a parent. "continued from" is the parent of a continued run,
+and the step at which it begins. For a planned run, "/predicted" is its speed over the predicted one, and
+"GiB/predicted" the memory of rank 0 (tensors on a GPU, the process on a CPU) beside the predicted peak."""
 if (launch := worlds_launch()) is not None:
-    USAGE += f" {launch.status_help}"
+    USAGE += f"\n{launch.status_help}"
 HELP_TEXT = options_help(USAGE, StatusOptions)
 COLUMNS = (
     *("run", "id", "rung", "state", "step", "loss", "validation loss", "tokens/s"),
@@ -47,11 +51,12 @@ COLUMNS = (
 FIXED: tuple[str, ...] = ("run", "state", "step", "loss")
 """Columns that every terminal shows."""
 FIRST = ("left", "rung", "validation loss", "tokens/s", "id", "MFU", "GPU-hours", "/predicted", "GiB/predicted")
-"""Other columns by importance; those of worlds, parents and reported metrics come after them."""
+"""Other columns by importance; columns of worlds, parents and reported metrics come after them."""
 LEFT = ("run", "id", "rung", "state", "continued from")
-"""Columns of text."""
+"""Text columns."""
 GAP, LABEL, NAMED = 2, 24, 3
-"""Spaces between columns; width below which no name of a run is cut for another column; names in a list that is cut."""
+"""Spaces between columns; width below which no run's name is cut to make room; number of names in a list that is
+cut."""
 WATCH_EVERY = 2.0
 """Refresh interval in seconds."""
 
@@ -61,23 +66,26 @@ def run(argv: Sequence[str]) -> int:
     options, rest = take_options(StatusOptions, argv)
     runs, named = runs_folder(options.runs), named_runs(rest)
     if options.json:
-        print(json.dumps([asdict(row) for row in status_rows(find_runs(named, runs))], indent=1))
+        answer([asdict(row) for row in status_rows(find_runs(named, runs))])
         return 0
     if options.watch:
         _watch(named, runs)
         return 0
     rows = status_rows(find_runs(named, runs))
     if not rows:
-        print(f"There is no run under {runs}/ yet. titan-exp train starts one; paths.runs=FOLDER looks elsewhere.")
+        print(
+            f"There is no run under {runs}/ yet. Start one with titan-exp train, or look elsewhere with "
+            "paths.runs=FOLDER."
+        )
         return 0
     width = _width()
     lines = [*_headlines(named, runs), *_lines(rows, in_full=not named, width=width)]
-    print("\n".join([*lines, *_wrapped(_count(rows), width)]))
+    print("\n".join([*lines, "", *_wrapped(_count(rows), width)]))
     return 0
 
 
 def _width() -> int | None:
-    """Columns of the terminal, or those that COLUMNS says; None if lines may have any length."""
+    """Columns of the terminal, or the value of COLUMNS; None if lines may have any length."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return shutil.get_terminal_size().columns
     return None
@@ -91,15 +99,23 @@ def _headlines(named: Sequence[str], runs: Path) -> list[str]:
         if study is not None and record is not None:
             lines.append(f"{study.path.name}: {record.question}")
             lines += rung_lines(record, study)
+            if (one := record.registered) is not None:
+                looks = f"looks after {listed(one.looks, 'and')} pairs, {len(record.points) // 2} begun"
+                lines.append(f"registered: {one.candidate} against {one.baseline} in {one.metric}, {looks}")
             if record.skipped:
-                lines.append(f"{len(record.skipped)} point(s) are skipped: titan-exp sweep {word} --dry-run says why")
+                lines.append(
+                    f"{format_items(len(record.skipped), 'point')} skipped. To see why, type titan-exp sweep "
+                    f"{word} --dry-run"
+                )
+            if record.others:
+                lines.append(f"the last call, which did not ask for every run: {record.command}")
             if (holder := study.holder()) is not None:
-                lines.append(f"being run by {holder}")
+                lines.append(f"{holder} is running it")
     return lines
 
 
 def _lines(rows: Sequence[StatusRow], *, in_full: bool, width: int | None) -> list[str]:
-    """A line per run, with the columns that fit; then the columns that do not, and the reasons."""
+    """One line per run with the columns that fit, then the other columns, and the reasons."""
     with_group = in_full or len({row.group for row in rows}) > 1
     cells = [_cells(row, with_group) for row in rows]
     names = [*COLUMNS, *dict.fromkeys(name for row in rows if row.groups is not None for name in row.groups.cells())]
@@ -118,7 +134,7 @@ def _lines(rows: Sequence[StatusRow], *, in_full: bool, width: int | None) -> li
     lines = [_line({name: name for name in shown}, [name for name in known if name in shown], widths)]
     lines += [_line(row, [name for name in known if name in shown], widths) for row in cells]
     if missing := [name for name in known if name not in shown]:
-        lines += ["", *_wrapped(f"A wider terminal and --json have {_some(missing)}.", width)]
+        lines += ["", *_wrapped(f"Not shown: {_some(missing)}. A wider terminal or --json has them.", width)]
     return lines + _reasons(cells, width)
 
 
@@ -134,7 +150,7 @@ def _line(row: Mapping[str, str], names: Sequence[str], widths: Mapping[str, int
 
 
 def _reasons(cells: Sequence[Mapping[str, str]], width: int | None) -> list[str]:
-    """Reasons and warnings with the runs that they hold for, once each."""
+    """Reasons and warnings, once each, with the runs that they concern."""
     runs: dict[tuple[str, str], list[str]] = {}
     for row in cells:
         if row["reason"] != "-":
@@ -146,7 +162,7 @@ def _reasons(cells: Sequence[Mapping[str, str]], width: int | None) -> list[str]
 
 
 def _some(names: Sequence[str]) -> str:
-    """Names in a sentence: the first ones and the number of others, if there are many."""
+    """Names in a sentence: all of them, or the first ones and the number of others."""
     whole = len(names) <= NAMED + 1
     return ", ".join(names) if whole else f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
 
@@ -167,7 +183,7 @@ def _cells(row: StatusRow, with_group: bool) -> dict[str, str]:
     label = f"{row.group}/{row.label}" if with_group and "/" not in row.label else row.label
     speed, predicted, peak = row.tokens_per_second, row.tokens_per_second_predicted, row.memory_predicted
     return {
-        "run": label + (" (removed)" if row.removed else ""),
+        "run": label + (" (removed)" if row.removed else "" if row.asked else " (not in the last call)"),
         "id": row.run_id,
         "rung": "-" if row.rung is None else str(row.rung),
         "validation loss": "-" if row.rung is None else _number(row.validation_loss, ".4f"),
@@ -189,7 +205,7 @@ def _cells(row: StatusRow, with_group: bool) -> dict[str, str]:
 
 def _count(rows: Sequence[StatusRow]) -> str:
     hours = sum(row.gpu_hours or 0.0 for row in rows)
-    return f"{len(rows)} run(s): {count_states([row.shown for row in rows])}" + (
+    return f"{format_items(len(rows), 'run')}: {count_states([row.shown for row in rows])}" + (
         f"; {hours:,.2f} GPU-hours so far" if hours else ""
     )
 

@@ -4,22 +4,19 @@ The `data` group selects the text, as in `titan-exp train`; `out`, `workers`, ..
 """
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 from titan_exp.cli.shell.hydra_command import run_with_hydra
-from titan_exp.config.command_line.options import HELP, SWITCHES, VALUED, options_help, take_options
+from titan_exp.config.command_line.options import HELP, SWITCHES, VALUED, options_help, require_alone, take_options
 from titan_exp.config.command_line.verb_options import TokenizeOptions
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed, nearest
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.data_files import Manifest, read_manifest
 from titan_exp.config.schema.builtins import described
 from titan_exp.config.schema.schema import hints
-from titan_exp.data.sample_store import find_damage
+from titan_exp.data.sample_store import require_intact
 from titan_exp.data.token_store.build_store import build_store
 from titan_exp.rules.data import unreadable_source
-
-_MAX_LISTED = 5
 
 
 def run(argv: Sequence[str]) -> int:
@@ -47,15 +44,14 @@ def options_among(argv: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
     for key, equals, value in (word.partition("=") for word in overrides):
         group = key.lstrip("+~").split(".")[0].split("@")[0]
         if equals and group in groups and group != "data" and not key.startswith("+experiment"):
-            remedy = "leave it out; text and tokenizer are keys of data"
-            wrong.append(Violation(key, value, "tokenize does not read it", remedy))
+            remedy = "leave it out (text and tokenizer are keys of data)"
+            wrong.append(Violation(key, value, "tokenize does not read this key", remedy))
         elif equals and "." not in key and group not in groups and nearest(key, names, 1):
             wrong.append(Violation(key, value, "unknown option", did_you_mean(key, names)))
-    if options.check and len(argv) > 1 and not wrong:
-        others = listed([f"{word.partition('=')[0]}=" for word in argv if not word.startswith("check=")], "and")
-        wrong.append(Violation("check", options.check, "it takes no other arguments", f"leave {others} out"))
     if wrong:
-        raise UserError("The options cannot be read.", wrong)
+        raise UserError("Cannot read these options.", wrong)
+    if options.check:
+        require_alone("check", options.check, argv)
     return options, overrides
 
 
@@ -76,19 +72,15 @@ Examples
   titan-exp tokenize check=stores/mine
   titan-exp train data=tokens data.paths='[stores/mine]'
 
-The same command resumes after an interruption. Every key of data: titan-exp train --cfg job --package data
+After an interruption, type the same command again. To see every key of data, type
+titan-exp train --cfg job --package data
 """
 
 
 def check_store(folder: str) -> int:
-    """Verify a store's checksums, print the result, and return the exit code."""
+    """Verify a store's checksums and print the result; returns the exit code."""
     manifest = read_manifest(folder)
-    found = list(find_damage(manifest))
-    if found:
-        lines = [f"{name}: {problem}" for name, problem in islice(found, _MAX_LISTED)]
-        more = [f"and {len(found) - _MAX_LISTED} more"] if len(found) > _MAX_LISTED else []
-        damage = "\n  ".join([*lines, *more])
-        raise UserError(f"{folder} is damaged.\n  {damage}\n  Copy it again, or remove the folder and tokenize again.")
+    require_intact(manifest, folder)
     print(f"{folder}: all checksums match. {_summary(manifest)}")
     return 0
 
@@ -98,12 +90,12 @@ def make_store(options: TokenizeOptions, experiment: Experiment) -> int:
     violations = unreadable_source(experiment)
     source = experiment.data.source
     if (holds := described(source).holds) != "text":
-        reason = "it is tokenized already" if holds == "tokens" else f"it holds {holds}"
-        violations = [Violation("data.source", source, reason, "a text source, such as data=text")]
+        reason = "this source is already tokenized" if holds == "tokens" else f"this source holds {holds}"
+        violations = [Violation("data.source", source, reason, "give a text source, such as data=text")]
     if not options.out:
-        violations.append(Violation("out", "", "no folder is given for the store", "out=stores/mine"))
+        violations.append(Violation("out", "", "you named no folder for the store", "name one, as in out=stores/mine"))
     if violations:
-        raise UserError("This cannot be tokenized.", violations)
+        raise UserError("Cannot tokenize this.", violations)
     manifest, made = build_store(
         options.out,
         experiment.data,
@@ -113,12 +105,12 @@ def make_store(options: TokenizeOptions, experiment: Experiment) -> int:
         workers=options.workers,
     )
     if not made:
-        print(f"{options.out} is complete, nothing was tokenized. {_summary(manifest)}")
+        print(f"{options.out} is already complete. {_summary(manifest)}")
         return 0
     print(f"{options.out}: {_summary(manifest)}")
     if not manifest.documents["validation"]:
-        print("No documents were held out: train with training.evaluate_every=0, or rebuild the store with some.")
-    print(f"To train from it: titan-exp train data=tokens data.paths='[{options.out}]'")
+        print("This store holds no documents out, so train with evaluation.every=0, or build it again with some.")
+    print(f"To train from it, type titan-exp train data=tokens data.paths='[{options.out}]'")
     return 0
 
 

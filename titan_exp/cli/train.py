@@ -20,13 +20,16 @@ def run(argv: Sequence[str]) -> int:
 
 def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     from titan_exp.config.command_line.help import remarks
+    from titan_exp.config.command_line.json_output import answer
     from titan_exp.config.paths.checkpoint_files import saved_state
     from titan_exp.launch.executor import executor_for
-    from titan_exp.launch.memory_gate import gate_run
+    from titan_exp.launch.memory_gate import gate_run, is_done, predicted
     from titan_exp.launch.provenance.changes import report_stale
+    from titan_exp.launch.requests import request_lines
     from titan_exp.launch.run_console import RunConsole
-    from titan_exp.launch.run_id import rate_after_decay, related_runs
+    from titan_exp.launch.run_id import laptop_rate, rate_after_decay, related_runs
     from titan_exp.launch.run_plan import plan_run
+    from titan_exp.launch.state.run_records import outcome_records, planned_records, run_label, script_records
     from titan_exp.launch.state.run_status import print_dry_run
     from titan_exp.launch.sweep.sweep_args import current_sweep_options
     from titan_exp.rules.composed import read_experiment
@@ -34,14 +37,10 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     experiment = read_experiment(cfg, lambda _: True)
     plan = plan_run(experiment, overrides)
     said = (*remarks(overrides, plan.experiment), *plan.compilation, *rate_after_decay(plan.experiment))
-    for sentence in said:
+    for sentence in (*said, *laptop_rate(overrides, plan.experiment)):
         print(sentence)
     if experiment.data.preview is not None:
-        from titan_exp.data.preview import preview
-
-        for line in preview(experiment.data, experiment.training, experiment.experiment.seed, experiment.data.preview):
-            print(line)
-        return 0
+        return _preview(experiment, experiment.data.preview)
     if saved_state(str(plan.folder.path)) is None and plan.experiment.checkpoint.continue_from is None:
         for related in related_runs(plan.experiment)[:1]:
             print(
@@ -49,16 +48,44 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
                 f"{related.step}. To go on from there, add checkpoint.continue_from={related.name}"
             )
     report_stale([plan], print)
-    executor = executor_for(experiment.cluster.kind)
+    executor, options = executor_for(experiment.cluster.kind), current_sweep_options()
+    dry_run = options.dry_run
+    if not dry_run and not is_done(plan):
+        executor.require([plan])
     gated = gate_run(plan, RunConsole().echo)
-    if current_sweep_options().dry_run:
+    for line in () if is_done(plan) else request_lines([gated]):
+        print(line)
+    if dry_run:
+        for line in predicted(gated):
+            print(line)
         print_dry_run(executor, gated)
+        if options.json:
+            records = planned_records([gated], [run_label(gated)])
+            answer({"dry_run": True, "exit_code": 0, "runs": records, "scripts": script_records([gated])})
         return 0
-    code = executor.launch(gated)
-    # A run fetched from checkpoint.remote, or of no steps, has no metrics.
+    submission = executor.launch(gated)
+    code = submission.exit_code
+    if options.json:
+        answer({"exit_code": code, "runs": outcome_records([submission], [run_label(gated)])})
+    # A run fetched from checkpoint.remote, or without steps, has no metrics.
     if code == 0 and executor.waits and experiment.training.steps and plan.folder.metrics.exists():
         _report_result(plan.experiment, plan.folder.path)
     return code
+
+
+def _preview(experiment: "Experiment", step: int) -> int:
+    """Print the global batch of a step."""
+    from titan_exp.config.command_line.json_output import answer
+    from titan_exp.data.preview import preview
+    from titan_exp.launch.sweep.sweep_args import current_sweep_options
+
+    lines = list[str]()
+    for line in preview(experiment.data, experiment.training, experiment.experiment.seed, step):
+        print(line)
+        lines.append(line)
+    if current_sweep_options().json:
+        answer({"exit_code": 0, "runs": [], "preview": lines})
+    return 0
 
 
 def _report_result(experiment: "Experiment", folder: Path) -> None:
@@ -73,4 +100,4 @@ def _report_result(experiment: "Experiment", folder: Path) -> None:
             for line in load(report)(experiment, folder):
                 print(line)
     except OSError as error:  # a run of another user, or a full disk
-        print(f"{error.filename or folder}: cannot be written ({error.strerror or error})", file=sys.stderr)
+        print(f"Cannot write {error.filename or folder} ({error.strerror or error})", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Compared metrics: name, unit, better direction, reader.
 
-Any other key of metrics.jsonl is a metric too.
+Every other key of metrics.jsonl is a metric, too.
 """
 
 import math
@@ -8,20 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from titan_exp.compare.runs import ComparedRun
 from titan_exp.compare.statistics import moving_average
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed, shown
 from titan_exp.config.schema.identity_keys import flatten, has_effect, is_among
+from titan_exp.config.study.study import Direction, usual_direction
 from titan_exp.tracking.run_folder.metrics_jsonl import tail_mean
 from titan_exp.tracking.run_folder.run import PredictedMetrics
 from titan_exp.tracking.sinks.sink import REPORTED
 
-Direction = Literal["min", "max"]
-
 WITH_PARENTS = "gpu_hours_with_parents"
-"""Name of the metric that exists for the sake of continued runs."""
+"""Name of the metric that exists for continued runs."""
 
 Reader = Callable[[ComparedRun, float], float | None]
 """Reads a metric of a run at a token budget; None if unknown, NaN if the run diverged."""
@@ -35,9 +34,9 @@ class Metric:
     """Command-line name, and key of metrics.jsonl if it is logged."""
     title: str
     unit: str
-    """Empty for a ratio."""
+    """Unit; empty for a ratio."""
     better: Direction | None
-    """None if neither direction is better."""
+    """Better direction; None if neither is better."""
     meaning: str
     """Definition, as a phrase."""
     read: Reader
@@ -46,11 +45,11 @@ class Metric:
     needs_point: bool = True
     """True if the metric is unknown before a run has reached the token budget."""
     is_speed: bool = False
-    """True for a speed or a time, which a group whose runs all failed or diverged does not have."""
+    """True for a speed or a time; a group whose runs all failed or diverged has none."""
 
 
 def target_metric(target: float) -> Metric:
-    """Metric: tokens until the smoothed training loss is at most `target`."""
+    """Make the metric: tokens until the smoothed training loss is at most `target`."""
 
     def read(run: ComparedRun, tokens: float) -> float | None:
         seen, losses = run.series("loss", tokens)
@@ -65,8 +64,8 @@ def target_metric(target: float) -> Metric:
 def choose_metrics(
     names: Sequence[tuple[str, str | None]], runs: Sequence[ComparedRun], target: float | None
 ) -> list[Metric]:
-    """Select metrics by name, each with an optional better direction; without names DEFAULT and the reported ones.
-    Raises UserError if no run has logged a name."""
+    """Select metrics by name, each with an optional better direction; by default, DEFAULT and the reported ones. Raises
+    UserError if no run has logged a name."""
     logged = {key for run in runs for row in run.rows[-200:] for key, number in row.items() if number is not None}
     added = [target_metric(target)] if target is not None else []
     if not names:
@@ -79,13 +78,13 @@ def choose_metrics(
     unknown = [name for name, _ in names if name not in known and name not in logged]
     if unknown:
         every = [*known, *sorted(logged - known.keys() - {"step", "tokens", "attempt"})]
-        suggestion = did_you_mean(unknown[0], every) or f"Logged are {listed(every, 'and')}."
-        raise UserError(f"metrics={unknown[0]}: no run has logged such a metric. {suggestion}")
+        suggestion = did_you_mean(unknown[0], every) or f"They log {listed(every, 'and')}."
+        raise UserError(f"metrics={unknown[0]}: no run has logged this metric. {suggestion}")
     return [_directed(known.get(name) or _logged(name), better) for name, better in names]
 
 
 def final_loss(run: ComparedRun, tokens: float) -> float | None:
-    """Mean training loss of the last 2 % of the rows up to `tokens`; a single batch is noisy."""
+    """Mean training loss over the last 2 % of the rows up to `tokens`, since a single batch is noisy."""
     return tail_mean(run.series("loss", tokens)[1])
 
 
@@ -98,14 +97,14 @@ def _directed(metric: Metric, better: str | None) -> Metric:
     if better is None:
         return metric
     if better not in ("min", "max"):
-        raise UserError(f"metric {metric.name}: direction {better} must be min or max.")
+        raise UserError(f"metric {metric.name}: the direction {better} must be min or max.")
     return replace(metric, better=better)
 
 
 def _logged(name: str) -> Metric:
-    """Metric for any other key of metrics.jsonl: the last value."""
-    better: Direction | None = "min" if "loss" in name or "perplexity" in name else None
-    return Metric(name, name.replace("_", " "), "", better, "last value", _last(name), is_loss=better == "min")
+    """Metric for any other key of metrics.jsonl: its last value."""
+    better, unit = usual_direction(name), "nats" if name.startswith("validation_loss/") else ""
+    return Metric(name, name.replace("_", " "), unit, better, "last value", _last(name), is_loss=better == "min")
 
 
 def _last(key: str) -> Reader:
@@ -122,7 +121,7 @@ def _best_validation(run: ComparedRun, tokens: float) -> float | None:
 
 
 def own_values(run: ComparedRun, key: str, tokens: float) -> list[float]:
-    """Values of a run's own rows up to `tokens`, or of all its own rows if it begins there; none of its parent's."""
+    """Values of a run's own rows, without its parent's, up to `tokens`; if it begins there, all its own rows."""
     up_to = tokens if tokens > run.begins else math.inf
     return run.series(key, up_to, above=run.begins or -1.0)[1]
 
@@ -140,7 +139,7 @@ def _memory(run: ComparedRun, tokens: float) -> float | None:
 
 
 def _of_predicted(measured: Reader, predicted: Callable[[PredictedMetrics], float | None]) -> Reader:
-    """Reader of the measured over the predicted value."""
+    """Make a reader of the ratio of measured to predicted value."""
 
     def read(run: ComparedRun, tokens: float) -> float | None:
         value, expected = measured(run, tokens), predicted(run.predicted)
@@ -162,7 +161,8 @@ def _device_hours(run: ComparedRun, tokens: float) -> float | None:
 
 
 def _device_hours_with_parents(run: ComparedRun, tokens: float) -> float | None:
-    """GPU-hours of a run and, up to the tokens at which it was continued, of its parent and the parent's parents."""
+    """GPU-hours of a run, plus those of its parent and the parent's ancestors up to the tokens at which each was
+    continued."""
     own = 0.0 if run.begins and tokens <= run.begins else _device_hours(run, tokens)
     if not run.begins or own is None:
         return own
@@ -171,14 +171,14 @@ def _device_hours_with_parents(run: ComparedRun, tokens: float) -> float | None:
 
 
 def _own_hours(run: ComparedRun, seconds: float | None, tokens: float) -> float | None:
-    """Hours of `seconds` up to `tokens`; None if they are unknown, or the run begins later."""
+    """Hours in `seconds` up to `tokens`; None if they are unknown, or the run begins later."""
     if seconds is None or (run.begins and tokens <= run.begins):
         return None
     return seconds / 3600 * _fraction_before(run, tokens)
 
 
 def _fraction_before(run: ComparedRun, tokens: float) -> float:
-    """Fraction of a run's own tokens up to `tokens`; scales its time."""
+    """Fraction of a run's own tokens up to `tokens`, by which its time is scaled."""
     own = run.tokens - run.begins
     return min(1.0, max(0.0, tokens - run.begins) / own) if own > 0 else 1.0
 
@@ -193,7 +193,7 @@ def _loss(name: str, title: str, meaning: str, read: Reader) -> Metric:
 
 
 def _rate(name: str, title: str, unit: str, meaning: str) -> Metric:
-    """Metric of each row: its median, independent of the token budget."""
+    """Metric of each row: its median over rows, independent of the token budget."""
     return Metric(name, title, unit, "max", meaning, _median(name), needs_point=False, is_speed=True)
 
 
@@ -203,7 +203,7 @@ def _over_predicted(name: str, title: str, meaning: str, read: Reader) -> Metric
 
 
 def _experts(name: str, title: str, better: Direction | None, meaning: str) -> Metric:
-    """Metric of all layers with experts: its mean over the last rows, since that of a single batch is noisy."""
+    """Metric of all layers with experts: its mean over the last rows, since a single batch is noisy."""
     return Metric(
         f"experts/{name}", title, "", better, f"{meaning}; mean of the last fiftieth of the rows", _tail(name)
     )
@@ -220,6 +220,10 @@ _SPEED = _median("tokens_per_second")
 METRICS = (
     _loss("loss", "loss", "training loss, mean of the last fiftieth of the rows", final_loss),
     _loss("validation_loss", "validation loss", "the last evaluation", _last("validation_loss")),
+    Metric(
+        *("validation_bits_per_byte", "bits per byte", "bits", "min", "of the validation split, the last evaluation"),
+        *(_last("validation_bits_per_byte"), True),
+    ),
     _loss("best_validation_loss", "best validation loss", "the lowest evaluation", _best_validation),
     _rate("tokens_per_second", "tokens/s", "tokens/s", "median over rows, the first steps left out"),
     _rate("tokens_per_second_per_device", "tokens/s per device", "tokens/s", "the same over the number of devices"),
@@ -268,25 +272,25 @@ METRICS = (
 METRIC_BY_NAME = {metric.name: metric for metric in METRICS}
 
 ON_REQUEST = ("tflops", "experts/bias_range", "experts/balance_loss", "experts/z_loss")
-"""Built-in metrics that the table has only where they are named."""
+"""Built-in metrics that the table shows only if they are named."""
 
 DEFAULT = tuple(metric for metric in METRICS if metric.name not in ON_REQUEST)
 
 
 SEED = "experiment.seed"
-"""Runs that differ only in this key are repetitions."""
+"""Key of the seed; runs that differ only in it are repetitions."""
 
 LABEL_OF_MODEL = "model.name"
-"""Label key that replaces the model's shape keys if equal names mean equal shapes."""
+"""Key of the label that replaces the model's shape keys if equal names mean equal shapes."""
 
 GENERIC = {"name", "mode", "enabled", "recipe", "loss"}
-"""Generic key names; the short name is the group's instead."""
+"""Key names too generic to be short names; the group's name is used instead."""
 
 RUNG_KEYS = ("training.stop_after", "checkpoint.continue_from")
-"""Keys in which the rungs of one point of successive halving differ."""
+"""Keys in which the rungs of one point differ under successive halving."""
 
 ABSENT = "not there"
-"""Value of a key missing from a configuration, written by an older version or read from W&B."""
+"""Value of a key that is missing from a configuration written by an older version or read from W&B."""
 
 
 @dataclass(frozen=True)
@@ -296,11 +300,11 @@ class DifferingKeys:
     keys: tuple[str, ...]
     """Full names of the columns, in the order of the configuration."""
     short: Mapping[str, str]
-    """Unique short name of each key."""
+    """Short name of each key, unique among them."""
     stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Keys folded into a column that determines them, by column."""
     names: Sequence[Mapping[str, Any]] = ()
-    """Values of the columns that others are folded into, by configuration."""
+    """Values of the columns that stand for other keys, by configuration."""
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -308,7 +312,7 @@ class DifferingKeys:
         return tuple(key for column in self.keys for key in (self.stands_for.get(column) or (column,)))
 
     def label(self, values: Mapping[str, Any], keys: Iterable[str] | None = None) -> str:
-        """Short names and values of all or some keys: `lr=0.003 tp=2`."""
+        """Short names and values of some or all keys: `lr=0.003 tp=2`."""
         return " ".join(
             f"{self.short[key]}={value_text(values.get(key))}" for key in (self.keys if keys is None else keys)
         )
@@ -321,12 +325,12 @@ def differing_keys(
     *,
     left_out: Sequence[str] = (),
 ) -> DifferingKeys:
-    """Keys in which nested configurations differ, without the seed and keys that do not affect results.
+    """Keys in which nested configurations differ, except the seed and keys that do not affect results.
 
-    Keys that a named list of a study sets together become one column of its name: `lists` has their keys by list,
-    `choices` for each configuration the chosen name by list; other axes may vary keys of a list, which keep their
-    columns. So do the shape keys of a model with a name, and the keys that one choice of a group has and another lacks,
-    such as those of an optimizer.
+    Keys that a study's named list sets together become one column with the list's name: `lists` has their keys by list,
+    `choices` the chosen name by list for each configuration. If other axes also vary keys of a list, these keep their
+    columns. Likewise, a model's name replaces its shape keys, and a group's choice, such as an optimizer, replaces keys
+    that other choices lack.
     """
     flat = [flatten(config) for config in configs]
     keys = [
@@ -336,6 +340,7 @@ def differing_keys(
         and has_effect(key)
         and len({_hashable(values.get(key, ABSENT)) for values in flat}) > 1
     ]
+    keys = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]  # an empty mapping of them
     folds = [
         (column, [key for key in keys if is_among(key, together)], [chosen.get(column) for chosen in choices])
         for column, together in (lists or {}).items()
@@ -360,7 +365,7 @@ def differing_keys(
 
 
 def _keys_by_choice(keys: Sequence[str], flat: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    """Differing choices of groups, each with itself and the differing keys of its group that some choice lacks."""
+    """Choices of groups that differ, each with itself and the differing keys of its group that some choice lacks."""
     for choice in (key for key in keys if key.rpartition(".")[2] in GENERIC and key != LABEL_OF_MODEL):
         group = choice.rpartition(".")[0]
         lacking = [key for key in keys if key.startswith(f"{group}.") and any(key not in values for values in flat)]
@@ -368,7 +373,9 @@ def _keys_by_choice(keys: Sequence[str], flat: Sequence[Mapping[str, Any]]) -> I
 
 
 def value_text(value: Any) -> str:
-    """Format a value as typed on the command line, numbers to ten digits."""
+    """Format a value as typed on the command line; numbers have ten digits."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(value_text, value))}]"
     return f"{value:.10g}" if isinstance(value, float) else shown(value)
 
 

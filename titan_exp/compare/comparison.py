@@ -1,8 +1,9 @@
-"""Comparison of runs: metrics at equal tokens, grouped over seeds, with differences to a baseline."""
+"""Comparison of runs: metrics at equal tokens, grouped over seeds, with differences from a baseline."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from titan_exp.compare.compared_metrics import (
@@ -14,20 +15,25 @@ from titan_exp.compare.compared_metrics import (
     differing_keys,
     flatten,
     has_failed,
-    value_text,
 )
+from titan_exp.compare.ladder import LadderOutcome, climb
 from titan_exp.compare.learnt import Learnt, learn, rank
 from titan_exp.compare.runs import ComparedRun, Row, Selection, StudyRecord, finite
 from titan_exp.compare.statistics import Delta, difference, estimate, holm
 from titan_exp.compare.tuning import Tuning, tune
-from titan_exp.config.errors.user_error import UserError, did_you_mean
+from titan_exp.config.errors.user_error import UserError, did_you_mean, shown
+from titan_exp.config.extension import loaded
+from titan_exp.config.study.labels import spelled, words_of
+from titan_exp.launch.verdict.standing import PairedRun, Standing, standing_of
 from titan_exp.tracking.number_format import format_items
+from titan_exp.tracking.run_folder.attempts import has_diverged
+from titan_exp.tracking.run_folder.metrics_jsonl import final_value
 
 COUNTED = ("done", "running", "unknown", "preempted")
-"""Run states that may limit the budget; other runs ended early."""
+"""Run states that may limit the budget; runs in other states ended early."""
 
 UNEQUAL = 0.02
-"""Fraction of the budget by which last values may lie apart without a remark: the rows that a mean loss is over."""
+"""Fraction of the budget by which last values may lie apart without a remark; a mean loss covers as many rows."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class TokenBudget:
     """Number of tokens at which metrics are read."""
 
     tokens: float
-    """Infinite if every run is compared at its end."""
+    """Number of tokens; infinite if every run is compared at its end."""
     why: str
     """Reason, for the heading."""
 
@@ -64,12 +70,12 @@ def choose_token_budget(runs: Sequence[ComparedRun], at: str) -> TokenBudget:
     tokens = _tokens(at)
     furthest = max(run.tokens for run in begun)
     if tokens > furthest:
-        raise UserError(f"at={at}: no run has seen so many tokens; the longest has {furthest:,}.")
+        raise UserError(f"at={at}: no run has seen that many tokens. The longest has seen {furthest:,}.")
     return TokenBudget(tokens, "as requested")
 
 
 def unequal_tokens(runs: Sequence[ComparedRun], metrics: Sequence[Metric], budget: TokenBudget) -> list[str]:
-    """One sentence per metric that is logged seldom, so that its last values up to the budget are of unequal tokens."""
+    """Sentence for each metric that is logged so rarely that its last values up to the budget are at unequal tokens."""
     if math.isinf(budget.tokens):
         return []
     found = []
@@ -82,7 +88,7 @@ def unequal_tokens(runs: Sequence[ComparedRun], metrics: Sequence[Metric], budge
         if last[0][-1] - first[0][-1] <= UNEQUAL * budget.tokens:
             continue
         common = max(set.intersection(*(set(tokens) for tokens, _ in known)), default=None)
-        remedy = "" if common is None else f" --at {common:.0f} compares all at equal tokens."
+        remedy = "" if common is None else f" To compare all at equal tokens, add --at {common:.0f}."
         found.append(
             f"{metric.title} is at unequal tokens: the last value of {first[1].run_id} is at {first[0][-1]:,.0f}, that "
             f"of {last[1].run_id} at {last[0][-1]:,.0f}.{remedy}"
@@ -97,7 +103,8 @@ def _least(counted: Sequence[ComparedRun], begun: Sequence[ComparedRun]) -> Toke
     if all(run.tokens == tokens and run.state == "done" for run in counted):
         return TokenBudget(tokens, "where every finished run ends")
     behind = next(run for run in counted if run.tokens == tokens)
-    return TokenBudget(tokens, f"where the least advanced is ({behind.run_id}, {behind.shown})")
+    at_done = "; --at done takes finished runs alone" if any(run.state == "done" for run in counted) else ""
+    return TokenBudget(tokens, f"where the least advanced is ({behind.run_id}, {behind.shown}{at_done})")
 
 
 def _tokens(at: str) -> float:
@@ -107,7 +114,7 @@ def _tokens(at: str) -> float:
     except ValueError:
         tokens = -1.0
     if not (tokens > 0 and math.isfinite(tokens)):
-        raise UserError(f"at={at}: must be least, done, end, or a number of tokens (30.72k, 1e9, 2.5B).")
+        raise UserError(f"at={at}: this must be least, done, end, or a number of tokens (30.72k, 1e9, 2.5B).")
     return tokens
 
 
@@ -135,6 +142,10 @@ class Comparison:
     """Groups at their best values of a tuned key; None if no key is tuned."""
     learnt: Learnt | None = None
     """Outcome of a search or of successive halving; None for other runs."""
+    standing: Standing | None = None
+    """Standing of the study's registered question; None of an exploratory comparison."""
+    ladder: LadderOutcome | None = None
+    """Outcome of a ladder of sizes; None of other runs, and before the first has ended."""
 
     @property
     def runs(self) -> tuple[ComparedRun, ...]:
@@ -145,6 +156,11 @@ class Comparison:
     def main(self) -> Metric:
         """Main metric."""
         return self.metrics[0]
+
+    @cached_property
+    def added_sections(self) -> list[Any]:
+        """Sections of extensions, as `titan_exp.compare.output.study_sections.Section`."""
+        return [section for add in loaded("sections") for section in add(self)]
 
 
 def compare(
@@ -169,7 +185,13 @@ def compare(
     groups = _grouped(runs, columns, notes)
     if selection.study is None:
         groups.sort(key=lambda group: [_order(group[0][key]) for key in columns.keys])
-    budget = choose_token_budget(runs, at)
+    standing = _standing(runs, selection.study)
+    ended = standing is not None and standing.outcome != "continue"
+    # A question that has ended waits for none of its runs.
+    waited = ("running", "unknown", "preempted") if ended else ()
+    ladder = selection.study is not None and selection.study.ladder is not None
+    at = "end" if ladder and at == "least" else at
+    budget = choose_token_budget([run for run in runs if run.state not in waited], at)
     wanted = [(name, None) for name in metrics] or (selection.study.metrics if selection.study else ())
     chosen = choose_metrics(wanted, runs, target)
     names = selection.study.points if selection.study else {}
@@ -186,14 +208,16 @@ def compare(
     notes += unequal_tokens(runs, chosen, budget)
     study, learnt = selection.study, None
     if study is not None and study.is_adaptive:
-        # The best point first, as the baseline that the others are compared with.
+        # The best point comes first, as the baseline for the others.
         main = chosen[0]
         metric = study.rounds.get("metric") or main.name
         better = study.rounds.get("better") or main.better or "min"
         rows = [rows[trial.row] for trial in rank(rows, study, metric, better)]
         learnt = learn(rows, columns, study, metric, better)
     reference, why = _baseline(rows, columns, baseline, study)
-    compared = _with_deltas(rows, reference, chosen)
+    # Rows of a ladder have other sizes and lengths, of which the difference to one of them says nothing.
+    compared = [replace(row, deltas=dict.fromkeys(row.numbers)) for row in rows] if ladder else None
+    compared = _with_deltas(rows, reference, chosen) if compared is None else compared
     key = tuned if tuned is not None else study.tune if study is not None else ""
     tuning = None
     if key and key != "none":
@@ -210,11 +234,26 @@ def compare(
         tuple(notes),
         tuning,
         learnt,
+        standing,
+        climb(runs, study) if study is not None and ladder else None,
     )
 
 
+def _standing(runs: Sequence[ComparedRun], study: StudyRecord | None) -> Standing | None:
+    """Standing of a registered question at the ends of its runs, whatever the budget of the table."""
+    if study is None or study.registered is None:
+        return None
+    one, found = study.registered, dict[tuple[str, int], PairedRun]()
+    for run in runs:
+        if (seed := study.seeds.get(run.run_id)) is not None:
+            value = final_value(run.rows, one.metric) if run.state == "done" else None
+            value = math.nan if has_diverged(run.state, run.reason) else value
+            found[study.points[run.run_id], seed] = PairedRun(value, run.tokens - run.begins, run.device_seconds)
+    return standing_of(one, found, study.dropped)
+
+
 def _without_duplicates(runs: Sequence[ComparedRun], notes: list[str]) -> list[ComparedRun]:
-    """Keep the most advanced run per id: a copied folder is not a repetition."""
+    """Keep the most advanced run of each id, since a copied folder is not a repetition."""
     best: dict[str, ComparedRun] = {}
     for run in runs:
         if run.run_id not in best or run.tokens > best[run.run_id].tokens:
@@ -231,7 +270,7 @@ def _columns(runs: Sequence[ComparedRun], study: StudyRecord | None) -> Differin
     if study is None:
         return differing_keys(configs)
     choices = [study.choices.get(run.run_id, {}) for run in runs]
-    return differing_keys(configs, study.lists, choices, left_out=RUNG_KEYS if study.rungs else ())
+    return differing_keys(configs, study.lists, choices, left_out=RUNG_KEYS if study.rungs or study.ladder else ())
 
 
 def _grouped(
@@ -260,9 +299,9 @@ def _order(value: Any) -> tuple[int, float, str]:
 
 
 def _label_keys(columns: DifferingKeys, rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Sequence[str]:
-    """Columns of the row label: the keys that the study varies if they distinguish all rows, else all.
+    """Columns of the row label: the keys that the study varies if they distinguish all rows, else all columns.
 
-    Other columns follow from the varied keys: decay steps from steps, keys of a group from its option.
+    Other columns follow from the varied keys: decay steps from steps, a group's keys from its option.
     """
     varied = {word.partition("=")[0] for name in names.values() for word in name.split()}
     keys = [key for key in columns.keys if columns.short[key] in varied]
@@ -293,8 +332,8 @@ def _row(
     given, named = {names.get(run.run_id, "") for run in runs}, False
     if len(given) == 1 and (name := given.pop()):
         axes = {word.partition("=")[0] for word in name.split()}
-        named = "=" not in name
-        label = label if not named and axes <= set(columns.short.values()) else name
+        named = "=" not in name or not axes <= set(columns.short.values())
+        label = name if named else label
     return Row(label or "(nothing differs)", values, tuple(runs), numbers, estimates, {}, named)
 
 
@@ -337,7 +376,7 @@ def _find_row(rows: Sequence[Row], columns: DifferingKeys, requested: str, study
         for index, row in enumerate(rows)
         if requested == row.label or any(requested in (run.run_id, points.get(run.run_id)) for run in row.runs)
     ]
-    pairs = [word.partition("=") for word in requested.replace(",", " ").split() if "=" in word]
+    pairs = [word.partition("=") for word in words_of(requested) if "=" in word]
     found = exact or [index for index, row in enumerate(rows) if pairs and _matches(row, columns, pairs)]
     found = found or [
         index for index, row in enumerate(rows) if any(run.run_id.startswith(requested) for run in row.runs)
@@ -346,20 +385,13 @@ def _find_row(rows: Sequence[Row], columns: DifferingKeys, requested: str, study
         return found[0]
     if found:
         matching = "\n".join(f"    {rows[index].label}" for index in found[:20])
-        raise UserError(f"baseline={requested} matches several rows. Use one of:\n{matching}")
+        raise UserError(f"baseline={requested}: this matches several rows. Use one of:\n{matching}")
     labels = [row.label for row in rows]
     offer = did_you_mean(requested, labels) or "Use one of:\n" + "\n".join(f"    {label}" for label in labels[:20])
-    raise UserError(f"baseline={requested} matches no row. {offer}")
+    raise UserError(f"baseline={requested}: this matches no row. {offer}")
 
 
 def _matches(row: Row, columns: DifferingKeys, pairs: Sequence[tuple[str, str, str]]) -> bool:
-    """True if a row has all these values; columns by short or full name, other keys by full name."""
+    """True if a row has all these values. Columns go by short or full name, other keys by full name."""
     values = {**flatten(row.runs[0].config), **{columns.short[key]: row.values[key] for key in columns.keys}}
-    return all(name in values and _same(values[name], text) for name, _, text in pairs)
-
-
-def _same(value: Any, text: str) -> bool:
-    try:
-        return float(value) == float(text)
-    except (TypeError, ValueError):
-        return value_text(value) == text
+    return all(name in values and spelled(shown(values[name])) == spelled(text) for name, _, text in pairs)

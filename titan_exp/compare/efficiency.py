@@ -20,7 +20,7 @@ class ParetoPoint:
 
     row: int
     gpu_hours: float
-    """Mean over seeds; of continued runs with their parents'."""
+    """Mean over seeds; for continued runs, including their parents'."""
     loss: float
     """Mean over seeds of the loss metric; lower is better."""
     is_on_front: bool
@@ -28,12 +28,12 @@ class ParetoPoint:
 
 
 def cost_metric(comparison: Comparison) -> Metric:
-    """GPU-hours, with those of parents if a run was continued."""
+    """GPU-hours, including those of parents if a run was continued."""
     return METRIC_BY_NAME[WITH_PARENTS if any(run.begins for run in comparison.runs) else "gpu_hours"]
 
 
 def loss_metric(comparison: Comparison) -> Metric | None:
-    """First compared loss metric; None without one."""
+    """First compared metric that is a loss; None if there is none."""
     return next((metric for metric in comparison.metrics if metric.is_loss and metric.better == "min"), None)
 
 
@@ -66,7 +66,7 @@ SPEED = METRIC_BY_NAME["tokens_per_second"]
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """Row of the comparison, by index, in a scaling series."""
+    """Row of the comparison in a scaling series, by index."""
 
     label: str
     """Short names and values of the layout keys."""
@@ -85,7 +85,7 @@ class ScalingSeries:
     """Rows of the same experiment in different layouts."""
 
     kind: Literal["strong", "weak"]
-    """Strong scaling: fixed global batch. Weak scaling: global batch grows with the world size."""
+    """Strong scaling has a fixed global batch; in weak scaling, the global batch grows with the world size."""
     fixed: str
     """Values that distinguish this series; empty if it is the only one."""
     points: tuple[ScalingPoint, ...]
@@ -93,7 +93,7 @@ class ScalingSeries:
 
 
 def scaling(comparison: Comparison) -> list[ScalingSeries]:
-    """Series of at least two world sizes whose rows differ only in layout, or in the global batch as well."""
+    """Scaling series: rows that differ only in layout, or also in the global batch, with at least two world sizes."""
     groups: dict[str, list[tuple[int, float, int]]] = defaultdict(list)
     for index, row in enumerate(comparison.rows):
         size, speed = row.runs[0].world_size, _speed(comparison, row)

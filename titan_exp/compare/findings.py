@@ -1,8 +1,9 @@
 """Findings and remarks of a comparison as sentences, shared by all outputs."""
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +13,20 @@ from titan_exp.compare.runs import ComparedRun, Row
 from titan_exp.compare.statistics import LEVEL, Delta, Estimate
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.schema.identity_keys import flatten
-from titan_exp.tracking.number_format import format_count, format_duration, format_items
+from titan_exp.config.schema.validation_sets import DOCUMENTS
+from titan_exp.config.study.study import FEWEST_PAIRS
+from titan_exp.launch.verdict.standing import Standing
+from titan_exp.tracking.number_format import format_count, format_duration, format_items, format_time
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of
 
 STEPS = 10
-"""Steps with a tolerance, as many as the parity tests train."""
+"""Number of first steps that have a tolerance, which is as many as the parity tests train."""
 
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-3}
 """Maximum relative loss difference of the parity tests, by `training.mixed_precision`."""
+
+NAMED = 5
+"""Maximum number of runs that a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +108,8 @@ MISSING = "\N{EM DASH}"
 """Text for an unknown number."""
 
 
-def value(metric: Metric, number: float | None) -> str:
-    """Format a metric's value without its unit."""
+def value(metric: Metric, number: float | None, decimals: int | None = None) -> str:
+    """Format a metric's value without its unit; `decimals` are those of its column."""
     if number is None:
         return MISSING
     if not math.isfinite(number):
@@ -113,14 +120,21 @@ def value(metric: Metric, number: float | None) -> str:
         return f"{100 * number:.1f} %"
     if metric.unit in ("tokens/s", "tokens"):
         return format_count(number)
-    return f"{number:.4f}" if metric.unit == "nats" else f"{number:.4g}" if metric.unit != "h" else f"{number:.3g}"
+    text = f"{number:.4f}" if metric.unit == "nats" else f"{number:.4g}" if metric.unit != "h" else f"{number:.3g}"
+    return text if decimals is None or "e" in text else f"{number:.{decimals}f}"
 
 
-def with_interval(metric: Metric, estimate: Estimate | None) -> str:
+def column_decimals(metric: Metric, estimates: Iterable[Estimate | None]) -> int:
+    """Decimals of a metric's column: the most that one of its values has alone."""
+    texts = [value(metric, estimate.mean) for estimate in estimates if estimate is not None]
+    return max((len(text.partition(".")[2]) for text in texts if re.fullmatch(r"-?[\d.]+", text)), default=0)
+
+
+def with_interval(metric: Metric, estimate: Estimate | None, decimals: int | None = None) -> str:
     """Format a mean; a loss with the half-width of its confidence interval, if known."""
     if estimate is None:
         return MISSING
-    text = value(metric, estimate.mean)
+    text = value(metric, estimate.mean, decimals)
     if estimate.high is None or not metric.is_loss:
         return text
     return f"{text} ± {_magnitude(metric, estimate.high - estimate.mean)}"
@@ -176,29 +190,41 @@ def token_budget_text(comparison: Comparison) -> str:
     return f"at {budget.tokens:,.0f} tokens, {budget.why}"
 
 
-def verdict(metric: Metric, delta: Delta | None) -> str:
-    """Significance label of a difference after Holm correction; empty without a difference.
+def verdict(metric: Metric, delta: Delta | None, standing: Standing | None = None) -> str:
+    """Label of a difference after Holm correction; empty without a difference.
 
-    `better`, `worse`, `different` (no direction is better), `not distinguishable`, `only uncorrected` or `no interval`.
+    `different`, `not distinguishable`, `only uncorrected`, `too few seeds` or `no interval`. In the metric of a
+    registered question, whose standing is given, it is the outcome if that is `better` or `worse`, else `not
+    distinguishable`: only such a question bounds the chance of a wrong verdict.
     """
     if delta is None:
         return ""
+    if standing is not None and metric.name == standing.registration.metric:
+        return standing.outcome if standing.outcome in ("better", "worse") else "not distinguishable"
     if delta.is_distinguishable is None:
         return "no interval"
+    if delta.n < FEWEST_PAIRS:
+        return "too few seeds"
     if not delta.is_distinguishable:
         return "not distinguishable" if delta.holds_zero else "only uncorrected"
-    if metric.better is None:
-        return "different"
-    return "better" if (delta.difference < 0) == (metric.better == "min") else "worse"
+    return "different"
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """One sentence per row: its difference to the baseline in the main metric."""
-    metric = comparison.main
+    """Verdict of a registered question, else one sentence per row: its difference to the baseline in the main
+    metric."""
+    return [sentence for _, sentence in labelled_findings(comparison)]
+
+
+def labelled_findings(comparison: Comparison) -> list[tuple[str, str]]:
+    """Findings after their labels."""
+    metric, standing = comparison.main, comparison.standing
+    if standing is not None:
+        return [(standing.outcome, standing.sentence)]
     baseline = comparison.rows[comparison.baseline].estimates[metric.name]
     mean = baseline.mean if baseline else None
     return [
-        _finding(metric, row, delta, mean)
+        (verdict(metric, delta), _finding(metric, row, delta, mean))
         for row in comparison.rows
         if (delta := row.deltas.get(metric.name)) is not None
     ]
@@ -208,6 +234,8 @@ def remarks(comparison: Comparison, checks: Sequence[LayoutCheck]) -> list[str]:
     """Sentences about statistics, failed runs, layouts, and differing code or devices."""
     return [
         *_about_statistics(comparison),
+        *_about_next_look(comparison),
+        *_about_documents(comparison),
         *_about_states(comparison),
         *_about_lineage(comparison),
         *_about_layouts(checks),
@@ -217,11 +245,11 @@ def remarks(comparison: Comparison, checks: Sequence[LayoutCheck]) -> list[str]:
 
 
 def state_text(row: Row) -> str:
-    """`done`, or the number of runs in each state."""
+    """`done`, or the number of runs in each other state."""
     states = row.shown_states
     if len(states) == 1:
         return next(iter(states))
-    return ", ".join(f"{count} {state}" for state, count in states.items())
+    return ", ".join(f"{count} {state}" for state, count in states.items() if state != "done")
 
 
 def stands_for(comparison: Comparison) -> list[str]:
@@ -243,11 +271,10 @@ def _finding(metric: Metric, row: Row, delta: Delta, baseline: float | None) -> 
         "single": "one seed",
     }[delta.pairing]
     outcome = {
-        "better": "better than the baseline",
-        "worse": "worse than the baseline",
         "different": "differs from the baseline",
         "not distinguishable": "not distinguishable from the baseline",
         "only uncorrected": "not distinguishable after Holm's correction",
+        "too few seeds": "too few seeds to tell it from the baseline",
         "no interval": "without an interval",
     }[verdict(metric, delta)]
     return f"{row.label}: {metric.title} {size}, {outcome} ({how})."
@@ -259,6 +286,7 @@ def _about_statistics(comparison: Comparison) -> Iterator[str]:
     with_interval = [delta for delta in known if delta.low is not None]
     if not known:
         return
+    yield _about_evidence(comparison, known)
     if with_interval:
         pairings = {delta.pairing for delta in with_interval}
         how = "differences between equal seeds where two or more are common, else of means (Welch)"
@@ -267,7 +295,7 @@ def _about_statistics(comparison: Comparison) -> Iterator[str]:
         elif pairings == {"unpaired"}:
             how = "differences of means (Welch; no seeds are common)"
         yield f"Intervals are {100 * LEVEL:.0f} % by Student's t, over {how}."
-    if len(with_interval) > 1:
+    if len(with_interval) > 1 and any(delta.n >= FEWEST_PAIRS for delta in with_interval):
         yield (
             f"Significance is corrected for all {len(with_interval)} comparisons of a metric (Holm); intervals are not."
         )
@@ -276,23 +304,80 @@ def _about_statistics(comparison: Comparison) -> Iterator[str]:
         yield f"{rows.capitalize()}: no interval, and a difference may be chance."
 
 
+def _about_evidence(comparison: Comparison, deltas: Sequence[Delta]) -> str:
+    """Unit of evidence with its number, and whether a question was registered."""
+    if (standing := comparison.standing) is not None:
+        one, pairs = standing.registration, standing.verdict.pairs
+        verdict = f"the verdict is of {format_items(pairs, 'pair')}, and its interval holds at every look"
+        when = format_time(one.time) + ("" if one.changed else ", before the first run")
+        return (
+            f"Registered at {when}: {one.candidate} against {one.baseline} in {one.metric} ({one.validation}), looks "
+            f"{one.when}. The unit is a pair of runs with one seed for weights and data order; "
+            f"{verdict if pairs else 'no look has been reached'}."
+        )
+    counts = sorted({delta.n for delta in deltas if delta.pairing == "paired"})
+    unit = f"a pair of runs with one seed: {listed([str(n) for n in counts])} pairs" if counts else "a run"
+    return (
+        "Exploratory: no question was registered before the runs (pairs: in a study), so that nothing here is a "
+        f"verdict. The unit is {unit}."
+    )
+
+
+def _about_documents(comparison: Comparison) -> Iterator[str]:
+    """Sentence if the runs' own validation sets differ: in the keys that choose them or, after a change of files that
+    no key shows, in their size."""
+    if not any(metric.name in ("validation_loss", "best_validation_loss") for metric in comparison.metrics):
+        return
+    of_runs = [run for run in comparison.runs if run.series("validation_loss")[1]]
+    data = [run.config.get("data") or {} for run in of_runs]
+    keys = (*DOCUMENTS, "tokenizer")
+    differing = [key for key in keys if len({repr(one[key]) for one in data if key in one}) > 1]
+    sizes = sorted({int(tokens[-1]) for run in of_runs if (tokens := run.series("validation_tokens")[1])})
+    if len(sizes) < 2 and differing == ["paths"] and all(run.series("validation_tokens")[1] for run in of_runs):
+        return  # the same text in other places
+    if len(sizes) < 2 and not differing:
+        return
+    tokens = [f"of {listed([f'{size:,}' for size in sizes[:NAMED]], 'and')} tokens"] if len(sizes) > 1 else []
+    why = "; ".join([*[f"data.{key} differs" for key in differing], *tokens])
+    remedy = "Evaluate all runs on one set (evaluation.sets), and compare its validation_loss/NAME."
+    kind = "documents"
+    if differing == ["tokenizer"]:
+        kind, remedy = "tokens", "Compare validation_bits_per_byte."
+    yield f"The validation loss is of different {kind} ({why}), so that it ranks nothing. {remedy}"
+
+
+def _about_next_look(comparison: Comparison) -> Iterator[str]:
+    """Command that looks at the pairs which have ended, while the question is open."""
+    standing, study = comparison.standing, comparison.study
+    if standing is None or study is None or standing.outcome != "continue":
+        return
+    done = {(study.points.get(run.run_id), run.seed) for run in comparison.runs if run.state == "done"}
+    arms = (standing.registration.candidate, standing.registration.baseline)
+    pairs = sum(all((arm, seed) in done for arm in arms) for seed in standing.registration.seeds)
+    if pairs:
+        yield f"{format_items(pairs, 'pair')} complete: {study.command} looks at them, or trains what they lack."
+
+
 def _about_states(comparison: Comparison) -> Iterator[str]:
-    behind = 0
+    behind: list[str] = []
     for run in comparison.runs:
         if run.state in ("failed", "lost", "preempted"):
             reason = f": {run.reason.strip().splitlines()[-1]}" if run.reason and run.reason.strip() else ""
             verb = "failed" if run.state == "failed" else f"was {run.shown}"
             yield f"{run.run_id} ({_row_of(comparison, run.run_id)}) {verb} after step {run.step}{reason}."
         elif not comparison.budget.reached(run):
-            behind += 1
+            behind.append(_row_of(comparison, run.run_id))
     if behind:
-        has = "has" if behind == 1 else "have"
-        yield f"{format_items(behind, 'run')} {has} not seen so many tokens and {has} no number here."
+        has, more = "has" if len(behind) == 1 else "have", len(behind) - NAMED
+        names = listed([*behind[:NAMED], *[f"{more} more"][: max(more, 0)]], "and")
+        yield f"{format_items(len(behind), 'run')} {has} not seen so many tokens and {has} no number here: {names}."
     for row in comparison.rows:
         for metric in comparison.metrics:
             if metric.is_loss and (count := row.diverged(metric.name)):
-                runs = format_items(len(row.runs), "run")
-                yield f"{row.label}: {count} of {runs} diverged in {metric.title}, left out of its mean."
+                runs, numbers = format_items(len(row.runs), "run"), row.numbers[metric.name].items()
+                seeds = listed([str(seed) for seed, number in numbers if not math.isfinite(number)], "and")
+                who = f" (seed {seeds})" if len(row.runs) > 1 else ""
+                yield f"{row.label}: {count} of {runs} diverged in {metric.title}{who}, left out of its mean."
 
 
 def _about_lineage(comparison: Comparison) -> Iterator[str]:

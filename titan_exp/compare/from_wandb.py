@@ -21,8 +21,13 @@ if TYPE_CHECKING:
     from wandb.apis.public import Run as ApiRun
 
 
-STATES = {"finished": "done", "running": "running", "preempted": "preempted", "preempting": "preempted"}
-"""Run state by W&B state; `pending` is unchanged, any other is `failed`."""
+STATES = {
+    "pending": "queued",
+    "running": "running",
+    "finished": "done",
+    **dict.fromkeys(("preempted", "preempting"), "preempted"),
+}
+"""Run state by W&B state; any other is `failed`."""
 
 
 def select_from_wandb(place: str, group: str | None, ids: Sequence[str], runs: Path) -> Selection:
@@ -53,7 +58,7 @@ def from_wandb(run: "ApiRun") -> ComparedRun:
     rows = _rows(run.scan_history())
     world_size = identity.get("world_size")
     seconds = _runtime(run.summary)
-    state = run.state if run.state == "pending" else STATES.get(run.state, "failed")
+    state = STATES.get(run.state, "failed")
     return ComparedRun(
         study=identity.get("study") or run.group or "",
         run_id=identity.get("run_id") or run.id,
@@ -89,7 +94,7 @@ def explain_wandb_errors(place: str) -> Iterator[None]:
         yield
     except ImportError as error:
         package = {"wandb_workspaces": "wandb-workspaces"}.get((error.name or "").partition(".")[0], error.name)
-        raise UserError(f"W&B needs a package that is not installed: pip install {package}") from error
+        raise UserError(f"W&B needs a package that is not installed. Type pip install {package}") from error
     except UserError:
         raise
     except Exception as error:

@@ -18,7 +18,7 @@ from titan_exp.tracking.run_folder.attempts import has_diverged
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
 
 EDGE = 0.1
-"""Outer share of a range, on its scale, in which the best value counts as at its edge."""
+"""Outer share of a range, on its own scale, within which the best value counts as at the edge."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Trial:
     value: float | None
     """Metric at the end of that rung, mean over seeds; infinite if a run diverged."""
     first: float | None
-    """The same at the end of its first run."""
+    """Metric at the end of the point's first run."""
     seeds: int
 
 
 @dataclass(frozen=True)
 class Marginal:
-    """Mean of the metric over the points in a part of a parameter's range, whatever the other parameters."""
+    """Mean of the metric over the points in a part of a parameter's range, whatever their other parameters."""
 
     part: str
     """Bounds, or a value of a choice."""
     mean: float | None
-    """Over the points that have not diverged."""
+    """Mean over the points that have not diverged."""
     best: float | None
     points: int
     diverged: int
@@ -77,7 +77,7 @@ class Cost:
 
     @property
     def whole_gpu_hours(self) -> float | None:
-        """Estimate for every point trained to its end, at the same speed."""
+        """Estimated GPU-hours if every point were trained to its end, at the same speed."""
         return None if self.gpu_hours is None or not self.tokens else self.gpu_hours * self.whole_tokens / self.tokens
 
 
@@ -90,7 +90,7 @@ class Learnt:
     rungs: int
     """Number of rungs; 0 without halving."""
     trials: tuple[Trial, ...]
-    """The best first; a point that went further is better than one that did not."""
+    """Points, best first; a point that went further is better than one that did not."""
     parameters: tuple[Parameter, ...]
     cost: Cost
 
@@ -108,7 +108,7 @@ def learn(rows: Sequence[Row], columns: DifferingKeys, study: StudyRecord, metri
 
 
 def rank(rows: Sequence[Row], study: StudyRecord, metric: str, better: str) -> list[Trial]:
-    """Points, the best first."""
+    """Rank points, best first."""
     sign = -1 if better == "max" else 1
     trials = [_trial(index, row, study, metric, sign) for index, row in enumerate(rows)]
     return sorted(trials, key=lambda trial: (-trial.round if study.rungs else 0, _key(trial.value, sign)))
@@ -135,7 +135,7 @@ def _trial(index: int, row: Row, study: StudyRecord, metric: str, sign: int) -> 
 
 
 def _chain(run: ComparedRun) -> list[ComparedRun]:
-    """A run after those that it was continued from."""
+    """A run, preceded by the runs that it continues."""
     chain = [run]
     while chain[0].parent is not None:
         chain.insert(0, chain[0].parent)
@@ -174,7 +174,7 @@ def _parameter(
 
 
 def _thirds(points: Sequence[tuple[Any, float | None]]) -> dict[str, list[float | None]]:
-    """Metric in the lower, middle and upper third of the points, by their bounds."""
+    """Metric in the lower, middle and upper third of the points, by the thirds' bounds."""
     ordered = sorted(points, key=lambda point: point[0])
     cuts = [round(len(ordered) * part / 3) for part in range(4)]
     parts: dict[str, list[float | None]] = {}

@@ -11,9 +11,11 @@ from typing import Any, NotRequired, TypedDict
 
 from titan_exp.compare.statistics import Delta, Estimate
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
+from titan_exp.config.study.ladder import LadderRung
 from titan_exp.launch.executor import summarize_worlds
-from titan_exp.launch.state.run_lookup import find_runs
+from titan_exp.launch.state.run_lookup import LadderRecord, find_runs, sweep_command
 from titan_exp.launch.state.run_status import run_statuses
+from titan_exp.launch.verdict.registration import Registration
 from titan_exp.tracking.number_format import format_items
 from titan_exp.tracking.run_folder.attempts import Heartbeat, read_json, shown_state
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows
@@ -27,7 +29,7 @@ STUDY_FILE = "study.json"
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """Study as recorded at launch. Runs started by hand have none."""
+    """Study as recorded at launch; runs started by hand have none."""
 
     name: str
     """Name of the study: `experiment.name` of its runs."""
@@ -44,25 +46,39 @@ class StudyRecord:
     """Name of the chosen value by named list, by run id."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Skip reasons, by point label."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Labels of points of earlier calls that the last one did not ask for, by run id."""
+    removed: Mapping[str, str] = field(default_factory=dict)
+    """Labels of points that the study's file no longer has, by run id."""
+    command: str = ""
+    """Last call, as typed."""
     seeds: Mapping[str, int | None] = field(default_factory=dict)
     """Seed of each point, by run id."""
     rounds: Mapping[str, Any] = field(default_factory=dict)
-    """Metric and better direction that later rounds follow, with rungs and kept fraction of successive halving."""
+    """Metric and better direction that decide later rounds, with rungs and kept fraction of successive halving."""
     rounds_of: Mapping[str, int] = field(default_factory=dict)
     """Rung or batch, from 1, by run id."""
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Kind and bounds of each range of a search, by key."""
     tune: str = ""
     """Key over which each group is tuned."""
+    registered: Registration | None = None
+    """Question, as registered before the first run."""
+    dropped: str = ""
+    """Reason for ending the question between looks; empty if it goes on, or ended at a look."""
+    ladder: LadderRecord | None = None
+    """Ladder of sizes; None of another study."""
+    ladder_rungs: Mapping[str, LadderRung] = field(default_factory=dict)
+    """Size and length of each point of a ladder, by run id."""
 
     @property
     def rungs(self) -> Sequence[str]:
-        """Rungs of successive halving; empty without."""
+        """Rungs of successive halving; empty without halving."""
         return self.rounds.get("rungs", ())
 
     @property
     def is_adaptive(self) -> bool:
-        """True for a search and for successive halving."""
+        """True for a search or successive halving."""
         return bool(self.rounds or self.parameters)
 
 
@@ -81,20 +97,29 @@ def read_study_record(folder: Path) -> StudyRecord | None:
         lists={name: tuple(keys) for name, keys in found.get("lists", {}).items()},
         choices={point["run_id"]: point.get("choices", {}) for point in points},
         skipped=found.get("skipped", {}),
+        others={point["run_id"]: point.get("label", "") for point in found.get("others", [])},
+        removed={point["run_id"]: point.get("label", "") for point in found.get("removed", [])},
+        command=sweep_command(found.get("name") or folder.name, found.get("size", ""), found.get("typed", [])),
         seeds={point["run_id"]: point.get("seed") for point in points},
         rounds=found.get("rounds", {}),
         rounds_of={point["run_id"]: point.get("round", 1) for point in points},
         parameters=found.get("parameters", {}),
         tune=found.get("tune", ""),
+        registered=found.get("registered"),
+        dropped=found.get("dropped", ""),
+        ladder=found.get("ladder"),
+        ladder_rungs={point["run_id"]: rung for point in points if (rung := point.get("rung")) is not None},
     )
 
 
 class _Point(TypedDict):
     run_id: str
     variant: str
+    label: NotRequired[str]
     choices: NotRequired[dict[str, str]]
     seed: NotRequired[int | None]
     round: NotRequired[int]
+    rung: NotRequired[LadderRung | None]
 
 
 class _Rounds(TypedDict, total=False):
@@ -111,9 +136,16 @@ class _Study(TypedDict, total=False):
     metrics: dict[str, str]
     lists: dict[str, list[str]]
     skipped: dict[str, str]
+    others: list[_Point]
+    removed: list[_Point]
+    size: str
+    typed: list[str]
     rounds: _Rounds
     parameters: dict[str, dict[str, Any]]
     tune: str
+    registered: Registration | None
+    dropped: str
+    ladder: LadderRecord | None
 
 
 @dataclass(frozen=True)
@@ -125,7 +157,7 @@ class ComparedRun:
     run_id: str
     experiment_id: str | None
     state: str
-    """As of `titan-exp status`, with `pending` for a run that is new or queued."""
+    """State as in `titan-exp status`."""
     reason: str | None
     config: Mapping[str, Any]
     """Resolved configuration, nested."""
@@ -144,11 +176,11 @@ class ComparedRun:
     source: str
     """Folder or URL."""
     lost_seconds: float | None = None
-    """Seconds lost to failures of worlds, over all attempts; None if the run has one."""
+    """Seconds lost to failures of worlds, over all attempts; None if the run has one world."""
     predicted: PredictedMetrics = field(default_factory=PredictedMetrics)
     """Predictions made before the start."""
     lineage: Lineage | None = None
-    """Parent and step of a continued run, whose `rows` begin with its parent's."""
+    """Parent of a continued run, and the step; the run's `rows` begin with its parent's."""
     parent: "ComparedRun | None" = None
     """Parent of a continued run; None if it is not on this machine."""
 
@@ -164,7 +196,7 @@ class ComparedRun:
 
     @property
     def begins(self) -> int:
-        """Tokens that its parents had trained on when a run was continued; 0 for other runs."""
+        """Tokens that its ancestors had trained on when the run was continued; 0 for other runs."""
         return 0 if self.lineage is None else self.lineage.tokens
 
     @property
@@ -210,8 +242,8 @@ def read_run(run: Run | Path, status: RunStatus | None = None) -> ComparedRun:
         study=str((config.get("experiment") or {}).get("name") or folder.path.resolve().parent.name),
         run_id=(code and code.run_id) or folder.path.resolve().name,
         experiment_id=code and code.experiment_id,
-        state="pending" if status.state in ("new", "queued") else status.state,
-        reason="never started" if status.state == "new" else status.reason,
+        state=status.state,
+        reason=status.reason,
         config=config,
         rows=read_history(folder.path),
         world_size=attempts[-1].world_size if attempts else None,
@@ -268,7 +300,7 @@ class Row:
     deltas: Mapping[str, Delta | None]
     """Difference to the baseline by metric; None in the baseline's row."""
     is_named: bool = False
-    """True if the label is a name that its study gives, not the values of keys."""
+    """True if the label is a name given by the study, rather than values of keys."""
 
     def name_of(self, run: ComparedRun) -> str:
         """Label, with the seed if the row has several: `lr=0.003 seed=0`."""
@@ -276,7 +308,7 @@ class Row:
 
     @property
     def shown_states(self) -> dict[str, int]:
-        """Number of runs by the word for their state."""
+        """Number of runs by the displayed word for their state."""
         return dict(Counter(run.shown for run in self.runs))
 
     @property
@@ -316,7 +348,7 @@ def select(names: Sequence[str], runs: Path) -> Selection:
     no matching run can be read.
     """
     if not names:
-        raise UserError(f"compare takes a study, or run folders, ids or patterns. {_offer(runs)}")
+        raise UserError(f"Name a study, or run folders, ids or patterns. {_offer(runs)}")
     found = [folder for name in names for folder in _folders(name, runs)]
     folders = list(dict.fromkeys(folder.resolve() for folder in found))
     parents = list(dict.fromkeys(folder.parent for folder in folders))
@@ -327,7 +359,7 @@ def select(names: Sequence[str], runs: Path) -> Selection:
         folders = _points_of(study, parents[0], folders, notes)
     read = list(_read(folders, notes))
     if not read:
-        raise UserError(" ".join(["None of these runs can be read.", *notes]))
+        raise UserError(" ".join(["We cannot read any of these runs.", *notes]))
     name = study.name if study else _name(parents, runs)
     return Selection(tuple(read), study, name, _relative(parents[0]) if len(parents) == 1 else runs, tuple(notes))
 
@@ -357,13 +389,22 @@ def _points_of(study: StudyRecord, folder: Path, folders: list[Path], notes: lis
     if study.skipped:
         reasons = [f"{label} ({reason.strip().splitlines()[-1].strip()})" for label, reason in study.skipped.items()]
         notes.append(f"{format_items(len(reasons), 'point')} of the study cannot run: {_some(reasons)}.")
-    missing = [label or run for run, label in study.points.items() if run not in there]
+    missing = [
+        _with_seed(label or run, study.seeds.get(run)) for run, label in study.points.items() if run not in there
+    ]
     others = [name for name in there if name not in study.points]
     if missing:
-        notes.append(f"{format_items(len(missing), 'point')} of the study without a run yet: {_some(missing)}.")
-    if others:
-        runs = format_items(len(others), "run")
-        notes.append(f"{runs} in the study's folder belong to no point: {_some(others)}. Name a run to include it.")
+        notes.append(f"{format_items(len(missing), 'point')} of the study without a run yet (new): {_some(missing)}.")
+    left_out = {
+        f"not in the last call ({study.command})": study.others,
+        "of points that the study's file no longer has": study.removed,
+        "of no point": {name: name for name in others if name not in {**study.others, **study.removed}},
+    }
+    for reason, labels in left_out.items():
+        names = [label for name, label in labels.items() if name in others]
+        if names:
+            runs = format_items(len(names), "run")
+            notes.append(f"{runs} left out, {reason}: {_some(names)}. Name a run to include it.")
     found = [there[run] for run in study.points if run in there]
     if study.rungs and found:
         begun = [path for path in found if _has_begun(path)]
@@ -375,6 +416,10 @@ def _points_of(study: StudyRecord, folder: Path, folders: list[Path], notes: lis
         )
         found = list(furthest.values())
     return found or [folder / name for name in others]
+
+
+def _with_seed(label: str, seed: int | None) -> str:
+    return label if seed is None else f"{label} seed={seed}"
 
 
 def _has_begun(folder: Path) -> bool:
@@ -406,8 +451,8 @@ def _name(parents: Sequence[Path], runs: Path) -> str:
 def _offer(runs: Path, word: str = "") -> str:
     studies = [path.name for path in sorted(runs.glob("*")) if readable_runs(path)]
     if not studies:
-        return f"{runs} contains no runs; paths.runs=FOLDER looks elsewhere."
-    return did_you_mean(word, studies) or f"{runs} holds {_some(studies)}; paths.runs=FOLDER looks elsewhere."
+        return f"{runs} contains no runs. To look elsewhere, add paths.runs=FOLDER."
+    return did_you_mean(word, studies) or f"{runs} holds {_some(studies)}. To look elsewhere, add paths.runs=FOLDER."
 
 
 def _some(names: Sequence[str], most: int = 5) -> str:

@@ -11,12 +11,12 @@ import numpy as np
 LEVEL = 0.95
 
 Pairing = Literal["paired", "unpaired", "single"]
-"""`paired`: equal seeds; `unpaired`: means (Welch); `single`: one number against one."""
+"""Pairing: `paired` compares equal seeds, `unpaired` compares means (Welch), `single` one number with another."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean of a metric over seeds with a known value."""
+    """Mean of a metric over the seeds with a known value."""
 
     mean: float
     low: float | None
@@ -27,7 +27,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Delta:
-    """Difference to the baseline, row minus baseline."""
+    """Difference from the baseline: row minus baseline."""
 
     difference: float
     """Difference of means; over common seeds if paired."""
@@ -68,7 +68,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def difference(values: Mapping[object, float], baseline: Mapping[object, float]) -> Delta | None:
-    """Difference of values to the baseline, both by seed; None if either is empty.
+    """Difference between values and the baseline's, both by seed; None if either is empty.
 
     Common seeds are paired, which cancels the effect of initial weights and data order; other seeds are left out. With
     fewer than two common seeds and at least two on both sides, means are compared (Welch 1947).
@@ -128,7 +128,7 @@ def _delta(mean: float, test: Any, n: int, pairing: Pairing) -> Delta:
 
 
 def _certain(mean: float, n: int, pairing: Pairing) -> Delta:
-    """Delta of constant values, for which scipy divides by zero."""
+    """Delta of constant values, for which scipy would divide by zero."""
     return Delta(mean, mean, mean, n, pairing, 1.0 if mean == 0 else 0.0)
 
 

@@ -1,11 +1,11 @@
 """Tuned comparison: each group of runs, such as an optimizer, at the best value of one key, such as its learning rate.
 
-The best value is that of the best mean over seeds, not of the luckiest run.
+The best value is the one with the best mean over seeds, rather than the luckiest run.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import harmonic_mean
 from typing import Any
 
@@ -29,15 +29,15 @@ class TunedPoint:
     estimate: Estimate | None
     """Main metric over seeds; None if every run diverged or has not reached the budget."""
     diverged: int = 0
-    """Number of seeds that diverged; such a value is never the best."""
+    """Number of seeds that diverged; if any did, the value is never the best."""
 
 
 @dataclass(frozen=True)
 class Reached:
-    """Cost of reaching the final loss of the baseline's best runs, seed by seed."""
+    """Cost of reaching the final loss of the baseline group's best runs, seed by seed."""
 
     estimate: Estimate | None
-    """Over the seeds that reached it; None if none did."""
+    """Estimate over the seeds that reached it, whose interval ends with the longest run; None if none did."""
     reached: int
     """Number of seeds that reached it."""
     of: int
@@ -51,11 +51,11 @@ class Group:
     points: tuple[TunedPoint, ...]
     """Values of the tuned key in order."""
     best: TunedPoint | None
-    """Value with the best mean; None without any."""
+    """Value with the best mean; None if there is none."""
     edge: str
     """`lowest` or `highest` if the best value is the first or last of several numbers; `one value` if there is one."""
     delta: Delta | None
-    """Difference of the best to the baseline group's; None in the baseline's group."""
+    """Difference between the best and the baseline group's best; None in the baseline's group."""
     steps: Reached
     seconds: Reached
     """Training time without evaluation and checkpoints, from the run's mean speed."""
@@ -64,7 +64,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Groups, the best first."""
+    """Groups of a tuned comparison, best first."""
 
     key: str
     """Full name of the tuned key."""
@@ -81,7 +81,10 @@ def tune(
     differ in it, or no direction of the metric is better."""
     full = _tuned_key(columns, key)
     if metric.better is None:
-        raise UserError(f"tune={key}: neither direction of {metric.name} is better. Put another first: metrics=loss.")
+        raise UserError(
+            f"tune={key}: we do not know whether less or more of {metric.name} is better. Put another metric "
+            "first: metrics=loss."
+        )
     others = [column for column in columns.keys if column != full]
     members: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
@@ -117,7 +120,9 @@ def _tuned_key(columns: DifferingKeys, key: str) -> str:
     if len(found) == 1:
         return found[0]
     names = [columns.short[full] for full in columns.keys]
-    offer = did_you_mean(key, names) or (f"They differ in {listed(names, 'and')}." if names else "They differ in none.")
+    offer = did_you_mean(key, names) or (
+        f"They differ in {listed(names, 'and')}." if names else "They differ in no key."
+    )
     raise UserError(f"tune={key}: the runs do not differ in this key. {offer}")
 
 
@@ -167,9 +172,11 @@ def _deltas(
 
 
 def _reached(runs: Sequence[ComparedRun], targets: Mapping[object, float], tokens: float) -> tuple[Reached, Reached]:
-    """Steps and seconds to the target loss of each run's seed, or, without that seed, to the mean of all."""
+    """Steps and seconds to the target loss of each run's seed; for a seed without target, to the mean of all
+    targets."""
     steps: list[float] = []
     seconds: list[float] = []
+    ends = [_spent(run, known[-1]) for run in runs if (known := run.series("tokens", tokens)[0])]
     mean = sum(targets.values()) / len(targets) if targets else None
     for run in runs:
         target = targets.get(run.seed, mean)
@@ -177,18 +184,37 @@ def _reached(runs: Sequence[ComparedRun], targets: Mapping[object, float], token
         seen = None if target is None else target_metric(target + ROUNDING * abs(target)).read(run, tokens)
         if seen is None:
             continue
-        pairs = zip(column_of(run.rows, "step"), column_of(run.rows, "tokens"), strict=True)
-        steps.append(next(float(step or 0) for step, tokens in pairs if tokens == seen))
-        speed = _mean_speed(run, seen)
-        seconds += [(seen - run.begins) / speed] if speed else []
-    return Reached(estimate(steps), len(steps), len(runs)), Reached(estimate(seconds), len(seconds), len(runs))
+        step, took = _spent(run, seen)
+        steps.append(step)
+        seconds += [] if took is None else [took]
+    last = max((step for step, _ in ends), default=math.inf)
+    longest = max((took for _, took in ends if took is not None), default=math.inf)
+    return (
+        Reached(_within(estimate(steps), last), len(steps), len(runs)),
+        Reached(_within(estimate(seconds), longest), len(seconds), len(runs)),
+    )
+
+
+def _spent(run: ComparedRun, tokens: float) -> tuple[float, float | None]:
+    """Steps and seconds of a run up to the row with these tokens; None where its speed is unknown."""
+    pairs = zip(column_of(run.rows, "step"), column_of(run.rows, "tokens"), strict=True)
+    step = next(float(step or 0) for step, at in pairs if at == tokens)
+    speed = _mean_speed(run, tokens)
+    return step, (tokens - run.begins) / speed if speed else None
+
+
+def _within(found: Estimate | None, end: float) -> Estimate | None:
+    """Estimate of a mean between 0 and `end`, with its interval cut there."""
+    if found is None or found.low is None or found.high is None:
+        return found
+    return replace(found, low=max(0.0, found.low), high=min(found.high, end))
 
 
 def _mean_speed(run: ComparedRun, tokens: float) -> float | None:
-    """Tokens over seconds of all measured rows up to `tokens`; None without any.
+    """Tokens divided by seconds over all measured rows up to `tokens`; None if there are none.
 
-    A median would leave out what an optimizer does every few steps, such as SOAP's power iterations, and an unweighted
-    mean the larger steps of a growing batch.
+    A median would leave out work that an optimizer does every few steps, such as SOAP's power iterations, and an
+    unweighted mean would undercount the larger steps of a growing batch.
     """
     ends = [run.begins, *run.series("tokens", above=run.begins)[0]]
     before = dict(zip(ends[1:], ends, strict=False))

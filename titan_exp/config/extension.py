@@ -56,6 +56,8 @@ class Extension:
     join those of the core's class, whose properties it may override; another group joins the configuration."""
     idle: Mapping[str, tuple[str, tuple[object, ...]]] = field(default_factory=dict)
     """Keys without effect while another key has one of the given values, as `COUNTS_BESIDE` of the core."""
+    not_in_run_id: Mapping[str, str] = field(default_factory=dict)
+    """Keys of its groups without effect on results, each with the reason, as `NOT_IN_RUN_ID` of the core."""
     rules: str = ""
     """Module with `RULES`, and `LAYOUT_RULES` if it has any, as those in `titan_exp/rules`; imported without torch. Its
     `EVALUATION_RULES` are those that hold for `titan-exp evaluate`, too."""
@@ -87,7 +89,11 @@ class Extension:
     """Class of an observation by its flag of `titan-exp evaluate`, as `titan_exp.inference.evaluate.Observation`. The
     first line of the docstring is the line of help."""
     reports: Mapping[str, str] = field(default_factory=dict)
-    """Report by name: a function of a finished run's experiment and folder that yields lines to print."""
+    """Report by name: a function of a run's experiment and folder that yields lines for the end of a finished run, and
+    for `titan-exp show`. Imported without torch."""
+    sections: str = ""
+    """Function of a `titan_exp.compare.comparison.Comparison` that yields tables, each a `Section` of
+    `titan_exp/compare/output/study_sections.py`, for every output of `titan-exp compare`."""
     worlds: str = ""
     """Class that launches runs with several worlds, as `titan_exp.launch.executor.Worlds`."""
     commit: str = ""
@@ -157,7 +163,7 @@ def _described(module: str) -> Extension:
 
         frames = user_traceback(error, [package_prefix(module)])
         at = f"\n{frames}" if frames else f" with {type(error).__name__}: {error}"
-        raise UserError(f"The extension {module} cannot be imported{at}") from error
+        raise UserError(f"Cannot import the extension {module}{at}") from error
 
 
 def provided(what: str) -> dict[str, Any]:
@@ -211,7 +217,7 @@ def load(path: str) -> Any:
 
 
 def loaded(what: str) -> Iterator[Any]:
-    """What the import paths in one field of all extensions name, such as `rules`."""
+    """Objects at the import paths in one field of all extensions, such as `rules`."""
     return (load(path) for extension in extensions().values() if (path := getattr(extension, what)))
 
 
@@ -273,7 +279,7 @@ def lacking(word: str) -> str:
         name for name, words in _provided().items() if word in {*words, *(one.partition("=")[0] for one in words)}
     ]
     missing = [name for name in missing if name not in extensions()]
-    return f"it comes with the extension {listed(missing)}, which this installation lacks" if missing else ""
+    return f"it comes with the extension {listed(missing)}, which you have not installed" if missing else ""
 
 
 def is_default_of_missing(key: str, value: object) -> bool:

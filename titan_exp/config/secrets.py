@@ -128,12 +128,12 @@ def require_variables(config: object, field: str = "") -> set[str]:
         if key.partition("[")[0] not in LABELS
     ]
     missing = [
-        Violation(key, text, f"the environment variable {match['name']} is not set on {socket.gethostname()}", _SET)
+        Violation(key, text, f"{socket.gethostname()} has no environment variable {match['name']}", _SET)
         for key, text, match in read
         if match["name"] not in os.environ and match["default"] is None
     ]
     if missing:
-        raise UserError("The configuration reads secrets from the environment, and some are missing.", missing)
+        raise UserError("The configuration reads secrets from the environment, and some are not set.", missing)
     return {match["name"] for _, _, match in read}
 
 
@@ -148,11 +148,11 @@ def concealed(text: str) -> str:
 
 LABELS = ("experiment.notes", "experiment.tags")
 """Keys with text that nothing reads, in which a secret variable stays as typed."""
-SECRET = "its name says that the value is secret, and only options of your own code may read it"
+SECRET = "the name of this variable says that its value is secret, and only options of your own code may read it"
 """Reason against a secret variable in another key."""
 
 
-_SET = "set it in the environment in which the run is launched; its value is recorded nowhere"
+_SET = "set it where you launch the run (titan_exp records its value nowhere)"
 
 
 def _env(key: str, *default: Any) -> Any:
@@ -176,7 +176,7 @@ def _decode(expr: str | None, _parent_: Any, _node_: Any) -> Any:
     if not variables_in(expr):
         return oc.decode(expr, _parent_, _node_)
     if not _TYPED.fullmatch(str(expr)):
-        raise ValueError(f"oc.decode takes a secret variable alone, and this is {expr}")
+        raise ValueError(f"oc.decode takes a secret variable and nothing else, not {expr}")
     return f"${{oc.decode:{expr}}}"
 
 

@@ -1,9 +1,9 @@
-"""Micro-batches: what every kind can do, and packed rows of input tokens, labels, positions and document ids."""
+"""Micro-batches: the interface of every kind, and packed rows of input tokens, labels, positions and document ids."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 
+@runtime_checkable
 class SequencePart(Protocol):
     """Part of every sequence that a context-parallel rank computes."""
 
     def take(self, whole: Tensor, /) -> Tensor:
-        """This rank's tokens of a tensor [rows, seq, ...]."""
+        """Take this rank's tokens of a tensor [rows, seq, ...]."""
         ...
 
     def positions(self, tokens: Tensor, /) -> Tensor:
@@ -28,13 +29,13 @@ class Inputs(NamedTuple):
     """Arguments of a model's `forward`."""
 
     positional: tuple[Tensor | None, ...]
-    """By position."""
+    """Positional arguments."""
     named: dict[str, Tensor | None]
-    """By name."""
+    """Named arguments."""
 
 
 class MicroBatch(ABC):
-    """Rows of a micro-batch, as tensors whose first dim are the rows."""
+    """Rows of a micro-batch, as tensors whose first dim is the row."""
 
     @property
     @abstractmethod
@@ -47,11 +48,11 @@ class MicroBatch(ABC):
 
     @abstractmethod
     def inputs(self, hidden: Tensor | None = None) -> "Inputs":
-        """Arguments of a model's `forward`, or those of a later pipeline stage with `hidden` states."""
+        """Arguments of a model's `forward`; with `hidden` states, those of a later pipeline stage."""
 
     @abstractmethod
     def sharded(self, part: SequencePart) -> Self:
-        """This rank's part of every sequence."""
+        """Take this rank's part of every sequence."""
 
     def to(self, device: torch.device | str) -> Self:
         """Copy the batch to `device`, asynchronously if it is pinned."""
@@ -74,8 +75,8 @@ class Batch(MicroBatch):
     documents: Tensor | None
     """Index of each token's document within the row; None if attention crosses document boundaries."""
     further: tuple["Batch", ...] = ()
-    """Tokens 1, 2, ... places ahead with the labels of their predictions, for multi-token prediction; positions and
-    documents are those of this batch."""
+    """Batches of the tokens 1, 2, ... places ahead with their labels, for multi-token prediction; positions and
+    documents are this batch's."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -94,20 +95,21 @@ class Batch(MicroBatch):
         return Batch(function(self.tokens), function(self.labels), positions, documents, further)
 
     def inputs(self, hidden: Tensor | None = None) -> Inputs:
-        """Tokens or hidden states, positions, documents."""
+        """Arguments: tokens or hidden states, positions, documents."""
         return Inputs((self.tokens if hidden is None else hidden, self.positions, self.documents), {})
 
     def sharded(self, part: SequencePart) -> "Batch":
-        """This rank's tokens. Positions are explicit: a token's index in the part is not its position."""
+        """Take this rank's tokens. Positions become explicit, because a token's index in the part is not its
+        position."""
         shard = self.map(part.take)
         return shard if shard.positions is not None else replace(shard, positions=part.positions(self.tokens))
 
     def with_further(self, depth: int) -> "Batch":
-        """The same batch of whole rows with the tokens up to `depth` places ahead.
+        """Return this batch of whole rows with the tokens up to `depth` places ahead.
 
-        Token i + k predicts token i + k + 1, k places ahead of i, if both are in the document of token i where
-        documents are masked. The last k tokens of a row, whose prediction is not in it, have no label; the row's last
-        token stands for those behind it, and no counted prediction depends on it.
+        Token i + k predicts token i + k + 1. If documents are masked, both must be in the document of token i. The last
+        k tokens of a row have no label, because their target lies beyond it; the row's last token stands in for the
+        tokens after it, and no counted prediction depends on it.
         """
         return replace(self, further=tuple(self._ahead(places) for places in range(1, depth + 1)))
 

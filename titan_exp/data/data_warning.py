@@ -1,4 +1,4 @@
-"""Warnings about a user's data: shown as a sentence, without the line of our code that noticed it."""
+"""Warnings about your data: shown as a sentence, without the line of our code that noticed the problem."""
 
 import warnings
 from functools import wraps
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class DataWarning(UserWarning):
-    """Warning about a user's data."""
+    """Warning about your data."""
 
 
 def warn(sentence: str) -> None:

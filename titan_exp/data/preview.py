@@ -18,7 +18,7 @@ _MAX_TEXT = 200
 def preview(data: DataConfig, training: TrainingConfig, seed: int, step: int) -> Iterator[str]:
     """Describe the global batch of a step, counted from 1 as in the metrics, as lines of text.
 
-    Each row lists its number in the run and its source; each of its documents lists token range, positions, tokens
+    A row is shown with its number in the run and its source. Each of its documents has token range, positions, tokens
     without a label, and text, shortened in the middle. Token stores are read at the step, other sources from the
     beginning.
     """

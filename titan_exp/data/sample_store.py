@@ -1,4 +1,4 @@
-"""Store of samples in a folder: its shards are written whole or not at all, and read through memory maps."""
+"""Store of samples in a folder. Its shards are written whole or not at all, and read through memory maps."""
 
 import errno
 import fcntl
@@ -42,7 +42,8 @@ def file_checksum(path: Path) -> str:
 
 
 class AtomicFile:
-    """File written under a temporary name; `commit` syncs it to disk and renames it, `close` deletes it before that."""
+    """File written under a temporary name. `commit` syncs it to disk and renames it; `close` before `commit` deletes
+    it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -79,14 +80,14 @@ def write_json(path: Path, values: Any) -> str:
 
 
 class ShardWriter:
-    """Writes the files of a shard, which `close` deletes before `commit`. Fields without a header may grow."""
+    """Writes the files of a shard; `close` before `commit` deletes them. Fields without a header may grow."""
 
     def __init__(self, folder: Path, name: str, fields: Sequence[Field]) -> None:
         self._folder, self._name = folder, name
         self._dtypes = {each.name: np.dtype(each.dtype) for each in fields}
         self._files = {each.name: AtomicFile(folder / f"{name}.{each.name}") for each in fields}
         self.lengths = dict.fromkeys(self._files, 0)
-        """Values along the first axis, by field."""
+        """Number of values along the first axis, by field."""
         for each in fields:
             if each.size is None:
                 header = {"descr": each.dtype, "fortran_order": False, "shape": each.shape}
@@ -111,18 +112,18 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class StoreWriter:
-    """Store that is built in a folder. Its journal lists the complete shards, from which the same command resumes."""
+    """Builds a store in a folder. Its journal lists the complete shards, so that the same command can resume."""
 
     manifest: type[StoreManifest]
     folder: Path
     out: str
-    """Folder as typed, for messages."""
+    """Folder as typed, for error messages."""
     settings: Mapping[str, Any]
-    """Settings that determine its content, JSON-serializable."""
+    """Settings that determine its content; JSON-serializable."""
     begun: str
-    """File of the journal with the settings."""
+    """Name of the journal's file with the settings."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Configuration keys of settings in messages; others are options of the verb."""
+    """Configuration keys of settings, for messages; other settings are options of the verb."""
     former: Mapping[str, Any] = field(default_factory=dict)
     """Values of settings that older stores did not record."""
 
@@ -146,8 +147,8 @@ class StoreWriter:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the store's lock, which the operating system releases when this process exits; partial files of killed
-        processes are removed.
+        """Hold the store's lock, which the operating system releases when this process exits; also removes partial
+        files of killed processes.
 
         Raises:
             UserError: another process holds the lock, or the store was begun with other settings.
@@ -158,7 +159,7 @@ class StoreWriter:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 reason = f"another titan-exp {self.manifest.verb} is building this store"
-                raise _refusal(self.out, reason, "wait for it, or stop it") from None
+                raise _refusal(self.out, reason, "wait for it to end, or stop it") from None
             if (self.journal / self.begun).exists():
                 self._check_same(self.journal / self.begun)
             else:
@@ -170,7 +171,7 @@ class StoreWriter:
                 self._remove_temporary_files()
 
     def finish(self, splits: Mapping[str, Any], identity: Any, **entries: Any) -> None:
-        """Write the manifest, whose fingerprint is of `identity`, and remove the journal."""
+        """Write the manifest, with the fingerprint of `identity`, and remove the journal."""
         digest = _checksum()
         digest.update(json.dumps(identity, sort_keys=True).encode())
         entries = {"fingerprint": digest.hexdigest(), **entries, "splits": splits}
@@ -183,7 +184,7 @@ class StoreWriter:
             path.unlink(missing_ok=True)
 
     def _check_same(self, path: Path) -> None:
-        """Check that a file has these settings."""
+        """Check that a file has the same settings as this job."""
         try:
             saved = {**self.manifest.format(), **self.former, **read_object(path)}
         except UserError as error:
@@ -192,8 +193,8 @@ class StoreWriter:
             Violation(
                 self.keys.get(key, key),
                 "",
-                f"{self.out} was built with {key} {before}, and now it is {now}",
-                "another out; or the previous setting; or remove the folder",
+                f"{self.out} began with {key} {before}, and you typed {now}",
+                "choose another out, type the setting of before, or remove the folder",
             )
             for key, before, now in _differing(saved, self._described)
         ]
@@ -202,7 +203,7 @@ class StoreWriter:
 
 
 def _differing(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Settings with other values, before and now; those among `options` by their own names."""
+    """Settings whose values differ, before and now; entries of `options` have their own names."""
     for key, now in settings.items():
         if key == "options" and isinstance(saved.get(key), dict):
             yield from _differing(saved[key], now)
@@ -211,16 +212,16 @@ def _differing(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterato
 
 
 def check_folder(folder: Path, out: str) -> None:
-    """Check that the folder is new, empty, or a store."""
+    """Check that the folder is new, empty, or holds a store."""
     if folder.exists() and not folder.is_dir():
-        raise _refusal(out, "a file of this name exists", "another out")
+        raise _refusal(out, "there is a file of this name", "choose another out")
     is_store = any((folder / name).exists() for name in (MANIFEST, UNFINISHED))
     if folder.is_dir() and any(folder.iterdir()) and not is_store:
-        raise _refusal(out, "the folder holds other files", "a new folder")
+        raise _refusal(out, "the folder holds other files", "name a new folder")
 
 
 def _refusal(out: str, reason: str, remedy: str) -> UserError:
-    return UserError("The store cannot be built.", [Violation("out", out, reason, remedy)])
+    return UserError("Cannot build the store.", [Violation("out", out, reason, remedy)])
 
 
 def _sync_folder(folder: Path) -> None:
@@ -242,23 +243,23 @@ def explain_disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                f"The disk of {folder} is full. Finished shards are kept: free some space and type the "
-                "same command to continue, or remove the folder."
+                f"The disk of {folder} is full. Free some space and type the same command to continue (it keeps the "
+                "finished shards), or remove the folder."
             ) from error
         begun = (folder / UNFINISHED).is_dir()
-        stays = f" Finished shards are kept in {folder}; type the same command to continue." if begun else ""
+        stays = f" To continue, type the same command: it keeps the finished shards in {folder}." if begun else ""
         remedy = f" {REMEDIES[error.errno]}." if error.errno in REMEDIES else ""
         reason = error.strerror or error
         raise UserError(f"{error.filename or type(error).__name__}: {reason}.{remedy}{stays}") from error
 
 
 class StoreSplit:
-    """Shards of a split in a row, whose files are memory-mapped on first use."""
+    """Shards of a split, in order; their files are memory-mapped on first use."""
 
     def __init__(self, manifest: StoreManifest, split: str) -> None:
         self.manifest, self.shards = manifest, manifest.splits[split]
         self.offsets = [0, *accumulate(shard.numbers[manifest.numbers[0]] for shard in self.shards)]
-        """First item of each shard, and the number of items."""
+        """First item of each shard, followed by the number of items."""
         self.map = lru_cache(maxsize=_MAX_MAPPED_SHARDS)(self._map)
 
     def __len__(self) -> int:
@@ -280,12 +281,25 @@ def map_field(manifest: StoreManifest, name: str, field: Field) -> np.ndarray:
     if not (problem := field.problem(path)):
         try:
             array = np.load(path, "r") if field.size is None else np.memmap(path, field.dtype, "r", shape=field.shape)
-            return array.view(np.ndarray)  # slices three times as fast
+            return array.view(np.ndarray)  # slicing is three times as fast
         except (OSError, ValueError, EOFError) as error:
             problem = str(error)
     remedy = manifest.repair.format(folder=manifest.path)
     violation = Violation("data.paths", str(manifest.path), f"{path.name}: {problem}", remedy)
     raise UserError(f"The {manifest.store} is damaged.", [violation])
+
+
+_MAX_LISTED = 5
+
+
+def require_intact(manifest: StoreManifest, folder: str) -> None:
+    """Compare every file of a store with its checksum. Raises UserError that names the damaged ones."""
+    found = list(find_damage(manifest))
+    if found:
+        lines = [f"{name}: {problem}" for name, problem in found[:_MAX_LISTED]]
+        more = [f"and {len(found) - _MAX_LISTED} more"] if len(found) > _MAX_LISTED else []
+        damage, verb = "\n  ".join([*lines, *more]), manifest.verb
+        raise UserError(f"{folder} is damaged.\n  {damage}\n  Copy it again, or remove the folder and {verb} again.")
 
 
 def find_damage(manifest: StoreManifest) -> Iterator[tuple[str, str]]:
@@ -300,4 +314,4 @@ def find_damage(manifest: StoreManifest) -> Iterator[tuple[str, str]]:
         found = pool.map(lambda name: file_checksum(manifest.path / name), present)
         for name, checksum in zip(present, found, strict=True):
             if checksum != expected[name]:
-                yield name, "its content has changed"
+                yield name, "the content of this file has changed"

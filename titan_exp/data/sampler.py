@@ -16,15 +16,15 @@ SamplerState = dict[str, dict[str, Any]]
 """JSON-serializable positions by name; each data rank holds a part of the run's."""
 
 NextRow = Callable[[Any], tuple[list[int], SamplerState]]
-"""Fills a row of a `RowBuffer` with the next one, such as a window [seq_len + 1] of tokens; returns its document starts
-(each in 1..seq_len; none for other rows) and the changed positions."""
+"""Fills a row of a `RowBuffer`, such as a window [seq_len + 1] of tokens, with the next row. Returns its document
+starts (each in 1..seq_len; none for other rows) and the changed positions."""
 
 
 class RowBuffer(Protocol):
-    """Rows of a micro-batch, which iterating yields to be filled."""
+    """Iterates over the empty rows of a micro-batch; the caller fills them."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Rows to fill, in order."""
+        """Iterate over the rows to fill, in order."""
         ...
 
     def collate(self, starts: Sequence[Sequence[int]], /) -> MicroBatch:
@@ -45,7 +45,7 @@ class Sampler(Protocol):
 
     def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
         """Select this rank's positions from all ranks', saved at the end of a global batch under any dp degree and any
-        batch size. Raises UserError if positions are missing or belong to different rows."""
+        batch size. Raises UserError if positions are missing or are of different rows."""
         ...
 
     def open(self, state: SamplerState) -> NextRow:
@@ -53,7 +53,7 @@ class Sampler(Protocol):
         ...
 
     def state_at(self, rows: int) -> SamplerState | None:
-        """Positions after `rows` rows of the run (a multiple of dp); None if they require reading."""
+        """Positions after `rows` rows of the run (a multiple of dp); None if only reading can tell them."""
         ...
 
     def source_name(self, row: int) -> str:
@@ -70,12 +70,12 @@ class Sampler(Protocol):
 
 
 class RowSampler(ABC):
-    """`Sampler` whose rows are read by number; the position counts the rows of all ranks, which advance together."""
+    """`Sampler` that reads rows by number. Its position counts the rows of all ranks, which advance together."""
 
     state_name: ClassVar[str]
     """Name of the position in the state."""
     store: ClassVar[str]
-    """Kind of store, for messages."""
+    """Kind of store, for error messages."""
 
     def __init__(self, corpus: dict[str, Any], dp_rank: int, dp_degree: int) -> None:
         self.corpus = corpus
@@ -89,7 +89,7 @@ class RowSampler(ABC):
     def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
         """Return the single position, shared by all ranks."""
         if self.state_name not in states:
-            raise UserError(f"The checkpoint's data state has no position in a {self.store}.")
+            raise UserError(f"The checkpoint has no position in a {self.store}.")
         return self.state_at(states[self.state_name]["rows"])
 
     def open(self, state: SamplerState) -> NextRow:
@@ -109,11 +109,11 @@ class RowSampler(ABC):
         return {self.state_name: {"rows": rows}}
 
     def source_name(self, row: int) -> str:
-        """Empty: there is a single source."""
+        """Empty, because there is a single source."""
         return ""
 
     def close(self) -> None:  # noqa: B027
-        """Do nothing: rows are read on demand."""
+        """Do nothing, since rows are read on demand."""
 
 
 _ROUNDS = 8
@@ -150,6 +150,6 @@ class Permutation:
 
 
 def keyed_generator(seed: int, sample: int, purpose: str) -> np.random.Generator:
-    """Generator of one sample's numbers for one purpose; those of other samples and purposes are independent."""
+    """Random generator for one sample and one purpose, independent of other samples and purposes."""
     digest = blake2b(f"{seed}/{sample}/{purpose}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))

@@ -1,4 +1,4 @@
-"""Check of a data source before the launch: it is opened as a rank opens it, as far as that is cheap."""
+"""Check of a data source before the launch: opens it as a rank does, as far as that is cheap."""
 
 from concurrent.futures import Future
 from threading import Thread
@@ -13,20 +13,20 @@ from titan_exp.data.tokenizers import ByteTokenizer, encode_document
 from titan_exp.data.validation_split import training_subset, validation_subset
 
 CHECK_SECONDS = 10.0
-"""Time after which the opening of a source is left to the ranks."""
+"""Seconds after which opening a source is left to the ranks."""
 SMALL_BYTES = 2**24
-"""Size up to which files are opened as documents; larger ones are listed."""
+"""Largest size at which files are opened as documents; larger corpora are only listed."""
 
 
 def check_source(config: DataConfig, *, evaluates: bool) -> None:
     """Open a source, divide it if the run evaluates on held-out documents, and read its first document.
 
     Raises:
-        UserError: it cannot be opened, in the source's own words, or cannot be divided.
-        Exception: that of a user's source.
+        UserError: it cannot be opened (in the source's own words) or cannot be divided.
+        Exception: your own source raised it.
     """
     if described(config.source).holds != "text" or "document" in described(config.source).reads:
-        return  # the rules have looked
+        return  # the rules have checked these
     opened: Future[None] = Future()
 
     def run() -> None:
@@ -39,7 +39,7 @@ def check_source(config: DataConfig, *, evaluates: bool) -> None:
     try:
         opened.result(CHECK_SECONDS)
     except TimeoutError:
-        if opened.done():  # of the source
+        if opened.done():  # raised by the source
             raise
 
 
@@ -47,9 +47,9 @@ def _open(config: DataConfig, evaluates: bool) -> None:
     try:
         files = open_files(config)
     except OSError as error:
-        reason = f"{error.filename} cannot be read ({(error.strerror or str(error)).lower()})"
-        violation = Violation("data.source", config.source, reason, "files that you can read")
-        raise UserError("The data source cannot be used.", [violation]) from error
+        reason = f"titan_exp cannot read {error.filename} ({(error.strerror or str(error)).lower()})"
+        violation = Violation("data.source", config.source, reason, "give files that you can read")
+        raise UserError("Cannot use this data source.", [violation]) from error
     small = files is not None and described(config.source).files and files.content.size <= SMALL_BYTES
     if asked(config.source, "open_files") is not None and not small:
         return

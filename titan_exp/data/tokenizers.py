@@ -1,6 +1,7 @@
-"""Tokenizers: bytes, or a tokenizer.json of Hugging Face."""
+"""Tokenizers: bytes, or Hugging Face's tokenizer.json."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
@@ -36,36 +37,44 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`, [tokens], in an integer dtype wide enough for the vocabulary; without EOS."""
+        """Encode `text` as ids [tokens], in an integer dtype wide enough for the vocabulary, without EOS."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; invalid UTF-8 becomes U+FFFD."""
+        """Decode ids to text; invalid UTF-8 becomes U+FFFD."""
+        ...
+
+    def token_bytes(self) -> np.ndarray:
+        """Number of bytes of text that each id stands for, int64 [vocab_size]; 0 for special tokens."""
         ...
 
 
 def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Ids of `text` and EOS, [length + 1]. Raises UserError if a source of the user's gives anything but text."""
+    """Encode `text` with EOS, [length + 1]. Raises UserError if your source returns anything but text."""
     if not isinstance(text, str):
-        raise UserError(f"data.source: a document is of type {type(text).__name__}, but documents are str.")
+        raise UserError(f"data.source: a document has the type {type(text).__name__}, and documents must be str.")
     tokens = tokenizer.encode(text)
     return np.append(tokens, np.asarray(tokenizer.end_of_text, dtype=tokens.dtype))
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, and 256 for end-of-text."""
+    """Byte tokenizer: UTF-8 bytes are ids 0 to 255, end-of-text is 256."""
 
     vocab_size = BYTES_VOCABULARY
     end_of_text = 256
     fingerprint = "bytes"
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of the UTF-8 bytes of `text`, uint16 [bytes]. Lone surrogates become `?`."""
+        """Encode `text` as the ids of its UTF-8 bytes, uint16 [bytes]. Lone surrogates become `?`."""
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; ids above 255 (end-of-text, vocabulary padding) are skipped."""
+        """Decode ids to text; ids above 255 (end-of-text, vocabulary padding) are skipped."""
         return bytes(token for token in map(int, ids) if token < 256).decode("utf-8", errors="replace")
+
+    def token_bytes(self) -> np.ndarray:
+        """One byte for each id below 256."""
+        return (np.arange(self.vocab_size) < 256).astype(np.int64)
 
 
 TOKENIZER_FILES = (
@@ -79,7 +88,7 @@ TOKENIZER_FILES = (
 
 
 def write_tokenizer(tokenizer: str, folder: Path, *, end_of_text: str | None, context: int) -> list[str]:
-    """Write a tokenizer's files for `transformers.AutoTokenizer` into a folder; returns their names.
+    """Write a tokenizer's files into a folder, for `transformers.AutoTokenizer`; returns their names.
 
     `tokenizer` is `bytes`, or the path of a tokenizer.json or of a folder, which may have none. `end_of_text` names the
     end-of-text token if tokenizer_config.json does not; `context` is the maximum sequence length in tokens.
@@ -138,8 +147,8 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
-            remedy = "data.tokenizer=bytes, or the path of a tokenizer.json or of the folder that holds one"
-            raise _refusal(path, f"{file} cannot be read as a tokenizer ({error})", remedy) from error
+            remedy = "use data.tokenizer=bytes, or give the path of a tokenizer.json or of the folder that holds one"
+            raise _refusal(path, f"Hugging Face's tokenizers cannot read {file} ({error})", remedy) from error
         # A saved truncation length would silently cut documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -152,15 +161,30 @@ class HuggingFaceTokenizer:
         self._dtype = np.uint16 if self.vocab_size <= 2**16 else np.int32
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`, uint16 or int32 [tokens], without added special tokens."""
+        """Encode `text` as ids, uint16 or int32 [tokens], without added special tokens."""
         try:
             return self._encode(text)
         except (TypeError, UnicodeEncodeError):  # a lone surrogate, possible in JSON but not in UTF-8
             return self._encode(text.encode("utf-8", errors="replace").decode("utf-8"))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, without special tokens and ids beyond the vocabulary."""
+        """Decode ids to text; special tokens and ids beyond the vocabulary are skipped."""
         return self._tokenizer.decode([int(token) for token in ids if int(token) < self.vocab_size])
+
+    def token_bytes(self) -> np.ndarray:
+        """Number of bytes by id: in a byte-level vocabulary every character of a word is one, others spell `<0x0A>`."""
+        parts = json.loads(self._tokenizer.to_str())["decoder"] or {}
+        byte_level = "ByteLevel" in [part["type"] for part in (parts, *parts.get("decoders", ()))]
+        found = np.zeros(self.vocab_size, dtype=np.int64)
+        added = self._tokenizer.get_added_tokens_decoder()
+        for word, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if number in added:
+                found[number] = 0 if added[number].special else len(word.encode())
+            elif byte_level or re.fullmatch("<0x[0-9A-F]{2}>", word):
+                found[number] = len(word) if byte_level else 1
+            else:
+                found[number] = len(word.replace("▁", " ").encode())
+        return found
 
     def _encode(self, text: str) -> np.ndarray:
         # A batch of one: unlike `encode`, it releases the GIL.
@@ -177,9 +201,9 @@ class HuggingFaceTokenizer:
         specials = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
         raise _refusal(
             path,
-            "no end-of-text token is known: "
-            + (f"tokenizer_config.json names {declared!r}, which it lacks" if declared else "none is declared")
-            + f"; its special tokens are {', '.join(specials) or 'none'}",
+            "this tokenizer has no end-of-text token: "
+            + (f"tokenizer_config.json names {declared!r}, which it lacks" if declared else "it declares none")
+            + f", and its special tokens are {', '.join(specials) or 'none'}",
             'put {"eos_token": "NAME"} with one of them into a tokenizer_config.json beside the tokenizer',
         )
 
@@ -195,7 +219,7 @@ def _declared_end_of_text(file: Path) -> str | None:
 
 
 def _refusal(path: str, reason: str, remedy: str) -> UserError:
-    return UserError("The tokenizer cannot be used.", [Violation("data.tokenizer", path, reason, remedy)])
+    return UserError("Cannot use this tokenizer.", [Violation("data.tokenizer", path, reason, remedy)])
 
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
@@ -210,7 +234,7 @@ def _build_from_store(config: DataConfig) -> Tokenizer:
     tokenizer = build_tokenizer(replace(config, tokenizer=tokenizer_path(config)))
     expected = read_manifest(config.paths[0]).tokenizer
     if tokenizer.fingerprint != expected:
-        reason = f"its tokenizer.json ({tokenizer.fingerprint}) is not the one it was built with ({expected})"
+        reason = f"its tokenizer.json ({tokenizer.fingerprint}) is not the one that built the store ({expected})"
         violation = Violation("data.paths", config.paths[0], reason, "restore that file, or rebuild the store")
         raise UserError("The token store is damaged.", [violation])
     return tokenizer

@@ -1,6 +1,6 @@
 """Training data loader: endless micro-batches in an order that depends on data, seed and batch size, not on the layout.
 
-Rank r of dp takes row r of each dp consecutive rows of the run; a `Sampler` defines the rows.
+Of each dp consecutive rows of the run, rank r takes row r; a `Sampler` defines the rows.
 """
 
 import json
@@ -53,7 +53,7 @@ _JOIN_TIMEOUT_SECONDS = 5.0
 
 
 class Prefetcher(Iterator[Item]):
-    """Iterator over `items` with up to `depth` items prefetched; the thread's exception is raised after its items."""
+    """Iterator that prefetches up to `depth` items in a thread; the thread's exception is raised after its items."""
 
     def __init__(self, items: Iterator[Item], depth: int) -> None:
         self._queue = _Queue[Item](depth)
@@ -123,7 +123,7 @@ def _stop(queue: _Queue, thread: threading.Thread) -> None:
 
 
 def build_text_sampler(data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> Sampler:
-    """Open a text. Raises UserError if the corpus or the tokenizer cannot be used."""
+    """Open a text as a sampler. Raises UserError if the corpus or the tokenizer cannot be used."""
     tokenizer, source = build_tokenizer(data), build_source(data)
     stored = stored_text(data, source, tokenizer)
     if stored is None:
@@ -151,12 +151,12 @@ def _windows(text: StoredText, seq_len: int, seed: int) -> Windows:
 
 
 class TrainLoader(Iterator[Any]):
-    """Micro-batches of one data rank, `Batch` or that of the source, prefetched by a thread.
+    """Loader of one data rank's micro-batches (`Batch`, or the source's own kind), which a thread prefetches.
 
-    The global batch of a step has the rows of the run that follow those of all earlier steps, in every layout; a rank's
-    micro-batches are consecutive groups of its rows. Raises UserError if the corpus or the tokenizer cannot be
-    used; `next` raises errors of the thread. `mtp_depth` is as in `Batch.with_further`; `prepare` is
-    applied to every micro-batch in the thread.
+    In every layout, the global batch of a step has the rows of the run that follow those of all earlier steps. A rank's
+    micro-batches are consecutive groups of its rows. Raises UserError if the corpus or the tokenizer cannot be used;
+    `next` raises errors of the thread. `mtp_depth` is as in `Batch.with_further`; `prepare` is applied to every
+    micro-batch in the thread.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class TrainLoader(Iterator[Any]):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of a data state's references: corpus, split, tokenizer, seed, order."""
+        """Digest of the identity that a data state refers to: corpus, split, tokenizer, seed, order."""
         return blake2b(json.dumps(self._sampler.corpus, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def __next__(self) -> Any:
@@ -210,9 +210,8 @@ class TrainLoader(Iterator[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-serializable position after the last consumed batch: this rank's sampler positions, and `corpus`, equal
-        on all ranks. A position held by several ranks is equal on them at the end of a global batch;
-        `load_state_dict` takes the union over all ranks.
-        """
+        on all ranks. Ranks that share a position agree on it at the end of a global batch. `load_state_dict` takes the
+        union over all ranks."""
         return {"corpus": self._sampler.corpus, **self._consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -231,7 +230,8 @@ class TrainLoader(Iterator[Any]):
         self._seek(_positions(state))
 
     def skip(self, rows: int) -> None:
-        """Seek to the state after `rows` rows of the run, whole micro-batches of all ranks; virtual shards read."""
+        """Seek to the state after `rows` rows of the run, whole micro-batches of all ranks. Virtual shards must read
+        them."""
         state = self._sampler.state_at(rows)
         self._seek(dict(self._sampler.initial_state) if state is None else state)
         if state is None:
@@ -240,7 +240,7 @@ class TrainLoader(Iterator[Any]):
 
     @property
     def guarantee(self) -> str:
-        """Sentence about what an epoch reads, for the log; empty where it reads each token once."""
+        """Sentence about the tokens that an epoch reads, for the log; empty if it reads each token once."""
         return getattr(self._sampler, "guarantee", "")
 
     def source_name(self, row: int) -> str:
@@ -264,28 +264,28 @@ class TrainLoader(Iterator[Any]):
             self._prefetcher.close()
 
     def _keep_order(self, state: Mapping[str, Any]) -> None:
-        """Read in the order of the state: virtual shards, as of every text before texts had token stores, and mixtures
-        with rounded shares."""
+        """Read in the order of a saved state: virtual shards, as all texts had before token stores, or mixtures with
+        rounded shares."""
         saved, present = state.get("corpus"), self._sampler.corpus
         if not isinstance(saved, dict):
             return
         if STREAMING in present and SHARDS in saved:
             warn(
-                "The checkpoint was written when all texts were tokenized while training: the run continues in that "
-                "order, in which an epoch is no exact pass over the data; checkpoint.continue_data=restart in a new "
-                "run begins in the present order",
+                "This checkpoint is from a version that tokenized all texts while training. The run continues in that "
+                "order, in which an epoch is not an exact pass over the data. To begin in the order of today, start a "
+                "new run with checkpoint.continue_data=restart",
             )
             self._sampler = self._build(VirtualShardSampler)()
         elif MIXTURE in present and MIXTURE not in saved:
             warn(
-                "The checkpoint was written when shares of mixtures were rounded to multiples of 1/65,536: the run "
-                "continues in that order, in which stores may end an epoch some rows apart; "
-                "checkpoint.continue_data=restart in a new run has exact shares",
+                "This checkpoint is from a version that rounded shares of mixtures to multiples of 1/65,536. The run "
+                "continues in that order, in which stores may end an epoch some rows apart. For exact shares, start a "
+                "new run with checkpoint.continue_data=restart",
             )
             self._sampler = self._build(partial(build_store_sampler, rounded=True))()
         elif STREAMING in saved and SHARDS in present:
-            reason = "the checkpoint was made with documents that were tokenized before training, in another order"
-            remedy = "data.streaming=false; or checkpoint.continue_data=restart in a new run"
+            reason = "this run tokenized its documents before training, and a stream has them in another order"
+            remedy = "use data.streaming=false, or start a new run with checkpoint.continue_data=restart"
             violation = Violation(STREAMING, self._data.streaming, reason, remedy)
             raise UserError("The run cannot continue in another order.", [violation])
 
@@ -307,7 +307,7 @@ class TrainLoader(Iterator[Any]):
 
 
 class _Windows:
-    """Windows [rows, seq_len + 1] of tokens."""
+    """Micro-batch rows as windows [rows, seq_len + 1] of tokens."""
 
     def __init__(self, rows: int, *, seq_len: int, data: DataConfig, mtp_depth: int) -> None:
         self._windows = np.empty((rows, seq_len + 1), dtype=np.int64)
@@ -329,9 +329,9 @@ def _read_batches(
     pin_device: int | None,
     prepare: Callable[[Any], MicroBatch] | None,
 ) -> Iterator[tuple[MicroBatch, SamplerState]]:
-    """Micro-batches of `new_rows`, each with the changed sampler positions."""
+    """Yield micro-batches of `new_rows`, each with the changed sampler positions."""
     if pin_device is not None:
-        torch.cuda.set_device(pin_device)  # a new thread starts on GPU 0, and every rank would open a context there
+        torch.cuda.set_device(pin_device)  # a new thread starts on GPU 0, where every rank would open a context
     while True:
         rows = new_rows()
         starts: list[list[int]] = []
@@ -352,10 +352,10 @@ def _positions(state: Mapping[str, Any]) -> SamplerState:
 
 def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:
     if not isinstance(saved, dict):
-        raise UserError("The checkpoint contains no data state.")
+        raise UserError("The checkpoint has no state of the data.")
     if CONTENT in present and CONTENT not in saved:
         warn(
-            "The checkpoint was written before contents of data files were recorded: their names and sizes are "
-            "compared, their contents are not",
+            "This checkpoint is from a version that did not record the contents of data files. We compare their names "
+            "and sizes only",
         )
     require_same_data(saved, present, {*saved, *present} - {REVISION, *({CONTENT} - set(saved))})

@@ -1,7 +1,7 @@
 """Validation data loader: one pass over the validation split per iteration, in layout-invariant rows.
 
-The split's documents, in source order and limited by `data.validation_documents`, form one sequence of tokens; its
-row n belongs to data rank n mod dp. Each store of a mixture has a separate sequence and a separate loss.
+The split's documents, in source order and limited by `data.validation_documents`, form one sequence of tokens; data
+rank n mod dp takes row n. Each store of a mixture has its own sequence and its own loss.
 """
 
 import math
@@ -15,6 +15,7 @@ import numpy as np
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import unit_hash, unlimited_split
+from titan_exp.config.schema.builtins import described
 from titan_exp.config.schema.sources import source_member
 from titan_exp.data.batch import Batch, collate
 from titan_exp.data.sources.base import (
@@ -36,7 +37,7 @@ class ValidationLoader:
 
     All ranks yield the same number of batches, and each row of the split is on exactly one rank; padding rows have no
     labels. Text is tokenized once and its tokens stay in memory. With `all_documents`, the split is the whole source,
-    training documents included. Raises UserError if the split is empty, or held out of a stream without a limit.
+    including training documents. Raises UserError if the split is empty, or held out of a stream without a limit.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class ValidationLoader:
     ) -> None:
         member = partial(source_member, data.source)
         self.further_metrics = member("further_metrics") or (lambda sources, row, evaluate: {})
-        """Function of `sources`, their metrics and an evaluation of batches by name that returns more metrics."""
+        """Function that returns more metrics, from `sources`, their metrics, and an evaluation of batches by name."""
+        self._data = data
         if (batches := member("validation_batches")) is not None:
             shard = {"dp_rank": dp_rank, "dp_degree": dp_degree, "micro_batch_size": micro_batch_size}
             self.sources: Mapping[str, Any] = batches(data, **shard, all_documents=all_documents)
@@ -64,6 +66,11 @@ class ValidationLoader:
             for name, open_ in splits.items()
         }
         """Batches by source of a mixture, or by part of the evaluation; the name of a single source is empty."""
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray | None:
+        """Bytes of text by token id [vocab]; None if the source holds no text."""
+        return build_tokenizer(self._data).token_bytes() if described(self._data.source).holds == "text" else None
 
     def __len__(self) -> int:
         """Number of batches, equal on all ranks."""
@@ -123,8 +130,8 @@ class SplitBatches:
 
 
 def _text_split(data: DataConfig, all_documents: bool) -> dict[str, Callable[[], TokenSequence]]:
-    """Opener of a text source's validation documents, under an empty name: from the text's token store, if training has
-    made one."""
+    """Opener of a text source's validation documents, under an empty name; it uses the text's token store if training
+    has made one."""
     texts, tokenizer = _ValidationTexts(data, all_documents), build_tokenizer(data)
     stored = stored_text(data, texts.whole, tokenizer) if texts.are_held_out else None
     if stored is None or (store := stored.find()) is None:
@@ -137,16 +144,16 @@ def _tokenize(texts: "_ValidationTexts", tokenizer: Tokenizer) -> TokenSequence:
 
 
 class _ValidationTexts:
-    """Validation documents, re-read by each iteration. Raises UserError if there are none."""
+    """Validation documents; each iteration reads them again. Raises UserError if there are none."""
 
     def __init__(self, data: DataConfig, all_documents: bool) -> None:
         self._limit = data.validation_documents
         self._fraction = 1.0
         own = None if all_documents else build_validation_source(data)
         self.whole = self._source = build_source(data) if own is None else own
-        """Source of the documents, those to train on included."""
+        """Source of the documents, including those to train on."""
         self.are_held_out = not all_documents and own is None
-        """True if these are a part of the source's documents."""
+        """True if the validation documents are a part of the source's documents."""
         if all_documents:
             _require_limit(self._source, data)
         elif own is None:
@@ -164,8 +171,8 @@ class _ValidationTexts:
 
     def _hold_out(self, data: DataConfig) -> None:
         if data.validation_fraction == 0:
-            remedy = "data.validation_fraction=0.02, or training.evaluate_every=0 to train without evaluation"
-            violation = Violation("data.validation_fraction", 0.0, "it holds out no documents", remedy)
+            remedy = "use data.validation_fraction=0.02, or evaluation.every=0 to train without evaluation"
+            violation = Violation("data.validation_fraction", 0.0, "this fraction holds out no documents", remedy)
             raise UserError("There is nothing to evaluate on.", [violation])
         if isinstance(self._source, RandomAccessSource):
             self._source = validation_subset(self._source, data.validation_fraction)
@@ -179,15 +186,19 @@ class _ValidationTexts:
             yield from (text for text in source.open(part, None) if text and unit_hash(text) < fraction)
 
     def _no_text(self, data: DataConfig) -> UserError:
-        """Error of a split without text: it has no documents, or they are empty."""
+        """Make the error for a split without text: it has no documents, or they are empty."""
         source, reason = self._source, "the validation documents contain no text"
         if not isinstance(source, RandomAccessSource) and self._fraction < 1:
             has_text = next(self._stream(source, 1.0), None) is not None
-            reason = "it holds out none of the stream's documents" if has_text else "the stream contains no text"
+            reason = (
+                "this fraction holds out none of the documents of the stream"
+                if has_text
+                else "the stream contains no text"
+            )
         if data.validation_split is not None:
-            violation = Violation("data.validation_split", data.validation_split, reason, "another split")
+            violation = Violation("data.validation_split", data.validation_split, reason, "name another split")
         else:
-            remedy = "a larger data.validation_fraction, or training.evaluate_every=0 to train without evaluation"
+            remedy = "use a larger data.validation_fraction, or evaluation.every=0 to train without evaluation"
             violation = Violation("data.validation_fraction", data.validation_fraction, reason, remedy)
         return UserError("There is nothing to evaluate on.", [violation])
 

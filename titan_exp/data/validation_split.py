@@ -8,7 +8,7 @@ from titan_exp.data.sources.base import RandomAccessSource
 
 
 class Subset:
-    """Subset `indices` (ascending) of a random-access source's documents."""
+    """Subset of a random-access source's documents, by ascending `indices`."""
 
     def __init__(self, source: RandomAccessSource, indices: np.ndarray) -> None:
         self._source = source
@@ -22,7 +22,7 @@ class Subset:
 
 
 def training_subset(source: RandomAccessSource, fraction: float) -> Subset:
-    """Training documents. Raises UserError if the held-out fraction leaves none."""
+    """Documents to train on. Raises UserError if the held-out fraction leaves none."""
     kept = np.flatnonzero(unit_hashes(source) >= fraction)
     if len(kept) == 0:
         raise _cannot_split(none_to_train_on(fraction, len(source), getattr(source, "split_further", None)))
@@ -54,4 +54,4 @@ def unit_hashes(source: RandomAccessSource, indices: range | None = None) -> np.
 
 
 def _cannot_split(violation: Violation) -> UserError:
-    return UserError("The documents cannot be split.", [violation])
+    return UserError("Cannot split the documents.", [violation])

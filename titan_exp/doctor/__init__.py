@@ -1,1 +1,1 @@
-"""Machine diagnostics: measured compute, memory and link rates against data sheets; numerics of a recipe."""
+"""Machine diagnostics: measures compute, memory and link rates against data sheets, and the numerics of a recipe."""

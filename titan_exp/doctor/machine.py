@@ -1,6 +1,5 @@
-"""`titan-exp doctor`: microbenchmark this machine and compare with data sheets, in about a minute."""
+"""`titan-exp doctor`: microbenchmarks this machine and compares it with data sheets, in about a minute."""
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +12,7 @@ import torch
 from annotated_types import Interval
 from rich.table import Table
 
+from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.options import take_options
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.errors.user_error import UserError
@@ -35,7 +35,7 @@ class DoctorOptions:
     """Options of `titan-exp doctor`."""
 
     seconds: Annotated[float, Interval(ge=1, le=86400)] = 60.0
-    """Measuring time in seconds, without starting processes."""
+    """Measuring time in seconds, without the start of processes."""
     json: bool = False
     """Print only the saved results."""
 
@@ -44,10 +44,10 @@ def machine_command(arguments: Sequence[str], run_on_ranks: RunOnRanks) -> int:
     """Run `titan-exp doctor`; returns the exit code. Raises UserError about an invalid argument or a missing device."""
     options, overrides = take_options(DoctorOptions, arguments)
     if wrong := [word for word in overrides if "=" not in word]:
-        raise UserError(f"{wrong[0]}: unknown argument.\n{usage()}")
+        raise UserError(f"{wrong[0]}: there is no such argument.\n{usage()}")
     experiment = to_experiment(compose(overrides))
     if experiment.cluster.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("cluster.device=cuda: torch finds no CUDA GPU on this machine")
+        raise UserError("cluster.device=cuda: torch finds no CUDA GPU on this machine. Use cluster.device=cpu.")
     if experiment.cluster.device == "auto" and not torch.cuda.is_available():
         require_usable_cuda()
     on_gpu = torch.cuda.is_available() and experiment.cluster.device != "cpu"
@@ -57,9 +57,9 @@ def machine_command(arguments: Sequence[str], run_on_ranks: RunOnRanks) -> int:
     try:
         saved = f"saved in {write_rates(runs / '.cache', measured)}"
     except OSError as error:
-        saved = f"not saved: {runs} cannot be written ({error.strerror or error})"
+        saved = f"not saved, since we cannot write to {runs} ({error.strerror or error})"
     if options.json:
-        print(json.dumps(asdict(measured), indent=1))
+        answer(asdict(measured))
     else:
         console.print(_table(measured))
         for line in [*_partitions(measured), _mfu_line(device, experiment.cluster.peak_tflops, measured), saved]:
@@ -91,7 +91,7 @@ def measure(
     if ranks > 1:
         take("link", lambda limit: bench.link_rates(run_on_ranks, ranks=ranks, device=device.type, limit=limit))
     take("disk", lambda limit: [bench.disk_rate(runs, limit)])
-    report(f"measured in {time.perf_counter() - start:.0f} s")
+    report(f"done in {time.perf_counter() - start:.0f} s")
     return DeviceRates(
         device=name,
         when=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -158,22 +158,22 @@ def _table(measured: DeviceRates) -> Table:
 
 def _partitions(measured: DeviceRates) -> list[str]:
     if not measured.scheduler:
-        return ["scheduler: no SLURM found; start runs with cluster=local"]
-    return ["scheduler: SLURM; cluster=slurm submits to", *(f"  {line}" for line in measured.scheduler)]
+        return ["scheduler: no SLURM found, so start runs with cluster=local"]
+    return ["scheduler: SLURM, and cluster=slurm submits to", *(f"  {line}" for line in measured.scheduler)]
 
 
 def _mfu_line(device: torch.device, configured: float | None, measured: DeviceRates) -> str:
     if configured is not None:
         return f"MFU is relative to {configured:g} TFLOP/s (cluster.peak_tflops)"
     if device.type != "cuda":
-        return "MFU: not reported on a CPU unless cluster.peak_tflops is set; the note after a run uses these rates"
+        return "MFU: a CPU has none unless you set cluster.peak_tflops (the note after a run uses the rates above)"
     known = peak_by_name(device_name(device))
     if known is not None:
         return f"MFU is relative to {known:g} TFLOP/s, the dense bf16 peak of the data sheet"
     if "bf16" in measured.tflops:
         best = measured.tflops["bf16"]
-        return f"MFU is relative to {best:.1f} TFLOP/s, the best bf16 matmul measured here (no data sheet known)"
-    return "MFU: no peak is known; set cluster.peak_tflops"
+        return f"MFU is relative to {best:.1f} TFLOP/s, the best bf16 matmul measured here (we know no data sheet)"
+    return "MFU: we know no peak, so set cluster.peak_tflops"
 
 
 def _number(value: float) -> str:

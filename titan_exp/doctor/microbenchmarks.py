@@ -1,4 +1,5 @@
-"""Microbenchmarks: matmuls, attention, copies, operator launches, collectives and the disk, beside data sheets."""
+"""Microbenchmarks: matmuls, attention, copies, operator launches, collectives and the disk, compared with data
+sheets."""
 
 import os
 import re
@@ -26,7 +27,7 @@ from titan_exp.trainer.distributed import RunOnRanks, serve
 MIN_CALLS, MAX_CALLS = 3, 50
 """Minimum and maximum number of samples."""
 SAMPLE_SECONDS = 0.05
-"""Time of a sample on a GPU: calls without a pause between them, at the clock that its power limit sustains."""
+"""Seconds of a sample on a GPU: calls without a pause between them, at the clock that its power limit sustains."""
 GEMMS = {
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 4096, 14336), (16384, 2048, 8192)),
     "cpu": ((256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (2048, 1024, 4096)),
@@ -39,7 +40,7 @@ FLOAT8 = ("float8_tensorwise", "float8_rowwise", "mxfp8")
 DTYPES = ("fp32", "bf16", *FLOAT8)
 """Matmul dtypes, and recipes of float8 matmuls."""
 MX_BLOCK, MX_TILE = 32, (128, 4)
-"""Elements of a row that share an MXFP8 scale; rows and columns of scales to which cuBLAS pads."""
+"""Elements of a row that share an MXFP8 scale, and the rows and columns to which cuBLAS pads scales."""
 OPERATORS = 1000
 """Operators launched by one call of the launch benchmark."""
 SIZES = {"cuda": (2**12, 2**20, 2**24, 2**28), "cpu": (2**10, 2**16, 2**20, 2**24)}
@@ -213,7 +214,8 @@ def _attention_rates(
 
 
 def launch_rate(device: torch.device, limit: float) -> Measurement:
-    """Measure the host time of an eager operator on one number, with autograd: far less work than its launch."""
+    """Measure the host time of an eager operator with autograd on a single number, whose work is far less than its
+    launch."""
     number = torch.ones((), device=device, requires_grad=True)
 
     def launch() -> None:
@@ -227,7 +229,8 @@ def launch_rate(device: torch.device, limit: float) -> Measurement:
 
 
 def context_memory(device: torch.device) -> Measurement:
-    """Measure the memory of the CUDA context, with the code of kernels that ran; other processes' memory counts too."""
+    """Measure the memory of the CUDA context, including the code of kernels that ran. Other processes' memory counts,
+    too."""
     free, total = torch.cuda.mem_get_info(device)
     size = (total - free - torch.cuda.memory_reserved(device)) / 2**30
     return Measurement("memory", "CUDA context, and other processes", size, "GiB")
@@ -265,7 +268,7 @@ def copy_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
 
 
 def _gemm(dtype: str, rows: int, inner: int, columns: int, device: torch.device) -> Callable[[], object]:
-    """Matmul of random matrices, the second in the layout of a linear weight."""
+    """Matmul of random matrices; the second has the layout of a linear weight."""
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
     def random(*shape: int) -> Tensor:

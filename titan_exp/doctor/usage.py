@@ -1,18 +1,18 @@
-"""Usage of `titan-exp doctor`, apart from the measurements, which import torch."""
+"""Usage of `titan-exp doctor`, kept apart from the measurements, which import torch."""
 
 from titan_exp.config.extension import help_line, provided
 
 MACHINE = """\
 titan-exp doctor [--seconds N] [--json] [paths.runs=FOLDER] [cluster.device=cpu]
-  measures matmuls by precision, every attention backend forward and backward, copies, operator launches, collectives
-  between devices by size, memory beside tensors and the disk of the runs, and reports the scheduler. Results are
-  saved in .cache/doctor under paths.runs, where runs and the planner read them.
-    --seconds N   measuring time, default 60; starting processes takes extra time
+  It measures matmuls by precision, every attention backend forward and backward, copies, operator launches,
+  collectives between devices by size, memory beside tensors, and the disk of the runs. It also shows the scheduler.
+  It saves the results in .cache/doctor under paths.runs, where runs and the planner read them.
+    --seconds N   time to measure, 60 by default (processes need extra time to start)
     --json        print only the saved results"""
 
 
 def usage() -> str:
-    """Usage of the verb, and of the checks that extensions add to it by a flag."""
+    """Usage of the verb, and of the checks that extensions add by a flag."""
     checks = {name: path for name, path in provided("verbs").items() if name.startswith("doctor ")}
     lines = (f"titan-exp {name} ...\n  {help_line(path)} See titan-exp {name} --help." for name, path in checks.items())
     return "\n\n".join([MACHINE, *lines])

@@ -1,1 +1,2 @@
-"""Extensions of this repository, a package each; `titan_exp.config.extension` finds them, and the core imports none."""
+"""Extensions of this repository, one package each. `titan_exp.config.extension` finds them, and the core imports
+none."""

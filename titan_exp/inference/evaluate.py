@@ -1,7 +1,6 @@
 """Evaluation: loss of a checkpoint on any data, in any layout without pipeline stages."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -15,10 +14,11 @@ from torch import nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
+from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.options import take_options
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.command_line.verb_options import EvaluateOptions
-from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
+from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, in_quotes, listed
 from titan_exp.config.extension import extensions, load, provided, shipped_options
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
@@ -48,8 +48,8 @@ from titan_exp.trainer.restore import Rows, describe, load_source
 from titan_exp.trainer.validate import ValidationResult, evaluate_sources, evaluate_split
 
 TAKEN = ("data.", "training.", "model.attention", "model.context", f"{ROPE}.", "parallelism.")
-"""Keys that an evaluation takes."""
-
+"""Keys that an evaluation accepts."""
+_REFUSED = "We cannot evaluate this."
 DEFAULT_BATCH = 8
 """Sequences per batch if `training.micro_batch_size` is not given."""
 
@@ -68,7 +68,7 @@ def evaluate_command(
     options, rest = take_options(EvaluateOptions, arguments, others=flags)
     asked = [flag[2:] for flag in flags if flag in rest or f"{flag[2:]}=true" in rest]
     rest = [word for word in rest if f"--{word.removeprefix('--').partition('=')[0]}" not in flags]
-    # A run of a study has an = in its label.
+    # A study's run has an = in its label.
     paths = [word for word in rest if "=" not in word or "/" in word.partition("=")[0]]
     overrides = [word for word in rest if word not in paths]
     if len(paths) != 1:
@@ -81,8 +81,8 @@ def evaluate_command(
     for observation in observed.values():
         observation.require(experiment)
     if ResolvedLayout.of(experiment).world_size == 1:
-        with joined_process_group(device := _device()):
-            mesh = _mesh(experiment, device)
+        with joined_process_group(device := own_device()):
+            mesh = mesh_of(experiment, device)
             evaluation = evaluate_source(source, experiment, mesh, all_documents, observed)
     else:
         assert run_on_ranks is not None, "given by the command line"
@@ -94,7 +94,7 @@ def evaluate_command(
     numbers |= {"tokens": found.tokens, "loss": found.loss}
     numbers |= evaluation.parts or {"perplexity": found.perplexity}
     if options.json:
-        print(json.dumps(numbers | evaluation.observed))
+        answer(numbers | evaluation.observed)
         return 0
     cells = {"weights": describe(path, source), "data": experiment.data.source, "tokens": f"{found.tokens:,}"}
     if evaluation.parts:
@@ -111,7 +111,7 @@ def evaluate_command(
 
 
 class Observation(Protocol):
-    """Observation of an evaluation beside the loss, of tokens of a language model. A flag asks for it."""
+    """Observation of an evaluation, beside the loss: it looks at tokens of a language model. A flag requests it."""
 
     def require(self, experiment: Experiment) -> None:
         """Raise UserError if the model or the layout cannot be observed."""
@@ -123,20 +123,20 @@ class Observation(Protocol):
         ...
 
     def watch(self, batches: Mapping[str, Iterable[Batch]]) -> AbstractContextManager[Mapping[str, Iterable[Batch]]]:
-        """Batches by source, while the model runs on them."""
+        """Wrap the batches of each source, while the model runs on them."""
         ...
 
     def values(self, mesh: Mesh) -> list[dict[str, Any]]:
-        """Values of all ranks, which JSON can hold."""
+        """Values of all ranks, as JSON values."""
         ...
 
     def lines(self, values: list[dict[str, Any]], tokens: int) -> Iterator[str]:
-        """Text of the values, of so many tokens."""
+        """Text of the values, for this many tokens."""
         ...
 
 
 def observations(names: Iterable[str]) -> dict[str, Observation]:
-    """New observations by the names of their flags."""
+    """New observations, by the names of their flags."""
     return {name: load(provided("observations")[name])() for name in names}
 
 
@@ -148,7 +148,7 @@ class Evaluation:
     observed: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """Values of each observation."""
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Losses of parts of the data and further metrics, of a model that reads no tokens."""
+    """Losses on parts of the data, and further metrics, for a model that does not read tokens."""
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "Evaluation":
@@ -163,9 +163,8 @@ def evaluate_source(
     all_documents: bool = False,
     observed: Mapping[str, Observation] = {},
 ) -> Evaluation:
-    """Loss over the validation split of the experiment's data, or over all documents. All ranks of the mesh must call
-    it; each reads its shard of the weights.
-    """
+    """Compute the loss over the validation split of the experiment's data, or over all documents. All ranks of the mesh
+    must call it; each reads its shard of the weights."""
     source = dataclasses.replace(source, model=experiment.model)
     loader = ValidationLoader(
         experiment.data,
@@ -175,20 +174,7 @@ def evaluate_source(
         micro_batch_size=experiment.training.micro_batch_size or DEFAULT_BATCH,
         all_documents=all_documents,
     )
-    parallelism = experiment.parallelism
-
-    def shard(model: nn.Module) -> Rows:
-        parallelize(model, mesh, ResolvedLayout.of(experiment), experiment.activation_checkpoint, experiment.compile)
-        return {}
-
-    model = load_source(
-        source,
-        mesh.device,
-        seq_len=experiment.training.seq_len,
-        documents=experiment.data.document_mask,
-        divide=shard if mesh.world.size() > 1 else None,
-        parts=parallelism.cp > 1 and parallelism.cp_method != "ulysses",
-    )
+    parallelism, model = experiment.parallelism, load_model(source, experiment, mesh)
     vocab = vocab_shard(mesh, source.model.vocab_size) if parallelism.loss_parallel else None
     chunk = experiment.training.loss_chunk_tokens
     if chunk == "auto":
@@ -210,13 +196,31 @@ def evaluate_source(
     return Evaluation(result, {name: observation.values(mesh) for name, observation in observed.items()})
 
 
+def load_model(source: OpenCheckpoint, experiment: Experiment, mesh: Mesh) -> nn.Module:
+    """Model of a checkpoint, divided as the experiment says; each rank of the mesh reads its shard of the weights."""
+    parallelism = experiment.parallelism
+
+    def shard(model: nn.Module) -> Rows:
+        parallelize(model, mesh, ResolvedLayout.of(experiment), experiment.activation_checkpoint, experiment.compile)
+        return {}
+
+    return load_source(
+        dataclasses.replace(source, model=experiment.model),
+        mesh.device,
+        seq_len=experiment.training.seq_len,
+        documents=experiment.data.document_mask,
+        divide=shard if mesh.world.size() > 1 else None,
+        parts=parallelism.cp > 1 and parallelism.cp_method != "ulysses",
+    )
+
+
 def require_whole_sequences(experiment: Experiment, flag: str, *axes: str) -> None:
     """Raise UserError if ranks of these axes would share sequences, or their tokens."""
     for key in axes:
         if (degree := getattr(experiment.parallelism, key)) > 1:
-            reason = f"with {flag} a rank reads whole sequences"
-            violation = Violation(f"parallelism.{key}", degree, reason, f"parallelism.dp_shard={degree}")
-            raise UserError("This cannot be evaluated.", [violation])
+            reason = f"with {flag} each rank needs whole sequences"
+            remedy = f"use parallelism.{key}=1 parallelism.dp_shard={degree}"
+            raise UserError(_REFUSED, [Violation(f"parallelism.{key}", degree, reason, remedy)])
 
 
 def rank_main(run: Run) -> None:
@@ -224,14 +228,15 @@ def rank_main(run: Run) -> None:
 
     def evaluate(experiment: Experiment, request: Any, device: torch.device) -> dict[str, Any]:
         source = open_checkpoint(Path(request["path"]), trust=request["trust"], averaged=request["averaged"])
-        mesh = _mesh(experiment, device)
+        mesh = mesh_of(experiment, device)
         found = evaluate_source(source, experiment, mesh, request["all_documents"], observations(request["observed"]))
         return dataclasses.asdict(found)
 
     serve(run, evaluate)
 
 
-def _mesh(experiment: Experiment, device: torch.device) -> Mesh:
+def mesh_of(experiment: Experiment, device: torch.device) -> Mesh:
+    """Mesh of an evaluation's layout."""
     cuts = sequence_cuts(model_spec(experiment.model), experiment.parallelism, experiment.training.seq_len)
     return build_mesh(experiment.parallelism, device, experts=has_experts(experiment.model), cuts=cuts)
 
@@ -251,7 +256,7 @@ def evaluation_experiment(
     names = [override.partition("=")[0].lstrip("+") for override in values]
     unknown = [name for name in names if name not in keys and not name.startswith("data.options.")]
     if wrong or unknown:
-        raise UserError("This cannot be evaluated.", [_unknown_key(override, keys) for override in [*wrong, *unknown]])
+        raise UserError(_REFUSED, [_unknown_key(override, keys) for override in [*wrong, *unknown]])
     imports = ["model.architecture"] if groups else ["model.architecture", "data.source"]
     base = _on_one_device(_base_config(path, source, imports, trust))
     if groups:
@@ -262,21 +267,22 @@ def evaluation_experiment(
         key, _, value = override.lstrip("+").partition("=")
         OmegaConf.update(base, key, _parse_value(override, value), force_add=key.startswith("data.options."))
     experiment = to_experiment(base)
-    every = 0 if all_documents else experiment.training.evaluate_every
-    checked = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, evaluate_every=every))
+    every = 0 if all_documents else experiment.evaluation.every
+    checked = dataclasses.replace(experiment, evaluation=dataclasses.replace(experiment.evaluation, every=every))
     modules = [load(one.rules) for one in extensions().values() if one.rules]
     added = [rule for module in modules for rule in getattr(module, "EVALUATION_RULES", ())]
     violations = find_violations((*DATA_RULES, *added, *TENSOR_RULES, *CONTEXT_RULES, *DEGREE_RULES), checked)
     if experiment.parallelism.pp > 1:
-        reason = "evaluation runs no pipeline; it shards a model by tensor parallelism and FSDP"
-        remedy = f"parallelism.tp or parallelism.dp_shard={experiment.parallelism.pp}"
+        reason = "an evaluation has no pipeline, and shards a model by tensor parallelism or FSDP instead"
+        remedy = f"use parallelism.pp=1 with parallelism.dp_shard={experiment.parallelism.pp} or parallelism.tp"
+        remedy += f"={experiment.parallelism.pp}"
         violations.append(Violation("parallelism.pp", experiment.parallelism.pp, reason, remedy))
     violations += [
         *family_violations(experiment.model),
         *exceeds_context(experiment.model, experiment.training.seq_len),
     ]
     if violations:
-        raise UserError("This cannot be evaluated.", violations)
+        raise UserError(_REFUSED, violations)
     return experiment
 
 
@@ -293,7 +299,8 @@ def _on_one_device(config: DictConfig) -> DictConfig:
     return merged
 
 
-def _device() -> torch.device:
+def own_device() -> torch.device:
+    """Device of an evaluation in this process."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -302,7 +309,7 @@ def _base_config(path: Path, source: OpenCheckpoint, imports: Sequence[str], tru
     for folder in (path, path.parent.parent):
         if source.format == "dcp" and (folder / "config.yaml").is_file():
             config = read_values(folder / "config.yaml", imports, trust)
-            # Evaluation runs neither the run's optimizer, nor a user's objective, nor its executor.
+            # Evaluation runs neither the run's optimizer, nor your objective, nor its executor.
             defaults = to_dict(experiment)
             config |= {group: defaults[group] for group in ("optimizer", "lr_schedule")}
             shipped = config.get("training", {}).get("objective") in objective_names()
@@ -312,9 +319,12 @@ def _base_config(path: Path, source: OpenCheckpoint, imports: Sequence[str], tru
                     config[group] |= {name: defaults[group][name]}
             return _literal(config)
     if not source.model.vocab_size:
-        raise UserError(f"{source.path}: {source.model.name} reads no tokens, and is no language model.")
+        raise UserError(
+            f"{source.path}: {source.model.name} does not read tokens. Without its run folder, titan-exp evaluate "
+            "takes language models only."
+        )
     if source.tokenizer is None:
-        raise UserError(f"{source.path} has no tokenizer beside its weights. Put its tokenizer.json there.")
+        raise UserError(f"{source.path} has no tokenizer beside its weights. Put the model's tokenizer.json there.")
     length = min(experiment.training.seq_len, longest_sequence(source.model))
     config = to_dict(dataclasses.replace(experiment, model=source.model))
     config["data"]["tokenizer"], config["training"]["seq_len"] = source.tokenizer, length
@@ -322,7 +332,7 @@ def _base_config(path: Path, source: OpenCheckpoint, imports: Sequence[str], tru
 
 
 def _literal(config: dict[str, Any]) -> DictConfig:
-    """Values of a configuration whose texts hold no interpolations."""
+    """Values of a configuration, in which text is not interpolated."""
     literal = OmegaConf.create(_escaped(config))
     assert isinstance(literal, DictConfig)
     return literal
@@ -344,8 +354,8 @@ def _compose_groups(groups: list[str]) -> DictConfig:
     for override in groups:
         option = override.partition("=")[2]
         if option not in options:
-            remedy = did_you_mean(option, options) or f"choose {listed(options)}"
-            raise UserError("This cannot be evaluated.", [Violation("data", option, "unknown option", remedy)])
+            remedy = did_you_mean(option, options) or f"use data={listed(options)}"
+            raise UserError(_REFUSED, [Violation("data", option, "there is no such option", remedy)])
     return _literal(to_dict(to_experiment(compose(groups))))
 
 
@@ -356,11 +366,12 @@ def _parse_value(override: str, value: str) -> Any:
     try:
         return OverridesParser.create().parse_override(f"x={value}").value()
     except HydraException as error:
-        raise UserError(f"{override}: the value cannot be parsed; quote it.") from error
+        key = override.partition("=")[0]
+        raise UserError(f'{override}: Hydra cannot read this value. Quote it: {key}="{in_quotes(value)}"') from error
 
 
 def _unknown_key(override: str, keys: list[str]) -> Violation:
     name, _, value = override.partition("=")
-    taken = f"evaluate takes data=..., data.*, training.*, {ROPE}.*, model.context and parallelism.*"
+    taken = f"use data=GROUP, or keys of data, training, {ROPE} and parallelism, or model.context"
     remedy = did_you_mean(name, ["data", *keys]) or taken
     return Violation(name, value, "evaluate does not take this key", remedy)

@@ -1,4 +1,4 @@
-"""Generation of text from a checkpoint: the verb, the model on its ranks, and sampling token by token."""
+"""Text generation from a checkpoint: the verb, the model on its ranks, and sampling token by token."""
 
 import dataclasses
 import math
@@ -19,6 +19,7 @@ from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.extension import load, provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
+from titan_exp.config.paths.checkpoint_files import step_of
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.models.decoder import Decoder
@@ -73,7 +74,7 @@ class DecodeSession:
 
 
 def _enable_cache(attention: nn.Module, window: int) -> CachedAttention | LatentCache:
-    """Cache of an attention module: its own, or one of keys and values around its core."""
+    """Cache of an attention module: its own latent cache, or a KV cache around its core."""
     if hasattr(attention, "enable_cache"):
         return attention.enable_cache(window)  # type: ignore[operator]  # a method, not a submodule
     core = attention.get_submodule("core")
@@ -83,7 +84,7 @@ def _enable_cache(attention: nn.Module, window: int) -> CachedAttention | Latent
 
 
 def window_start(length: int, window: int) -> int:
-    """First token of the window at the end of a text; advances by half windows."""
+    """First token of the window at the end of a text; it advances by half windows."""
     half = max(1, window // 2)
     return 0 if length <= window else -(-(length - window) // half) * half
 
@@ -113,7 +114,7 @@ def load_sharded(source: OpenCheckpoint, *, seq_len: int, dtype: torch.dtype, me
 
 
 TEXTS = "texts"
-"""Output of models that read tokens."""
+"""Kind of output of models that read tokens."""
 
 
 def generate_command(
@@ -135,44 +136,55 @@ def generate_command(
     source = _open(path, options)
     _require_kind(options, source)
     generator, cp = generator_of(source), _cp(options)
-    prompts = generator.prepared(source, options, prompts)  # fail before ranks start
+    prompts = generator.prepared(source, options, prompts)  # fails before ranks start
     if options.tp * cp == 1:
         lines = generator.lines(path, source, options, prompts, None)
     else:
         assert run_on_ranks is not None, "several ranks need run_on_ranks"
         request = {"path": str(path), "options": dataclasses.asdict(options), "prompts": prompts}
         lines = run_on_ranks(f"{__name__}.rank_main", sharded_experiment(source, options.tp, cp), request)
-    print(*lines, f"— {describe(path, source)}", sep="\n")
+    print(*lines, f"— {describe(path, source)}{_noise(source)}", sep="\n")
     return 0
 
 
+FEW_STEPS = 100
+"""Steps before which a language model writes noise, however small it is."""
+
+
+def _noise(source: OpenCheckpoint) -> str:
+    """Words about a run's text that nobody can read yet."""
+    step = step_of(source.path)
+    early = source.format == "dcp" and step is not None and step < FEW_STEPS and _makes(source) == TEXTS
+    return ". After so few steps a model writes noise" if early else ""
+
+
 class Generator(Protocol):
-    """Generation with models of a kind, by what they make."""
+    """Generation by models of one kind, named after their output."""
 
     options: frozenset[str]
-    """Options that models of other kinds do not take."""
+    """Options that models of other kinds reject."""
     averaged: bool
-    """True if averaged weights are read where the checkpoint has some."""
+    """True if averaged weights are read when the checkpoint has them."""
 
     def prepared(self, source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str]) -> Sequence[str]:
-        """Prompts to begin with. Raises UserError if something is missing, before ranks start."""
+        """Return the prompts to begin with, before ranks start. Raises UserError if something is missing."""
         ...
 
     def lines(
         self, path: Path, source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str], mesh: Mesh | None
     ) -> list[str]:
-        """Lines to print. All ranks of a `mesh` call it; None is one device."""
+        """Lines to print. All ranks of a `mesh` call it; None means one device."""
         ...
 
 
 class Texts:
-    """Texts, with an empty line behind each."""
+    """Generator of texts, each followed by an empty line."""
 
     options = TEXT_OPTIONS
     averaged = False
 
     def prepared(self, source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str]) -> Sequence[str]:
-        """The same prompts, for which the weights have a tokenizer."""
+        """Return the prompts unchanged, after checking that the weights have a tokenizer."""
         tokenizer_of(source)
         return prompts
 
@@ -188,11 +200,11 @@ def generator_of(source: OpenCheckpoint) -> Generator:
     """Generator of a model.
 
     Raises:
-        UserError: no extension makes what it makes.
+        UserError: no extension makes its kind of output.
     """
     makes, known = _makes(source), _generators()
     if makes not in known:
-        raise UserError(f"{source.model.name} makes {makes}, and titan-exp generate {listed([*known], 'and')}.")
+        raise UserError(f"{source.model.name} makes {makes}, and titan-exp generate only makes {listed(known, 'and')}.")
     return known[makes]
 
 
@@ -254,11 +266,11 @@ def rank_main(run: Run) -> None:
 
 
 def sharded_experiment(source: OpenCheckpoint, degree: int, cp: int = 1) -> Experiment:
-    """Experiment that shards a checkpoint's model over `degree` tensor-parallel ranks, and sequences over `cp`
-    context-parallel ones. Raises UserError if the model cannot be sharded, or there are too few GPUs."""
+    """Experiment that shards a checkpoint's model over `degree` tensor-parallel ranks, and its sequences over `cp`
+    context-parallel ranks. Raises UserError if the model cannot be sharded, or there are too few GPUs."""
     spec = model_spec(source.model)
     routers = [] if spec is None else [layer.router for layer in spec.layers if layer.router is not None]
-    # As many ranks as can have as many experts each share them.
+    # As many ranks share the experts as can have equally many.
     ep = math.gcd(degree, *(router.moe.experts for router in routers)) if routers else 1
     # Decoding feeds one token at a time, so sequence parallelism does not apply.
     overrides = [f"parallelism.tp={degree}", "parallelism.dp_shard=1", "parallelism.sequence_parallel=false"]
@@ -267,7 +279,7 @@ def sharded_experiment(source: OpenCheckpoint, degree: int, cp: int = 1) -> Expe
     violations = find_violations((*TENSOR_RULES, *CONTEXT_RULES, *DEGREE_RULES), experiment)
     if violations:
         raise UserError(
-            f"The model cannot be sharded with tp={degree}" + (f" and cp={cp}." if cp > 1 else "."),
+            f"We cannot shard this model with tp={degree}" + (f" and cp={cp}." if cp > 1 else "."),
             [
                 Violation(key, value, violation.reason, violation.remedy.replace("parallelism.", ""))
                 for violation in violations
@@ -294,7 +306,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, top_p: float, r
 
 
 def _broadcast_token(token: int, mesh: Mesh | None) -> int:
-    """Broadcast rank 0's token: logits may differ in their last bits, and all ranks must append the same token."""
+    """Broadcast rank 0's token: logits may differ in their last bits, but all ranks must append the same token."""
     if mesh is None:
         return token
     shared = torch.tensor(token)
@@ -310,25 +322,26 @@ def _prompts(options: GenerateOptions, arguments: Sequence[str]) -> list[str]:
         lines = Path(options.prompts).expanduser().read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(
-            f"prompts={options.prompts} cannot be read: {(error.strerror or str(error)).lower()}."
+            f"prompts={options.prompts}: we cannot read this file ({(error.strerror or str(error)).lower()}). Give a "
+            "text file with a prompt a line."
         ) from error
     except ValueError as error:
         raise UserError(
-            f"prompts={options.prompts} is not UTF-8 text. It takes a text file, a prompt a line."
+            f"prompts={options.prompts}: this file is not UTF-8 text. Give a text file with a prompt a line."
         ) from error
     prompts += [line for line in lines if line]
     if not prompts:
-        raise UserError(f"prompts={options.prompts}: all lines of the file are empty.")
+        raise UserError(f"prompts={options.prompts}: every line of this file is empty. Write a prompt a line.")
     return prompts
 
 
 def _cp(options: GenerateOptions) -> int:
-    """Context-parallel degree, an option of those generators that divide sequences."""
+    """Context-parallel degree, which is an option of generators that divide sequences."""
     return getattr(options, "cp", 1)
 
 
 def _open(path: Path, options: GenerateOptions) -> OpenCheckpoint:
-    """Open weights; averages where the checkpoint has some, if the generator prefers them."""
+    """Open weights. If the generator prefers averages, take them where the checkpoint has some."""
     source = open_checkpoint(path, options.step, trust=options.trust, averaged=bool(options.averaged))
     prefers = options.averaged is None and generator_of(source).averaged
     return averaged_where_saved(source) if prefers else source
@@ -339,12 +352,12 @@ def _require_kind(options: GenerateOptions, source: OpenCheckpoint) -> None:
     own = _makes(source)
     others = {name: kind for kind, found in _generators().items() if kind != own for name in found.options}
     violations = [
-        Violation(name, value, f"it is for {others[name]}", f"{source.model.name} makes {own}")
+        Violation(name, value, f"it is for {others[name]}, and {source.model.name} makes {own}", f"leave {name}= out")
         for field in dataclasses.fields(options)
         if (name := field.name) in others and (value := getattr(options, name)) != field.default
     ]
     if violations:
-        raise UserError("These options are of another kind of model.", violations)
+        raise UserError("These options belong to another kind of model.", violations)
 
 
 def _stop_tokens(source: OpenCheckpoint, tokenizer: Tokenizer) -> set[int]:
@@ -361,7 +374,7 @@ def _latest_run(runs: Path) -> Path:
     ]
     if not found:
         raise UserError(
-            f"no run under {runs}/ has a checkpoint. Train one first (titan-exp train), or pass a run folder: "
+            f"No run under {runs}/ has a checkpoint. Train one first (titan-exp train), or name a run folder: "
             "titan-exp generate path/to/run"
         )
     return max(found)[1]

@@ -31,22 +31,17 @@ from titan_exp.tracking.run_folder.attempts import shown_state
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from titan_exp.config.layout.resolved_layout import ResolvedLayout
-    from titan_exp.launch.rank.rank_env import RankInfo
     from titan_exp.launch.state.attempt_end import AttemptResult
-    from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
 class Processes(Protocol):
-    """All processes of one attempt on this machine, which the launcher polls; it holds the run lock."""
+    """Processes of one attempt on this machine. The launcher polls them and holds the run lock."""
 
     job_id: str
-    """Ids of their parent processes, once they are started."""
+    """Ids of their parent processes, once started."""
 
     def log(self, rank: int) -> Path:
-        """Path of a rank's log, in the first world."""
+        """Path of a rank's log; with several worlds, of the first."""
         ...
 
     def start(self) -> None:
@@ -58,7 +53,7 @@ class Processes(Protocol):
         ...
 
     def news(self) -> Iterable[str]:
-        """Lines for the console since the last call, beside those of the logs."""
+        """Lines for the console since the last call, besides those of the logs."""
         ...
 
     def kill(self) -> None:
@@ -66,7 +61,7 @@ class Processes(Protocol):
         ...
 
     def close(self) -> None:
-        """Kill what is left."""
+        """Kill the processes that are left."""
         ...
 
     def result(self) -> AttemptResult:
@@ -75,7 +70,7 @@ class Processes(Protocol):
 
 
 class WorldsSummary(ABC):
-    """What happened to the worlds of a run; a dataclass, of which `titan-exp status --json` prints the fields."""
+    """Summary of a run's worlds; a dataclass, whose fields `titan-exp status --json` prints."""
 
     @property
     @abstractmethod
@@ -84,21 +79,22 @@ class WorldsSummary(ABC):
 
     @abstractmethod
     def cells(self) -> dict[str, str]:
-        """Cells of `titan-exp status` by column."""
+        """Cells of the `titan-exp status` table, by column."""
 
 
 class Worlds(ABC):
-    """Launch of runs with several worlds. On SLURM each is a task of one array, with the run's token in its comment."""
+    """Launch of runs with several worlds. On SLURM, each world is a task of one array, with the run's token in its
+    comment."""
 
     noun: ClassVar[str]
-    """Name of one world in texts for users."""
+    """Noun for one world, in texts for users."""
     leave: ClassVar[str]
-    """Module, and words before the run folder, that a batch script calls when SLURM is about to end its job: exit code
-    0 ends this world alone, 1 has the run saved and stopped."""
+    """Module, and words before the run folder, that a batch script calls shortly before SLURM ends its job. Exit code 0
+    ends this world alone; 1 saves and stops the whole run."""
     epilogue: ClassVar[str]
-    """Module, and words before its arguments, in the place of `titan_exp.launch.slurm.epilogue`."""
+    """Module, and words before its arguments, that replaces `titan_exp.launch.slurm.epilogue`."""
     status_help: ClassVar[str]
-    """Sentence about its columns for `titan-exp status --help`."""
+    """Sentence about its columns, for `titan-exp status --help`."""
 
     @abstractmethod
     def supervise(self, layout: ResolvedLayout, folder: RunFolder, attempt: int) -> Processes:
@@ -106,12 +102,12 @@ class Worlds(ABC):
 
     @abstractmethod
     def join(self, folder: RunFolder, rank: RankInfo, number: int) -> tuple[RunFolder, RankInfo]:
-        """Join the run's attempt as a rank of world `number`, in a job of its own; returns the folder as its ranks see
-        it, and the rank with its attempt number. Raises UserError if it cannot."""
+        """Join the run's attempt as a rank of world `number`, which has a job of its own. Returns the folder as this
+        world's ranks see it, and the rank with its attempt number. Raises UserError if it cannot join."""
 
     @abstractmethod
     def summarize(self, folder: RunFolder) -> WorldsSummary | None:
-        """Summary of a run; None of one with one world. Raises UserError if its metrics are damaged."""
+        """Summary of a run; None if it has one world. Raises UserError if its metrics are damaged."""
 
 
 @cache
@@ -120,25 +116,25 @@ def worlds_launch() -> Worlds | None:
     kinds = list(loaded("worlds"))
     if len(kinds) > 1:
         modules = listed([kind.__module__ for kind in kinds], "and")
-        raise UserError(f"A run has one launch of its worlds, and {modules} are installed. Uninstall all but one.")
+        raise UserError(f"Several extensions launch the worlds of a run: {modules}. Uninstall all but one.")
     return kinds[0]() if kinds else None
 
 
 def several_worlds() -> Worlds:
-    """Launch of a run with several worlds."""
+    """Launch of runs with several worlds; an extension must provide it."""
     launch = worlds_launch()
     assert launch is not None, "an extension's keys ask for several"
     return launch
 
 
 def summarize_worlds(folder: RunFolder) -> WorldsSummary | None:
-    """Summary of a run's worlds; None of one. Raises UserError if its metrics are damaged."""
+    """Summary of a run's worlds; None if it has one. Raises UserError if its metrics are damaged."""
     launch = worlds_launch()
     return None if launch is None else launch.summarize(folder)
 
 
 NOT_CANCELLED = "not cancelled"
-"""Beginning of a message of `Executor.cancel` for a run that it leaves running or queued."""
+"""First words of an `Executor.cancel` message about a run that it leaves running or queued."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +150,9 @@ class RunPlan:
     prediction: str | None = None
     """Content of plan.json; None keeps an existing file."""
     compilation: tuple[str, ...] = ()
-    """Sentence about what `compile.enabled=auto` became."""
+    """Sentence about the value that `compile.enabled=auto` took."""
+    fills_node: bool = False
+    """True if several shards only come from `parallelism.dp_shard=-1`, which takes what the cluster offers."""
 
     @property
     def layout(self) -> ResolvedLayout:
@@ -168,13 +166,13 @@ class Submission:
 
     plan: RunPlan
     outcome: Literal["submitted", "done", "queued", "running", "failed", "preempted", "refused", "not started"]
-    """`submitted` by this call; `done`, `queued` or `running` before it; the final state if the executor waits;
+    """Outcome: `submitted` by this call; `done`, `queued` or `running` already; the final state if the executor waits;
     `refused`; `not started` after a signal or a stop request."""
     job_id: str | None = None
     reason: str | None = None
     """Explanation for the user."""
     exit_code: int = 0
-    """Exit code of the run if the executor waits, 2 if refused, 130 if not started."""
+    """Exit code of the run if the executor waits, 2 if refused; if not started, 85 after a stop request, else 130."""
 
     @property
     def shown(self) -> str:
@@ -203,9 +201,9 @@ class JobStatus:
     """`gone`: ended or no longer known to the scheduler; `unknown`: the scheduler did not respond."""
     job_id: str | None = None
     reason: str | None = None
-    """Pending reason, or how the job ended."""
+    """Reason for waiting, or how the job ended."""
     jobs: Mapping[str, str] = field(default_factory=dict)
-    """`queued` or `running` by job id, if each of several worlds has a job."""
+    """State, `queued` or `running`, by job id, if each of several worlds has a job."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +218,7 @@ class Executor(ABC):
     """
 
     Options: ClassVar[type[Any]] = NoOptions
-    """Dataclass of `cluster.options`, which are recorded and not part of the run's id."""
+    """Dataclass of `cluster.options`, which are recorded but are not part of the run's id."""
     waits = False
     """True if `submit` blocks until the runs have ended."""
 
@@ -237,7 +235,8 @@ class Executor(ABC):
         return self.options(load_group(folder.config, "cluster", trust=True))
 
     def require(self, plans: Sequence[RunPlan]) -> None:  # noqa: B027  # not every executor needs something
-        """Check that runs can be submitted from here, before anything is written. Raises UserError if not."""
+        """Check that runs can be submitted from this machine, before anything is written. Raises UserError if they
+        cannot."""
 
     @abstractmethod
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
@@ -247,14 +246,14 @@ class Executor(ABC):
         ranks read from `TITAN_EXP_TOKEN`.
         """
 
-    def launch(self, plan: RunPlan) -> int:
-        """Submit one run for `titan-exp train`; returns the exit code."""
+    def launch(self, plan: RunPlan) -> Submission:
+        """Submit one run for `titan-exp train`, and print the outcome."""
         (submission,) = self.submit([plan], SubmitOptions())
         print_submission(submission)
-        return submission.exit_code
+        return submission
 
     def script(self, plan: RunPlan) -> str | None:
-        """Job script of a run as `submit` would write it, for `titan-exp train --dry-run`; None without one."""
+        """Job script of a run as `submit` would write it, for `titan-exp train --dry-run`; None if there is none."""
         return None
 
     def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
@@ -271,31 +270,30 @@ class Executor(ABC):
         """Rank of this process, from the environment; None under another launcher."""
 
     def join_world(self, folder: RunFolder, rank: RankInfo) -> tuple[RunFolder, RankInfo] | None:
-        """Join the attempt as a rank of one of several worlds, which has this job; returns the folder as its ranks see
-        it, and the rank with its attempt number. None if the job has the whole run."""
+        """Join the attempt as a rank of the world that has this job, if there are several worlds. Returns the folder as
+        this world's ranks see it, and the rank with its attempt number; None if the job has the whole run."""
         return None
 
     def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:  # noqa: B027  # optional
-        """Publish the rendezvous address. Called on rank 0 before the attempt's start is recorded."""
+        """Publish the rendezvous address. Rank 0 calls it before the attempt's start is recorded."""
 
     def join_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:  # noqa: B027  # optional
-        """Set MASTER_ADDR and MASTER_PORT. Called on every rank after rank 0 recorded the start."""
+        """Set MASTER_ADDR and MASTER_PORT. Every rank calls it after rank 0 has recorded the start."""
 
 
 def executor_for(kind: str) -> Executor:
-    """Build the executor for a `cluster.kind` or an attempt's `launched_by`. Raises UserError if unknown, or if a class
-    of the user's is none."""
+    """Build the executor for a `cluster.kind` or an attempt's `launched_by`. Raises UserError if it is unknown, or if
+    your class is not an executor."""
     if is_dotted(kind):
         return _own_executor(kind)(kind)
     kind = LOCAL if kind == BY_HAND else kind
     if kind not in executor_names():
-        raise UserError(f"cluster.kind={kind}: unknown executor. Built in: {', '.join(executor_names())}.")
+        raise UserError(f"cluster.kind={kind}: there is no such executor. Built in are {', '.join(executor_names())}.")
     return import_dotted(f"titan_exp.launch.{kind}.executor.{kind.capitalize()}Executor", "cluster.kind")(kind)
 
 
 def check_executor(cluster: ClusterConfig) -> None:
-    """Raise UserError if `cluster.kind` is a class of the user's that is no executor, or an executor takes other
-    options."""
+    """Raise UserError if `cluster.kind` is your class and not an executor, or if the executor takes other options."""
     if is_dotted(cluster.kind) or cluster.options:
         executor_for(cluster.kind).options(cluster)
 
@@ -304,17 +302,17 @@ def _own_executor(kind: str) -> type[Executor]:
     found, key, own = import_dotted(kind, "cluster.kind"), "cluster.kind", kind.rpartition(".")[2]
     reason = remedy = ""
     if not (isinstance(found, type) and issubclass(found, Executor)):
-        reason = "it is no Executor"
-        remedy = f"from titan_exp.launch.executor import Executor; class {own}(Executor): ..."
+        reason = "this class does not extend Executor"
+        remedy = f"write class {own}(Executor), and import Executor from titan_exp.launch.executor"
     elif missing := sorted(found.__abstractmethods__):
         reason, remedy = (
             f"the class defines no {listed(missing, 'and no')}",
             f"define {listed(missing, 'and')} in {own}",
         )
     elif not dataclasses.is_dataclass(found.Options):
-        reason, remedy = f"{own}.Options is no dataclass", "@dataclass(frozen=True) class Options: ..."
+        reason, remedy = f"{own}.Options is not a dataclass", "write @dataclass(frozen=True) class Options"
     if reason:
-        raise UserError("This run cannot be started.", [Violation(key, kind, reason, remedy)])
+        raise UserError("This run cannot start.", [Violation(key, kind, reason, remedy)])
     return found
 
 
@@ -335,7 +333,7 @@ def refused(plan: RunPlan, reason: str, job_id: str | None = None) -> Submission
 
 
 def worst_exit_code(submissions: Sequence[Submission]) -> int:
-    """Combined exit code: 130 after Ctrl-C, else 1 if any failed or was refused, 85 if any stopped, 0 otherwise."""
+    """Combined exit code: 130 after Ctrl-C, else 1 if any run failed or was refused, 85 if any stopped, 0 otherwise."""
     order = (0, 85, 1, 130)
     codes = [code if code in order else 1 for code in (submission.exit_code for submission in submissions)]
     return max(codes, key=order.index, default=0)
@@ -377,7 +375,8 @@ def last_executor(folder: RunFolder) -> str:
 
 
 def trusted_executor(folder: RunFolder, launched_by: str) -> str:
-    """Executor kind of an attempt; `hand`, which asks no scheduler, if it is code that this user did not launch."""
+    """Executor kind of an attempt. It is `hand`, which asks no scheduler, if the attempt names code that this user did
+    not launch."""
     if not is_dotted(launched_by):
         return launched_by
     try:
@@ -388,4 +387,4 @@ def trusted_executor(folder: RunFolder, launched_by: str) -> str:
 
 
 BY_HAND = "hand"
-"""`launched_by` of ranks started by torchrun, srun or a user; their status comes from files and locks."""
+"""`launched_by` of ranks that torchrun, srun or a user started; their status comes from files and locks."""

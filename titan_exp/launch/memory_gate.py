@@ -2,25 +2,29 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.launch.provenance.secrets import mask_override
 from titan_exp.launch.run_plan import RunPlan
+from titan_exp.plan.gate.changes import explain_changes
 from titan_exp.plan.gate.gate import (
     MemoryCheck,
     check_memory,
-    explain_changes,
     explain_oom,
     explain_retries,
     plan_record,
 )
+from titan_exp.tracking.number_format import format_bytes
 
 Echo = Callable[[str], None]
 
-USER_CODE_HINT = "  Training would fail as well. plan.gate=warn starts it anyway, plan.gate=off without a check."
-GATE_HINT = "  plan.gate=warn starts it anyway, plan.gate=off without a check."
+USER_CODE_HINT = (
+    "  Training would fail in the same way. To start anyway, use plan.gate=warn, or plan.gate=off for no check."
+)
+GATE_HINT = "  To start anyway, use plan.gate=warn, or plan.gate=off for no check."
 
 
 def gate_run(plan: RunPlan, echo: Echo) -> RunPlan:
@@ -31,7 +35,8 @@ def gate_run(plan: RunPlan, echo: Echo) -> RunPlan:
     if memory_check.user_error and plan.experiment.plan.gate == "refuse":
         raise UserError(f"{memory_check.user_error}\n{USER_CODE_HINT}")
     if memory_check.fits is False and plan.experiment.plan.gate == "refuse":
-        raise UserError(f"{explain_changes(memory_check, _runs(plan), echo)}\n{GATE_HINT}")
+        typed = list(map(mask_override, plan.overrides))
+        raise UserError(f"{explain_changes(memory_check, _runs(plan), echo, typed)}\n{GATE_HINT}")
     for line in gate_warnings([memory_check]):
         echo(line)
     return with_prediction(plan, memory_check)
@@ -60,13 +65,13 @@ def check_open_runs(plans: Sequence[RunPlan], echo: Echo) -> list[MemoryCheck | 
 
 
 def is_refused(memory_check: MemoryCheck) -> bool:
-    """True if the run does not fit or its user code fails, and plan.gate=refuse."""
+    """True if plan.gate=refuse and the run does not fit or its user code fails."""
     fails = memory_check.fits is False or bool(memory_check.user_error)
     return fails and memory_check.experiment.plan.gate == "refuse"
 
 
 def refusal(memory_check: MemoryCheck) -> str:
-    """Reason for refusing a run of several."""
+    """Reason for refusing one of several runs."""
     return memory_check.user_error or f"it does not fit: {explain_oom(memory_check)}"
 
 
@@ -82,6 +87,20 @@ def gate_warnings(memory_checks: Sequence[MemoryCheck]) -> list[str]:
     return [f"{text} ({count} runs)" if count > 1 else text for text, count in counts.items()]
 
 
+def predicted(plan: RunPlan) -> Iterator[str]:
+    """Line on the predicted memory and speed of a run that the gate checked, if they are known."""
+    found = {} if plan.prediction is None else json.loads(plan.prediction)
+    needed, capacity = found.get("needed_bytes"), found.get("capacity_bytes")
+    if capacity is None or not (size := needed or found["bound_bytes"]):
+        return
+    who = "all its processes" if needed else "each process"
+    amount = format_bytes(size) + (f" for {who}" if found["processes_that_share_it"] > 1 else "")
+    seconds = found.get("step_seconds")
+    speed = "" if seconds is None else f"; {seconds:.3g} s per step, {found['tokens_per_second']:,.0f} tokens/s"
+    memory = f"{amount} of {found['device']}'s {format_bytes(capacity)}"
+    yield f"predicted: {'' if needed else 'at most '}{memory}{speed}"
+
+
 def is_done(plan: RunPlan) -> bool:
     """True if state.json records the run as done."""
     state = plan.folder.read_state() if plan.folder.path.exists() else None
@@ -90,13 +109,13 @@ def is_done(plan: RunPlan) -> bool:
 
 def _warning(memory_check: MemoryCheck) -> str:
     if memory_check.user_error:
-        return f"This run is expected to fail. {memory_check.user_error}"
+        return f"We expect this run to fail. {memory_check.user_error}"
     if memory_check.fits is False:
-        return f"This run is not expected to fit: {explain_oom(memory_check)}"
+        return f"We do not expect this run to fit: {explain_oom(memory_check)}"
     if retries := explain_retries(memory_check):
         return f"This run fits {retries}, gives cached memory back, and waits for the GPU each time."
     if memory_check.why_not and memory_check.device_memory is not None:
-        return f"Memory is not checked: {memory_check.why_not}."
+        return f"We could not check the memory: {memory_check.why_not}."
     return ""
 
 

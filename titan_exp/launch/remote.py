@@ -1,8 +1,8 @@
 """Executors whose submitter, hosts and ranks share the folder of runs and nothing else.
 
-`RemoteExecutor` has what each of them needs, SLURM's too: what comes before a start, how ranks meet, how starts are
-recorded. `QueueExecutor` is for a batch queue and `HostsExecutor` for hosts without one. Both run host agents, which do
-for the ranks of a host what srun does in a job.
+`RemoteExecutor` is their common base, SLURM's included: preparation of a start, rendezvous of ranks, records of starts.
+`QueueExecutor` serves a batch queue, and `HostsExecutor` hosts without a queue. Both run host agents, which manage the
+ranks of a host as srun does in a job.
 """
 
 import os
@@ -49,25 +49,25 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_
 Result = TypeVar("Result")
 
 SUBMITTER_LIMIT = 120.0
-"""Seconds to wait for another submission to the same folder of runs."""
+"""Seconds to wait while another submission uses the same folder of runs."""
 FAILURES = (OSError, subprocess.SubprocessError, UserError)
-"""Errors of a scheduler's or a host's commands, which become the reason of a refusal."""
+"""Errors of a scheduler's or a host's commands that become the reason of a refusal."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One start of a run: a command on each of its nodes."""
+    """Job for one start of a run: a command on each of its nodes."""
 
     plan: RunPlan
     attempt: int
     """Number of the attempt."""
     token: str
-    """Word that no other submission has."""
+    """Token that no other submission has."""
     snapshot: CodeSnapshot
 
     @property
     def name(self) -> str:
-        """Name for a list of jobs."""
+        """Name in a list of jobs."""
         return f"{self.plan.experiment.experiment.name}-{self.plan.run_id}"
 
     @property
@@ -79,7 +79,7 @@ class Job:
         """Shell command of a node, which ends when the node's ranks have ended, with their exit code: 0 done, 85 saved
         and stopped, any other failed.
 
-        `node` is a number from 0, or what the shell expands to it: `$PBS_NODENUM`.
+        `node` is a number from 0, or a shell expression for it, such as `$PBS_NODENUM`.
         """
         cluster, folder = self.plan.experiment.cluster, self.plan.folder
         variables = {
@@ -98,10 +98,10 @@ class Job:
 
 
 class RemoteExecutor(Executor):
-    """Executor of other machines: ranks meet at an address that rank 0 writes into the attempt's logs."""
+    """Executor for other machines: ranks meet at an address that rank 0 writes into the attempt's logs."""
 
     scheduler: ClassVar[str] = "scheduler"
-    """Name in texts for users, and of the folder of this user's submissions in a folder of runs."""
+    """Name in texts for users, and name of the folder, inside a folder of runs, with this user's submissions."""
 
     @abstractmethod
     def start_run(self, plan: RunPlan, snapshot: CodeSnapshot) -> Submission:
@@ -115,7 +115,7 @@ class RemoteExecutor(Executor):
         return (_explained(plan, partial(self.start_run, plan, snapshot)) for plan in plans)
 
     def existing(self, plan: RunPlan, status: JobStatus | None, snapshot: CodeSnapshot) -> Submission | None:
-        """Result of a run that needs no start; None if it needs one."""
+        """Result of a run that needs no start; None if it must be started."""
         state, row = plan.folder.read_state(), self.attempt(plan.folder)
         if state is not None and state.state == "done":
             return Submission(plan, "done", row and row.job_id)
@@ -126,7 +126,9 @@ class RemoteExecutor(Executor):
                 plan.folder.update_attempt(row.attempt, job_id=status.job_id)
             return Submission(plan, "queued" if status.state == "queued" else "running", status.job_id, status.reason)
         if status.state == "unknown" and (row.end is None or row.exit == STOPPED):
-            return refused(plan, f"{self.scheduler} cannot be asked, and it may be queued: {status.reason}", row.job_id)
+            return refused(
+                plan, f"{self.scheduler} does not answer, and the run may be in its queue: {status.reason}", row.job_id
+            )
         return None
 
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
@@ -145,7 +147,7 @@ class RemoteExecutor(Executor):
         return "".join(f"# node {node}\n{job.command(node)}\n" for node in range(job.nodes))
 
     def planned_job(self, plan: RunPlan) -> Job:
-        """The next job of a run, for `script`; writes nothing."""
+        """Next job of a run, for `script`; writes nothing."""
         rows = plan.folder.read_attempts() if plan.folder.path.exists() else []
         snapshot = take_code_snapshot(runs_of(plan), [plan.experiment], write=False)
         return Job(plan, rows[-1].attempt + 1 if rows else 1, "TOKEN", snapshot)
@@ -155,8 +157,8 @@ class RemoteExecutor(Executor):
         return hosts_rank()
 
     def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
-        """Write rank 0's address into the attempt's log folder: the name of its machine, on one host the loopback
-        interface."""
+        """Write rank 0's address into the attempt's log folder: its machine's name, or the loopback interface if the
+        run has one host."""
         address = LOOPBACK if len(rank.hosts) == 1 else socket.gethostname()
         publish_address(folder, rank, address, zlib.crc32((rank.job_id or rank.token or "").encode()))
 
@@ -170,11 +172,11 @@ class RemoteExecutor(Executor):
         return rows[-1] if rows and rows[-1].launched_by == self.kind else None
 
     def look(self, rows: Mapping[RunFolder, Attempt]) -> Mapping[Path, JobStatus]:
-        """Job status by run folder path, of attempts of this executor that have no end."""
+        """Job status by run folder path, for this executor's attempts that have not ended."""
         return {}
 
     def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
-        """Job status by run folder path. A run that gives signs of life is running, whatever a scheduler says."""
+        """Job status by run folder path. A run that gives signs of life is running, whatever the scheduler says."""
         rows = {folder: row for folder in folders if (row := self.attempt(folder)) is not None}
         waiting = {folder: row for folder, row in rows.items() if row.end is None}
         found = {folder.path: JobStatus("gone", row.job_id, row.reason) for folder, row in rows.items() if row.end}
@@ -186,7 +188,7 @@ class RemoteExecutor(Executor):
         return found
 
     def record_intent(self, plan: RunPlan, snapshot: CodeSnapshot, hosts: Sequence[str] = ()) -> Job:
-        """Record an attempt before its submission, and forget a stop request."""
+        """Record an attempt before its submission, and clear an earlier stop request."""
         folder, token = plan.folder, uuid.uuid4().hex[:12]
         folder.clear_stop()
         size = plan.layout.world_size
@@ -203,7 +205,7 @@ class RemoteExecutor(Executor):
         return Submission(plan, "submitted", job_id)
 
     def record_dequeued(self, folder: RunFolder, reason: str) -> None:
-        """Close the attempt of a job that was taken out of the queue."""
+        """Close the attempt of a job that was removed from the queue."""
         row, state = self.attempt(folder), folder.read_state()
         if row is not None and row.start is None and row.end is None:
             folder.update_attempt(row.attempt, end=time.time(), reason=reason)
@@ -212,16 +214,19 @@ class RemoteExecutor(Executor):
             folder.write_state(RunState("preempted", state.step, time.time(), state.attempt, reason))
 
     def submissions(self, runs: Path) -> Path:
-        """Folder of this user's submissions, in a folder of runs that several users may share."""
+        """Folder of this user's submissions inside a folder of runs, which several users may share."""
         return runs / f".{self.scheduler.lower()}-{os.geteuid()}"
 
     def submitting(self, runs: Path) -> FileLock:
-        """Acquire the lock of this user's submissions to a folder of runs. Raises UserError if it is held."""
+        """Acquire the lock of this user's submissions to a folder of runs. Raises UserError if another process holds
+        it."""
         lock = FileLock(own_folder(self.submissions(runs)) / "lock")
         try:
             lock.acquire("submission", timeout=SUBMITTER_LIMIT)
         except LockedError as error:
-            raise UserError(f"{runs}: {error.holder or 'another process'} is submitting to it. Wait for it.") from None
+            raise UserError(
+                f"{runs}: {error.holder or 'another process'} is submitting to this folder. Wait for it."
+            ) from None
         return lock
 
     def _submit(self, runs: Path, plans: Sequence[RunPlan], options: SubmitOptions) -> Iterator[Submission]:
@@ -231,7 +236,7 @@ class RemoteExecutor(Executor):
         provenance = read_provenance(snapshot)
         existed = thread_map(lambda plan: _explained(plan, partial(create_run_folder, plan, provenance)), plans)
         for plan in [plan for plan, there in zip(plans, existed, strict=True) if there is False][:1]:
-            report_large_patch(plan.folder, options.echo)  # all have the same
+            report_large_patch(plan.folder, options.echo)  # all plans have the same folder
         statuses = self.status([plan.folder for plan, there in zip(plans, existed, strict=True) if there is True])
         ready = []
         for plan, there in zip(plans, existed, strict=True):
@@ -249,8 +254,8 @@ class RemoteExecutor(Executor):
 
 
 class QueueExecutor(RemoteExecutor):
-    """Runs as jobs of a batch queue. A job is a command on each node, a host agent: it starts the ranks of the node,
-    ends them with those of other nodes, and closes the attempt with the cause if one fails."""
+    """Batch queue: submits runs as jobs. A job runs a host agent on each node: it starts the node's ranks, ends them
+    together with other nodes' ranks, and closes the attempt with the cause if one fails."""
 
     scheduler = "queue"
 
@@ -263,17 +268,30 @@ class QueueExecutor(RemoteExecutor):
 
     @abstractmethod
     def jobs(self, options: Any, ids: Sequence[str]) -> Mapping[str, JobStatus]:
-        """Jobs by id that are `queued` or `running`, with a reason why they wait. Those left out are gone.
+        """Status by id of `queued` and `running` jobs, with a reason for waiting. Jobs that are left out are gone. No
+        ids ask whether the queue answers.
 
         Raises OSError, subprocess.SubprocessError or UserError if the queue does not answer.
         """
 
     @abstractmethod
     def dequeue(self, options: Any, job_id: str) -> bool:
-        """Take a job that waits out of the queue; returns False if it runs, which is then asked to save and stop.
+        """Remove a waiting job from the queue. Returns False if it already runs; it is then asked to save and stop.
 
         Raises OSError, subprocess.SubprocessError or UserError if the queue does not answer.
         """
+
+    def require(self, plans: Sequence[RunPlan]) -> None:
+        """Check that the queue answers. Raises UserError."""
+        found = [self.options(plan.experiment.cluster) for plan in plans]
+        for options in {repr(options): options for options in found}.values():
+            try:
+                self.jobs(options, [])
+            except FAILURES as error:
+                raise UserError(
+                    f"cluster.kind={self.kind}: the {self.scheduler} does not answer, so we submit nothing: "
+                    f"{said(error)}. Type the same command again once it answers, or run here with cluster=local."
+                ) from None
 
     def start_run(self, plan: RunPlan, snapshot: CodeSnapshot) -> Submission:
         """Queue a run."""
@@ -281,24 +299,24 @@ class QueueExecutor(RemoteExecutor):
         try:
             job_id = self.enqueue(self.options(plan.experiment.cluster), job)
         except FAILURES as error:
-            # A job that exists all the same starts nothing, as its attempt has ended.
+            # If a job exists all the same, it starts nothing, because its attempt has ended.
             plan.folder.update_attempt(job.attempt, end=time.time(), reason=f"not submitted: {said(error)}")
             return refused(plan, said(error))
         return self.record_submitted(plan, job.attempt, job_id)
 
     def look(self, rows: Mapping[RunFolder, Attempt]) -> Mapping[Path, JobStatus]:
-        """Job status, in one query for all runs of the same options."""
+        """Job status, with one query for all runs that have the same options."""
         found: dict[Path, JobStatus] = {}
         asked: dict[str, tuple[Any, dict[Path, str]]] = {}
         for folder, row in rows.items():
             try:
                 options = self.options_of(folder)
-            except UserError as error:  # its options are no longer those of the class
+            except UserError as error:  # its options no longer fit the class
                 found[folder.path] = JobStatus("unknown", row.job_id, str(error))
             else:
                 asked.setdefault(repr(options), (options, {}))[1][folder.path] = row.job_id or ""
         for options, ids in asked.values():
-            answers, missing = {}, JobStatus("gone", reason="the queue has no job of it")
+            answers, missing = {}, JobStatus("gone", reason="the queue has no job of this run")
             try:
                 answers = self.jobs(options, list(filter(None, ids.values())))
             except FAILURES as error:
@@ -307,13 +325,13 @@ class QueueExecutor(RemoteExecutor):
         return found
 
     def cancel(self, folders: Sequence[RunFolder], *, reason: str) -> Mapping[Path, str]:
-        """Take waiting jobs out of the queue, and ask active runs to save and stop; returns a message per folder."""
+        """Remove waiting jobs from the queue, and ask active runs to save and stop; returns a message per folder."""
         statuses, lines = self.status(folders), {}
         for folder in folders:
             status = statuses.get(folder.path, JobStatus("gone"))
             try:
                 if status.state == "unknown":
-                    raise UserError(f"{self.scheduler} cannot be asked: {status.reason}")
+                    raise UserError(f"{self.scheduler} does not answer: {status.reason}")
                 if status.state == "queued" and self.dequeue(self.options_of(folder), status.job_id or ""):
                     self.record_dequeued(folder, reason)
                     lines[folder.path] = f"job {status.job_id}: taken out of the queue"
@@ -325,14 +343,14 @@ class QueueExecutor(RemoteExecutor):
 
 
 class HostsExecutor(RemoteExecutor):
-    """Runs on named hosts without a scheduler. The command of a host starts its ranks, ends them with those of other
-    hosts, and closes the attempt if they cannot."""
+    """Named hosts without a scheduler. Each host's command starts its ranks, ends them together with other hosts'
+    ranks, and closes the attempt if they cannot."""
 
     scheduler = "hosts"
 
     @abstractmethod
     def hosts(self, options: Any) -> Sequence[str]:
-        """Names of the hosts; a run takes the first ones, as many as it has nodes."""
+        """Names of the hosts; a run uses the first ones, one per node."""
 
     @abstractmethod
     def start(self, options: Any, host: str, command: str) -> None:
@@ -341,13 +359,18 @@ class HostsExecutor(RemoteExecutor):
         Raises OSError or subprocess.SubprocessError if the host cannot be reached, or the command fails.
         """
 
+    def require(self, plans: Sequence[RunPlan]) -> None:
+        """Check that each run has enough hosts. Raises UserError."""
+        for plan in plans:
+            self._hosts(plan)
+
     def script(self, plan: RunPlan) -> str:
         """Command of each host."""
         job = self.planned_job(plan)
         return "".join(f"# {host}\n{_detached(job, node)}\n" for node, host in enumerate(self._hosts(plan)))
 
     def look(self, rows: Mapping[RunFolder, Attempt]) -> Mapping[Path, JobStatus]:
-        """`queued` while the agents of all hosts may still appear."""
+        """Job status: `queued` while the agents of all hosts may still appear."""
         found = {}
         for folder, row in rows.items():
             awaited = [HostFile(folder, row.attempt, node).awaited(row.intent) for node in range(len(row.hosts))]
@@ -356,12 +379,12 @@ class HostsExecutor(RemoteExecutor):
         return found
 
     def start_run(self, plan: RunPlan, snapshot: CodeSnapshot) -> Submission:
-        """Start the agent of each host. A run on a host that has another one is refused."""
+        """Start the agent of each host. Refuses a run if one of its hosts has another run."""
         hosts, options = self._hosts(plan), self.options(plan.experiment.cluster)
         for host in hosts:
             if (other := self._run_on(runs_of(plan), host)) is not None:
                 name = "/".join(other.path.parts[-2:])
-                return refused(plan, f"{host} runs {name}; type the same command when that has ended")
+                return refused(plan, f"{host} runs {name}. Type the same command again when that has ended")
         job = self.record_intent(plan, snapshot, hosts)
         submission = self.record_submitted(plan, job.attempt, job.token)
         for node, host in enumerate(hosts):
@@ -371,14 +394,14 @@ class HostsExecutor(RemoteExecutor):
             try:
                 self.start(options, host, _detached(job, node))
             except FAILURES as error:
-                reason = f"{host} cannot be started: {said(error)}"
+                reason = f"cannot start {host}: {said(error)}"
                 # The agents of other hosts end as they see it.
                 close_attempt(plan.folder, job.attempt, "failed", exit_code=FAILED, reason=reason, overrule=True)
                 return Submission(plan, "failed", job.token, reason, FAILED)
         return submission
 
     def _run_on(self, runs: Path, host: str) -> RunFolder | None:
-        """Run whose agent is on a host, or is awaited there, of any user of this folder of runs."""
+        """Run, by any user of this folder of runs, whose agent is on a host or expected there."""
         for note in runs.glob(f".{self.scheduler}-*/{_note(host)}"):
             name, run_id, attempt, node = note.read_text(encoding="utf-8").split("\n")
             folder = RunFolder(runs / name / run_id)
@@ -393,15 +416,15 @@ class HostsExecutor(RemoteExecutor):
         known, nodes = list(dict.fromkeys(self.hosts(self.options(plan.experiment.cluster)))), plan.layout.nodes
         if len(known) < nodes:
             raise UserError(
-                f"This run takes {size_text(plan.layout)}, and cluster.options names {len(known) or 'no'} "
+                f"This run needs {size_text(plan.layout)}, and cluster.options names {len(known) or 'no'} "
                 f"host{'s' * (len(known) != 1)}. Name more, or choose fewer processes."
             )
         return known[:nodes]
 
 
 def make_ready(plan: RunPlan, provenance: Provenance, *, renew: bool) -> Submission | None:
-    """Make the folder of a run ready for another attempt: with `renew`, for one that existed, close attempts without an
-    end and refresh the snapshot. Returns a result if another process holds the run."""
+    """Prepare a run's folder for another attempt. With `renew`, for an existing folder, close attempts without an end
+    and refresh the snapshot. Returns a result if another process holds the run."""
     folder = plan.folder
     try:
         lock = folder.claim("submission")
@@ -418,13 +441,13 @@ def make_ready(plan: RunPlan, provenance: Provenance, *, renew: bool) -> Submiss
 
 
 def runs_of(plan: RunPlan) -> Path:
-    """Folder of the runs of all experiments."""
+    """Folder with the runs of all experiments."""
     return plan.folder.path.parents[1]
 
 
 def is_alive(folder: RunFolder, row: Attempt) -> bool:
-    """True if an attempt gives signs of life: a lock, its host agents, or a heartbeat where locks of other machines may
-    not show."""
+    """True if an attempt gives signs of life: a lock, its host agents, or a heartbeat if locks of other machines may be
+    invisible."""
     agents = host_files(folder, row.attempt)
     if folder.ranks_alive() or any(agent.alive for agent in agents):
         return True
@@ -435,13 +458,13 @@ def is_alive(folder: RunFolder, row: Attempt) -> bool:
 
 
 def said(error: Exception) -> str:
-    """Message of a command that failed, of one that it printed if it did."""
+    """Message about a failed command: its own output if it printed any."""
     printed = getattr(error, "stderr", None) or b""
     return (printed.decode(errors="replace") if isinstance(printed, bytes) else printed).strip() or str(error)
 
 
 def _explained(plan: RunPlan, act: Callable[[], Result]) -> Result | Submission:
-    """Result of `act`, of which a UserError or a failed write becomes a refusal."""
+    """Result of `act`; a UserError or a failed write becomes a refusal."""
     try:
         with explain_write_errors(plan.folder.path):
             return act()
@@ -450,10 +473,10 @@ def _explained(plan: RunPlan, act: Callable[[], Result]) -> Result | Submission:
 
 
 def _detached(job: Job, node: int) -> str:
-    """Command of a host that leaves its process in the background."""
+    """Command for a host that leaves its process in the background."""
     return f"setsid nohup {job.command(node)} &"
 
 
 def _note(host: str) -> str:
-    """Name of the file that says which run is on a host."""
+    """Name of the file that tells which run is on a host."""
     return f"host-{quote(host, safe='')}"

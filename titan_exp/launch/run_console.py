@@ -1,15 +1,13 @@
-"""Launcher: its console and signals, and the summary of a run at its end."""
+"""Launcher console: progress, signals, and the summary of a run at its end."""
 
 import contextlib
 import os
 import signal
-import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -79,7 +77,7 @@ class RunConsole:
             action(*arguments)
         except OSError:
             self._gone = True
-            # Later writes, also Python's flush at exit, go to /dev/null instead of failing.
+            # Later writes, including Python's flush at exit, go to /dev/null instead of failing.
             devnull = os.open(os.devnull, os.O_WRONLY)
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(devnull, stream.fileno())
@@ -87,7 +85,7 @@ class RunConsole:
 
 
 DEBOUNCE = 0.5
-"""Debounce window in seconds: some tools signal both the process and its group."""
+"""Debounce window in seconds, because some tools signal both the process and its group."""
 
 
 class Interrupts:
@@ -149,7 +147,7 @@ class Summary:
     validation_loss: Value
     """Last validation loss."""
     tokens_per_second: Value
-    """Median over rows, excluding the first of each attempt (compilation and warm-up)."""
+    """Throughput of the whole job at the last logged step, as in `titan-exp status`."""
     reason: str | None = None
     """Reason of the final state."""
     roofline: str | None = None
@@ -160,18 +158,15 @@ def summarize(folder: RunFolder) -> Summary:
     """Read a run's summary from its folder."""
     state = folder.read_state()
     rows = read_metrics(folder.metrics)
-    attempts, speeds = list(rows.column("attempt")), list(rows.column("tokens_per_second"))
-    warm = [speed for pair, speed in zip(pairwise(attempts), speeds[1:], strict=True) if pair[0] == pair[1]]
-    speeds = [speed for speed in warm or speeds if speed is not None]
     step = state.step if state else 0
     if state and rows and rows[-1].get("attempt") == state.attempt:
         step = max(step, int(rows[-1]["step"] or 0))  # ahead of state.json if the disk is full
     return Summary(
         state=state.state if state else "pending",
         step=step,
-        loss=_last(rows, "loss"),
-        validation_loss=_last(rows, "validation_loss"),
-        tokens_per_second=statistics.median(speeds) if speeds else None,
+        loss=_last(rows, "loss", step if state else None),
+        validation_loss=_last(rows, "validation_loss", step if state else None),
+        tokens_per_second=_last(rows, "tokens_per_second", None),
         reason=state.reason if state else None,
         roofline=str((read_json(folder.roofline) or {}).get("short") or "") or None,
     )
@@ -190,10 +185,12 @@ def describe(summary: Summary, total_steps: int) -> str:
 
 
 def known_metrics(loss: Value, validation_loss: Value, tokens_per_second: Value) -> list[str]:
-    """Format those metrics that are known, each by itself."""
+    """Format each of these metrics that is known."""
     texts = {"loss {:.4f}": loss, "validation loss {:.4f}": validation_loss, "{:,.0f} tokens/s": tokens_per_second}
     return [text.format(value) for text, value in texts.items() if value is not None]
 
 
-def _last(rows: MetricRows, key: str) -> Value:
-    return next((value for value in reversed(list(rows.column(key))) if value is not None), None)
+def _last(rows: MetricRows, key: str, step: int | None) -> Value:
+    """Last value, up to a step if one is given: later rows are of an attempt that saved none of it."""
+    found = reversed(list(zip(rows.column("step"), rows.column(key), strict=True)))
+    return next((value for at, value in found if value is not None and (step is None or int(at or 0) <= step)), None)

@@ -1,16 +1,20 @@
-"""Identity of a run: run id and experiment id, and related runs, which a new run can continue."""
+"""Run id and experiment id, and related runs, which a new run can continue."""
 
 import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.extension import shipped_options
+from titan_exp.config.groups.evaluation import FORMER
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import LRScheduleConfig
 from titan_exp.config.paths.checkpoint_files import saved_state, step_of
@@ -19,9 +23,14 @@ from titan_exp.config.schema.foreign_code import Trust, import_paths
 from titan_exp.config.schema.identity_keys import LAYOUT, has_effect, idle_keys, is_among
 from titan_exp.config.schema.schema import group_in_mapping, hints
 from titan_exp.config.schema.typed_config import load_experiment, read_values
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.optim.lr_schedule import LRSchedule
 from titan_exp.rules.checkpoint import local_checkpoint
 
+LAPTOP_PARAMETERS, LAPTOP_WIDTH = 1_697_472, 192
+"""Parameters and width of `model=llama_laptop`, for which the learning rates of `conf/optimizer` are made."""
+MANY_TIMES = 100
+"""Number of times those parameters from which a model needs a learning rate of its own."""
 ID_LENGTH = 12
 """Hex digits of an id (48 bits): collision probability 0.2 % for a million runs."""
 
@@ -38,7 +47,9 @@ def experiment_id(experiment: Experiment) -> str:
 
 def identity(experiment: Experiment) -> dict[str, Any]:
     """Values hashed into the run id, by dotted key: effective keys that are not at their default."""
-    fields = list(_fields(experiment))
+    # Ids of older runs stay: they hashed the former names.
+    former = {current: name for name, current in FORMER.items()}
+    fields = [(former.get(key, key), value, default) for key, value, default in _fields(experiment)]
     idle = idle_keys({key: value for key, value, _ in fields})
     return {
         key: value for key, value, default in fields if value != default and has_effect(key) and not is_among(key, idle)
@@ -78,22 +89,26 @@ def _require_stable(value: object, key: str) -> None:
     if isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str):
-                raise UserError(f"{key}: the key {name!r} is not text, so the run has no stable name. Quote the key.")
+                raise UserError(
+                    f"{key}: the key {name!r} is not text, so the run would have no stable name. Put the key in quotes."
+                )
             _require_stable(item, f"{key}.{name}" if key else name)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             _require_stable(item, f"{key}[{index}]")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{key}={value}: a run cannot be named by a number that is not finite. Use a finite one.")
+        raise UserError(
+            f"{key}={value}: this number is not finite, so the run would have no stable name. Use a finite one."
+        )
     elif not (value is None or isinstance(value, str | bool | int | float)):
         raise UserError(
-            f"{key}={value!r}: a {type(value).__name__} has no stable text to name the run by. "
-            "Use text, numbers, true, false, null, lists and mappings."
+            f"{key}={value!r}: a {type(value).__name__} has no stable text, so the run would have no "
+            "stable name. Use text, numbers, true, false, null, lists and mappings."
         )
 
 
 AUTO = "auto"
-"""Value of `checkpoint.continue_from` that takes the related run with the most steps."""
+"""Value of `checkpoint.continue_from` that chooses the related run with the most steps."""
 MAY_DIFFER = (
     *LAYOUT,
     "training.steps",
@@ -103,7 +118,7 @@ MAY_DIFFER = (
 )
 """Keys that may differ between related runs."""
 NEWEST = 100
-"""Run folders looked at, the newest first."""
+"""Number of run folders that are searched, newest first."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +133,9 @@ class RelatedRun:
 
 
 def related_runs(experiment: Experiment) -> list[RelatedRun]:
-    """Runs in the same folder that a run of this experiment can continue, those with the most steps first.
+    """Runs in the same folder that this experiment can continue, most steps first.
 
-    The layout of the experiment is resolved. Runs of as many steps as it has, and the run itself, are left out.
+    The experiment's layout must be resolved. Runs with at least as many steps, and the run itself, are left out.
     """
     wanted, own = _trajectory(experiment), run_id(experiment)
     trust = import_paths(experiment).values()
@@ -135,8 +150,8 @@ def related_runs(experiment: Experiment) -> list[RelatedRun]:
 
 
 def with_auto_parent(experiment: Experiment) -> Experiment:
-    """Experiment with `checkpoint.continue_from=auto` replaced by a run: that of an earlier start with auto, the
-    related run with the most steps, or none. The layout is resolved."""
+    """Experiment with `checkpoint.continue_from=auto` replaced: by the run of an earlier start with auto, by the
+    related run with the most steps, or by none. The layout must be resolved."""
     related = related_runs(_continuing(experiment, None))
     for run in related:
         parent = run.experiment.checkpoint.continue_from
@@ -168,9 +183,27 @@ def _saved_runs(folder: Path, trust: Trust) -> Iterator[RelatedRun]:
             continue
 
 
+def laptop_rate(overrides: Sequence[str], experiment: Experiment) -> Iterator[str]:
+    """Sentence about a large model whose learning rate nobody set: the optimizer's default is `llama_laptop`'s."""
+    spec, optimizer = model_spec(experiment.model), experiment.optimizer
+    option = shipped_options("optimizer").get(optimizer.name)
+    if spec is None or option is None or spec.parameters < MANY_TIMES * LAPTOP_PARAMETERS:
+        return
+    typed = any(override.lstrip("+").startswith("optimizer.lr=") for override in overrides)
+    is_default = optimizer.lr == float(yaml.safe_load(option.read_text())["lr"])
+    if not typed and is_default and experiment.parametrization.name == "standard":
+        yield (
+            f"optimizer.lr={optimizer.lr:g} is the default, made for model=llama_laptop; this model has "
+            f"{spec.parameters / LAPTOP_PARAMETERS:,.0f} times its parameters. Set it, as in "
+            f"optimizer.lr={optimizer.lr * LAPTOP_WIDTH / spec.dim:.1g} (scaled by width), and the warm-up, now "
+            f"lr_schedule.warmup_steps={experiment.lr_schedule.warmup_steps}; or type optimizer.lr={optimizer.lr:g} "
+            "if you mean it"
+        )
+
+
 def rate_after_decay(experiment: Experiment) -> Iterator[str]:
-    """A sentence about the learning rate of a run that continues one on this machine after the begin of its decay, and
-    rises again."""
+    """Sentence about a learning rate that rises again, because the run continues a run on this machine whose decay had
+    begun."""
     path = local_checkpoint(experiment.checkpoint, experiment.paths)
     step = None if path is None else step_of(path)
     if path is None or step is None:

@@ -29,6 +29,7 @@ from titan_exp.config.paths.remote_url import is_url, normalize_parent
 from titan_exp.config.schema.builtins import sources
 from titan_exp.config.schema.foreign_code import import_paths, signed
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
+from titan_exp.config.schema.validation_sets import validation_sets
 from titan_exp.launch.executor import RunPlan, check_executor
 from titan_exp.launch.provenance.changes import refuse_other_data
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
@@ -48,7 +49,7 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
     `folder` is the existing folder of a run that was moved or named by an older version. Raises UserError if the run
     cannot start, contains credentials, or has no canonical JSON.
     """
-    # Before the rules, whose messages quote values.
+    # This comes before the rules, whose messages quote values.
     refuse_secrets(to_dict(experiment))
     experiment = _with_parent(_with_initial(experiment))
 
@@ -64,17 +65,26 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
     run_folder = RunFolder(path_of(resolved))
     refuse_other_data(resolved, run_folder)
     state = run_folder.read_state()
-    if resolved.data.source in sources() and (state is None or state.state != "done"):  # the gate opens a user's own
-        from titan_exp.data.source_check import check_source  # imports NumPy, which --help needs not
+    if resolved.data.source in sources() and (state is None or state.state != "done"):  # the gate opens your own
+        from titan_exp.data.source_check import check_source  # imports NumPy, which --help does not need
 
-        check_source(resolved.data, evaluates=bool(resolved.training.evaluate_every))
-    ids = run_id(resolved), experiment_id(resolved)
-    return RunPlan(resolved, tuple(overrides), *ids, run_folder, compilation=tuple(compilation(experiment)))
+        check_source(resolved.data, evaluates=resolved.evaluation.enabled)
+        for found in validation_sets(resolved).values() if resolved.evaluation.enabled else ():
+            check_source(found.data, evaluates=False)
+    return RunPlan(
+        resolved,
+        tuple(overrides),
+        run_id(resolved),
+        experiment_id(resolved),
+        run_folder,
+        compilation=tuple(compilation(experiment)),
+        fills_node=experiment.parallelism.dp_shard == -1 and resolved.parallelism.dp_shard > 1,
+    )
 
 
 def plan_relaunch(folder: RunFolder, trust: bool = False) -> RunPlan:
-    """Plan an existing run folder, which may have moved. Raises UserError if it is not a run, cannot start here, or is
-    not trusted with the code that it names."""
+    """Plan an existing run folder, which may have moved. Raises UserError if it is not a run, cannot start here, or
+    names code that is not trusted."""
     experiment = load_experiment(folder.config, trust)
     return plan_run(experiment, read_overrides(folder.overrides) or (), folder)
 
@@ -89,12 +99,12 @@ def _with_initial(experiment: Experiment) -> Experiment:
     except UserError:
         if Path(initial).expanduser().exists():
             raise  # several runs
-        return experiment  # the rules say what a run is
+        return experiment  # the rules explain what a run is
     return replace(experiment, checkpoint=replace(experiment.checkpoint, initial=path))
 
 
 def _with_parent(experiment: Experiment) -> Experiment:
-    """Name the parent of a continued run in the same form however it is typed."""
+    """Name the parent of a continued run in one form, however it was typed."""
     checkpoint, runs = experiment.checkpoint, Path(experiment.paths.runs).expanduser()
     if checkpoint.continue_from == AUTO:
         return with_auto_parent(resolve_layout(experiment, offered_devices(experiment.cluster)))
@@ -149,7 +159,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{error.filename or path}: cannot be written ({error.strerror or error}). "
+            f"Cannot write {error.filename or path} ({error.strerror or error}). "
             f"{REMEDIES.get(error.errno or 0, 'Set paths.runs to a folder that you can write to')}."
         ) from error
 
@@ -194,7 +204,7 @@ def _create(plan: RunPlan, provenance: Provenance | None) -> bool:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         refuse_foreign_folders(target.parents[1], target)
-        # Not mkdtemp, whose folders are closed to the group that shares the runs.
+        # We do not use mkdtemp, whose folders are closed to the group that shares the runs.
         temporary = target.with_name(f".{plan.run_id}.{uuid.uuid4().hex[:8]}")
         temporary.mkdir()
         try:
@@ -227,6 +237,6 @@ def _require_same(plan: RunPlan) -> None:
     found = run_id(load_experiment(folder.config, trust=import_paths(plan.experiment).values()))
     if found != plan.run_id:
         raise UserError(
-            f"{folder.config} was changed: it now describes run {found}, not {plan.run_id}, and continuing would mix "
-            "the two. Move the folder away, or choose another experiment.name."
+            f"{folder.config} has changed: it now describes run {found} instead of {plan.run_id}, and to continue "
+            "would mix the two. Move the folder away, or choose another experiment.name."
         )

@@ -1,4 +1,4 @@
-"""Watchdog of a rank and its report of a hang."""
+"""Watchdog of a rank, and its report of a hang."""
 
 import contextlib
 import faulthandler
@@ -22,10 +22,10 @@ from titan_exp.tracking.progress import STEP, ProgressSnapshot, ProgressTracker
 from titan_exp.tracking.run_folder.files import write_atomically
 
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
-"""torch environment variable: flight recorder entries, read when the process group is created."""
+"""torch environment variable: number of flight recorder entries, read when the process group is created."""
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
 PACKAGES = frozenset({"site-packages", "dist-packages"})
-"""Folders of installed packages, of this environment and of others."""
+"""Folders of installed packages, in this environment and in others."""
 WAITING = frozenset({"wait", "wait_tensor", "synchronize", "item"})
 """torch functions that block on other ranks or on the device."""
 
@@ -57,7 +57,7 @@ def rank_stack(
     frames = list(_outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
     own = next((frame for frame in frames if _is_own_code(frame.f_code)), frames[0] if frames else None)
     place = "unknown" if own is None else f"{_short(own.f_code)}:{own.f_lineno} in {own.f_code.co_name}"
-    # Only frames called from that position: an outer frame may be a collective that called back into our code.
+    # Only frames called from that position count: an outer frame may be a collective that called back into our code.
     called = frames[: frames.index(own)] if own is not None else frames
     return RankStack(
         rank, host, pid, position.at, position.phase, position.seconds, place, _collective(called),
@@ -244,9 +244,9 @@ def diagnose_hang(known: Iterable[RankStack], *, native: Sequence[int], world_si
             f"{format_ranks(ranks)}: step {stack.step}, {stack.phase}, {where}{stack.place}, for {stack.seconds:.0f} s"
         )
     if native:
-        lines.append(f"{format_ranks(native)}: in native code that blocks Python; its stacks show the call")
+        lines.append(f"{format_ranks(native)}: in native code that blocks Python (the stacks show the call)")
     if silent:
-        lines.append(f"{format_ranks(silent)}: no answer: stopped, dead, or its machine is down")
+        lines.append(f"{format_ranks(silent)}: no answer, so it has stopped or died, or its machine is down")
     lines += ["", f"Stacks of every thread and the last collectives: {logs}/stacks-rank-*.txt, collectives-rank-*.json"]
     return HangDiagnosis(headline, "\n".join(lines) + "\n")
 
@@ -277,7 +277,7 @@ def _blocking_ranks(
         others = " while the others wait in a collective" if len(outside) < len(rank_stacks) else ""
         return ranks, f"{format_ranks(ranks)} {_verb(ranks)} at {outside[0].place}{others}"
     if outside:
-        return [], f"no rank is in a collective; {format_ranks([rank_stacks[0].rank])} at {rank_stacks[0].place}"
+        return [], f"no rank is in a collective, and {format_ranks([rank_stacks[0].rank])} is at {rank_stacks[0].place}"
     return _blocking_in_collectives(rank_stacks)
 
 
@@ -290,10 +290,10 @@ def _blocking_in_collectives(rank_stacks: Sequence[RankStack]) -> tuple[list[int
         return behind, f"{format_ranks(behind)} did not enter a collective that the others wait in, but waits {instead}"
     places = Counter(stack.place for stack in rank_stacks)
     if len(places) == 1:
-        return [], f"all ranks wait in the same collective, at {rank_stacks[0].place}: suspect the network"
+        return [], f"all ranks wait in the same collective, at {rank_stacks[0].place}: so suspect the network"
     odd = [stack for stack in rank_stacks if stack.place == min(places, key=lambda place: places[place])]
     ranks = [stack.rank for stack in odd]
-    return ranks, f"the ranks wait in different collectives; {format_ranks(ranks)} at {odd[0].place}"
+    return ranks, f"the ranks wait in different collectives, {format_ranks(ranks)} at {odd[0].place}"
 
 
 def _lagging_ranks(rank_stacks: Sequence[RankStack]) -> list[int]:
@@ -332,7 +332,8 @@ OTHER_PHASE_FACTOR = 3.0
 MEDIAN_FACTOR = 10.0
 """Minimum limit of a regular step, in multiples of the median step time."""
 WARN_MEDIAN_FACTOR = 3.0
-"""Minimum time before the warning in a regular step, likewise; below the limit, so that slow steps warn first."""
+"""Multiple of the median step time below which a regular step gets no warning; lower than the limit, so that slow steps
+warn first."""
 NATIVE_GRACE = 5.0
 """Seconds past the limit before the C timer kills a rank that runs no Python."""
 RECORDER_ENTRIES = "2000"
@@ -340,7 +341,8 @@ RECORDER_ENTRIES = "2000"
 
 
 class Watchdog(threading.Thread):
-    """Watchdog thread, running until `stop`. `give_up(reason)` exits the process, and `on_poll` may at every poll."""
+    """Watchdog thread, running until `stop`. `give_up(reason)` exits the process, and so may `on_poll`, which every
+    poll calls."""
 
     def __init__(
         self,
@@ -386,14 +388,14 @@ class Watchdog(threading.Thread):
         while not self._stopped.is_set():
             self._on_poll()
             position = self._progress.snapshot()
-            # Before the end, also where this thread polls late.
+            # This comes before the end, even if this thread polls late.
             self._warn_if_late(position)
             if self._kill is not None:
                 left = limit(self._kill, position) - position.seconds
                 if left <= 0 or self._is_declared(position):
                     self._hung()
                     return
-                # Before the first rank to detect the hang has waited for the others' records.
+                # Until then, the first rank to detect the hang is still waiting for the others' records.
                 last = left + min(NATIVE_GRACE, self._kill / 2)
                 faulthandler.dump_traceback_later(last, exit=True, file=self._stacks)
             self._stopped.wait(self._poll_interval)
@@ -407,7 +409,7 @@ class Watchdog(threading.Thread):
         late = self._warn is not None and position.seconds > limit(self._warn, position, WARN_MEDIAN_FACTOR)
         if late and not self._warned:
             consequence = "" if self._kill is None else (
-                f"; after {limit(self._kill, position):.0f} s the run is ended as hung (cluster.hang_kill_minutes)"
+                f". After {limit(self._kill, position):.0f} s we end the run as hung (cluster.hang_kill_minutes)"
             )  # fmt: skip
             get_logger().warning(
                 "rank %d: no progress for %.0f s in %s after step %d%s",

@@ -1,1 +1,1 @@
-"""Single-device models in plain PyTorch, built from shared blocks. Knows no parallelism."""
+"""Single-device models in plain PyTorch, built from shared blocks that know no parallelism."""

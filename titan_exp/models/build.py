@@ -1,4 +1,4 @@
-"""Models by architecture: a built-in family, a user's module with the same public names, or a user's plain class."""
+"""Models by architecture: a built-in family, your module with the same public names, or your plain class."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -53,8 +53,8 @@ def choose_attention_backend(
 ) -> AttentionBackend:
     """Attention kernel for a model on a device: the one of its config, or `auto`.
 
-    `seq_len` is the longest sequence in tokens. `documents` says that document masks are given, `parts` that
-    context-parallel ranks exchange keys and values, `deterministic` that the same bits are needed on every run.
+    `seq_len` is the longest sequence in tokens. `documents` says that document masks are used, `parts` that
+    context-parallel ranks exchange keys and values, `deterministic` that every run must give the same bits.
     """
     spec = model_spec(config)
     requested = "auto" if auto or spec is None else spec.attention_backend
@@ -71,8 +71,8 @@ def choose_attention_backend(
 
 
 def init_specs(model: nn.Module, scales: Mapping[str, ParameterScale] = {}) -> dict[str, InitSpec] | None:
-    """Initialization of every parameter by full name, scaled by its parametrization; None if the model does not declare
-    all of them."""
+    """Initialization of every parameter by full name, scaled by the parametrization; None if the model does not declare
+    them all."""
     table = {
         f"{path}.{name}" if path else name: init
         for path, module in model.named_modules()
@@ -84,23 +84,23 @@ def init_specs(model: nn.Module, scales: Mapping[str, ParameterScale] = {}) -> d
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Number of parameters, tied ones once."""
+    """Number of parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:
-    """FLOPs of a training step per token: from the model's spec, else 6 per parameter."""
+    """FLOPs of a training step per token, from the model's spec; without a spec, 6 per parameter."""
     if hasattr(model, "flops_per_token"):
         return model.flops_per_token(seq_len)  # type: ignore[operator]  # a method, not a submodule
     return 6.0 * parameter_count(model)
 
 
 def _require_described(model: nn.Module, spec: ModelSpec, architecture: str) -> None:
-    """Refuse a spec that differs from the model, since sharding, plan and export would follow it."""
+    """Refuse a spec that differs from the model, since sharding, planner and export would follow it."""
     built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name in dict.fromkeys([*built, *spec.shapes]):
         if built.get(name) != spec.shapes.get(name):
             raise UserError(
-                f"{architecture}: the spec gives {name} the shape {spec.shapes.get(name, 'none')}, and the model "
-                f"{built.get(name, 'none')}. Correct `spec` or `block`."
+                f"{architecture}: {name} has the shape {spec.shapes.get(name, 'none')} in `spec` and "
+                f"{built.get(name, 'none')} in the model. Correct `spec` or `block`."
             )

@@ -19,10 +19,11 @@ from titan_exp.ops.cross_entropy import LossSum
 
 
 class Decoder(nn.Module):
-    """A decoder: a spec's embedding, norm and head around a family's blocks, called as `block(x, rope, mask)`.
+    """Decoder: the spec's embedding, norm and head around a family's blocks, which are called as `block(x, rope,
+    mask)`.
 
     `seq_len` is the longest sequence in tokens. Modules of multi-token prediction are the last blocks, called as
-    `block(x, rope, mask, embedded)` behind the final norm.
+    `block(x, rope, mask, embedded)` after the final norm.
     """
 
     def __init__(self, spec: ModelSpec, blocks: Mapping[int, nn.Module], *, seq_len: int) -> None:
@@ -41,7 +42,7 @@ class Decoder(nn.Module):
         if temperature is not None:
             self.temperature = TemperatureTable(seq_len, temperature.coefficient, temperature.floor_scale)
         self.positions_restart = True
-        """True if given `positions` may start again within a sequence, False if they count through it."""
+        """True if `positions` may restart within a sequence, False if they count through it."""
 
     def forward(
         self,
@@ -53,11 +54,11 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "depths_and_batch seq vocab"] | Float[Tensor, "batch part dim"] | LossSum | tuple[LossSum, ...]:
         """Logits of the next token, or their loss; hidden states if another stage has the head.
 
-        `x` are token ids, or the hidden states of the previous pipeline stage, with sequence parallelism this rank's
-        part of the tokens. `positions` default to 0 .. seq - 1. With `documents` tokens see only their own document.
-        `loss` is called with the last hidden states and the head's weight inside `forward`, where a sharded weight is
-        gathered. `further` are the ids of the tokens 1, 2, ... places ahead, and run the modules of multi-token
-        prediction: their logits, or hidden states for `loss`, follow the model's along the batch, depth by depth.
+        `x` are token ids, or the previous pipeline stage's hidden states (with sequence parallelism, of this rank's
+        tokens). `positions` default to 0 .. seq - 1. With `documents`, tokens see only their own document. `loss` is
+        called with the last hidden states and the head's weight inside `forward`, where a sharded weight is gathered.
+        `further` are the ids of the tokens 1, 2, ... places ahead. They run the modules of multi-token prediction,
+        whose logits, or hidden states for `loss`, follow the model's along the batch dim, depth by depth.
         """
         seq = x.shape[1] if positions is None else positions.shape[1]
         rope = None if self.rope is None else self.rope(seq, positions)
@@ -67,7 +68,7 @@ class Decoder(nn.Module):
         embedded: Sequence[Tensor] = ()
         # The last stage of a tied model holds the embedding too, for its head.
         if further is not None and not x.is_floating_point():
-            # One lookup, for which FSDP gathers the weight once.
+            # A single lookup, so that FSDP gathers the weight once.
             x, *embedded = self.embed(torch.cat((x, *further))).chunk(1 + len(further))
         elif further is not None:
             embedded = self.embed(further.flatten(0, 1)).chunk(len(further))
@@ -82,20 +83,20 @@ class Decoder(nn.Module):
             depths = [x]
             for module, following in zip(self._blocks(mtp=True), embedded, strict=True):
                 depths.append(module(depths[-1], rope, masks.get(_core(module)[0]), following))
-            # One call of the head, for which FSDP gathers its weight once.
+            # A single call of the head, so that FSDP gathers its weight once.
             x = torch.cat(depths)
         return self.embedding(x, self.head, loss) if self.spec.tied else self.head(x, loss=loss)
 
     def embed(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch part dim"]:
-        """First hidden states; subclasses may scale them or add to them."""
+        """Compute the first hidden states; subclasses may scale them or add to them."""
         return self.embedding(tokens)
 
     def pp_plan(self) -> PipelinePlan:
-        """Children that only the first or the last stage holds."""
+        """Plan that names the children that only the first or the last stage holds."""
         return self.spec.pipeline
 
     def reset_buffers(self) -> None:
-        """Compute the RoPE cache, once memory is real."""
+        """Compute the RoPE cache once it has memory."""
         for table in (self.rope, self.temperature):
             if table is not None:
                 table.reset()
@@ -105,7 +106,7 @@ class Decoder(nn.Module):
         return self.spec.flops_per_token(seq_len)
 
     def _blocks(self, *, mtp: bool) -> list[nn.Module]:
-        """Blocks of this stage: those of the model, or modules of multi-token prediction."""
+        """Blocks of this stage: the model's, or the modules of multi-token prediction."""
         layers = len(self.spec.layers)
         return [block for number, block in self.blocks.items() if (int(number) >= layers) is mtp]
 
@@ -116,7 +117,7 @@ class Decoder(nn.Module):
         seq: int,
         device: Any,
     ) -> dict[MaskPattern | None, Any]:
-        """Masks by pattern, each built once."""
+        """Attention masks by pattern; each is built once."""
         cores = {pattern: core for pattern, core in map(_core, self.blocks.values()) if core is not None}
         return {
             pattern: core.mask(documents, positions, seq=seq, device=device)  # type: ignore[operator]  # a core's method
@@ -125,6 +126,6 @@ class Decoder(nn.Module):
 
 
 def _core(block: nn.Module) -> tuple[MaskPattern | None, nn.Module | None]:
-    """Mask pattern and core of a block's attention; None for a block without."""
+    """Mask pattern and core of a block's attention; None for a block without attention."""
     core = getattr(getattr(block, "attention", None), "core", None)
     return (None, None) if core is None else (getattr(core, "pattern", CAUSAL), core)

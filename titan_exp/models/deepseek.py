@@ -1,7 +1,7 @@
 """DeepSeek V2 and V3 (DeepSeek-AI 2024), and Kimi K2: latent attention, dense layers first, then experts.
 
-V2 scores experts by a softmax and groups by their best expert; V3 by sigmoids with a bias for the choice, and groups by
-their two best.
+V2 scores experts by a softmax, and groups by their best expert. V3 uses sigmoids with a bias for the choice, and scores
+groups by their two best experts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,18 +32,18 @@ class Config(LatentAttentionConfig):
     """Shape of a DeepSeek."""
 
     dense_layers: BlockCount
-    """First layers, whose feed-forward is dense. E.g. `model=deepseek_debug model.dense_layers=3`."""
+    """Number of first layers whose feed-forward is dense. E.g. `model=deepseek_debug model.dense_layers=3`."""
     ffn_dim: PositiveInt
-    """Width of the feed-forward of dense layers; a multiple of 32. E.g. `model.ffn_dim=3072`."""
+    """Width of the feed-forward of dense layers, a multiple of 32. E.g. `model.ffn_dim=3072`."""
     moe: MoEConfig
     """Experts in place of the feed-forward layer. E.g. `model=qwen3_moe_debug model.moe.experts=16`."""
     mtp: MTPConfig = field(default_factory=MTPConfig)
-    """Multi-token prediction: modules behind the last block, which predict further tokens in training and are not used
-    in inference. E.g. `model=deepseek_debug model.mtp.depth=1`."""
+    """Multi-token prediction: modules behind the last block predict further tokens in training. Inference does not use
+    them. E.g. `model=deepseek_debug model.mtp.depth=1`."""
 
 
 def spec(config: Config) -> ModelSpec:
-    """Dense layers first, then layers with experts, which modules of multi-token prediction have too."""
+    """Spec: dense layers first, then layers with experts. Modules of multi-token prediction have experts, too."""
     dim, std = config.dim, config.init_std
     attention, linears, norms = latent_attention(config, out_std=std)
 
@@ -67,13 +67,13 @@ def spec(config: Config) -> ModelSpec:
 
 
 def violations(config: Config) -> Iterator[Violation]:
-    """Shapes that a DeepSeek cannot compute."""
+    """Violations by shapes that DeepSeek models cannot have."""
     if config.dense_layers > config.layers:
         yield Violation(
             "model.dense_layers",
             config.dense_layers,
-            f"there are {config.layers} layers (model.layers)",
-            f"at most model.dense_layers={config.layers}",
+            f"the model has only model.layers={config.layers} layers",
+            f"use model.dense_layers={config.layers} or less",
         )
     yield from family.violations(config)
 
@@ -82,7 +82,7 @@ block, state_dict_map = family.block, family.decoder_maps()
 
 
 V2, V3 = "deepseek_v2", "deepseek_v3"
-"""Values of `model_type`; Kimi K2's file has the keys of V3."""
+"""Values of `model_type`; Kimi K2's file uses V3's keys."""
 
 
 def _version(config: Config) -> str:
@@ -90,17 +90,17 @@ def _version(config: Config) -> str:
 
 
 def _method(values: Mapping[str, Any]) -> str:
-    """Method by which the router chooses."""
+    """Group selection method of the router."""
     return values.get("topk_method") or ("greedy" if values["model_type"] == V2 else "noaux_tc")
 
 
 def _score(values: Mapping[str, Any], _: object) -> str:
-    """Score of the router; refuses one of neither version."""
+    """Score function of the router. Refuses a score of neither version."""
     is_v3, method = values["model_type"] != V2, _method(values)
     score = "sigmoid" if is_v3 else "softmax"
     if values.get("scoring_func", score) != score or (method == "noaux_tc") != is_v3:
         router = f"scoring_func={values.get('scoring_func')!r} and topk_method={method!r}"
-        raise UserError(f"config.json: {router} is not the router of a {values['model_type']}.")
+        raise UserError(f"config.json: {values['model_type']} models do not have a router with {router}.")
     return score
 
 
@@ -118,7 +118,7 @@ _KEYS: dict[str, Any] = {
     "num_hidden_layers": Key("layers"),
     "hidden_size": Key("dim"),
     "vocab_size": Key("vocab_size"),
-    "max_position_embeddings": None,  # its place; a key of RoPE
+    "max_position_embeddings": None,  # holds its place in the order; a key of RoPE
     "num_attention_heads": Key("heads"),
     "q_lora_rank": Key("q_lora_rank", lambda rank: None if rank is None else whole(rank)),
     "kv_lora_rank": Key("kv_lora_rank"),
@@ -139,7 +139,7 @@ _KEYS: dict[str, Any] = {
     "tie_word_embeddings": Key("tied_embeddings", flag, False),
     "n_group": Key("moe.groups", read=partial(_groups, "n_group")),
     "topk_group": Key("moe.active_groups", read=partial(_groups, "topk_group")),
-    # transformers reads it for V3 only.
+    # transformers reads this key for V3 only.
     "norm_topk_prob": Key(
         "moe.normalized", read=lambda values, _: values["model_type"] != V2 and values.get("norm_topk_prob", True)
     ),
@@ -160,20 +160,22 @@ _KEYS: dict[str, Any] = {
 
 
 def _inexpressible(config: Config) -> Iterator[Violation]:
-    """Routers of neither version."""
+    """Violations by routers of neither version."""
     moe, is_v3 = config.moe, _version(config) == V3
     wanted = {"router_bias": True, "group_score": "top2_sum"} if is_v3 else {"router_bias": False, "normalized": False}
     if not is_v3 and moe.groups > 1:
         wanted |= {"group_score": "max"}
     for key, value in wanted.items():
         if getattr(moe, key) != value:
-            router = f"the router of DeepSeek V{_version(config)[-1]}, with model.moe.score={moe.score},"
-            reason, remedy = f"{router} has none such in transformers", f"model.moe.{key}={shown(value)}"
+            router = (
+                f"with model.moe.score={moe.score}, transformers has the router of DeepSeek V{_version(config)[-1]}"
+            )
+            reason, remedy = f"{router}, and it cannot express this", f"use model.moe.{key}={shown(value)}"
             yield Violation(f"model.moe.{key}", getattr(moe, key), reason, remedy)
 
 
 def _unread_layers(values: Mapping[str, Any]) -> list[str]:
-    """Prefixes of the tensors of multi-token prediction, which a model may do without."""
+    """Prefixes of the tensors of multi-token prediction, which can be left out."""
     last = int(values["num_hidden_layers"])
     return [f"model.layers.{last + module}." for module in range(max(1, values.get(MTP_KEY) or 0))]
 

@@ -1,4 +1,5 @@
-"""Family defaults: block, shape rules and state-dict map, from a family's config and spec. Imports no torch."""
+"""Family defaults: block, shape rules and state-dict map that follow from a family's config and spec. Imports no
+torch."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def block(config: DecoderConfig, layer: int, backend: "AttentionBackend") -> "TransformerBlock":
-    """Block that the family's spec describes, or module of multi-token prediction behind the last layer."""
+    """Build the block that the family's spec describes; after the last layer, a module of multi-token prediction."""
     from titan_exp.models.blocks.latent_attention import LatentAttention
     from titan_exp.models.blocks.transformer import MTPModule, TransformerBlock
 
@@ -37,7 +38,7 @@ def block(config: DecoderConfig, layer: int, backend: "AttentionBackend") -> "Tr
 
 
 def violations(config: DecoderConfig) -> Iterator[Violation]:
-    """Shapes that the shared blocks cannot compute, by the parts that the config has."""
+    """Violations by shapes that the shared blocks cannot compute, for the parts that the config has."""
     if isinstance(config, AttentionConfig):
         yield from attention_violations(config)
     if isinstance(config, LatentAttentionConfig):
@@ -55,7 +56,8 @@ def violations(config: DecoderConfig) -> Iterator[Violation]:
 def decoder_maps(
     names: Mapping[str, TensorNames] = {"huggingface": HUGGINGFACE},
 ) -> Callable[[DecoderConfig, str], StateDictMap]:
-    """A family's `state_dict_map`, from another tool's tensors to our parameters, by names for each format."""
+    """Make a family's `state_dict_map` from another tool's tensors to our parameters, given the names of each
+    format."""
     return lambda config, form: decoder_map(_spec(config), names[form])
 
 

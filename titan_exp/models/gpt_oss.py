@@ -1,6 +1,6 @@
 """GPT-OSS (OpenAI 2025): sliding windows in every second layer, attention sinks, biases, experts with clamped SwiGLU.
 
-Even layers have the window, odd ones full attention. The router has a bias, and weights are a softmax over the chosen
+Even layers have the window, odd layers full attention. The router has a bias, and weights are a softmax over the chosen
 experts.
 """
 
@@ -25,17 +25,18 @@ class Config(AttentionConfig):
     rope: YarnRope
     """Rotary position embedding. E.g. `model.rope.theta=1e6`."""
     window: PositiveInt
-    """Sliding window of even layers in keys, the token itself included. E.g. `model=gpt_oss_debug model.window=64`."""
+    """Sliding window of every second layer, from the first on, in keys. It includes the token itself.
+    E.g. `model=gpt_oss_debug model.window=64`."""
     swiglu_alpha: PositiveFloat
     """Factor inside the sigmoid of SwiGLU. E.g. `model=gpt_oss_debug model.swiglu_alpha=1`."""
     swiglu_limit: PositiveFloat
-    """Upper bound of SwiGLU's gate, and of |up|. E.g. `model=gpt_oss_debug model.swiglu_limit=10`."""
+    """Upper bound of SwiGLU's gate, and of the magnitude of up. E.g. `model=gpt_oss_debug model.swiglu_limit=10`."""
     moe: MoEConfig
     """Experts in place of the feed-forward layer. E.g. `model=qwen3_moe_debug model.moe.experts=16`."""
 
 
 def spec(config: Config) -> ModelSpec:
-    """Layers with a window and without, in turn."""
+    """Spec: layers with and without a window, in turn."""
     std = config.init_std
     experts = MoEVariant(
         swiglu=SwiGLUVariant(config.swiglu_alpha, config.swiglu_limit, offset=1.0), bias_std=0.0, logit_bias_std=std
@@ -81,7 +82,7 @@ _KEYS = {
     "sliding_window": Key("window"),
     "layer_types": Key(
         write=_layer_types,
-        refusal="layer_types is another order than sliding_attention and full_attention in turn.",
+        refusal="layer_types must alternate between sliding_attention and full_attention.",
     ),
     "swiglu_alpha": Key("swiglu_alpha", float, 1.702),
     "swiglu_limit": Key("swiglu_limit", float, 7.0),

@@ -33,7 +33,7 @@ class Config(TransformerConfig):
 
 
 def spec(config: Config) -> ModelSpec:
-    """Layers of one kind; residual outputs start smaller by sqrt(2 · layers) (Radford et al. 2019)."""
+    """Spec: layers of one kind. Residual outputs start smaller by sqrt(2 · layers) (Radford et al. 2019)."""
     layer = transformer_layer(config, out_std=config.init_std / math.sqrt(2 * config.layers))
     return transformer_spec(config, (layer,) * config.layers)
 
@@ -66,8 +66,8 @@ def to_params(config: ModelConfig) -> dict[str, Any]:
     assert isinstance(config, Config), "only Llama has Meta's tensor names"
     if config.head_dim * config.heads != config.dim:
         raise UserError(
-            f"params.json cannot express head_dim={config.head_dim}: it means dim / heads, "
-            f"{config.dim / config.heads:g}. Use format=huggingface."
+            f"params.json cannot express model.head_dim={config.head_dim}, because it has no such key and takes "
+            f"dim / heads = {config.dim / config.heads:g}. Use format=huggingface."
         )
     rope = config.rope.resolved(config.context)
     if rope.scaling not in ("none", "llama3"):
@@ -139,7 +139,7 @@ def feed_forward_width(dim: int, multiple_of: int, multiplier: float | None) -> 
 
 
 def _width_formula(config: Config) -> tuple[int, float | None]:
-    """The roundest `multiple_of` and multiplier that give the width."""
+    """Roundest `multiple_of` and multiplier that give the width."""
     dim, ffn_dim = config.dim, config.ffn_dim
     multiples = [size for size in (4096, 2048, 1024, 512, 256, 128, 64, 32) if ffn_dim % size == 0]
     for multiple in multiples:
@@ -150,4 +150,4 @@ def _width_formula(config: Config) -> tuple[int, float | None]:
             multiplier = round(ffn_dim / int(8 * dim / 3), digits)
             if feed_forward_width(dim, multiple, multiplier) == ffn_dim:
                 return multiple, multiplier
-    raise UserError(f"params.json cannot express ffn_dim={ffn_dim} at dim={dim}. Use format=huggingface.")
+    raise UserError(f"params.json cannot express model.ffn_dim={ffn_dim} with model.dim={dim}. Use format=huggingface.")

@@ -1,6 +1,6 @@
 """Llama 4, text (Meta 2025): chunked attention, every fourth layer without RoPE, experts whose inputs are weighted.
 
-Layers without RoPE have full attention and a query temperature; the others may have a norm without weight after RoPE.
+Layers without RoPE have full attention and a query temperature; in the others, a norm without weight may follow RoPE.
 The router takes one expert by its logit, and its sigmoid is the weight; one expert is shared.
 """
 
@@ -30,26 +30,29 @@ class Config(TransformerConfig):
     rope: RopeConfig
     """Rotary position embedding of layers with chunks. E.g. `model.rope.theta=1e6`."""
     chunk: PositiveInt
-    """Length of the chunks of layers with RoPE, in positions. E.g. `model=llama4_debug model.chunk=64`."""
+    """Chunk length, in positions, of layers with RoPE: a token attends only within its chunk.
+    E.g. `model=llama4_debug model.chunk=64`."""
     nope_every: PositiveInt
-    """Every so many layers, the last one has no RoPE and full attention.
+    """Interval of layers without RoPE: of every so many layers, the last one has no RoPE and full attention.
     E.g. `model=llama4_debug model.nope_every=2`."""
     rotated_norm: bool
-    """Normalize query and key heads after RoPE, without weight. E.g. `model=llama4_debug model.rotated_norm=false`."""
+    """True if query and key heads are normalized after RoPE, without a weight.
+    E.g. `model=llama4_debug model.rotated_norm=false`."""
     temperature: NonNegativeFloat
-    """Coefficient c of the query temperature of layers without RoPE, 1 + c · ln(1 + floor((position + 1) /
-    temperature_floor)); 0 is none. E.g. `model=llama4_debug model.temperature=0`."""
+    """Coefficient c of the query temperature in layers without RoPE, 1 + c · ln(1 + floor((position + 1) /
+    temperature_floor)). 0 is none. E.g. `model=llama4_debug model.temperature=0`."""
     temperature_floor: PositiveInt
-    """Positions of one factor of the query temperature. E.g. `model=llama4_debug model.temperature_floor=64`."""
+    """Number of consecutive positions with the same query temperature.
+    E.g. `model=llama4_debug model.temperature_floor=64`."""
     moe_every: PositiveInt
-    """Every so many layers, the last one has experts; the others are dense.
+    """Interval of layers with experts: of every so many layers, the last one has experts and the others are dense.
     E.g. `model=llama4_debug model.moe_every=1`."""
     moe: MoEConfig
     """Experts in place of the feed-forward layer. E.g. `model=qwen3_moe_debug model.moe.experts=16`."""
 
 
 def spec(config: Config) -> ModelSpec:
-    """Layers with chunks or without RoPE, dense or with experts."""
+    """Spec: layers with chunks or without RoPE, dense or with experts."""
     return transformer_spec(config, tuple(_layer(config, layer) for layer in range(config.layers)))
 
 
@@ -87,7 +90,7 @@ STATE_DICTS = {
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)
 
-_REFUSAL = "={value!r}, but a llama4_text here has one such layer in every few."
+_REFUSAL = "={value!r}, but our llama4_text has such a layer at a fixed interval."
 _KEYS = {
     "intermediate_size": Key("moe.ffn_dim"),
     "intermediate_size_mlp": Key("ffn_dim", default=16384),

@@ -29,7 +29,7 @@ class Config(TransformerConfig):
 
 
 def spec(config: Config) -> ModelSpec:
-    """Layers of one kind, with norms behind both branches."""
+    """Spec: layers of one kind, with norms after both branches."""
     attention = AttentionVariant(qk_norm="all_heads")
     layer = post_normed(transformer_layer(config, out_std=config.init_std, attention=attention))
     return transformer_spec(config, (layer,) * config.layers)
@@ -50,7 +50,7 @@ _KEYS = {
     "rms_norm_eps": Key("norm_eps", float, 1e-5),
     "intermediate_size": Key("ffn_dim"),
     "attention_bias": False,
-    # Else the class takes those of the first OLMo, and gives row 1 of the embedding no gradient.
+    # Without this, the class takes the first OLMo's ids, and gives row 1 of the embedding no gradient.
     "pad_token_id": Key(write=lambda _: None),
     "eos_token_id": Key(write=lambda _: None),
 }

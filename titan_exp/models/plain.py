@@ -1,4 +1,4 @@
-"""A user's plain class as a model: called with its config and options, without a spec."""
+"""Plain class as a model: your class, called with its config and options, without a spec."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Config(llama.Config):
-    """Fields of a Llama for the class to read, and its own keyword arguments."""
+    """Fields of a Llama for your class to read, and its own keyword arguments."""
 
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Extra keyword arguments for an architecture of your own."""
+    """Keyword arguments for an architecture of your own."""
 
 
 def spec(config: Config) -> None:
-    """None: a plain class describes neither layers nor sharding."""
+    """None, since a plain class describes neither layers nor sharding."""
 
 
 def model(config: Config, *, seq_len: int, backend: object) -> "nn.Module":

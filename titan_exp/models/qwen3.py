@@ -22,7 +22,7 @@ class Config(TransformerConfig):
 
 
 def spec(config: Config) -> ModelSpec:
-    """Layers of one kind, each with a norm over query and key heads."""
+    """Spec: layers of one kind, each with a norm over query and key heads."""
     layer = transformer_layer(config, out_std=config.init_std, attention=NORMED)
     return transformer_spec(config, (layer,) * config.layers)
 

@@ -1,6 +1,6 @@
 """Qwen3 with experts (Yang et al. 2025): the attention of Qwen3, and experts in every layer.
 
-The router chooses by a softmax over all experts, whose chosen values are divided by their sum; no expert is shared.
+The router chooses by a softmax over all experts and divides the chosen values by their sum. No expert is shared.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Config(AttentionConfig):
 
 
 def spec(config: Config) -> ModelSpec:
-    """Layers of one kind, each with a norm over query and key heads."""
+    """Spec: layers of one kind, each with a norm over query and key heads."""
     layer = moe_transformer_layer(config, config.moe, out_std=config.init_std, attention=NORMED)
     return transformer_spec(config, (layer,) * config.layers)
 
@@ -34,7 +34,7 @@ block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps()
 
 _KEYS = {
-    # Width of a dense layer, of which there is none.
+    # Width of a dense layer; there is none.
     "intermediate_size": Key(write=lambda config: config.moe.ffn_dim * config.moe.active_experts),
     "moe_intermediate_size": Key("moe.ffn_dim"),
     "num_experts": Key(

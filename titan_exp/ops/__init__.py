@@ -1,1 +1,1 @@
-"""Kernels: attention, rotary embedding, norms, losses. Knows no model and no mesh."""
+"""Kernels: attention, rotary embedding, norms, losses. They know no model and no mesh."""

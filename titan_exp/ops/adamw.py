@@ -1,6 +1,6 @@
 """Fused AdamW update: gradient, weight and moments are each read and written once.
 
-Clipping is a factor on the device, applied when the gradient is read: no separate pass and no synchronization. The
+Clipping is a factor on the device, applied when the gradient is read, without a separate pass or synchronization. The
 kernel is memory-bound, so square roots and quotients are correctly rounded.
 """
 
@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from titan_exp.ops.triton_kernels import jit, rounded, tl
 
 BLOCK = 1024
-"""Numbers per kernel program."""
+"""Elements per kernel program."""
 
 
 def bias_rates(steps: Tensor, *, lr: float, betas: tuple[float, float]) -> Tensor:
@@ -36,8 +36,8 @@ def adamw_update(
 ) -> None:
     """Update a weight and its moments in place, on CUDA.
 
-    The weight is dense in memory, the moments and `copy` have its strides; each has a float dtype of its own.
-    `rates` is a row of `bias_rates`, `decay` learning rate times weight decay, `factor` an fp32 scalar that scales the
+    The weight is dense in memory; the moments and `copy` have its strides, and each has its own float dtype. `rates` is
+    a row of `bias_rates`, `decay` is learning rate times weight decay, and `factor` is an fp32 scalar that scales the
     gradient. `copy` receives the new weight in its own dtype.
     """
     if weight.numel() == 0:  # an empty shard of an unevenly sharded parameter
@@ -91,7 +91,7 @@ def adamw_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only argume
     has_copy: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Update `block` numbers of a parameter; arguments as in `adamw_update`."""
+    """Update `block` elements of a parameter; arguments are as in `adamw_update`."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < size
     change = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Autograd: operators, needed gradients, outputs of functions, tensors beside saved ones, recomputation in backward."""
+"""Autograd tools: custom operators, needed gradients, dtype and layout of outputs, unsaved tensors, recomputation."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 
 def operator(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Custom operator `titan_exp::name` without a gradient, for calls by autograd functions. Compilers, the planner and
-    selective recomputation look at operators; where none of them does, the function is called without the dispatcher,
-    which takes longer than a small kernel. The first argument is a tensor.
-    """
+    selective recomputation look at operators. If none of them is active, the function is called directly, since the
+    dispatcher takes longer than a small kernel. The first argument is a tensor."""
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         defined: Any = torch.library.custom_op(f"titan_exp::{name}", mutates_args=tuple(mutates_args))(function)
@@ -36,10 +35,10 @@ def _is_looked_at(tensor: Tensor) -> bool:
 
 
 def needs_input_grad(context: Any, count: int = 2) -> tuple[bool, ...]:
-    """True for each of an operator's first `count` inputs whose gradient this backward pass needs; call it in backward.
+    """True for each of an operator's first `count` inputs whose gradient this backward pass needs. Call it in backward.
 
-    Zero-bubble schedules ask for dX and dW separately; `ctx.needs_input_grad` covers all backward passes. A compiled
-    graph computes both.
+    Zero-bubble schedules ask for dX and dW separately, while `ctx.needs_input_grad` covers all backward passes. A
+    compiled graph computes both.
     """
     needed_ever = context.needs_input_grad[:count]
     if torch.compiler.is_compiling():
@@ -57,32 +56,31 @@ def _will_run(node: Any) -> bool:
 
 
 def in_type(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert the output of an autograd function to `dtype`; itself if it has it.
+    """Convert the output of an autograd function to `dtype`; returns the output itself if it has the dtype.
 
-    After an operator that does nothing, torch 2.11's compiler passes a zero gradient.
+    torch 2.11's compiler passes a zero gradient after an operator that does nothing.
     """
     return out if out.dtype == dtype else out.to(dtype)
 
 
 def dense(out: Tensor) -> Tensor:
-    """Contiguous output of an autograd function; itself if it is contiguous, as in `in_type`."""
+    """Make the output of an autograd function contiguous; returns the output itself if it is, as in `in_type`."""
     return out if out.is_contiguous() else out.contiguous()
 
 
 def keep_unsaved(context: Any, *tensors: Tensor | None) -> None:
     """Keep tensors for backward beside autograd's saved tensors.
 
-    Activation checkpointing recomputes a block until its last saved tensor: an operator at the end of a block that
-    keeps its tensors here needs no recomputation. They must not be recomputable activations: their memory is held until
-    backward.
+    Activation checkpointing recomputes a block up to its last saved tensor, so an operator at the end of a block that
+    keeps its tensors here needs no recomputation. Recomputable activations must not be kept here, since their memory is
+    held until backward.
     """
     context.unsaved = tensors
 
 
 def unsaved_tensors(context: Any) -> tuple[Any, ...]:
-    """Kept tensors, empty without; call it inside backward. Released when autograd releases saved tensors: now, unless
-    backward is split.
-    """
+    """Kept tensors, empty if there are none; call it inside backward. They are released when autograd releases saved
+    tensors: at once, unless backward is split."""
     tensors = getattr(context, "unsaved", ())
     if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
         context.unsaved = ()
@@ -95,17 +93,17 @@ def is_recomputing() -> bool:
 
 
 RECOMPUTED_BYTES = 2**23
-"""Least size of an output that is recomputed. Below, a step waits for the host: a GPU computes it in less time than its
-launch takes, and the hooks on saved tensors take as long again."""
+"""Smallest output, in bytes, that is recomputed. For smaller ones a step waits for the host: a GPU computes them in
+less time than a launch takes, and the hooks on saved tensors take as long again."""
 
 
 def recompute_input(cheap: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], Tensor]) -> Tensor:
-    """`consumer(cheap(x))`, where backward computes `cheap(x)` again instead of keeping it.
+    """Compute `consumer(cheap(x))` so that backward recomputes `cheap(x)` instead of keeping it.
 
-    For a norm, SwiGLU or permutation, whose own backward keeps `x` and whose output only a matmul keeps. Calls nest: if
-    `x` is itself recomputed by a caller, it is not kept either. Compiled code is left as it is: `compile_blocks` lets
-    the partitioner recompute. So is code under activation checkpointing, whose hooks must see every saved tensor. An
-    output of less than `RECOMPUTED_BYTES` is kept.
+    It serves a norm, SwiGLU or permutation whose own backward keeps `x` and whose output only a matmul keeps. Calls
+    nest: if `x` is itself recomputed by a caller, it is not kept either. Compiled code is left as it is:
+    `compile_blocks` lets the partitioner recompute. So is code under activation checkpointing, whose hooks must see
+    every saved tensor. An output of less than `RECOMPUTED_BYTES` is kept.
     """
     y = cheap(x)
     if torch.compiler.is_compiling() or y.nbytes < RECOMPUTED_BYTES or not torch.is_grad_enabled():
@@ -119,14 +117,14 @@ def recompute_input(cheap: Callable[[Tensor], Tensor], x: Tensor, consumer: Call
 
 
 class _Recomputed:
-    """Saved tensor that backward computes."""
+    """Saved tensor that backward recomputes."""
 
     def __init__(self, cheap: Callable[[Tensor], Tensor], source: "Tensor | _Recomputed", shape: torch.Size) -> None:
         self.cheap, self.source, self.shape = cheap, source, shape
 
 
 class _Pack:
-    """Hook that replaces `cheap(x)` and its views among saved tensors; others are left to the hook around it."""
+    """Hook that replaces `cheap(x)` and its views among saved tensors; others go to the hook around it."""
 
     def __init__(self, cheap: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, outer: "_Pack | None") -> None:
         self._cheap, self._outer = cheap, outer
@@ -153,22 +151,24 @@ def _unpack(packed: Tensor | _Recomputed) -> Tensor:
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
-    """The same for a contiguous tensor and its views of other shapes."""
+    """Identity that a contiguous tensor shares with its views of other shapes."""
     dense = tensor.layout is torch.strided and tensor.is_contiguous()
     return (dense and tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; a plain tensor as it is. Differentiable."""
+    """Return this rank's shard of a DTensor; a plain tensor is returned as it is. Differentiable."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def embedding_rows(
     ids: Int[Tensor, "*any"], weight: Float[Tensor, "rows dim"], dtype: torch.dtype | None = None
 ) -> Float[Tensor, "*any dim"]:
-    """Rows of this rank's shard of `weight`, rounded to `dtype`; None is the weight's. Only these rows are rounded.
+    """Look up rows of this rank's shard of `weight`, rounded to `dtype`; None means the weight's. Only these rows are
+    rounded.
 
-    The same bits as of a rounded weight, whose gradient has `dtype` too: `weight.grad_dtype` must allow it.
+    The result has the bits of a rounded weight's rows. The gradient has `dtype`, too, so `weight.grad_dtype` must allow
+    it.
     """
     if dtype is None or weight.dtype == dtype:
         return F.embedding(ids, local_tensor(weight))

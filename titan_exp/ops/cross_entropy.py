@@ -1,4 +1,4 @@
-"""Cross-entropy of logits, whole or over chunks of the vocabulary, with and without the last linear layer."""
+"""Cross-entropy of logits, whole or over chunks of the vocabulary, with or without the last linear layer."""
 
 import math
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from titan_exp.ops.autograd import needs_input_grad
 from titan_exp.ops.triton_kernels import jit, rounded, runs_kernel, tl
 
 IGNORE_INDEX = -100
-"""Label of a token that is not predicted."""
+"""Label of a position without a target."""
 BLOCK, WARPS = 4096, 8
-"""Logits of a row that a kernel program computes at a time, and its warps: 16 logits a thread."""
+"""Logits of a row that a kernel program computes at a time, and its number of warps: 16 logits a thread."""
 
 
 class LossSum(NamedTuple):
@@ -38,9 +38,9 @@ class VocabShard:
     first: int
     """First token id of the shard."""
     all_reduce_sum: Callable[[Tensor], Tensor]
-    """Sum of a tensor over all shards, as a new tensor."""
+    """Sums a tensor over all shards, into a new tensor."""
     all_reduce_max: Callable[[Tensor], Tensor]
-    """Elementwise maximum of a tensor over all shards, as a new tensor."""
+    """Takes the elementwise maximum of a tensor over all shards, into a new tensor."""
 
 
 def cross_entropy_sum(logits: Float[Tensor, "batch seq vocab"], labels: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
@@ -56,7 +56,7 @@ def loss_sum(
 ) -> LossSum:
     """Cross-entropy plus `z_loss` · log(Z)², Z being the softmax denominator (Chowdhery et al. 2022).
 
-    The z-loss keeps logits close to normalized in bf16. Labels are ids of the whole vocabulary, the logits those of
+    The z-loss keeps logits close to normalized in bf16. Labels are ids of the whole vocabulary. Logits are those of
     `shard`, or of all ids if it is None. All ranks with shards call this together.
     """
     if shard is not None or has_row_kernels(logits):
@@ -131,7 +131,7 @@ def log_normalizer_and_target(
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """Log of the softmax denominator over the whole vocabulary, and the target's logit, in fp32.
 
-    `logits` are those of `shard`, or of the whole vocabulary if it is None; `target` are ids of the whole vocabulary.
+    `logits` are the shard's, or the whole vocabulary's if `shard` is None; `target` are ids of the whole vocabulary.
     """
     if has_row_kernels(logits):
         statistics = row_statistics(logits, target, None if shard is None else shard.first)
@@ -156,7 +156,8 @@ def log_normalizer_and_target(
 def locate(
     target: Int[Tensor, " tokens"], shard: VocabShard | None, columns: int
 ) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]]:
-    """Column of each target in this shard of `columns` columns, and 1; any column and 0 for targets in other shards."""
+    """Column of each target in this shard of `columns` columns, and 1; for targets in other shards, any column and
+    0."""
     if shard is None:
         return target, torch.ones_like(target)
     column = target - shard.first
@@ -165,7 +166,7 @@ def locate(
 
 
 def has_row_kernels(logits: Tensor) -> bool:
-    """True if the kernels take these logits: as in `runs_kernel`, and columns adjacent."""
+    """True if the kernels take these logits: `runs_kernel` is true and columns are adjacent."""
     return runs_kernel(logits) and logits.stride(-1) == 1
 
 
@@ -174,8 +175,8 @@ def row_statistics(
 ) -> Float[Tensor, "3 tokens"]:
     """Maximum of each row, sum of exponentials relative to it, and the target's logit, in fp32.
 
-    `first` is the first token id of a vocabulary shard, and targets in other shards get 0. It is None for the whole
-    vocabulary, where a target outside gets NaN.
+    `first` is the first token id of a vocabulary shard; targets in other shards get 0. For the whole vocabulary it is
+    None, and a target outside gets NaN.
     """
     statistics = logits.new_empty(3, logits.shape[0], dtype=torch.float32)
     if isinstance(logits, FakeTensor):
@@ -242,7 +243,7 @@ def row_statistics_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-on
     absent: tl.tensor,
     block: tl.constexpr,
 ) -> None:
-    """Online softmax: maximum and sum of exponentials relative to it; the target's logit, or `absent`."""
+    """Online softmax: the maximum, the sum of exponentials relative to it, and the target's logit, or `absent`."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     maximum = tl.full((), float("-inf"), tl.float32)
@@ -252,7 +253,7 @@ def row_statistics_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-on
         x = tl.load(logits + column, mask=column < columns, other=float("-inf")).to(tl.float32)
         before = maximum
         maximum = tl.maximum(before, tl.max(x, 0))
-        # Of logits that are all -inf so far, the sum is 0 and not NaN.
+        # If all logits so far are -inf, the sum is 0 and not NaN.
         shift = tl.where(maximum == float("-inf"), 0.0, maximum)
         sums = sums * tl.exp(before - shift) + tl.exp(x - shift)
     tl.store(largest + row, maximum)
@@ -276,7 +277,7 @@ def logits_gradient_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-o
     z_loss: tl.tensor,
     block: tl.constexpr,
 ) -> None:
-    """Gradient of cross-entropy plus z-loss times `factor`, in another tensor or over the logits."""
+    """Gradient of cross-entropy plus z-loss, times `factor`, written to another tensor or over the logits."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     gradient += row * gradient_stride
@@ -301,10 +302,11 @@ def linear_loss_sum(
     shard: VocabShard | None = None,
     functions: "ChunkFunctions | None" = None,
 ) -> LossSum:
-    """`loss_sum(hidden @ weight.T, labels, z_loss, shard)` with logits of at most `chunk_tokens` tokens in memory.
+    """Compute `loss_sum(hidden @ weight.T, labels, z_loss, shard)` with logits of at most `chunk_tokens` tokens in
+    memory.
 
-    Matmuls are in the input dtype; softmax and sums over chunks (also of the weight's gradient) in fp32. With a
-    vocabulary shard, the hidden states' gradient is partial over tp. Chunks are of equal length but for the last.
+    Matmuls are in the input dtype; softmax and sums over chunks, including the weight's gradient, are in fp32. With a
+    vocabulary shard, the hidden states' gradient is partial over tp. Chunks have equal lengths except the last.
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
     functions = functions or ChunkFunctions()
@@ -326,13 +328,13 @@ class ChunkLoss(NamedTuple):
     z: Tensor
     """Z-loss; 0 without a coefficient."""
     log_z: Tensor
-    """Log of the softmax denominator of each token."""
+    """Log of each token's softmax denominator."""
 
 
 def chunk_loss(  # compiled functions take positional arguments
     logits: Float[Tensor, "tokens vocab"], labels: Int[Tensor, " tokens"], z_loss: float, shard: VocabShard | None
 ) -> ChunkLoss:
-    """Loss of a chunk of logits: everything between the head's matmul and the logits' gradient."""
+    """Loss of a chunk of logits: all computation between the head's matmul and the logits' gradient."""
     predicted = labels != IGNORE_INDEX
     # Ignored tokens look up any column; their contribution is multiplied by 0.
     log_z, chosen = log_normalizer_and_target(logits, labels.where(predicted, 0), shard)
@@ -342,7 +344,7 @@ def chunk_loss(  # compiled functions take positional arguments
 
 
 class ChunkFunctions(NamedTuple):
-    """What is computed between the head's matmuls, by default without a compiler."""
+    """Functions between the head's matmuls; by default they are not compiled."""
 
     loss: Callable[..., ChunkLoss] = chunk_loss
     """`chunk_loss`."""
@@ -350,12 +352,13 @@ class ChunkFunctions(NamedTuple):
     """`write_logits_gradient`."""
 
     def compiled(self, compile_: Callable[..., Any]) -> "ChunkFunctions":
-        """The same functions, compiled."""
+        """Return the same functions, compiled."""
         return ChunkFunctions(compile_(chunk_loss), compile_(write_logits_gradient))
 
 
 class _OneChunk(torch.autograd.Function):
-    """Loss of whole logits, which backward overwrites by their gradient: no sum over chunks, one rounding."""
+    """Loss of whole logits; backward overwrites them with their gradient, without a sum over chunks and with a single
+    rounding."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *options: Any) -> Any:
@@ -373,7 +376,7 @@ class _OneChunk(torch.autograd.Function):
         hidden, weight, labels, log_z = ctx.saved_tensors
         wanted = needs_input_grad(ctx)
         assert all(left or not want for left, want in zip(ctx.left, wanted, strict=True)), "the logits are overwritten"
-        # A split backward pass comes twice: for the hidden states, then for the weight.
+        # A split backward pass comes twice, first for the hidden states, then for the weight.
         if ctx.gradient is None:
             functions, z_loss, shard = ctx.options
             functions.write_gradient(ctx.logits, log_z, labels, z_loss, shard, gradients[0])
@@ -406,7 +409,7 @@ class _ManyChunks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         scale = gradients[0]
         hidden_grad, weight_grad = ctx.saved_tensors
-        # Scaled into a new tensor of the weight's dtype, without a second fp32 tensor.
+        # Scaling into a new tensor of the weight's dtype avoids a second fp32 tensor.
         scaled = torch.empty_like(weight_grad, dtype=ctx.weight_dtype)
         torch.mul(weight_grad, scale, out=scaled)
         return (hidden_grad * scale).to(hidden_grad.dtype), scaled, None, None, None, None, None
@@ -437,7 +440,7 @@ def _over_chunks(  # noqa: PLR0917  # autograd functions take positional argumen
             functions.write_gradient(logits, found.log_z, labels[chunk], z_loss, shard, None)
             torch.mm(logits, weight, out=hidden_grad[chunk])
             _accumulate_outer(weight_grad, logits, hidden[chunk], first=start == 0)
-        # Freed before the next chunk's are allocated.
+        # They are freed before the next chunk's are allocated.
         del logits
     return _Sums(cross_entropy, z, hidden_grad, weight_grad)
 

@@ -1,9 +1,9 @@
-"""Float8 casts: of a matrix and its transpose, of all weights of a model, and of tokens to the rows of their experts.
+"""Float8 casts of a matrix and its transpose, of all weights of a model, and of tokens to the rows of their experts.
 
 The two matmuls of a backward pass contract different dims, and float8 instructions need the contracted dim contiguous,
-so activations and gradients are needed in both layouts: one read gives the amax of both, and one their casts. Weights
-are cast together, by tables of addresses, so the number of launches does not grow with theirs. A token is read once,
-and scaled once for all of its choices, with permutation and padding in the same pass.
+so activations and gradients are needed in both layouts: one read yields the amax of both, and another their casts.
+Weights are cast together, by tables of addresses, so the number of launches does not grow with the number of weights. A
+token is read once and scaled once for all of its choices, with permutation and padding in the same pass.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from titan_exp.ops.triton_kernels import jit, rounded, runs_kernel, tl
 
 SIDE = 64
-"""Rows and columns of the tile of a kernel program."""
+"""Rows and columns of a kernel program's tile."""
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 EPS = 1e-12
-"""Least amax, that of torchao."""
+"""Smallest amax, as in torchao."""
 SCALE_OF_ZEROS = 2.0**48
-"""The power of two below LARGEST / EPS."""
+"""Scale of zeros: the power of two below LARGEST / EPS."""
 BLOCK = 1024
-"""Columns of a token that a kernel program has at a time."""
+"""Columns of a token that a kernel program processes at a time."""
 
 
 @torch.library.custom_op("titan_exp::dual_amax", mutates_args=())
@@ -83,7 +83,7 @@ def _grid(matrix: Tensor) -> tuple[int, int]:
 
 
 def weights_amax(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Amax of rows, [height, 1], and of columns, [1, width], of contiguous matrices of one dtype, fp32; on CUDA."""
+    """Amax of rows [height, 1] and of columns [1, width] of contiguous matrices of one dtype, in fp32, on CUDA."""
     sizes = [size for weight in weights for size in weight.shape]
     # The bits of non-negative numbers order like integers.
     bits = weights[0].new_zeros(sum(sizes), dtype=torch.int32)
@@ -108,7 +108,7 @@ def cast_weights(
 ) -> None:
     """Round contiguous matrices of one dtype to `dtype`, scale and cast them to float8, into `rows` and `transposed`.
 
-    fp32 scales are one per row or column of a matrix, or scalars, alike for all matrices; on CUDA.
+    Scales are fp32: one per row or column, or scalars, the same way for all matrices. CUDA only.
     """
     if isinstance(weights[0], FakeTensor):
         # As above; the kernel reads the weights once and writes both layouts.
@@ -141,9 +141,10 @@ def _launch(kernel: Any, tensors: Sequence[Sequence[Tensor]], **arguments: Any) 
 def _table(
     addresses: tuple[tuple[int, ...], ...], shapes: tuple[tuple[int, ...], ...], device: torch.device
 ) -> tuple[Tensor, Tensor, int]:
-    """First tile of each matrix, padded to a power of two; addresses and shapes by matrix; number of tiles.
+    """Tables for a launch: the first tile of each matrix, padded to a power of two; addresses and shapes by matrix; the
+    number of tiles.
 
-    Cached, because weights stay where they are: a copy to the device could wait for it.
+    It is cached, because weights stay in place and a copy to the device could wait for the device.
     """
     starts = [0]
     for height, width in shapes:
@@ -156,12 +157,12 @@ def _table(
 
 @torch.library.custom_op("titan_exp::cast_tokens", mutates_args=())
 def cast_tokens(x: Tensor, inverse: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of a `PaddedOrder` of `x` [tokens, dim] in e4m3, and their scales, powers of two, in fp32.
+    """Cast `x` [tokens, dim] to e4m3 in the rows of a `PaddedOrder`; returns rows and their fp32 scales, powers of two.
 
-    They are to the bit torchao's rowwise cast of the permuted and padded tokens, of finite ones.
+    For finite tokens, the bits equal those of torchao's rowwise cast of the permuted and padded tokens.
     """
     rows, scales = _empty_rows(x, inverse, padding)
-    # Bits of zeros.
+    # These are the bits of zeros.
     rows.view(torch.uint8).index_fill_(0, padding, 0)
     scales.index_fill_(0, padding, SCALE_OF_ZEROS)
     if runs_kernel(x):
@@ -194,7 +195,7 @@ def amax_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only argumen
     width: tl.tensor,
     side: tl.constexpr,
 ) -> None:
-    """Amax of rows and columns of a tile, as bits of fp32, whose integers order like nonnegative floats."""
+    """Amax of a tile's rows and columns, as bits of fp32, because their integers order like nonnegative floats."""
     row, column = _indices(tl.program_id(0), tl.program_id(1), side)
     _reduce_tile(matrix, row_amax, column_amax, row, column, height, width)
 
@@ -203,8 +204,8 @@ def amax_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only argumen
 def weights_amax_kernel(
     starts: tl.tensor, table: tl.tensor, source: tl.tensor, weights: tl.constexpr, side: tl.constexpr
 ) -> None:
-    """`amax_kernel` for a tile of one of many matrices of `source`'s dtype: a row of `table` has the addresses of
-    matrix and results, height and width; `starts` the number of the first tile of each."""
+    """Run `amax_kernel` on a tile of one of many matrices of `source`'s dtype. A row of `table` has the addresses of
+    matrix and results, height and width; `starts` has the number of each matrix's first tile."""
     entry, tile = _weight_of(starts, table, 5, weights)
     height, width = tl.load(entry + 3), tl.multiple_of(tl.load(entry + 4), 16)
     across = tl.cdiv(width, side)
@@ -267,8 +268,9 @@ def cast_weights_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only
     one_row_scale: tl.constexpr,
     one_column_scale: tl.constexpr,
 ) -> None:
-    """`cast_kernel` for a tile of one of many matrices, first rounded to bf16 with `to_bf16`: a row of `table` has the
-    addresses of matrix, scales of rows and of columns, and both results of `target`'s dtype; height and width."""
+    """Run `cast_kernel` on a tile of one of many matrices, rounding to bf16 first with `to_bf16`. A row of `table` has
+    the addresses of matrix, of row and column scales, and of both results in `target`'s dtype, then height and
+    width."""
     entry, tile = _weight_of(starts, table, 7, weights)
     height, width = tl.multiple_of(tl.load(entry + 5), 16), tl.multiple_of(tl.load(entry + 6), 16)
     across = tl.cdiv(width, side)
@@ -306,15 +308,15 @@ def cast_tokens_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only 
     choices: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Scale and cast a token to the rows of its choices, and store its scale for each: the power of two at most
-    largest / amax, with an amax of at least `least`."""
+    """Scale and cast a token to the rows of its choices, and store its scale for each: the largest power of two up to
+    largest / amax, where amax is at least `least`."""
     token = tl.program_id(0).to(tl.int64)
     sizes = tl.zeros((block,), tl.float32)
     for start in range(0, width, block):
         column = start + tl.arange(0, block)
         size = tl.abs(tl.load(x + token * width + column, mask=column < width, other=0.0).to(tl.float32))
         sizes = tl.maximum(sizes, size)
-    # In fp64, where a quotient that is a power of two comes out as one. Without its mantissa it is the one below.
+    # In fp64, a quotient that is a power of two comes out as one. Clearing the mantissa rounds others down to one.
     quotient = (largest / tl.maximum(tl.max(sizes, 0), least).to(tl.float64)).to(tl.float32)
     scale = (quotient.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     for start in range(0, width, block):
@@ -332,7 +334,7 @@ def cast_tokens_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only 
 def _weight_of(
     starts: tl.tensor, table: tl.tensor, columns: tl.constexpr, weights: tl.constexpr
 ) -> "tuple[tl.tensor, tl.tensor]":
-    """Row of the table of this program's matrix, and the number of its tile in there."""
+    """Table row of this program's matrix, and the number of the program's tile in it."""
     program = tl.program_id(0)
     number = tl.sum((tl.load(starts + tl.arange(0, weights)) <= program).to(tl.int32), 0) - 1
     return table + number * columns, program - tl.load(starts + number)
@@ -340,7 +342,7 @@ def _weight_of(
 
 @jit
 def _pointer(entry: tl.tensor, kind: tl.constexpr) -> tl.tensor:
-    """Address in a table, of memory that torch has aligned to 16 bytes."""
+    """Pointer from an address in a table, to memory that torch has aligned to 16 bytes."""
     return tl.multiple_of(tl.load(entry), 16).to(kind)
 
 
@@ -367,7 +369,7 @@ def _reduce_tile(  # noqa: PLR0917  # Triton kernels have no keyword-only argume
 ) -> None:
     offsets, mask = _tile(row, column, height, width)
     size = tl.abs(tl.load(matrix + offsets, mask=mask, other=0.0).to(tl.float32))
-    # Relaxed: a maximum needs no order among programs, and the default order puts memory barriers around each.
+    # Relaxed order suffices, since a maximum needs no order among programs; the default would add memory barriers.
     of_rows, of_columns = tl.max(size, 1).to(tl.int32, bitcast=True), tl.max(size, 0).to(tl.int32, bitcast=True)
     tl.atomic_max(row_amax + row, of_rows, mask=row < height, sem="relaxed")
     tl.atomic_max(column_amax + column, of_columns, mask=column < width, sem="relaxed")
@@ -406,6 +408,6 @@ def _cast_tile(  # noqa: PLR0917  # Triton kernels have no keyword-only argument
 
 @jit
 def _within(numbers: tl.tensor, largest: tl.tensor) -> tl.tensor:
-    """Saturate at the largest value of the dtype; NaN stays."""
+    """Saturate at the dtype's largest value; NaN stays NaN."""
     numbers = tl.where(numbers > largest, largest, numbers)
     return tl.where(numbers < -largest, -largest, numbers)

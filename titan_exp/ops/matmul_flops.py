@@ -1,4 +1,4 @@
-"""FLOPs of matmuls by operator: torch's own formulas, and those of grouped matmuls."""
+"""FLOPs of matmuls by operator: torch's own formulas, and our formulas for grouped matmuls."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -32,9 +32,9 @@ def matmul_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def count_grouped_heads() -> None:
-    """Let torch's formulas of attention take fewer heads of keys than of queries, which those of torch 2.11 refuse.
+    """Let torch's attention formulas take fewer key heads than query heads, which torch 2.11's refuse.
 
-    The compiler asks them where it chooses what to recompute within a budget.
+    The compiler uses them to choose what to recompute within a budget.
     """
     for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
         formula = getattr(flop_counter, name)

@@ -1,12 +1,12 @@
-"""SwiGLU (Shazeer 2020) on a fused gate and up projection, its variants with clamps (GPT-OSS), and weights of rows.
+"""SwiGLU (Shazeer 2020) on a fused gate and up projection, its variants with clamps (GPT-OSS), and row weights.
 
-Uncompiled, torch's operators compute chunks of rows: on a CPU, passes over memory and page faults cost most. Gates in
-bf16 are made contiguous first: torch's SiLU of groups of 32 columns takes five times as long. A variant is computed in
-fp32 and rounded once.
+Uncompiled, torch's operators compute chunks of rows, because on a CPU passes over memory and page faults cost most.
+Gates in bf16 are made contiguous first, because torch's SiLU on groups of 32 columns takes five times as long. A
+variant is computed in fp32 and rounded once.
 
-Weights of rows are those of experts: scaling their output is scaling the down projection's input. `combine` then is a
-plain sum whose backward needs no rows: the gradient of a weight is a dot product of ffn numbers that SwiGLU's backward
-has at hand, and not of dim numbers that would be kept for it.
+Row weights are those of experts: scaling an expert's output equals scaling its down projection's input. Then `combine`
+is a plain sum whose backward needs no rows. A weight's gradient is a dot product of ffn elements that SwiGLU's backward
+already has, rather than of dim elements that would be kept for it.
 """
 
 from collections.abc import Iterator
@@ -18,30 +18,33 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from titan_exp.ops import autograd
 from titan_exp.ops.autograd import operator
 from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
 GROUP = 32
-"""Gate and up columns alternate in groups of this many, so that tensor-parallel slices hold matching halves of both."""
+"""Columns per group: gate and up columns alternate in groups of this many, so that tensor-parallel slices hold matching
+halves of both."""
 WIDE = (torch.float32, torch.float64)
 """Dtypes of products before they are rounded."""
 CHUNK = 2**18
-"""Gates and ups that a thread of a CPU has at a time."""
+"""Elements of gate and up that a CPU thread processes at a time."""
 
 
 def swiglu(
     gate_up: Float[Tensor, "*rows two_ffn"], group: int = GROUP, variant: SwiGLUVariant = SWIGLU
 ) -> Float[Tensor, "*rows ffn"]:
-    """silu(gate) · up or a variant, where `gate_up` alternates `group` gate columns and `group` up columns.
+    """Compute silu(gate) · up or a variant, where `gate_up` alternates `group` gate columns and `group` up columns.
 
-    Backward keeps `gate_up` alone.
+    Backward keeps `gate_up` alone; if that is small, SiLU's output too, as in `recompute_input`.
     """
-    if torch.compiler.is_compiling():
-        # The compiler derives the same backward and fuses it.
-        if variant != SWIGLU:
-            return clamped_swiglu(gate_up, None, group, variant)
+    compiling = torch.compiler.is_compiling()
+    if variant == SWIGLU and (compiling or gate_up.nbytes < autograd.RECOMPUTED_BYTES):
+        # A compiler derives the same backward and fuses it; a small tensor's takes less time than a function of ours.
         gate, up = halves(gate_up, group)
-        return (F.silu(gate) * up).flatten(-2)
+        return (F.silu(gate if compiling else _packed(gate)) * up).flatten(-2)
+    if compiling:
+        return clamped_swiglu(gate_up, None, group, variant)
     return _SwiGLU.apply(gate_up, group, variant)  # type: ignore[return-value]  # a Tensor
 
 
@@ -87,9 +90,10 @@ def weighted_swiglu(
     group: int = GROUP,
     variant: SwiGLUVariant = SWIGLU,
 ) -> Float[Tensor, "rows ffn"]:
-    """silu(gate) · up · weight, where `gate_up` alternates `group` gate columns and `group` up columns; or a variant.
+    """Compute silu(gate) · up · weight or a variant, where `gate_up` alternates `group` gate columns and `group` up
+    columns.
 
-    The products are in fp32 and rounded once. Backward keeps `gate_up` and `weights` alone.
+    The products are in fp32 and rounded once. Backward keeps only `gate_up` and `weights`.
     """
     if torch.compiler.is_compiling():
         if variant != SWIGLU:
@@ -122,7 +126,8 @@ def weighted_swiglu_backward(
     group: int = GROUP,
     variant: SwiGLUVariant = SWIGLU,
 ) -> tuple[Float[Tensor, "rows two_ffn"], Float[Tensor, " rows"]]:
-    """Gradients of `gate_up` and `weights` from the contiguous one of the output, over which it writes the output."""
+    """Gradients of `gate_up` and `weights` from the output's contiguous gradient, which is overwritten with the
+    output."""
     return _weighted_swiglu_backward(gate_up.contiguous(), weights.contiguous(), gradient, group, **variant.numbers)
 
 
@@ -156,9 +161,10 @@ def _empty_gradients(
 
 
 def swiglu_in_chunks(gate_up: Tensor, weights: Tensor | None, group: int, variant: SwiGLUVariant) -> Tensor:
-    """silu(gate) · up [..., ffn] of the contiguous `gate_up` [..., 2 · ffn], times the weight of each row if given.
+    """Compute silu(gate) · up [..., ffn] from the contiguous `gate_up` [..., 2 · ffn], times each row's weight if
+    given.
 
-    Or a variant of it. The products are in at least fp32 and rounded once; SiLU is rounded before.
+    A `variant` changes the formula. The products are in at least fp32 and rounded once; SiLU is rounded before.
     """
     if variant == SWIGLU and weights is None and _rows_of_chunk(gate_up) >= gate_up.shape[:-1].numel():
         gate, up = halves(gate_up, group)
@@ -180,7 +186,7 @@ def swiglu_in_chunks(gate_up: Tensor, weights: Tensor | None, group: int, varian
 def swiglu_backward_in_chunks(
     gate_up: Tensor, weights: Tensor | None, gradient: Tensor, group: int, variant: SwiGLUVariant
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `gate_up`, and of `weights` if given, from the contiguous one of the output.
+    """Gradients of `gate_up`, and of `weights` if given, from the output's contiguous gradient.
 
     With `weights` it overwrites `gradient` with the output.
     """
@@ -206,7 +212,7 @@ def swiglu_backward_in_chunks(
 
 
 def _weigh(product: Tensor, change: Tensor, weights: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of weights and of the product without them; writes the product times weights to `out`."""
+    """Gradients of the weights and of the unweighted product; writes product times weights to `out`."""
     scratch = product * change
     weights_grad = scratch.sum(-1)
     # `out` may be `change`.
@@ -216,7 +222,7 @@ def _weigh(product: Tensor, change: Tensor, weights: Tensor, out: Tensor) -> tup
 
 
 def _packed(gate: Tensor) -> Tensor:
-    """Gates that torch's SiLU reads fast."""
+    """Gates in a layout that torch's SiLU reads fast."""
     return gate if gate.dtype in WIDE else gate.contiguous()
 
 
@@ -225,14 +231,15 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _rows_of_chunk(rows: Tensor) -> int:
-    """Rows that fit the caches of a CPU's threads; all on a GPU, and in the planner, which would trace every chunk."""
+    """Number of rows that fit the caches of a CPU's threads; all rows on a GPU, and in the planner, which would trace
+    every chunk."""
     if rows.is_cuda or isinstance(rows, FakeTensor):
         return max(1, rows.shape[:-1].numel())
     return max(1, CHUNK * torch.get_num_threads() // max(1, rows.shape[-1]))
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Slices of rows, and those rows of each tensor, as many as of a chunk of the first."""
+    """Yield slices of rows, and these rows of each tensor, as many as fit a chunk of the first tensor."""
     rows = [tensor.flatten(0, -2) for tensor in tensors]
     count, size = rows[0].shape[0], _rows_of_chunk(rows[0])
     for start in range(0, count, size):
@@ -241,13 +248,14 @@ def _chunks(*tensors: Tensor) -> Iterator[tuple[Any, ...]]:
 
 
 def halves(gate_up: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Gate and up columns [rows, ffn / group, group] of [rows, 2 · ffn]."""
+    """Split [rows, 2 · ffn] into gate and up columns [rows, ffn / group, group]."""
     gate, up = gate_up.unflatten(-1, (-1, 2, group)).unbind(-2)
     return gate, up
 
 
 def clamped_swiglu(gate_up: Tensor, weights: Tensor | None, group: int, variant: SwiGLUVariant) -> Tensor:
-    """A variant of SwiGLU, where `gate_up` alternates `group` gate columns and `group` up columns; times `weights`."""
+    """Compute a variant of SwiGLU, times `weights`; `gate_up` alternates `group` gate columns and `group` up
+    columns."""
     gate, up = _clamped(gate_up, variant, group)
     out = up * gate * (variant.alpha * gate).sigmoid()
     out = out if weights is None else out * weights[:, None, None]
@@ -262,9 +270,8 @@ def clamped_swiglu_backward(  # noqa: PLR0917  # as of `clamped_swiglu`
     group: int,
     variant: SwiGLUVariant,
 ) -> Tensor | None:
-    """Write the gradient of `gate_up`, and return that of `weights`, if given; then overwrite `gradient` with the
-    output.
-    """
+    """Write the gradient of `gate_up`. If `weights` are given, return their gradient and overwrite `gradient` with the
+    output."""
     gate, up = _clamped(gate_up, variant, group)
     change, sigmoid = gradient.to(gate.dtype).unflatten(-1, (-1, group)), (variant.alpha * gate).sigmoid()
     weights_grad = None
@@ -286,7 +293,7 @@ def clamped_swiglu_backward(  # noqa: PLR0917  # as of `clamped_swiglu`
 
 
 def _clamped(gate_up: Tensor, variant: SwiGLUVariant, group: int) -> tuple[Tensor, Tensor]:
-    """Gate and up within their limits, up with its offset, in fp32 at least."""
+    """Clamp gate and up to their limits, and add up's offset, in fp32 at least."""
     gate, up = halves(gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)), group)
     if variant.limit is not None:
         gate, up = gate.clamp(max=variant.limit), up.clamp(-variant.limit, variant.limit)

@@ -5,7 +5,7 @@ from typing import TypedDict
 
 
 class VariantNumbers(TypedDict):
-    """Numbers of a variant as keyword arguments of operators and kernels."""
+    """Coefficients of a variant, as keyword arguments of operators and kernels."""
 
     alpha: float
     limit: float | None
@@ -14,14 +14,14 @@ class VariantNumbers(TypedDict):
 
 @dataclass(frozen=True)
 class SwiGLUVariant:
-    """(up + offset) · gate · sigmoid(alpha · gate), of clamped gate and up."""
+    """Variant of SwiGLU: (up + offset) · gate · sigmoid(alpha · gate), with clamped gate and up."""
 
     alpha: float = 1.0
     """Factor inside the sigmoid."""
     limit: float | None = None
-    """Upper bound of gate, and of |up|; None is no clamps."""
+    """Upper bound of gate, and of |up|; None means no clamps."""
     offset: float = 0.0
-    """Added to up."""
+    """Term added to up."""
 
     @property
     def numbers(self) -> VariantNumbers:

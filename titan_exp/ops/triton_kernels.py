@@ -1,6 +1,7 @@
-"""Triton kernels: their language where it is installed, rounding in it, and the choice between them and torch.
+"""Triton kernels: the language, if it is installed, rounding in it, and the choice between kernels and torch.
 
-Kernels lie beside the operators that launch them. Without Triton, as with a torch for CPUs, they are never launched.
+Kernels are defined beside the operators that launch them. Without Triton, for example with torch for CPUs, they are
+never launched.
 """
 
 import importlib.util
@@ -31,19 +32,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Kernel, or function that kernels call, of Triton; without it, the function itself."""
-    # A check of types around it, as in tests, would hide its globals.
+    """Make a Triton kernel, or a function that kernels call; without Triton, return the function itself."""
+    # A type check around it, as in tests, would hide its globals.
     return function if triton is None else triton.jit(inspect.unwrap(function))
 
 
 def runs_kernel(tensor: Tensor) -> bool:
     """True if a Triton kernel computes on `tensor`: on CUDA and uncompiled, since the compiler fuses torch's operators.
 
-    Fake tensors stand for those of a GPU, whose torch brings Triton.
+    Fake tensors stand for a GPU's tensors, whose torch includes Triton.
     """
     if torch.compiler.is_compiling() or not tensor.is_cuda or tensor.dtype not in DTYPES:
         return False
-    # Subclasses, such as DTensor, have operators of their own.
+    # Subclasses such as DTensor have operators of their own.
     return type(tensor) is FakeTensor or (type(tensor) is Tensor and _has_triton())
 
 
@@ -52,9 +53,10 @@ _has_triton = cache(has_triton)
 
 @jit
 def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Cast fp32 numbers to a smaller dtype, to the nearest with ties to even; none exceeds the largest float8 value.
+    """Cast fp32 numbers to a smaller dtype, rounding to nearest with ties to even; none may exceed float8's largest
+    value.
 
-    Triton's interpreter truncates instead of rounding; there numbers are rounded in fp32 first.
+    Triton's interpreter truncates instead of rounding, so there we round in fp32 first.
     """
     if INTERPRETED:
         if dtype == tl.bfloat16:

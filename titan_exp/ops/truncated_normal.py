@@ -57,7 +57,8 @@ def _xor_shift(state: Tensor, shifted: Tensor, shift: int) -> Tensor:
 
 
 def truncated_normal(words: Int64[Tensor, "rows words"], std: float) -> Float32[Tensor, "rows two_words"]:
-    """Normal numbers of standard deviation `std`, truncated at `TRUNCATION` of them; two from each random word."""
+    """Normal numbers with standard deviation `std`, truncated at `TRUNCATION` standard deviations; each random word
+    yields two."""
     t = words.view(torch.int32).float().mul_(2.0**-31)
     w = torch.mul(t, t).neg_().add_(1.0)
     value = _polynomial(w, _NUMERATOR).div_(_polynomial(w, _DENOMINATOR))
@@ -65,7 +66,7 @@ def truncated_normal(words: Int64[Tensor, "rows words"], std: float) -> Float32[
 
 
 def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-    """Monic polynomial by Horner's rule, two roundings per degree."""
+    """Evaluate a monic polynomial by Horner's rule, with two roundings per degree."""
     *rest, highest = coefficients
     value = x + highest
     for coefficient in reversed(rest):

@@ -1,1 +1,1 @@
-"""Optimizers, learning-rate schedules, and the one global clip."""
+"""Optimizers, learning-rate schedules, and global gradient clipping."""

@@ -29,10 +29,10 @@ def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.O
 class Adafactor(GroupOptimizer):
     """Adafactor for plain tensors and DTensors; each matrix of a stack has its own means and scale.
 
-    State: a number per row and one per column of a matrix, each sharded like these; a number per element of a vector.
-    Per step, group of parameters and sharding axis three all-reduces: of the sums over rows and columns and of the
-    squared weights; of the sums of row means; of the squared updates. The update of a parameter is computed twice, so
-    that one is held at a time.
+    State: one element per row and per column of a matrix, sharded like the rows and columns; one per element of a
+    vector. A step makes three all-reduces per group of parameters and sharding axis: of the sums over rows and columns
+    and of the squared weights; of the sums of row means; of the squared updates. Each update is computed twice, so that
+    only one is held at a time.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Adafactor(GroupOptimizer):
         self._beta2_decay, self._eps, self._min_rms, self._clip_threshold = beta2_decay, eps, min_rms, clip_threshold
 
     def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """One update of all parameters, which share messages."""
+        """Update all parameters, in shared messages."""
         axes = [ShardedMatrix.of(weight if weight.ndim > 1 else weight[None]).axes for weight in parameters]
         norms = self._track(parameters, axes)
         totals = [self._row_total(parameter) for parameter in parameters]
@@ -94,7 +94,7 @@ class Adafactor(GroupOptimizer):
         return norms
 
     def _row_total(self, parameter: Tensor) -> Tensor:
-        """Sum of this rank's row means of each matrix; zero for a vector."""
+        """Sum this rank's row means of each matrix; zero for a vector."""
         state = self.state[parameter]
         if "variance" in state:
             return local_tensor(state["variance"]).new_zeros(1)

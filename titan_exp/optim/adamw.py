@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019): torch's, with low-precision moments, or fused with clipping."""
+"""AdamW (Loshchilov and Hutter 2019): torch's, a version with low-precision moments, or one fused with clipping."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -38,11 +38,11 @@ def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.O
 
 
 class FusedClipAdamW(GroupOptimizer):
-    """AdamW by our kernel on CUDA, which clips and updates in one pass over memory; fp32 parameters, moments in the
+    """Fused AdamW on CUDA: our kernel clips and updates in one pass over memory. Parameters are fp32, moments have the
     dtype `moments`.
 
-    States have the names, shapes and dtypes of torch's fused AdamW, or with bf16 moments of `LowPrecisionAdamW`, so
-    that checkpoints are interchangeable.
+    States have the names, shapes and dtypes of torch's fused AdamW (with bf16 moments, of `LowPrecisionAdamW`), so
+    checkpoints are interchangeable.
     """
 
     def __init__(
@@ -64,17 +64,18 @@ class FusedClipAdamW(GroupOptimizer):
         self._grad_scale = factor
 
     def set_compute_weights(self, copies: Mapping[Any, Tensor]) -> None:
-        """Round each updated parameter into its compute weight too. Gradients may have the compute weight's dtype."""
+        """Make each update also round the parameter into its compute weight. Gradients may then have the compute
+        weight's dtype."""
         self._copies = copies
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. Gradients stay as they are, not clipped."""
+        """Update every parameter that has a gradient. Gradients are left unclipped."""
         loss = super().step(closure)
         self._grad_scale = None
         return loss
 
     def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """One update, a kernel per parameter."""
+        """Update the parameters, with one kernel each."""
         states = [adamw_state(self.state[parameter], parameter, self._moments) for parameter in parameters]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
@@ -97,18 +98,18 @@ class FusedClipAdamW(GroupOptimizer):
 
 
 class MomentFormat(Protocol):
-    """Storage of one moment of a parameter, as one or two tensors.
+    """Storage format of one moment of a parameter, as one or two tensors.
 
-    Blocks of 8-bit moments lie within rows, so they are whole on one rank and a checkpoint fits every layout; torchao's
-    optimizers block the local shard.
+    Blocks of 8-bit moments lie within rows. So each is whole on one rank and a checkpoint fits every layout, unlike
+    torchao's optimizers, which block the local shard.
     """
 
     def empty(self, like: Tensor) -> list[Tensor]:
-        """Tensors of a zero moment, for this rank's shard of a parameter."""
+        """Allocate a zero moment for this rank's shard of a parameter."""
         ...
 
     def read(self, kept: list[Tensor]) -> Tensor:
-        """The moment in fp32, not to be modified."""
+        """Read the moment in fp32; the caller must not modify it."""
         ...
 
     def write(self, kept: list[Tensor], moment: Tensor) -> None:
@@ -117,17 +118,17 @@ class MomentFormat(Protocol):
 
 
 class Rounded:
-    """Rounded to a torch dtype."""
+    """Moment rounded to a torch dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def empty(self, like: Tensor) -> list[Tensor]:
-        """One tensor of the dtype."""
+        """Allocate one tensor of the dtype."""
         return [torch.zeros_like(like, dtype=self.dtype)]
 
     def read(self, kept: list[Tensor]) -> Tensor:
-        """Stored form of a moment."""
+        """Return the stored tensor."""
         return kept[0].float()
 
     def write(self, kept: list[Tensor], moment: Tensor) -> None:
@@ -136,9 +137,9 @@ class Rounded:
 
 
 class Float8Blocks:
-    """e4m3 numbers as bytes, and an fp32 scale per block.
+    """Moment in float8: e4m3 numbers as bytes, and an fp32 scale per block.
 
-    `root` stores square roots of a non-negative moment: a second moment spans twice the exponents of its gradients, and
+    `root` stores square roots of a non-negative moment. A second moment spans twice the exponents of its gradients, and
     one that underflows to 0 makes the update far too large.
     """
 
@@ -146,18 +147,18 @@ class Float8Blocks:
         self.root = root
 
     def empty(self, like: Tensor) -> list[Tensor]:
-        """Bytes, and scales [..., columns / MOMENT_BLOCK]."""
+        """Allocate bytes, and scales [..., columns / MOMENT_BLOCK]."""
         scales = torch.zeros(*like.shape[:-1], like.shape[-1] // MOMENT_BLOCK, device=like.device)
         return [torch.zeros_like(like, dtype=torch.uint8), scales]
 
     def read(self, kept: list[Tensor]) -> Tensor:
-        """Number times scale."""
+        """Multiply numbers by their block's scale."""
         numbers = kept[0].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, MOMENT_BLOCK))
         found = (numbers * kept[1][..., None]).flatten(-2)
         return found.square_() if self.root else found
 
     def write(self, kept: list[Tensor], moment: Tensor) -> None:
-        """Scale each block's largest value to e4m3's."""
+        """Scale each block so that its largest value is e4m3's largest."""
         from torchao.optim.subclass_fp8 import quantize_fp8
 
         moment = moment.sqrt() if self.root else moment
@@ -167,23 +168,24 @@ class Float8Blocks:
 
 
 class DynamicBlocks:
-    """Codes of 256 values, denser around zero (Dettmers et al. 2022), and an fp32 scale per block."""
+    """Moment in dynamic 8-bit: codes of 256 values, denser around zero (Dettmers et al. 2022), and an fp32 scale per
+    block."""
 
     def __init__(self, *, signed: bool) -> None:
         self.signed = signed
 
     def empty(self, like: Tensor) -> list[Tensor]:
-        """Codes, and scales [..., columns / MOMENT_BLOCK]."""
+        """Allocate codes, and scales [..., columns / MOMENT_BLOCK]."""
         return Float8Blocks().empty(like)
 
     def read(self, kept: list[Tensor]) -> Tensor:
-        """Value times scale."""
+        """Multiply the codes' values by their block's scale."""
         from torchao.optim.quant_utils import dequant_with_qmap
 
         return dequant_with_qmap(kept[0], _values(self.signed, kept[0].device), kept[1].flatten())
 
     def write(self, kept: list[Tensor], moment: Tensor) -> None:
-        """Nearest value of each number, relative to its block's largest."""
+        """Store the nearest code of each number, relative to its block's largest."""
         from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
 
         scaled, scales = scale_tensor(moment.contiguous(), MOMENT_BLOCK)
@@ -214,9 +216,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LowPrecisionAdamW(GroupOptimizer):
-    """AdamW with moments stored in `precision`, `bf16`, `int8` or `fp8`, and computed in fp32; parameter by parameter.
+    """AdamW whose moments are stored in `precision` (`bf16`, `int8` or `fp8`) and computed in fp32, parameter by
+    parameter.
 
-    8-bit moments of vectors, and of matrices whose columns are no multiple of a block, stay in fp32.
+    With 8-bit moments, vectors and matrices whose columns are not a multiple of a block keep fp32 moments.
 
     Raises:
         UserError: a block of 8-bit moments would lie on two ranks.
@@ -233,7 +236,7 @@ class LowPrecisionAdamW(GroupOptimizer):
                     _require_whole_blocks(parameter, precision)
 
     def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """One update, parameter by parameter."""
+        """Update the parameters one by one."""
         for parameter in parameters:
             self._update(parameter, group)
 
@@ -267,7 +270,7 @@ class LowPrecisionAdamW(GroupOptimizer):
 
 
 def _has_blocks(parameter: Tensor) -> bool:
-    """True if the whole parameter fits 8-bit blocks, so that every layout stores the same."""
+    """True if the whole parameter fits 8-bit blocks, a test that has the same result in every layout."""
     return parameter.dim() >= 2 and parameter.shape[-1] % MOMENT_BLOCK == 0
 
 
@@ -275,9 +278,9 @@ def _require_whole_blocks(parameter: Tensor, precision: str) -> None:
     columns = local_tensor(parameter).shape[-1] if parameter.dim() else 0
     if _has_blocks(parameter) and columns % MOMENT_BLOCK:
         reason = (
-            f"moments are stored in blocks of {MOMENT_BLOCK} numbers of a row, and a rank has {columns} of "
-            f"{parameter.shape[-1]}"
+            f"moments are stored in blocks of {MOMENT_BLOCK} numbers of a row, and a rank would hold {columns} of a "
+            f"row's {parameter.shape[-1]} numbers, not a multiple of {MOMENT_BLOCK}"
         )
-        remedy = "optimizer.state_precision=bf16, or a smaller parallelism.tp or parallelism.dp_shard"
+        remedy = "use optimizer.state_precision=bf16, or a smaller parallelism.tp or parallelism.dp_shard"
         violation = Violation("optimizer.state_precision", precision, reason, remedy)
-        raise UserError("This run cannot be started.", [violation])
+        raise UserError("This run cannot start.", [violation])

@@ -1,4 +1,4 @@
-"""Dion (Ahn et al. 2025): momentum orthonormalized in a low rank, with error feedback and small messages."""
+"""Dion (Ahn et al. 2025): orthonormalizes the momentum in a low rank, with error feedback and small messages."""
 
 import math
 import zlib
@@ -23,7 +23,7 @@ from titan_exp.optim.matrices import (
 )
 from titan_exp.optim.parameter_groups import NamedParameter
 
-# The newer name, after torch 2.11.
+# This is the newer name, after torch 2.11.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -35,14 +35,14 @@ def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.O
 class Dion(MatrixOptimizer[Config]):
     """Dion for plain tensors and DTensors; every matrix of a stack is updated alone.
 
-    State: the momentum, sharded like the parameter, and the right factor [rank, columns], sharded like the columns.
-    No rank gathers a matrix. Per matrix of rank r, in fp32: the left factor [rows, r] is summed over ranks that shard
-    columns and gathered over those that shard rows, all of which orthonormalize it by QR; the right factor [r, columns]
-    is summed over ranks that shard rows, and its r squared norms over ranks that shard columns.
+    State: the momentum, sharded like the parameter, and the right factor [rank, columns], sharded like the columns. No
+    rank gathers a matrix. For a matrix of rank r, messages are in fp32: the left factor [rows, r] is summed over ranks
+    that shard columns, and gathered over ranks that shard rows, all of which orthonormalize it by QR. The right factor
+    [r, columns] is summed over ranks that shard rows, and its r squared norms over ranks that shard columns.
     """
 
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """One step, parameter by parameter."""
+        """Update the matrices one by one."""
         for parameter in parameters:
             self._update(parameter, group)
 
@@ -57,7 +57,7 @@ class Dion(MatrixOptimizer[Config]):
         squares = _all_reduce(found.square().sum(-1, keepdim=True), sharding.axes, COLUMNS)
         share = share_of_signal(squares, squares.amax(ROWS, keepdim=True))
         found.mul_(squares.clamp(min=torch.finfo(squares.dtype).tiny).rsqrt_())
-        # A momentum of fewer directions than the rank, as that of an unused expert, has noise in the others; their
+        # A momentum with fewer directions than the rank, such as an unused expert's, has noise in the others; their
         # factors stay.
         right.lerp_(found, share)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
@@ -70,7 +70,7 @@ class Dion(MatrixOptimizer[Config]):
             return state
         state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         rank = max(1, math.ceil(self.config.rank_fraction * min(sharding.rows, sharding.columns)))
-        # A function of the name: the same in every layout.
+        # The seed is a function of the name, so it is the same in every layout.
         generator = torch.Generator().manual_seed(zlib.crc32(self.named[parameter].name.encode()))
         whole = torch.randn(rank, sharding.columns, generator=generator)
         local = local_matrices(parameter)
@@ -83,7 +83,7 @@ class Dion(MatrixOptimizer[Config]):
 
 
 def _all_reduce(tensor: Tensor, axes: Sequence[ShardAxis], dim: int) -> Tensor:
-    """Sum over the ranks that shard a dim, in place."""
+    """Sum in place over the ranks that shard a dim."""
     for axis in axes:
         if axis.dim == dim:
             dist.all_reduce(tensor, group=axis.group)
@@ -91,13 +91,13 @@ def _all_reduce(tensor: Tensor, axes: Sequence[ShardAxis], dim: int) -> Tensor:
 
 
 def _without(matrix: ShardedMatrix, dim: int, size: int) -> ShardedMatrix:
-    """Sharding of a matrix that has `size` in place of `dim`, which is not sharded."""
+    """Sharding of a matrix in which `dim` has `size` and is not sharded."""
     axes = tuple(axis for axis in matrix.axes if axis.dim != dim)
     return replace(matrix, axes=axes, **{"rows" if dim == ROWS else "columns": size})
 
 
 def _orthonormal(left: Tensor, sharding: ShardedMatrix) -> Tensor:
-    """This rank's rows of the orthonormal basis of the columns of left factors [matrices, rows, rank]."""
+    """Orthonormalize the columns of left factors [matrices, rows, rank]; returns this rank's rows of the basis."""
     factor, local_rows = _without(sharding, COLUMNS, left.shape[-1]), left.shape[-2]
     gathered = factor.pad(left)
     for axis in reversed(factor.axes):

@@ -1,8 +1,8 @@
-"""Gradient norms, and gradient clipping by the global norm, by value, by the norms of parameter groups, or by AdaGC:
-one device's in every layout.
+"""Gradient norms, and gradient clipping by the global norm, by value, by the norms of parameter groups, or by AdaGC.
+Every layout clips as one device does.
 
 Squared norms are summed per mesh and placement and reduced over the axes that shard them, so parameters may live on any
-mixture of meshes; a replicated tensor counts once.
+mixture of meshes. A replicated tensor counts once.
 """
 
 from collections import defaultdict
@@ -23,14 +23,14 @@ from titan_exp.optim.parameter_groups import NamedParameter
 REST = "rest"
 """Name of the parameters whose group has no `max_grad_norm`."""
 AVERAGE_NORM = "average_grad_norm"
-"""Name of AdaGC's average norm in a parameter's optimizer state."""
+"""Key of AdaGC's average norm in a parameter's optimizer state."""
 
 
 @torch.no_grad()
 def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup | None = None) -> Tensor:
     """L2 norm of all gradients of the model, an fp32 scalar equal on every rank.
 
-    `parameters` are this rank's, without copies of tied weights that another pipeline stage counts.
+    `parameters` are this rank's, without copies of tied weights, which another pipeline stage counts.
     """
     gradients, device = list[Tensor](), torch.device("cpu")
     for parameter in parameters:
@@ -41,7 +41,7 @@ def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup |
         few = [gradients[index] for index in indices]
         square = torch.stack(_norms([local_tensor(gradient) for gradient in few])).square().sum()
         squares.append(_summed(square, few[0]))
-    # Also without gradients it is where other stages have theirs, for one message.
+    # Even without gradients, the norm is on the device of the other stages' norms, for a single message.
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
     if pp_group is not None:
         dist.all_reduce(total, group=pp_group)
@@ -63,7 +63,7 @@ def parameter_norms(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def sum_over_shards(numbers: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-    """Sum of a number per shard over each parameter's shards, [parameters]; a message per mesh and placement."""
+    """Sum a number per shard over each parameter's shards, [parameters], with one message per mesh and placement."""
     sums = list(numbers)
     for indices in _by_sharding(parameters):
         found = _summed(torch.stack([numbers[index] for index in indices]), parameters[indices[0]])
@@ -82,11 +82,11 @@ def _by_sharding(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
 
 
 def _summed(numbers: Tensor, sharded: Tensor) -> Tensor:
-    """Sum over the ranks with other shards of a tensor, in place."""
+    """Sum in place over the ranks that hold other shards of a tensor."""
     if isinstance(sharded, DTensor):
         for axis, placement in enumerate(sharded.placements):
             assert not placement.is_partial(), "gradients are reduced before their norm"
-            # Not only Shard: a dim sharded twice has its own placement class.
+            # A check for Shard would not do: a dim sharded twice has its own placement class.
             if not placement.is_replicate():
                 dist.all_reduce(numbers, group=sharded.device_mesh.get_group(axis))
     return numbers
@@ -127,8 +127,8 @@ def scale_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float)
 
 
 class NormClipper:
-    """Clips gradients by their global norm alone, which an optimizer may do inside its step; without `max_norm`, never.
-    `parameters` are all of this rank."""
+    """Clips gradients only by their global norm, which an optimizer may do inside its step; without `max_norm`, never.
+    `parameters` are all parameters of this rank."""
 
     in_place = False
     """True if gradients must have the dtype of their parameters."""
@@ -137,27 +137,27 @@ class NormClipper:
         self._optimizer, self._parameters, self._max_norm = optimizer, list(parameters), max_norm
 
     def clip(self, grad_norm: Tensor, *, step: int) -> Mapping[str, Tensor]:
-        """Clip gradients of the global norm `grad_norm`. There are no metrics."""
+        """Clip gradients with the global norm `grad_norm`. Returns no metrics."""
         if self._max_norm is not None:
             clip_gradients(self._optimizer, self._parameters, grad_norm, self._max_norm)
         return {}
 
     def keep(self) -> None:
-        """Nothing is kept in the optimizer's state."""
+        """Do nothing: it keeps nothing in the optimizer's state."""
 
     def state(self) -> dict[str, Any]:
-        """Nothing is kept beside it."""
+        """Return no state."""
         return {}
 
     def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """Nothing is restored from it."""
+        """Do nothing: there is no state."""
 
 
 class GradientClipper:
     """Clips the gradients of this rank's parameters in place, in the dtype of the parameters.
 
-    `unique` are those without copies of tied weights that another pipeline stage counts; `max_norm` is that of
-    parameters without a limit of their own.
+    `unique` excludes copies of tied weights, which another pipeline stage counts; `max_norm` limits parameters without
+    a limit of their own.
     """
 
     in_place = True
@@ -191,7 +191,7 @@ class GradientClipper:
 
     @property
     def averages(self) -> Tensor | None:
-        """Average norm of each parameter, with AdaGC."""
+        """Average gradient norm of each parameter; None without AdaGC."""
         return None if self._adagc is None else self._adagc.averages
 
     def state(self) -> dict[str, Any]:
@@ -199,18 +199,18 @@ class GradientClipper:
         return {"begun": self._adagc.begun} if self._adagc is not None and self._adagc.begun else {}
 
     def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """Take over AdaGC's averages from the optimizer's state, after a checkpoint of `step` is loaded."""
+        """Restore AdaGC's averages from the optimizer's state, after a checkpoint of `step` is loaded."""
         if self._adagc is not None:
             self._adagc.restore(None if state is None else state["begun"], step)
 
     def keep(self) -> None:
-        """Keep AdaGC's averages in the optimizer's state; after its step."""
+        """Keep AdaGC's averages in the optimizer's state; call it after the optimizer's step."""
         if self._adagc is not None:
             self._adagc.keep()
 
     @torch.no_grad()
     def clip(self, grad_norm: Tensor, *, step: int) -> Mapping[str, Tensor]:
-        """Clip gradients of the global norm `grad_norm`. Returns metrics, the same on every rank."""
+        """Clip gradients with the global norm `grad_norm`. Returns metrics, which are the same on every rank."""
         metrics = {"clip/share": self._clamp()} if self._config.mode == "value" else {}
         norms = parameter_norms(self._parameters)
         if self._adagc is None:
@@ -228,7 +228,7 @@ class GradientClipper:
         return {**metrics, "clip/factor": smallest}
 
     def _clamp(self) -> Tensor:
-        """Clamp every number of the gradients; returns the share that was beyond the limit."""
+        """Clamp every element of the gradients; returns the share of elements that were beyond the limit."""
         limit, beyond = self._config.max_value, []
         for parameter in self._parameters:
             gradient = parameter.grad
@@ -242,7 +242,7 @@ class GradientClipper:
         return self._share(sum_over_shards(beyond, self._parameters), self._counted.new_tensor(sizes))
 
     def _by_limit(self, norms: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Factors [parameters] that limit the norm of each group of parameters; metrics of several groups."""
+        """Factors [parameters] that limit the norm of each group of parameters; with several groups, also metrics."""
         squares = norms.square() * self._counted
         places = {name: [index for index, of in enumerate(self._limit_of) if of == name] for name in self._limits}
         sums = torch.stack([sum((squares[index] for index in of), squares.new_zeros(())) for of in places.values()])
@@ -266,11 +266,11 @@ class GradientClipper:
 
 
 class AdaGC:
-    """Adaptive gradient clipping (Wang et al. 2025, arXiv 2502.11034): a threshold for every parameter from its average
-    gradient norm, infinite where no gradient has been seen.
+    """Adaptive gradient clipping (Wang et al. 2025, arXiv 2502.11034): every parameter has a threshold from its average
+    gradient norm, which is infinite until it has a gradient.
 
-    A parameter is a whole tensor: a fused projection, or a stack of experts. The average norm of each is a scalar of
-    its optimizer state, so checkpoints hold it by name, in any layout.
+    A parameter is a whole tensor, such as a fused projection or a stack of experts. Its average norm is a scalar in its
+    optimizer state, so checkpoints of any layout hold it by name.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], config: GradClipConfig) -> None:
@@ -279,13 +279,14 @@ class AdaGC:
         self.averages = torch.full((len(self._parameters),), torch.inf, device=device)
         """Average norm of each parameter."""
         self.begun = 0
-        """Step after which averages began, from which the warm-up counts."""
+        """Step after which the averages began; the warm-up counts from it."""
 
     @torch.no_grad()
     def factors(self, norms: Tensor, *, step: int, grad_norm: Tensor, max_norm: float | None) -> Tensor:
-        """Factors [parameters] of the gradients with these norms, whose average they join.
+        """Factors [parameters] for gradients with these norms; the clipped norms join the averages.
 
-        A gradient of zero sets no threshold, which would freeze its parameter; nor does one that is not finite.
+        A zero gradient sets no threshold, since it would freeze its parameter; a gradient that is not finite sets none
+        either.
         """
         averages = self.averages
         if step - self.begun <= self._config.warmup_steps:
@@ -301,8 +302,8 @@ class AdaGC:
 
     @torch.no_grad()
     def restore(self, begun: int | None, step: int) -> None:
-        """Take over the averages that a checkpoint after `step` has given the optimizer's state, and keep them there.
-        None is a checkpoint that does not say when they began: with the run, or, if it has none, now."""
+        """Restore the averages that a checkpoint after `step` has put into the optimizer's state. `begun` is None if
+        the checkpoint does not say when they began: then they began with the run or, if there are none, begin now."""
         known = False
         for parameter, average in zip(self._parameters, self.averages.unbind(), strict=True):
             state = self._optimizer.state.get(parameter, {})
@@ -313,8 +314,8 @@ class AdaGC:
         self.begun = begun if begun is not None else 0 if known else step
 
     def keep(self) -> None:
-        """Keep the averages in the optimizer's state; after its step, since optimizers create their own state where
-        there is none."""
+        """Keep the averages in the optimizer's state. Call it after the step, since optimizers create their own state
+        where there is none."""
         for parameter, average in zip(self._parameters, self.averages.unbind(), strict=True):
             if parameter.grad is not None:
                 self._optimizer.state[parameter].setdefault(AVERAGE_NORM, average)

@@ -1,4 +1,4 @@
-"""Lion (Chen et al. 2023): the sign of an interpolated momentum."""
+"""Lion (Chen et al. 2023): updates by the sign of an interpolated momentum."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,7 +19,8 @@ def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.O
 
 
 class Lion(GroupOptimizer):
-    """Lion, parameter by parameter and without messages; the momentum is in `dtype`, sharded like the parameter."""
+    """Lion, parameter by parameter and without messages; the momentum has dtype `dtype` and is sharded like the
+    parameter."""
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], *, lr: float, betas: Sequence[float], dtype: torch.dtype
@@ -28,7 +29,7 @@ class Lion(GroupOptimizer):
         self._dtype = dtype
 
     def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """One update, parameter by parameter."""
+        """Update the parameters one by one."""
         for parameter in parameters:
             state, (share, decay) = self.state[parameter], group["betas"]
             if not state:

@@ -1,6 +1,6 @@
 """Learning-rate schedule: linear warmup, a stable phase, decay to a floor; once or in cycles.
 
-A pure function of the step: it has no state to checkpoint, and a changed configuration takes effect on resume.
+It is a pure function of the step, so it has no state to checkpoint, and a changed configuration takes effect on resume.
 """
 
 import math
@@ -49,15 +49,15 @@ class Decays:
 
 
 class LRSchedule:
-    """Learning rate of steps 1 to `steps`; between warmup and decay `peak`, or a power of the step."""
+    """Learning rate of steps 1 to `steps`. Between warmup and decay it is `peak`, or a power of the step."""
 
     def __init__(self, config: LRScheduleConfig, *, peak: float, steps: int) -> None:
         self.config, self.peak, self.steps = config, peak, steps
         self._decay = _decay(config)
 
     def __call__(self, step: int) -> float:
-        """Learning rate of a step, counted from 1. Peak at `warmup_steps` exactly; the floor would be that of the step
-        after the last, so that every step trains."""
+        """Learning rate of a step, counted from 1. It peaks exactly at `warmup_steps`. The floor would be reached one
+        step after the last, so that every step trains."""
         config = self.config
         if step < config.warmup_steps:
             return self.peak * step / config.warmup_steps
@@ -68,12 +68,12 @@ class LRSchedule:
         return self._stable(before_decay) * (config.min_lr_ratio + (1 - config.min_lr_ratio) * factor)
 
     def _stable(self, step: int) -> float:
-        """Rate of the stable phase: the peak times (warmup / step)^power."""
+        """Rate of the stable phase: peak · (warmup / step)^power."""
         first = max(1, self.config.warmup_steps)
         return self.peak * (first / max(step, first)) ** self.config.power
 
     def _decay_phase(self, step: int) -> tuple[int, int]:
-        """Steps of decay in the cycle that a step is in, and the last step before them."""
+        """Number of decay steps in the cycle of a step, and the last step before they begin."""
         config, left = self.config, self.steps - self.config.warmup_steps
         ends = [config.warmup_steps + left * number // config.cycles for number in range(config.cycles + 1)]
         begin, end = next((pair for pair in pairwise(ends) if step <= pair[1]), (ends[-2], ends[-1]))
@@ -82,7 +82,7 @@ class LRSchedule:
 
 
 def set_lr(optimizer: "torch.optim.Optimizer", lr: float) -> None:
-    """Set the learning rate of every parameter group, times the group's `lr_scale` if it has one."""
+    """Set the learning rate of every parameter group; a group's `lr_scale`, if any, multiplies it."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 

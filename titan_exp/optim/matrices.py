@@ -1,4 +1,4 @@
-"""Matrices to update: how ranks shard them, the projections in fused weights, their owner ranks, rounding noise."""
+"""Matrices that optimizers update: how ranks shard them, projections in fused weights, owner ranks, rounding noise."""
 
 from abc import abstractmethod
 from collections import defaultdict
@@ -21,18 +21,19 @@ from titan_exp.optim.optimizer import GroupOptimizer, adamw_state
 from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
 ROWS, COLUMNS = -2, -1
-"""Dims of a matrix, after that of the experts of a stack."""
+"""Dims of a matrix, after the expert dim of a stack."""
 BATCH_ELEMENTS = 2**26
-"""Numbers of the matrices with which a rank computes at a time, unless one matrix is larger."""
+"""Number of matrix elements that a rank computes with at a time, unless one matrix is larger."""
 NOISE = 1e-4
-"""Size of a number or a direction, relative to the largest of its matrix, at which half of it is taken for signal."""
+"""Magnitude of an element or a direction, relative to the largest of its matrix, at which half of it counts as
+signal."""
 
 
 C = TypeVar("C", bound=MatrixOptimizerConfig)
 
 
 class MatrixOptimizer(GroupOptimizer, Generic[C]):
-    """Updates groups with `matrices` by `update_matrices`, and others by torch's fused AdamW.
+    """Updates groups with `matrices` by `update_matrices`, and other groups by torch's fused AdamW.
 
     Embedding, head and vectors are never matrices.
     """
@@ -53,7 +54,7 @@ class MatrixOptimizer(GroupOptimizer, Generic[C]):
         """Update the matrices of a group that have gradients."""
 
     def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """One update of matrices, or of others."""
+        """Update a group of matrices, or a group of other parameters."""
         (self.update_matrices if group["matrices"] else self._update_others)(parameters, group)
 
     def _update_others(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
@@ -90,15 +91,15 @@ class ShardAxis:
     dim: int
     """`ROWS` or `COLUMNS`."""
     applied_last: bool
-    """True for FSDP over a dim that another axis shards too: it divides that axis's shards, though it comes first in
-    the mesh."""
+    """True for FSDP over a dim that another axis shards, too: FSDP divides that axis's shards, although it comes first
+    in the mesh."""
 
 
 @dataclass(frozen=True)
 class ShardedMatrix:
-    """Shape of the whole matrix, and the axes in mesh order that shard it; none if each rank has it whole.
+    """Shape of the whole matrix, and the axes that shard it in mesh order; no axes if each rank has it whole.
 
-    Axes over which a stack is sharded by whole matrices are not among them, nor are axes that replicate it.
+    Axes that shard a stack by whole matrices, or that replicate it, are not among them.
     """
 
     rows: int
@@ -107,7 +108,7 @@ class ShardedMatrix:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "ShardedMatrix":
-        """Sharding of the last two dims of a plain tensor or DTensor."""
+        """Read the sharding of the last two dims of a plain tensor or DTensor."""
         rows, columns = tensor.shape[ROWS:]
         if not isinstance(tensor, DTensor):
             return cls(rows, columns, ())
@@ -127,20 +128,20 @@ class ShardedMatrix:
 
     @property
     def padded(self) -> tuple[int, int]:
-        """Shape of a shard padded to that of the first rank, which is the largest."""
+        """Shape of a shard padded to the first rank's, which is the largest."""
         sizes = {ROWS: self.rows, COLUMNS: self.columns}
         for axis in self.axes:
             sizes[axis.dim] = -(-sizes[axis.dim] // axis.size)
         return sizes[ROWS], sizes[COLUMNS]
 
     def pad(self, shard: Tensor) -> Tensor:
-        """A shard [..., rows, columns] with zeros up to the size of the largest."""
+        """Pad a shard [..., rows, columns] with zeros to the size of the largest."""
         rows, columns = self.padded
         missing = (0, columns - shard.shape[COLUMNS], 0, rows - shard.shape[ROWS])
         return F.pad(shard, missing) if any(missing) else shard
 
     def join(self, shards: Tensor) -> Tensor:
-        """Whole matrix from all padded shards [*axes in mesh order, rows, columns]."""
+        """Join all padded shards [*axes in mesh order, rows, columns] to the whole matrix."""
         left = list(self.axes)
         for axis in reversed(self._applied):
             place = left.index(axis)
@@ -149,7 +150,7 @@ class ShardedMatrix:
         return shards[..., : self.rows, : self.columns]
 
     def split(self, matrix: Tensor) -> Tensor:
-        """All padded shards [*axes in mesh order, rows, columns] of a whole matrix."""
+        """Split a whole matrix into all padded shards [*axes in mesh order, rows, columns]."""
         taken = list[ShardAxis]()
         for axis in self._applied:
             size = matrix.shape[axis.dim]
@@ -167,14 +168,14 @@ class ShardedMatrix:
 
 def sharded_dim(placement: Placement, dims: int) -> int | None:
     """Dim that a placement shards, counted from the end; None for a replicated tensor."""
-    # A dim sharded twice has its own placement class, which on some torch versions is no Shard.
+    # A dim sharded twice has its own placement class, which is not a Shard on some torch versions.
     dim = getattr(placement, "dim", None)
     return None if dim is None else dim - dims if dim >= 0 else dim
 
 
 def sharded_like(parameter: Tensor, local: Tensor, shape: Sequence[int], *dims: int) -> Tensor:
-    """State of this shape and this rank's part of it, sharded like the parameter over axes that shard a stack or one of
-    `dims`, and replicated over the others."""
+    """Make a state of this shape from this rank's part. It is sharded like the parameter over axes that shard a stack
+    or one of `dims`, and replicated over the others."""
     if not isinstance(parameter, DTensor):
         return local
     placements = [
@@ -188,14 +189,14 @@ def sharded_like(parameter: Tensor, local: Tensor, shape: Sequence[int], *dims: 
 
 
 def local_matrices(tensor: Tensor) -> Tensor:
-    """View of this rank's part as a stack of matrices [matrices, rows, columns]."""
+    """View this rank's part as a stack of matrices [matrices, rows, columns]."""
     local = local_tensor(tensor)
     return local if local.ndim == 3 else local[None]
 
 
 @dataclass(frozen=True)
 class MatrixWeight:
-    """A parameter of one matrix or a stack of them, and how each is split."""
+    """Parameter made of one matrix or a stack of matrices, and how each is split into pieces."""
 
     parameter: Tensor
     sharding: ShardedMatrix
@@ -204,7 +205,7 @@ class MatrixWeight:
 
     @classmethod
     def of(cls, named: NamedParameter, config: SplitMatrixOptimizerConfig) -> "MatrixWeight":
-        """A parameter with the split that the configuration asks for."""
+        """Choose a parameter's split by the configuration."""
         split = "fused" if named.rows is None else getattr(config, f"split_{named.rows.kind}")
         rows = None if split == "fused" else named.rows
         return cls(named.parameter, ShardedMatrix.of(named.parameter), rows, split == "head")
@@ -220,30 +221,30 @@ class MatrixWeight:
 
     @property
     def counts(self) -> list[int]:
-        """Matrices of each piece in a matrix of the parameter."""
+        """Number of matrices of each piece in one matrix of the parameter."""
         if self.rows is None or not self.by_head:
             return [1] * len(self.shapes)
         return [self.sharding.rows // self.rows.unit * piece.heads for piece in self.rows.pieces]
 
     @property
     def flops(self) -> float:
-        """Work on one matrix, relative to other weights'."""
+        """Work on one matrix, relative to that of other weights."""
         return self.sharding.rows * self.sharding.columns * min(self.sharding.rows, self.sharding.columns)
 
     @property
     def elements(self) -> int:
-        """Numbers of this rank's matrices, each whole."""
+        """Number of elements in this rank's matrices, counted whole."""
         return len(local_matrices(self.parameter)) * self.sharding.rows * self.sharding.columns
 
     def split(self, weights: Tensor) -> list[Tensor]:
-        """Stacks of matrices [..., matrices, rows, columns] of each piece of weights [..., rows, columns]; one stack of
-        these themselves if they have no pieces."""
+        """Split weights [..., rows, columns] into a stack of matrices [..., matrices, rows, columns] per piece; without
+        pieces, into one stack of the weights themselves."""
         if self.rows is None:
             return [weights.unsqueeze(-3)]
         leading, columns = weights.shape[:-2], weights.shape[-1]
         units = weights.unflatten(-2, (-1, self.rows.unit))
         sizes = [piece.heads * piece.width for piece in self.rows.pieces]
-        # Without a dim of -1: a stack without matrices would not determine it.
+        # No dim may be -1, since a stack without matrices would not determine it.
         heights = [units.shape[-3] * size for size in sizes]
         return [
             part.reshape(*leading, *((height // piece.width, piece.width) if self.by_head else (1, height)), columns)
@@ -251,7 +252,7 @@ class MatrixWeight:
         ]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Weights of these parts: the inverse of `split`."""
+        """Join parts to weights; the inverse of `split`."""
         if self.rows is None:
             return parts[0].squeeze(-3)
         *leading, _, _, columns = parts[0].shape
@@ -262,10 +263,11 @@ class MatrixWeight:
 
 
 class OwnerGroup:
-    """Ranks that share matrices, numbered along the axes, the last fastest. Each matrix is computed with once, by one.
+    """Ranks that share matrices, numbered along the axes, the last fastest. One of them, the owner, computes each
+    matrix.
 
-    Over several mesh axes (FSDP and tensor parallelism) a matrix takes one all-to-all per axis, so no process group is
-    needed beside the mesh's.
+    Over several mesh axes (FSDP and tensor parallelism), a matrix takes one all-to-all per axis, so the mesh's process
+    groups suffice.
     """
 
     def __init__(self, axes: Sequence[ShardAxis]) -> None:
@@ -277,16 +279,16 @@ class OwnerGroup:
 
     @classmethod
     def of(cls, weights: Sequence[MatrixWeight]) -> list[tuple["OwnerGroup", list[MatrixWeight]]]:
-        """Groups of ranks that share matrices, and the weights of each."""
+        """Group weights by the ranks that share them."""
         found = defaultdict[tuple[str, ...], list[MatrixWeight]](list)
         for weight in weights:
             found[tuple(axis.group.group_name for axis in weight.sharding.axes)].append(weight)
         return [(cls(few[0].sharding.axes), few) for few in found.values()]
 
     def assign(self, costs: Sequence[float]) -> list[int]:
-        """Owner of each matrix by its cost: the costliest first, each to the rank with the least work.
+        """Assign an owner to each matrix by cost: the costliest first, each to the rank with the least work.
 
-        The same on every rank. The first rank, which the planner traces, has the most work.
+        The result is the same on every rank. The first rank, which the planner traces, has the most work.
         """
         loads, owners = [0.0] * self.size, [0] * len(costs)
         for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
@@ -296,7 +298,8 @@ class OwnerGroup:
         return [by_load.index(owner) for owner in owners]
 
     def rounds(self, weights: Sequence[MatrixWeight]) -> Iterator[list[MatrixWeight]]:
-        """Consecutive weights that give each rank at most `BATCH_ELEMENTS` numbers, at least one weight."""
+        """Divide weights into consecutive rounds, of at most `BATCH_ELEMENTS` elements per rank and at least one
+        weight."""
         few, elements = list[MatrixWeight](), 0
         for weight in weights:
             if few and elements + weight.elements > self.size * BATCH_ELEMENTS:
@@ -308,7 +311,7 @@ class OwnerGroup:
             yield few
 
     def gather(self, shards: Sequence[Tensor], owners: Sequence[int]) -> dict[int, Tensor]:
-        """Shards of the matrices that this rank owns, from every rank [*axes, *shard], by index.
+        """Gather the shards of the matrices that this rank owns, from every rank [*axes, *shard], by index.
 
         Each matrix's shards have equal shapes on all ranks.
         """
@@ -321,7 +324,7 @@ class OwnerGroup:
     def scatter(
         self, owned: Mapping[int, Tensor], shapes: Sequence[Sequence[int]], owners: Sequence[int], like: Tensor
     ) -> list[Tensor]:
-        """This rank's shard of every matrix, from owners that have all shards [*axes, *shard] of theirs.
+        """Return this rank's shard of every matrix, from owners that have all shards [*axes, *shard] of their matrices.
 
         `like` has the dtype and device.
         """
@@ -343,7 +346,7 @@ class OwnerGroup:
 
 
 def _exchange_in(axis: ShardAxis, held: Mapping[int, Tensor], destination: Mapping[int, int]) -> dict[int, Tensor]:
-    """Tensors for this rank from all ranks of an axis, stacked in a new first dim."""
+    """Receive this rank's tensors from all ranks of an axis, stacked in a new first dim."""
     by_rank = [[index for index in held if destination[index] == rank] for rank in range(axis.size)]
     sent = torch.cat([held[index].flatten() for indices in by_rank for index in indices])
     counts = [sum(held[index].numel() for index in indices) for indices in by_rank]
@@ -360,7 +363,7 @@ def _exchange_out(
     receiving: Mapping[int, tuple[int, tuple[int, ...]]],
     like: Tensor,
 ) -> dict[int, Tensor]:
-    """Tensors by index from the ranks of an axis that hold them, each of which sends its stack's elements."""
+    """Receive tensors, by index, from the ranks of an axis that hold them; each sends the elements of its stack."""
     by_rank = [[index for index, (rank, _) in receiving.items() if rank == source] for source in range(axis.size)]
     shapes = {index: torch.Size(shape) for index, (_, shape) in receiving.items()}
     own = by_rank[axis.rank]
@@ -376,10 +379,11 @@ def _exchange_out(
 
 
 def share_of_signal(squares: Tensor, largest: Tensor) -> Tensor:
-    """Factors in [0, 1] of updates by the squares of what they normalize: 0 for rounding noise, 1 far above it.
+    """Factors in [0, 1] for updates, from the squares of the numbers that they normalize: 0 for rounding noise, 1 far
+    above it.
 
-    Normalized, noise would be as large as signal, and another in every layout. The factor is 1 to 1e-8 from ten times
-    `NOISE` on, and 1e-8 below a tenth of it.
+    Normalized noise would be as large as signal, and different in every layout. The factor is 1 up to 1e-8 from ten
+    times `NOISE` on, and 1e-8 below a tenth of it.
     """
     floor = (NOISE**2 * largest).clamp(min=torch.finfo(squares.dtype).tiny)
     return 1 / (1 + (floor / squares) ** 4)

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024; Liu et al. 2025): orthogonalized momentum for matrices, AdamW for the rest."""
+"""Muon (Jordan et al. 2024; Liu et al. 2025): orthogonalizes the momentum of matrices, and uses AdamW for the rest."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from titan_exp.optim.matrices import BATCH_ELEMENTS, MatrixOptimizer, MatrixWeig
 from titan_exp.optim.parameter_groups import NamedParameter
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Newton–Schulz: the quintic with the steepest slope at 0 whose iterates stay in [0.7, 1.2]."""
+"""Newton–Schulz coefficients: the quintic with the steepest slope at 0 whose iterates stay in [0.7, 1.2]."""
 
 
 def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.Optimizer:
@@ -22,11 +22,11 @@ def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.O
 class Muon(MatrixOptimizer[Config]):
     """Muon for plain tensors and DTensors; every matrix of a stack is orthogonalized alone.
 
-    State: a momentum in fp32 per number, sharded like the parameter. A matrix that is sharded by rows or columns is
-    gathered to one rank of its shard group, orthogonalized there, and the update scattered: per step each rank sends
-    and receives its shards once in each direction in `precision`, in one all-to-all per sharding axis and direction
-    for each round. A round is as many matrices as give every rank `BATCH_ELEMENTS` numbers, at least one; its
-    workspace on a rank is about seven times these numbers, in `precision`. Replicas (HSDP) compute the same.
+    State: the momentum in fp32, sharded like the parameter. A matrix that is sharded by rows or columns is gathered to
+    one rank of its shard group and orthogonalized there, and its update is scattered. Per step, each rank sends and
+    receives its shards once in each direction, in `precision`, by one all-to-all per sharding axis, direction and
+    round. A round has as many matrices as give every rank `BATCH_ELEMENTS` elements, at least one; its workspace on a
+    rank is about seven times as many, in `precision`. Replicas (HSDP) compute the same.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter], config: Config) -> None:
@@ -36,7 +36,8 @@ class Muon(MatrixOptimizer[Config]):
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
 
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """One step; groups of parameters have one mesh, and axes of it differ by parameter."""
+        """Update the matrices of a group. Its parameters share one mesh and may be sharded over different axes of
+        it."""
         for owners, weights in OwnerGroup.of([self._weights[parameter] for parameter in parameters]):
             for few in owners.rounds(weights):
                 self._update(few, owners, group)
@@ -48,7 +49,7 @@ class Muon(MatrixOptimizer[Config]):
             shards += stack.unbind()
             matrix_weights += [weight] * len(stack)
         if not shards:
-            return  # with more ranks than experts, some have none, and so do those that share their matrices
+            return  # with more ranks than experts, some ranks have none, and nor do the ranks that share their matrices
         updates = iter(self._orthogonalized(shards, matrix_weights, owners))
         for weight in weights:
             step_size = group["lr"] * self.config.matrix_scale(*weight.shapes[0])
@@ -59,7 +60,7 @@ class Muon(MatrixOptimizer[Config]):
     def _orthogonalized(
         self, shards: Sequence[Tensor], weights: Sequence[MatrixWeight], owners: OwnerGroup
     ) -> Sequence[Tensor]:
-        """This rank's shards of the orthogonalized matrices, of which each owner computes its own."""
+        """Orthogonalize matrices, each on its owner; returns this rank's shards."""
         owner_of = owners.assign([weight.flops for weight in weights])
         gathered = owners.gather(shards, owner_of)
         parts: list[Tensor] = []
@@ -81,7 +82,7 @@ class Muon(MatrixOptimizer[Config]):
         return owners.scatter(done, [shard.shape for shard in shards], owner_of, shards[0])
 
     def _direction(self, parameter: Tensor) -> Tensor:
-        """Momentum after the gradient, with Nesterov's look-ahead, in the dtype of Newton–Schulz."""
+        """Add the gradient to the momentum; returns Nesterov's look-ahead, in the dtype of Newton–Schulz."""
         state, momentum = self.state[parameter], self.config.momentum
         if not state:
             state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -91,11 +92,11 @@ class Muon(MatrixOptimizer[Config]):
 
 
 def orthogonalize(matrices: Tensor, steps: int, eps: float = 1e-7) -> Tensor:
-    """Approximate nearest semi-orthogonal matrices of a stack [matrices, rows, columns], in its dtype: Newton–Schulz
-    (Jordan et al. 2024), a polynomial that brings all singular values near 1.
+    """Orthogonalize a stack [matrices, rows, columns] approximately, in its dtype, by Newton–Schulz (Jordan et al.
+    2024): a polynomial that brings all singular values near 1.
 
-    Needs 3 · rows · columns + 3 · min(rows, columns)² numbers per matrix beside the input; 4 · steps · min(rows,
-    columns)² · (max + min / 2) FLOPs.
+    It needs 3 · rows · columns + 3 · min(rows, columns)² elements per matrix beside the input, and 4 · steps ·
+    min(rows, columns)² · (max + min / 2) FLOPs.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
@@ -109,7 +110,7 @@ def orthogonalize(matrices: Tensor, steps: int, eps: float = 1e-7) -> Tensor:
 
 
 def orthogonalize_all(matrices: Sequence[Tensor], steps: int) -> list[Tensor]:
-    """`orthogonalize` of stacks of different shapes, those of equal shape in one batch."""
+    """Apply `orthogonalize` to stacks of different shapes; stacks of equal shape form one batch."""
     found: dict[int, Tensor] = {}
     for indices in _batches(matrices):
         stacks = [matrices[index] for index in indices]

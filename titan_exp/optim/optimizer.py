@@ -1,4 +1,4 @@
-"""Optimizers: built by name, the base class of ours, and what an optimizer may do beside the interface of torch's."""
+"""Optimizers: built by name, the base class of our own, and abilities that torch's interface lacks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,9 +23,9 @@ def build_optimizer(
 
     An optimizer is one file in `titan_exp/optim/`, or a module of your own: `Config`, a dataclass that extends
     `OptimizerConfig`, and `build(parameters, config)`, which gets the parameters with their names and roles. Composing
-    a configuration imports the module of `Config`, which imports no torch: the file itself, whose `build` imports it
-    then, or for one of ours the file that `Config` is imported from. An optimizer may also define `set_grad_scale` to
-    clip in its `step`, and `metric_reductions` and `metrics()` to report metrics.
+    a configuration imports the module that defines `Config`, so that module must not import torch. If `Config` is in
+    the optimizer's own file, `build` imports torch. An optimizer may also define `set_grad_scale` to clip in its
+    `step`, and `metric_reductions` and `metrics()` to report metrics.
 
     Raises:
         UserError: the import path cannot be imported, builds no `torch.optim.Optimizer`, or the optimizer cannot shard
@@ -40,19 +40,20 @@ def build_named(named: Sequence[NamedParameter], config: OptimizerConfig) -> tor
     optimizer = component("optimizer", config.name).build(named, config)
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
-        reason = f"it builds a {kind}, which is no torch.optim.Optimizer, whose groups, state and hooks a run uses"
-        remedy = f"class {kind}(torch.optim.Optimizer), whose __init__ calls super().__init__(params, defaults)"
-        raise UserError("This run cannot be started.", [Violation("optimizer.name", config.name, reason, remedy)])
+        reason = f"it builds a {kind}, which is not a torch.optim.Optimizer. A run needs its groups, state and hooks"
+        remedy = f"write class {kind}(torch.optim.Optimizer), and call super().__init__(params, defaults) in __init__"
+        remedy = "return the optimizer" if optimizer is None else remedy
+        raise UserError("This run cannot start.", [Violation("optimizer.name", config.name, reason, remedy)])
     remember_groups(optimizer)
     return optimizer
 
 
 class GroupOptimizer(torch.optim.Optimizer, ABC):
-    """An optimizer for plain tensors and DTensors that updates one group of parameters after the other."""
+    """Optimizer for plain tensors and DTensors that updates one group of parameters after the other."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -62,11 +63,12 @@ class GroupOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update parameters of a group, which have gradients."""
+        """Update the parameters of a group; all of them have gradients."""
 
 
 def adamw_state(state: dict[str, Tensor], like: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """State of a parameter, filled as by torch's fused AdamW if it is empty; moments in `dtype`, or the parameter's."""
+    """State of a parameter. If empty, it is filled as torch's fused AdamW does; moments have `dtype`, or the
+    parameter's."""
     if not state:
         state["step"] = torch.zeros((), device=local_tensor(like).device)
         for name in ("exp_avg", "exp_avg_sq"):
@@ -76,7 +78,7 @@ def adamw_state(state: dict[str, Tensor], like: Tensor, dtype: torch.dtype | Non
 
 @runtime_checkable
 class ScalesGradients(Protocol):
-    """An optimizer that scales gradients inside its own `step`, as a fused clip-and-update kernel does."""
+    """Optimizer that scales gradients inside its own `step`, as a fused clip-and-update kernel does."""
 
     def set_grad_scale(self, factor: Tensor) -> None:
         """Scale the gradients of the next step by a scalar on the device."""
@@ -85,14 +87,15 @@ class ScalesGradients(Protocol):
 
 @runtime_checkable
 class UpdatesComputeWeights(Protocol):
-    """An optimizer whose `step` takes gradients in the compute dtype and writes the compute weights.
+    """Optimizer whose `step` takes gradients in the compute dtype and writes the compute weights.
 
-    Others get gradients in the dtype of their parameters. It scales gradients itself, too (`set_grad_scale`): clipping
-    them in place would round them.
+    Other optimizers get gradients in the dtype of their parameters. It also scales gradients itself (`set_grad_scale`),
+    since clipping them in place would round them.
     """
 
     def set_compute_weights(self, copies: Mapping[Any, Tensor]) -> None:
-        """Compute weights by parameter, with the parameters' strides; none for parameters that compute themselves."""
+        """Set the compute weight of each parameter, with the parameter's strides. Parameters that compute themselves
+        have none."""
         ...
 
 
@@ -105,9 +108,9 @@ def cast_gradients(parameters: Iterable[Tensor]) -> None:
 
 @runtime_checkable
 class HasGradientPoint(Protocol):
-    """An optimizer whose `step` starts at the gradient's point and ends at the averaged weights."""
+    """Optimizer whose `step` starts at the gradient's point and ends at the averaged weights."""
 
     def to_gradient_point(self) -> None:
-        """Move the parameters from the averaged weights to where the next gradients are computed; the caller then
-        refreshes what is kept of the weights elsewhere."""
+        """Move the parameters from the averaged weights to the point where the next gradients are computed. The caller
+        then refreshes the copies of the weights."""
         ...

@@ -15,9 +15,9 @@ from titan_exp.models.spec.lookup import is_vector
 from titan_exp.models.spec.tp_plan import FusedRows
 
 _BUILT = "built_param_groups"
-"""Attribute of an optimizer: values of its parameter groups when it was built."""
+"""Attribute of an optimizer that holds the values of its parameter groups at construction."""
 _BY_THE_RUN = ("params", "lr")
-"""Keys of a group that each run sets: its parameters, and the rate of the schedule before every step."""
+"""Keys of a group that each run sets: its parameters, and the scheduled learning rate before every step."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class NamedParameter:
     role: Role
     """Kind of parameter: the `parameter_role` of its module, else by its dimensions."""
     rows: FusedRows | None = None
-    """Projections or heads in its rows; None is one matrix."""
+    """Projections or heads in its rows; None if it is one matrix."""
     scale: ParameterScale = UNSCALED
-    """Factors of its hyperparameters by the parametrization."""
+    """Factors that the parametrization gives its hyperparameters."""
 
     @property
     def is_matrix(self) -> bool:
@@ -44,7 +44,7 @@ class NamedParameter:
 def named_parameters(
     parts: Iterable[nn.Module], scales: Mapping[str, ParameterScale] = {}, *, frozen: bool = False
 ) -> list[NamedParameter]:
-    """Trainable parameters of this rank's modules, and `frozen` ones if asked for, in the modules' order; a tied weight
+    """Trainable parameters of this rank's modules, in module order, with `frozen` ones on request; a tied weight comes
     once."""
     found = []
     for part in parts:
@@ -58,7 +58,7 @@ def named_parameters(
 
 
 def freeze(model: nn.Module, config: OptimizerConfig) -> None:
-    """Take the gradients of parameters in frozen groups."""
+    """Switch off gradients of parameters in frozen groups."""
     for named in named_parameters([model]) if config.groups else ():
         group = config.group_of(named.name, named.role)
         if group is not None and group.frozen:
@@ -68,8 +68,8 @@ def freeze(model: nn.Module, config: OptimizerConfig) -> None:
 def parameter_groups(
     parameters: Sequence[NamedParameter], config: OptimizerConfig, *, by_role: bool = False
 ) -> list[dict[str, Any]]:
-    """Parameter groups of equal hyperparameters, those with weight decay first, for every mesh, and for every `role` if
-    `by_role` or if the configuration has values by role."""
+    """Group parameters by equal hyperparameters and by mesh, groups with weight decay first. `role` splits groups
+    further if `by_role`, or if the configuration has values by role."""
     by_role = by_role or bool(config.lr_scales or config.weight_decays)
     # Fused and foreach kernels take tensors of one mesh at a time.
     groups: dict[tuple[bool, object, tuple[tuple[str, Any], ...]], list[nn.Parameter]] = defaultdict(list)
@@ -85,7 +85,8 @@ def parameter_groups(
 
 
 def hyperparameters(named: NamedParameter, config: OptimizerConfig) -> dict[str, Any]:
-    """Options of a parameter's group: `weight_decay`, and `lr_scale`, `betas` and `eps` where they are its own."""
+    """Options of a parameter's group: `weight_decay`, and `lr_scale`, `betas` and `eps` if they differ from the
+    optimizer's."""
     group, scale = config.group_of(named.name, named.role), _with_own_lr(named, config)
     decay = config.weight_decays.get(named.role, config.weight_decay if _is_decayed(named, config) else 0.0)
     factor = config.lr_scales.get(named.role, 1.0)
@@ -102,13 +103,14 @@ def hyperparameters(named: NamedParameter, config: OptimizerConfig) -> dict[str,
 
 
 def remember_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Remember the groups of an optimizer as built from the configuration: what it changes later is its state."""
+    """Remember the groups of an optimizer as built from the configuration. Later changes by the optimizer are its
+    state."""
     built = [{key: _copy(value) for key, value in _values(group)} for group in optimizer.param_groups]
     setattr(optimizer, _BUILT, built)
 
 
 def reset_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Give the groups the values with which they were built, except the learning rate."""
+    """Reset the groups to the values with which they were built, except the learning rate."""
     remembered: list[dict[str, Any]] = getattr(optimizer, _BUILT, [])
     for group, built in zip(optimizer.param_groups, remembered, strict=False):
         for key, _ in _values(group):
@@ -129,7 +131,7 @@ def changed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """True if two values of a state or a group are equal, tensors bitwise; other objects, if they are one."""
+    """True if two values of a state or a group are equal: tensors bitwise, other objects by identity."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -144,10 +146,10 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def _with_own_lr(named: NamedParameter, config: OptimizerConfig) -> ParameterScale:
-    """Scale of a parameter for an optimizer whose updates of matrices have a known spectral norm.
+    """Scale of a parameter for an optimizer whose matrix updates have a known spectral norm.
 
-    Features change as much at every width if that norm grows as sqrt(outputs / inputs) (Yang, Simon and Bernstein 2023,
-    arXiv 2310.17813); Adam's is proportional to its learning rate and to inputs times that root, so that both agree.
+    Features change equally at every width if that norm grows as sqrt(outputs / inputs) (Yang, Simon and Bernstein 2023,
+    arXiv 2310.17813). Adam's norm is proportional to its learning rate and to inputs times that root, so both agree.
     """
     scale = named.scale
     rows, columns = named.parameter.shape[-2:] if named.is_matrix else (0, 0)
@@ -164,7 +166,7 @@ def _is_decayed(named: NamedParameter, config: OptimizerConfig) -> bool:
 
 
 def _fused_rows(modules: Mapping[str, nn.Module], name: str) -> FusedRows | None:
-    """Row layout of a weight, which the module around its linear declares."""
+    """Row layout of a weight, declared by the module around its linear."""
     linear, _, kind = name.rpartition(".")
     around, _, child = linear.rpartition(".")
     fused: Mapping[str, FusedRows] = getattr(modules[around], "fused_rows", {})
@@ -188,7 +190,7 @@ def _values(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _copy(value: Any) -> Any:
-    """Copy of what may change in place; other objects themselves."""
+    """Copy of a value that may change in place; other objects are returned as they are."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) in (list, tuple):

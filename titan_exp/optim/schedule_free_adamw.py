@@ -1,4 +1,4 @@
-"""Schedule-free AdamW (Defazio et al. 2024): averaged weights in place of a decaying learning rate."""
+"""Schedule-free AdamW (Defazio et al. 2024): averages weights instead of decaying the learning rate."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,10 +20,10 @@ def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.O
 class ScheduleFreeAdamW(torch.optim.Optimizer):
     """Schedule-free AdamW for plain tensors and DTensors, parameter by parameter. No messages.
 
-    Between steps the parameters are the averaged weights x, so that evaluations, checkpoints and exports have them and
-    need not switch. `to_gradient_point` moves them to y = x + (1 - beta1) · (z - x) before the passes of a step, and
-    `step` moves them on to the next x. State: z and the second moment, sharded like the parameter; x is recovered from
-    y and z.
+    Between steps the parameters are the averaged weights x, so evaluations, checkpoints and exports use them without
+    switching. `to_gradient_point` moves them to y = x + (1 - beta1) · (z - x) before the passes of a step, and `step`
+    moves them on to the next x. State: z and the second moment, sharded like the parameter; x is recovered from y and
+    z.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update from the gradients at y, after which parameters are the next x. A parameter without gradient
+        """Update from the gradients at y; afterwards the parameters are the next x. A parameter without gradient
         returns to x."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:

@@ -21,7 +21,8 @@ class Config(OptimizerConfig):
     momentum: Annotated[float, Interval(ge=0, lt=1)]
     """Decay rate of the momentum; 0 keeps no state. E.g. `optimizer=sgd optimizer.momentum=0.95`."""
     nesterov: bool
-    """Use Nesterov momentum, which `momentum` must be positive for. E.g. `optimizer=sgd optimizer.nesterov=true`."""
+    """True if the momentum is Nesterov's, for which `momentum` must be positive.
+    E.g. `optimizer=sgd optimizer.nesterov=true`."""
 
     @property
     def max_state(self) -> float | None:

@@ -1,4 +1,5 @@
-"""SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's preconditioner for matrices, AdamW for the rest."""
+"""SOAP (Vyas et al. 2024): runs Adam in the eigenbasis of Shampoo's preconditioner for matrices, and AdamW for the
+rest."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from titan_exp.optim.matrices import (
 from titan_exp.optim.parameter_groups import NamedParameter
 
 SIDES = {"left": ROWS, "right": COLUMNS}
-"""Sides of a matrix, and the dim that each one's basis rotates."""
+"""Sides of a matrix, and the dim that each side's basis rotates."""
 
 
 def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.Optimizer:
@@ -35,10 +36,10 @@ def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.O
 class Soap(MatrixOptimizer[Config]):
     """SOAP for plain tensors and DTensors; every matrix of a stack has its own bases.
 
-    State, all in fp32 and on one rank of those that shard a matrix's rows or columns, its owner: two moments, the
-    second of rotated gradients; for each rotated side of size n a covariance and a basis of n² numbers each. Owners are
-    assigned by size of state, stacks of experts whole. Per step the gradient is gathered to the owner, and the update
-    scattered, in fp32, in as many all-to-alls as Muon's. Replicas (HSDP) compute the same.
+    State is in fp32, on the matrix's owner: one of the ranks that shard its rows or columns. It has two moments, the
+    second of rotated gradients, and for each rotated side of size n a covariance and a basis of n² elements each.
+    Owners are assigned by size of state; stacks of experts stay whole. Per step, the gradient is gathered to the owner
+    and the update scattered, in fp32, with as many all-to-alls as in Muon. Replicas (HSDP) compute the same.
 
     The first step only computes the bases, as in the authors' implementation; later steps add their gradient to the
     covariances after the update. Signs of eigenvectors cancel: the first moment is kept unrotated, the second has none.
@@ -54,13 +55,14 @@ class Soap(MatrixOptimizer[Config]):
             self._owner |= {weight.parameter: rank for weight, rank in zip(weights, ranks, strict=True)}
 
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """One step; groups of parameters have one mesh, and axes of it differ by parameter."""
+        """Update the matrices of a group. Its parameters share one mesh and may be sharded over different axes of
+        it."""
         for owners, weights in OwnerGroup.of([self._weights[parameter] for parameter in parameters]):
             for few in owners.rounds(self._in_turn(weights)):
                 self._update(few, owners, group)
 
     def _in_turn(self, weights: Sequence[MatrixWeight]) -> list[MatrixWeight]:
-        """Weights in an order in which owners take turns, so that all of them work in every round."""
+        """Order weights so that owners take turns and all of them work in every round."""
         turns, keyed = defaultdict[int, int](int), list[tuple[int, int]]()
         for index, weight in enumerate(weights):
             owner = self._owner[weight.parameter]
@@ -69,7 +71,7 @@ class Soap(MatrixOptimizer[Config]):
         return [weights[index] for _, index in sorted(keyed)]
 
     def _numbers(self, weight: MatrixWeight) -> int:
-        """Numbers of state of a weight."""
+        """Number of state elements of a weight."""
         stack = weight.elements // (weight.sharding.rows * weight.sharding.columns)
         return stack * sum(
             count * (2 * shape[0] * shape[1] + sum(2 * shape[SIDES[side]] ** 2 for side in self._sides(shape)))
@@ -77,7 +79,7 @@ class Soap(MatrixOptimizer[Config]):
         )
 
     def _sides(self, shape: Sequence[int]) -> list[str]:
-        """Rotated sides of matrices [..., rows, columns]; of equal ones the left is the smaller."""
+        """Rotated sides of matrices [..., rows, columns]; for square matrices, the left side counts as smaller."""
         sides = [side for side, dim in SIDES.items() if shape[dim] <= self.config.max_dim]
         smaller = "left" if shape[ROWS] <= shape[COLUMNS] else "right"
         return sides if self.config.sides == "both" else [side for side in sides if side == smaller]
@@ -130,7 +132,7 @@ class Soap(MatrixOptimizer[Config]):
     ) -> Tensor:
         for side in SIDES:
             if side in kept:
-                # In fp64: eigenvectors of small eigenvalues would be rounding noise, and be another in every layout.
+                # fp64, because eigenvectors of small eigenvalues would be rounding noise, different in every layout.
                 covariance = _covariance(gradient.double(), side)
                 # An eigensolver raises for numbers that are not finite; the trainer reports them.
                 finite = covariance.where(covariance.isfinite(), 0)
@@ -177,7 +179,7 @@ def _covariance(gradient: Tensor, side: str) -> Tensor:
 
 
 def _rotate(matrices: Tensor, kept: Mapping[str, Tensor], *, back: bool = False) -> Tensor:
-    """Matrices in the bases, or from them; a new tensor."""
+    """Rotate matrices into the bases, or `back` from them; returns a new tensor."""
     left, right = kept.get("left_basis"), kept.get("right_basis")
     if left is None and right is None:
         return matrices.clone()
@@ -187,10 +189,10 @@ def _rotate(matrices: Tensor, kept: Mapping[str, Tensor], *, back: bool = False)
 
 
 def initial_basis(covariance: Tensor) -> Tensor:
-    """Eigenvectors [matrices, size, size] of covariances of gradients, by falling eigenvalue.
+    """Eigenvectors [matrices, size, size] of gradient covariances, by falling eigenvalue.
 
-    A gradient of fewer directions than columns has rounding noise in the others, whose eigenvectors are others for
-    every rounding. A small diagonal of distinct numbers, larger than its square, decides these instead.
+    A gradient with fewer directions than columns has rounding noise in the others, so their eigenvectors differ with
+    every rounding. A small diagonal of distinct numbers, larger than its square, decides them instead.
     """
     largest = covariance.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None]
     ramp = torch.linspace(2, 1, covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
@@ -199,11 +201,12 @@ def initial_basis(covariance: Tensor) -> Tensor:
 
 
 def iterated_basis(covariance: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """A basis after one step of power iteration, and the order of the former columns by falling Rayleigh quotient.
+    """Improve a basis by one step of power iteration; also returns the order of the former columns by falling Rayleigh
+    quotient.
 
-    The covariance is shifted by its rounding error, so that directions below it keep their place instead of following
-    it, and columns whose quotients differ by less keep their order. Columns' signs are arbitrary: an update in the
-    basis does not depend on them.
+    The covariance is shifted by its rounding error, so directions below it keep their place instead of following noise,
+    and columns whose quotients differ by less keep their order. The signs of columns are arbitrary, since an update in
+    the basis does not depend on them.
     """
     power = covariance @ basis
     quotients = (basis * power).sum(-2)

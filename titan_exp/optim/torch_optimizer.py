@@ -1,4 +1,4 @@
-"""Any `torch.optim.Optimizer` class by import path, torch's or the user's."""
+"""Any `torch.optim.Optimizer` class by import path, torch's or yours."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class Config(AdamWConfig):
 
     @property
     def max_state(self) -> float | None:
-        """Three numbers for torch's, except LBFGS; unknown for the user's."""
+        """Three numbers for torch's optimizers except LBFGS; unknown for yours."""
         return 3 if self.name.startswith("torch.optim.") and not self.name.endswith("LBFGS") else None
 
     @property
     def is_scale_invariant(self) -> bool:
-        """False: the update of an arbitrary optimizer is unknown."""
+        """False, because the update of an arbitrary optimizer is unknown."""
         return False
 
 

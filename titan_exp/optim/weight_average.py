@@ -1,4 +1,4 @@
-"""Weight averaging: exponential moving average (Polyak and Juditsky 1992), or the mean over the last steps.
+"""Weight averaging: exponential moving average (Polyak and Juditsky 1992), or mean over the last steps.
 
 The average is fp32 optimizer state of each parameter, so it is sharded, saved, resharded and planned like any other.
 """
@@ -13,30 +13,30 @@ from titan_exp.config.groups.training import WeightAverageConfig
 from titan_exp.ops.autograd import local_tensor
 
 AVERAGE = "weight_average"
-"""Name of the average in a parameter's optimizer state."""
+"""Key of the average in a parameter's optimizer state."""
 
 
 class WeightAverage:
-    """Average of the weights of an optimizer, which the caller updates after each of its steps.
+    """Average of an optimizer's weights; the caller updates it after each step.
 
-    The tail is that of a whole run of `steps` steps: pieces of it that end earlier average their part.
+    The tail belongs to a whole run of `steps` steps; a job that ends earlier averages its part of the tail.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: WeightAverageConfig, *, steps: int) -> None:
         self._optimizer, self._config = optimizer, config
         self._first = config.first_step(steps)
         self.steps = 0
-        """Number of averaged steps."""
+        """Number of steps in the average."""
         self.after_move: Callable[[], object] = lambda: None
-        """Recomputes what is kept of the weights elsewhere."""
+        """Called after weights and average are exchanged, to recompute copies of the weights."""
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Add the weights after a step, counted from 1, whose gradients are still there."""
+        """Add the weights after a step, counted from 1, while its gradients still exist."""
         if step < self._first:
             return
         self.steps += 1
-        # As Adam's moments without bias: weights of the steps sum to 1.
+        # As in Adam's bias correction, the weights of the steps sum to 1.
         is_ema, decay = self._config.mode == "ema", self._config.decay
         share = (1 - decay) / (1 - decay**self.steps) if is_ema else 1 / self.steps
         weights, averages = [], []
@@ -55,22 +55,22 @@ class WeightAverage:
         return {"mode": self._config.mode, "steps": self.steps}
 
     def restore(self, saved: Mapping[str, Any] | None, step: int) -> str | None:
-        """Continue a checkpoint's average after `step`, unless it is of another mode, or of steps before the first.
-        Returns a sentence if it begins with a later step than it should."""
+        """Continue a checkpoint's average after `step`, unless its mode differs or it averages steps before the first.
+        Returns a sentence if the average begins at a later step than it should."""
         inside = max(0, step - self._first + 1)
         known = saved["steps"] if saved is not None and saved["mode"] == self._config.mode else 0
         is_ema = self._config.mode == "ema"
-        # Averaged steps are the last before the checkpoint: more than those of the tail are of an earlier one.
+        # Averaged steps are the last before the checkpoint; more than the tail has belong to an earlier tail.
         self.steps = known if is_ema or known <= inside else 0
         if not self.steps:
             for state in self._optimizer.state.values():
                 state.pop(AVERAGE, None)
         if is_ema or self.steps == inside:
             return None
-        found = f"has the mean of its last {known} steps" if known else "has none"
+        found = f"holds the mean of its last {known} steps" if known else "holds no mean"
         return (
-            f"weight_average=tail averages steps from {step - self.steps + 1} on instead of from {self._first}: the "
-            f"checkpoint of step {step} {found}"
+            f"weight_average=tail averages from step {step - self.steps + 1} on instead of from step {self._first}, "
+            f"because the checkpoint of step {step} {found}"
         )
 
     @contextmanager

@@ -1,1 +1,1 @@
-"""The device mesh, and what cuts a model over it, the same for every model."""
+"""Device mesh and parallelisms, the same for every model."""

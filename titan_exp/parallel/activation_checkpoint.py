@@ -30,7 +30,7 @@ from titan_exp.parallel.saved_calls import (
 )
 
 LEAST_BUDGET = 1e-9
-"""Budget of blocks of which no more is saved than what must be."""
+"""Memory budget at which a block saves only what it must."""
 
 
 def apply_activation_checkpointing(
@@ -39,7 +39,8 @@ def apply_activation_checkpointing(
     """Make blocks keep the configured activations and recompute the rest in backward, in place.
 
     Only `forward` is replaced, so parameter names stay; FSDP's hooks run around it. `random=False` says that blocks
-    draw no random numbers, whose state then need not be restored; `compiled` that a compiler will partition them.
+    draw no random numbers, so that no random state need be restored; `compiled` says that a compiler will partition the
+    blocks.
 
     Raises:
         UserError: an operator to keep does not exist.
@@ -78,8 +79,8 @@ def apply_activation_checkpointing(
 def needs_compiler(config: ActivationCheckpointConfig, model: nn.Module, *, compiled: bool) -> bool:
     """True if the compiler must see the recomputation, because it chooses among a block's operators.
 
-    In blocks with experts every mode chooses: neither the choice of experts nor the exchange of tokens is repeated, and
-    what is saved outside of `compiled` graphs is memory that they may write to.
+    In blocks with experts every mode chooses, because the choice of experts and the exchange of tokens are never
+    repeated, and compiled graphs may write to memory that is saved outside of them.
     """
     return config.mode == "selective" or (config.mode != "none" and compiled and bool(mixtures(model)))
 
@@ -90,9 +91,11 @@ def _recompute(blocks: Sequence[nn.Module], **options: Any) -> None:
 
 
 def _recompute_fully(blocks: Sequence[nn.Module], *, random: bool, compiled: bool) -> None:
-    """Recompute blocks, but neither the choice of experts nor the exchange of tokens; `compiled` ones no attention.
+    """Recompute whole blocks except for the choice of experts and the exchange of tokens; `compiled` blocks also keep
+    attention.
 
-    Their graphs would keep a random state for it, which torch 2.13 confuses with the meshes of experts' weights.
+    A compiled graph that recomputes attention would keep a random state for it, which torch 2.13 confuses with the
+    meshes of experts' weights.
     """
     in_graph = functools.partial(_selective_contexts, dict.fromkeys(_routing_operators(), 1), attention=True)
     for block in blocks:
@@ -101,7 +104,8 @@ def _recompute_fully(blocks: Sequence[nn.Module], *, random: bool, compiled: boo
 
 
 def _recompute_within_budget(mixed: Sequence[nn.Module], *, random: bool) -> None:
-    """Let the compiler choose what blocks with experts recompute, apart from the choice and the exchange."""
+    """Let the compiler choose the operators that blocks with experts recompute; the choice of experts and the exchange
+    of tokens are kept."""
     kept = dict.fromkeys(_routing_operators(), 1)
     contexts = functools.partial(_selective_contexts, kept, CheckpointPolicy.PREFER_SAVE)
     _recompute(mixed, context_fn=contexts, preserve_rng_state=random)
@@ -112,7 +116,7 @@ def _routing_operators() -> list[Any]:
 
 
 def saved_calls(model: nn.Module) -> list[SavedCalls]:
-    """Distinct automatic lists of a model's blocks, chosen in their first forward pass."""
+    """Distinct lists of saved calls of a model's blocks, chosen automatically in the first forward pass."""
     chosen = [block.saved_calls for block in iter_blocks(model) if hasattr(block, "saved_calls")]
     return list(dict.fromkeys(chosen))  # type: ignore[arg-type]  # as set below
 
@@ -216,7 +220,7 @@ def _unknown(entry: str) -> Violation:
         "activation_checkpoint.save",
         entry,
         "torch has no such operator here",
-        offer or "use names of torch.ops, such as aten.mm or aten.mm.default",
+        offer or "use a name of torch.ops, such as aten.mm or aten.mm.default",
     )
 
 

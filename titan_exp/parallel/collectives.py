@@ -1,4 +1,5 @@
-"""Collectives: process groups, functional ones for the compiler, all-to-all, and gradients to sum over ranks."""
+"""Collectives: process groups, functional collectives that the compiler can trace, all-to-all, and partial
+gradients."""
 
 import functools
 import socket
@@ -16,7 +17,7 @@ from titan_exp.ops.autograd import keep_unsaved, unsaved_tensors
 
 
 def mark_partial(module: nn.Module, *names: str) -> None:
-    """Note that gradients of these parameters of a module, or of all of its own, are summed over ranks."""
+    """Mark the named parameters of a module, or all of its own, as having gradients to be summed over ranks."""
     module.partial_gradients = names or tuple(name for name, _ in module.named_parameters(recurse=False))  # type: ignore[assignment]
 
 
@@ -37,8 +38,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def served_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Serve a store, at a free port if `port` is 0. On the loopback address only this machine's processes reach it; by
-    itself torch listens on all interfaces, whatever the host."""
+    """Serve a store, at a free port if `port` is 0. On the loopback address only this machine's processes reach it,
+    whereas torch's default listens on all interfaces, whatever the host."""
     if host != LOOPBACK:
         return dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
     listener = socket.create_server((host, port))
@@ -49,7 +50,7 @@ def served_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def loopback_store(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Store of ranks on one machine, which rank 0 serves."""
+    """Store for the ranks of one machine; rank 0 serves it."""
     if rank == 0:
         return served_store(LOOPBACK, port, timeout)
     return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -61,9 +62,10 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 
 def run_timeout() -> timedelta | None:
-    """Timeout of the default group's collectives; None of a backend that has none.
+    """Timeout of the default group's collectives; None if its backend has none.
 
-    A new group would have torch's, 10 or 30 minutes, after which NCCL ends a rank before its stacks are written.
+    A new group would have torch's timeout of 10 or 30 minutes, after which NCCL ends a rank before its stacks are
+    written.
     """
     group, host = c10d._get_default_group(), torch.device("cpu")
     options = group._get_backend(host).options if host in group._device_types else None
@@ -71,7 +73,7 @@ def run_timeout() -> timedelta | None:
 
 
 def give_run_timeout(group: dist.ProcessGroup) -> None:
-    """Give a group that torch made the timeout of the default group, on each of its backends."""
+    """Set the timeout of the default group for another group, on each of its backends."""
     timeout = run_timeout()
     if timeout is not None:
         _set_timeout(timeout, group)
@@ -99,7 +101,7 @@ def reduce_scatter(tensor: Tensor, degree: int, group: str) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
-    """`sum` or `max` of the ranks' tensors."""
+    """Reduce the ranks' tensors by `sum` or `max`."""
     return _OPERATORS.wait_tensor(_OPERATORS.all_reduce(tensor.contiguous(), operation, group))
 
 
@@ -128,16 +130,17 @@ all_to_all.register_autograd(_backward, setup_context=_save)
 
 
 _PENDING: dict[int, tuple[Callable[[], Any], Tensor]] = {}
-"""Wait for each count exchange under way, by the address of its sums, and the counts that it still reads."""
+"""Function that waits for a count exchange, and the counts that the exchange still reads, by the address of its
+sums."""
 
 
 @torch.library.custom_op("titan_exp::start_count_exchange", mutates_args=())
 def start_count_exchange(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """Start to send `counts[r]` of int64 [degree, n] to rank r; `finish_count_exchange` must take both results.
 
-    These are what is received by rank, and the sums [2, degree] on the CPU of the counts sent to and received from each
-    rank: NCCL takes numbers of rows from the host. On CUDA they travel in a stream beside the current one, so that the
-    host waits for them alone, and not for the kernels queued since.
+    The first result holds the received counts by rank, the second the sums [2, degree] of the counts sent to and
+    received from each rank. The sums are on the CPU, because NCCL takes numbers of rows from the host. On CUDA the
+    exchange has its own stream, so that the host waits for it alone, not for kernels queued later.
     """
     received, sums = _empty_counts(counts, group)
     if isinstance(counts, FakeTensor):
@@ -202,7 +205,7 @@ def all_to_all_rows(rows: Tensor, sent: Tensor, received: Tensor, size: int | No
 
 @torch.library.custom_op("titan_exp::return_rows", mutates_args=())
 def return_rows(rows: Tensor, sent: Tensor, received: Tensor, size: int | None, group: str) -> Tensor:
-    """`all_to_all_rows` for rows that no backward pass reads: activation checkpointing does not keep them."""
+    """`all_to_all_rows` for rows that no backward pass reads, so that activation checkpointing does not keep them."""
     return all_to_all_rows._init_fn(rows, sent, received, size, group)
 
 

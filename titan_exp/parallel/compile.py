@@ -18,14 +18,14 @@ from titan_exp.parallel.mesh import Mesh
 def compile_blocks(model: nn.Module, backend: str, options: dict[str, Any] | None = None) -> None:
     """Compile each block's forward in place; parameter names stay. `options` are inductor's.
 
-    Elementwise operators and norms are recomputed in backward also where a matmul reads their result: the kernel of
-    their own backward, which reads the same inputs, writes it.
+    Elementwise operators and norms are recomputed in backward even where a matmul reads their result: the kernel of
+    their own backward reads the same inputs and can write it.
     """
-    # Read when a graph is partitioned into forward and backward, at its first call.
+    # Inductor reads this when it partitions a graph into forward and backward, at its first call.
     functorch_config.ban_recompute_materialized_backward = False
     # Ranks receive another number of rows for their experts in each pass.
     dynamo_config.capture_dynamic_output_shape_ops = True
-    # Warns that recomputed regions must not write in place: blocks do not.
+    # torch warns that recomputed regions must not write in place; blocks do not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     if backend == "inductor":
         _realize_inputs_of_operators()
@@ -39,14 +39,14 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes of a block's parameters."""
 
 _CODE: dict[CodeType, dict[Shapes, CodeType]] = {}
-"""Code objects of a forward by the shapes of its block, the first of which is the forward's own."""
+"""Code objects of a forward by the shapes of its block; the first is the forward's own."""
 
 
 def _own_code(forward: Callable[..., Any], shapes: Shapes) -> Callable[..., Any]:
-    """The same forward with a code object for blocks of these shapes.
+    """Return the same forward with a code object for blocks of these shapes.
 
-    Dynamo counts recompilations, and finds sizes that change, by code object: blocks of more than a few shapes would be
-    too many, and under FSDP their numbers of heads would become symbols.
+    Dynamo counts recompilations, and finds sizes that change, by code object. Blocks of more than a few shapes would
+    exceed its limit, and under FSDP their numbers of heads would become symbols.
     """
     if not isinstance(forward, MethodType):
         forward = _inlined(forward)
@@ -63,7 +63,7 @@ def _own_code(forward: Callable[..., Any], shapes: Shapes) -> Callable[..., Any]
 
 
 def _inlined(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Function around another callable, as torch.compile makes one itself."""
+    """Wrap another callable in a function, as torch.compile does itself."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         return forward(*arguments, **options)
@@ -89,9 +89,9 @@ def inductor_options(config: CompileConfig, mesh: Mesh, *, deterministic: bool) 
 
     Parts of a concatenation are written in place rather than by one kernel over the whole: SwiGLU's gradients of gate
     and up then share a kernel, and its reads, with the recomputation of its output (0.94 GB per block at Llama 3 8B's
-    shapes and 16,384 tokens).
-    Timings are kept in inductor's cache on disk, so later attempts and runs choose the same kernels. Ranks time by
-    themselves: several may choose differently, and exchange choices through the cache, so `auto` tunes a single rank.
+    shapes and 16,384 tokens). Timings are kept in inductor's cache on disk, so later attempts and runs choose the same
+    kernels. Each rank times on its own, so ranks may choose differently and exchange choices through the cache.
+    Therefore `auto` tunes a single rank only.
     """
     import torch._inductor.config as inductor
 

@@ -1,11 +1,11 @@
 """Compute weights: bf16 copies of the fp32 master weights, on one data rank, where nothing is sharded.
 
-Modules keep the masters as parameters, so names, checkpoints and optimizers see these; during a pass the copies take
-their places. Copies stay at the same addresses and change only when the masters do: after an optimizer step or a load.
+Modules keep the masters as parameters, which names, checkpoints and optimizers refer to; during a pass the copies take
+their place. Copies stay at the same addresses and change only when the masters do: after an optimizer step or a load.
 Numbers equal FSDP2's: weights are rounded to nearest, and gradients of several micro-batches are summed in fp32.
 
-A weight that is only looked up has no copy: its rows are rounded when they are read. Nor has one that its matmuls keep
-in float8: a placeholder of one number, with the weight's shape and dtype, receives its gradient.
+A weight that is only looked up has no copy: its rows are rounded when they are read. A weight that its matmuls keep in
+float8 has none either: a placeholder of one number, with the weight's shape and dtype, receives its gradient.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,15 +23,16 @@ from titan_exp.parallel.fsdp import lookup_tables
 from titan_exp.parallel.module_requirements import matching_modules
 
 _MakeLeaf = Callable[[nn.Parameter, torch.dtype], nn.Parameter]
-"""Function that makes the parameter in a master's place."""
+"""Makes the parameter that takes a master's place."""
 
 
 class ComputeWeights:
     """Copies in `dtype` of the floating-point parameters of this rank's modules; none if `dtype` is None.
 
-    Modules that match `fp32_modules` compute with their masters. `accumulate` sums gradients of several backward passes
-    in the masters' dtype, else gradients of the only pass stay in `dtype`, but those that tensor-parallel ranks sum;
-    `fixed` keeps the sums at their addresses. `unread` modules use shape and dtype of their weight only.
+    Modules that match `fp32_modules` compute with their masters. With `accumulate`, gradients of several backward
+    passes are summed in the masters' dtype. Without it, gradients of the single pass stay in `dtype`, except those that
+    tensor-parallel ranks sum. `fixed` keeps the sums at their addresses. `unread` modules use only the shape and dtype
+    of their weight.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class ComputeWeights:
         self._accumulate, self._fixed = accumulate, fixed
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         self._leaves: dict[nn.Parameter, nn.Parameter] = {}
-        """Parameter that a pass computes with, and whose gradient it leaves, by master."""
+        """Leaf parameter of each master: a pass computes with it and leaves the gradient in it."""
         self._dtype = dtype
         self._uses: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._sums: dict[nn.Parameter, Tensor] = {}
@@ -62,7 +63,7 @@ class ComputeWeights:
             tables = {module for module in lookup_tables(part) if in_fp32.isdisjoint(module.parameters())}
             for module in tables:
                 module.row_dtype = dtype  # type: ignore[assignment]  # a plain attribute
-            # First the modules that read their parameters: a tied weight has one leaf.
+            # The modules that read their parameters come first, because a tied weight has one leaf.
             for module in sorted(part.modules(), key=lambda module: module in unread):
                 make = _no_copy if module in tables else _placeholder if module in unread else _copy
                 self._add(module, dtype, in_fp32, make)
@@ -70,7 +71,8 @@ class ComputeWeights:
 
     @property
     def copies(self) -> Mapping[nn.Parameter, Tensor]:
-        """Compute weight of each master that has one; a tied weight has one, lookup tables and placeholders none."""
+        """Compute weight of each master that has one. A tied weight has a single one; lookup tables and placeholders
+        have none."""
         return self._copies
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
@@ -80,7 +82,7 @@ class ComputeWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Round the masters into their copies; called after every change of the masters."""
+        """Round the masters into their copies; call it after every change of the masters."""
         if self._copies:
             masters = [local_tensor(master) for master in self._copies]
             torch._foreach_copy_([local_tensor(copy) for copy in self._copies.values()], masters)
@@ -98,7 +100,7 @@ class ComputeWeights:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Compute with the copies, recomputation included, then give the masters the gradients of the step."""
+        """Compute with the copies, recomputation included, then assign the step's gradients to the masters."""
         if not self._fixed:
             self._sums.clear()
         elif self._sums:
@@ -149,7 +151,7 @@ def _no_copy(master: nn.Parameter, _: torch.dtype) -> nn.Parameter:
 
 
 def _placeholder(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Tensor of a master's shape that takes the memory of one number: NaN, which shows where it is read after all."""
+    """Tensor of a master's shape with the memory of one number, NaN, so that reading it shows."""
     local = local_tensor(master)
     found = local.new_full((), torch.nan, dtype=dtype).expand(local.shape)
     if isinstance(master, DTensor):
@@ -159,7 +161,7 @@ def _placeholder(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _compute_in_fp32(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module's inputs to fp32 and its outputs to `dtype`, as FSDP2's policy of such a module does."""
+    """Cast a module's inputs to fp32 and its outputs to `dtype`, as FSDP2's mixed-precision policy does."""
 
     def cast(values: Any, to: torch.dtype) -> Any:
         def one(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Expert parallelism: experts placed on ranks, and the exchange of their tokens."""
+"""Expert parallelism: places experts on ranks and exchanges tokens between them."""
 
 import logging
 from collections import defaultdict
@@ -47,12 +47,12 @@ class Received:
     ends: Int32[Tensor, " local"]
     """End of the rows of each of this rank's experts."""
     order: Any
-    """Order or placement of the rows, by which the exchange gives them back."""
+    """Order or placement of the rows; the exchange needs it to send them back."""
 
 
 @dataclass(frozen=True)
 class TokenExchange:
-    """Exchange of one layer's rows among expert-parallel ranks, each of which has as many experts."""
+    """All-to-all exchange of one layer's rows among expert-parallel ranks, which have equally many experts."""
 
     sent: Int64[Tensor, " ranks"]
     """Rows that this rank sends to each rank, on the CPU."""
@@ -79,7 +79,7 @@ class TokenExchange:
         return finish
 
     def dispatch(self, rows: Float[Tensor, "rows dim"], weights: Float[Tensor, " rows"] | None) -> Received:
-        """Rows for this rank's experts, with their weights."""
+        """Send each row, with its weight, to the rank of its expert; return the rows for this rank's experts."""
         found = all_to_all_rows(rows, self.sent, self.received, None, self.group)
         order = RowOrder.by_expert(self.counts, found.shape[0])
         if weights is not None:
@@ -89,7 +89,7 @@ class TokenExchange:
     def give_back(
         self, rows: Float[Tensor, "received dim"], received: Received, size: int
     ) -> Float[Tensor, "rows dim"]:
-        """Rows of this rank's tokens, in the order and number `size` in which they were dispatched."""
+        """Send rows back to the ranks of their tokens; return this rank's `size` rows in the order of dispatch."""
         # Weighted rows are summed as they are, so backward needs none of them.
         send = all_to_all_rows if received.weights is None else return_rows
         return send(received.order.undo(rows), self.received, self.sent, size, self.group)
@@ -100,9 +100,9 @@ class RowOrder:
     """Permutation of rows and its inverse."""
 
     source: Int64[Tensor, " rows"]
-    """Row that comes to each place."""
+    """Index of the source row for each place."""
     target: Int64[Tensor, " rows"]
-    """Place that each row comes to."""
+    """Place of each source row."""
 
     @staticmethod
     def by_expert(counts: Int64[Tensor, "ranks local"], size: int) -> "RowOrder":
@@ -122,12 +122,12 @@ class RowOrder:
         return _Reorder.apply(rows, self.source, self.target)  # type: ignore[return-value]  # a Tensor
 
     def undo(self, rows: Tensor) -> Tensor:
-        """Rows in the order before."""
+        """Rows back in their original order."""
         return _Reorder.apply(rows, self.target, self.source)  # type: ignore[return-value]  # a Tensor
 
 
 class _Reorder(torch.autograd.Function):
-    """Permutation whose gradient gathers too: scattering would add."""
+    """Permutation whose gradient is a gather as well, since scattering would add."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, source: Tensor, target: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class _Reorder(torch.autograd.Function):
 
 
 def use_symmetric_memory() -> None:
-    """Have torch allocate symmetric memory through NVSHMEM; called before any is allocated.
+    """Have torch allocate symmetric memory through NVSHMEM; call it before any is allocated.
 
     Raises:
         UserError: this machine or this build of torch has no NVSHMEM.
@@ -150,10 +150,10 @@ def use_symmetric_memory() -> None:
 
     if not (hasattr(torch.ops.symm_mem, "all_to_all_vdev_2d_offset") and memory.is_nvshmem_available()):
         reason = "it needs NVSHMEM, which this build of torch does not find here"
-        remedy = "parallelism.token_exchange=all_to_all; or pip install nvidia-nvshmem-cu12 (cu13 for CUDA 13)"
+        remedy = "use parallelism.token_exchange=all_to_all, or pip install nvidia-nvshmem-cu12 (cu13 for CUDA 13)"
         field = "parallelism.token_exchange"
         raise UserError(
-            "Tokens cannot be exchanged through symmetric memory.",
+            "This machine cannot exchange tokens through symmetric memory.",
             [Violation(field, "symmetric_memory", reason, remedy)],
         )
     memory.set_backend("NVSHMEM")
@@ -161,12 +161,12 @@ def use_symmetric_memory() -> None:
 
 @dataclass(frozen=True)
 class SymmetricExchange:
-    """Exchange of one layer's rows among expert-parallel ranks, each of which has as many experts."""
+    """Symmetric-memory exchange of one layer's rows among expert-parallel ranks, which have equally many experts."""
 
     splits: Int64[Tensor, " experts"]
     """Rows that this rank sends to each expert."""
     room: int
-    """Rows that fit into the results."""
+    """Number of rows that the results have room for."""
     ranks: int
     """Ranks of the group."""
     group: str
@@ -176,14 +176,14 @@ class SymmetricExchange:
     def start(
         ends: Int32[Tensor, " experts"], tokens: int, choices: int, ranks: int, group: str
     ) -> "Callable[[], SymmetricExchange]":
-        """Exchange of the rows of `tokens` tokens, with these ends per expert; there is nothing to wait for."""
+        """Prepare the exchange of `tokens` tokens' rows, with these ends per expert. The result waits for nothing."""
         splits = ends.diff(prepend=ends.new_zeros(1)).long()
         return lambda: SymmetricExchange(
             splits, worst_case(tokens, choices, ends.shape[0] // ranks, ranks), ranks, group
         )
 
     def dispatch(self, rows: Float[Tensor, "rows dim"], weights: Float[Tensor, " rows"] | None) -> Received:
-        """Rows for this rank's experts, with the weights and zeros in the rest of the room."""
+        """Send each row, with its weight, to the rank of its expert; rows beyond those received are zeros."""
         found, placement = symmetric_dispatch(rows, self.splits, self.room, self.group)
         if weights is not None:
             weights = symmetric_dispatch(weights[:, None], self.splits, self.room, self.group)[0][:, 0]
@@ -192,12 +192,12 @@ class SymmetricExchange:
     def give_back(
         self, rows: Float[Tensor, "received dim"], received: Received, size: int
     ) -> Float[Tensor, "rows dim"]:
-        """Rows of this rank's tokens, in the order and number `size` in which they were dispatched."""
+        """Send rows back to the ranks of their tokens; return this rank's `size` rows in the order of dispatch."""
         return symmetric_return(rows, received.order, self.splits, size, self.group)
 
 
 def expert_ends(placement: Int64[Tensor, "2 pieces"], ranks: int) -> Int32[Tensor, " local"]:
-    """End of the rows of each of this rank's experts, with the free rows before those of the next expert.
+    """End of each local expert's rows; the free rows before the next expert's rows are included.
 
     `placement` has the numbers and first rows of the pieces received for each local expert from each rank.
     """
@@ -209,7 +209,7 @@ def expert_ends(placement: Int64[Tensor, "2 pieces"], ranks: int) -> Int32[Tenso
 def symmetric_dispatch(rows: Tensor, splits: Tensor, room: int, group: str) -> tuple[Tensor, Tensor]:
     """Send rows sorted by expert, `splits[e]` of them to expert e.
 
-    Returns those for this rank's experts, zeros after them up to `room`, and their placement (see `expert_ends`).
+    Returns the rows for this rank's experts, followed by zeros up to `room`, and their placement (see `expert_ends`).
     """
     ranks = group_named(group).size()
     sent, counts, found, placement = _BUFFERS.of("dispatch", rows, room, (splits.shape[0],), group)
@@ -230,7 +230,7 @@ def _(rows: Tensor, splits: Tensor, room: int, group: str) -> tuple[Tensor, Tens
 
 @torch.library.custom_op("titan_exp::symmetric_return", mutates_args=())
 def symmetric_return(rows: Tensor, placement: Tensor, splits: Tensor, size: int, group: str) -> Tensor:
-    """Send rows of this placement back to where `symmetric_dispatch` got them, sorted as there."""
+    """Send rows of this placement back to the ranks that sent them, in the order in which they were sent."""
     sent, counts, found, back = _BUFFERS.of("return", rows, size, tuple(placement.shape), group)
     sent.copy_(rows)
     counts.copy_(placement)
@@ -273,8 +273,8 @@ symmetric_return.register_autograd(_return_gradient, setup_context=_save_return)
 class _SymmetricBuffers:
     """Symmetric memory of the operators, two sets for each kind of message, used in turn.
 
-    An operator reads other ranks' rows after a barrier and has none at its end: a rank may write its next rows while
-    others still read. The barrier of the next operator ends that, so a set is free again one operator later.
+    An operator reads other ranks' rows after a barrier and has no barrier at its end, so others may still read while a
+    rank goes on. The next operator's barrier ends that, so a set is free again one operator later.
     """
 
     def __init__(self) -> None:
@@ -293,14 +293,14 @@ class _SymmetricBuffers:
             ]
             bytes_taken = 2 * sum(buffer.numel() * buffer.element_size() for buffer in self._sets[key][0])
             logging.getLogger("titan_exp").info(
-                "token exchange takes %.3g GiB of symmetric memory more", bytes_taken / 2**30
+                "token exchange allocates %.3g GiB more of symmetric memory", bytes_taken / 2**30
             )
         self._turns[key] += 1
         return self._sets[key][self._turns[key] % 2]
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: str) -> Tensor:
-    """Symmetric memory of a group of ranks, which must call together."""
+    """Allocate symmetric memory; all ranks of the group must call it together."""
     from torch.distributed import _symmetric_memory as memory
 
     buffer = memory.empty(shape, dtype=dtype, device=device)
@@ -313,28 +313,29 @@ _BUFFERS = _SymmetricBuffers()
 
 @dataclass(frozen=True)
 class TokenGroup(TensorParallelGroup):
-    """Tensor-parallel ranks, each with other tokens."""
+    """Tensor-parallel ranks that hold different tokens."""
 
     sequence: bool = True
 
     def gather(self, part: Tensor) -> Tensor:
-        """All ranks' tokens [degree · tokens, ...]; the gradient is summed over ranks."""
+        """Gather all ranks' tokens [degree · tokens, ...]; the gradient is summed over ranks."""
         return self.gather_input(part[None])[0]
 
     def reduce(self, x: Float[Tensor, "all_tokens dim"]) -> Float[Tensor, "tokens dim"]:
-        """Sum over ranks of all tokens, of which this rank keeps its own."""
+        """Sum all tokens over ranks; this rank keeps its own tokens."""
         return self.reduce_output(x[None])[0]
 
     def split(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch part dim"]:
-        """This rank's part of tokens that all ranks have; the last ranks may have fewer, or none."""
+        """Take this rank's part of tokens that all ranks have; the last ranks may get fewer, or none."""
         return _Split.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
     def join(self, part: Float[Tensor, "batch part dim"], length: int) -> Float[Tensor, "batch seq dim"]:
-        """The `length` tokens of each sequence from the ranks' parts, the same on all ranks, as is the gradient."""
+        """Gather the `length` tokens of each sequence from the ranks' parts. The result and its gradient are the same
+        on all ranks."""
         return _Join.apply(part, self, length)  # type: ignore[return-value]  # a Tensor
 
     def part(self, length: int) -> slice:
-        """This rank's tokens of a sequence."""
+        """Slice of this rank's tokens in a sequence."""
         size = -(-length // self.degree)
         return slice(min(self.rank * size, length), min((self.rank + 1) * size, length))
 
@@ -369,14 +370,14 @@ class _Join(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ExpertParallelDispatch:
-    """Replaces the local dispatch of `MoEFeedForward`."""
+    """Expert-parallel dispatch: replaces the local dispatch of `MoEFeedForward`."""
 
     group: str
-    """Name of the process group of ranks with other experts."""
+    """Name of the process group of ranks that hold different experts."""
     degree: int
     """Number of these ranks."""
     channels: TokenGroup | None
-    """Ranks with other channels of the same experts, which need each other's tokens; None for one."""
+    """Ranks that hold different channels of the same experts and need each other's tokens; None if there is one."""
     symmetric_memory: bool = False
     """True if ranks read each other's rows through symmetric memory, instead of an all-to-all."""
 
@@ -395,7 +396,7 @@ class ExpertParallelDispatch:
         )
 
         def on_ranks(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
-            # As on one rank; what a recipe rounds must not depend on the weights there either.
+            # The branches are those of a single rank, where a recipe's rounding must not depend on the weights either.
             by_row = permute_weights(routing.weights, order, inverse)
             if experts.weighted_inputs:
                 weighed = weigh_rows(permute(tokens, order, inverse), by_row)
@@ -409,8 +410,8 @@ class ExpertParallelDispatch:
     def _over_channels(
         self, tokens: Tensor, routing: Routing, experts: Experts, compute: Callable[[Tensor, Routing, Experts], Tensor]
     ) -> Tensor:
-        """Outputs for this rank's tokens from experts whose channels other ranks have, too; `routing` has its weights,
-        but the choice of all."""
+        """Outputs for this rank's tokens from experts whose channels are spread over ranks. `routing` has the weights
+        of this rank's tokens and the choices of all tokens."""
         if self.channels is None:
             return compute(tokens, routing, experts)
         gathered = Routing(routing.experts, self.channels.gather(routing.weights))
@@ -458,14 +459,15 @@ def apply_expert_parallel(
 
 
 def mixtures(model: nn.Module) -> list[MoEFeedForward]:
-    """Mixtures of experts of a model or pipeline stage, in order."""
+    """Mixture-of-experts layers of a model or pipeline stage, in order."""
     return [module for module in model.modules() if isinstance(module, MoEFeedForward)]
 
 
 def _shard(linear: GroupedLinear, axes: DeviceMesh, *, channels: int) -> None:
     """Shard weights [experts, out, in] over ep by experts, and over etp by the dim of the channels.
 
-    Biases [experts, out] are sharded by outputs over etp: ranks whose outputs are summed each add other ones, once.
+    Biases [experts, out] are sharded by outputs over etp; where outputs are summed over ranks, each bias is added by
+    one rank only.
     """
     linear.weight = _divided(linear.weight, axes, dim=channels)
     if linear.bias is not None:
@@ -476,7 +478,7 @@ def _shard(linear: GroupedLinear, axes: DeviceMesh, *, channels: int) -> None:
 
 
 def _divided(parameter: nn.Parameter, axes: DeviceMesh, dim: int) -> nn.Parameter:
-    """This rank's shard of a parameter of experts, over etp by `dim`."""
+    """This rank's shard of a parameter of experts, over etp along `dim`."""
     placements = {name: shard for name, shard in (("ep", Shard(0)), ("etp", Shard(dim))) if axes[name].size() > 1}
     if not placements:
         return parameter

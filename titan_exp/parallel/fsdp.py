@@ -28,7 +28,8 @@ from titan_exp.parallel.step_observer import step_observer
 
 
 class _One(float):
-    """Divide factor of 1 that leaves tensors as they are: FSDP2 on one shard (DDP) divides even by 1, into a copy."""
+    """Divide factor of 1 that leaves tensors as they are. With one shard (DDP), FSDP2 would divide even by 1, into a
+    copy."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,11 +39,11 @@ class _One(float):
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Sum gradients over data ranks instead of averaging them, without a division."""
+    """Sum gradients over data ranks instead of averaging them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(_One(1))
-            # Else the factor becomes part of the reduction op, which gloo does not support.
+            # Without this, the factor becomes part of the reduction op, which gloo does not support.
             module.set_force_sum_reduction_for_comms(True)
 
 
@@ -58,7 +59,8 @@ def accumulate_in_compute_dtype(model: nn.Module) -> None:
 
 
 def _keep_compute_dtype(group: Any, **_: Any) -> None:
-    """Let autograd keep gradients in the dtype of gathered parameters, where torch 2.15 has that of the reduction."""
+    """Let autograd keep gradients in the dtype of gathered parameters; torch 2.15 would use the dtype of the
+    reduction."""
     for parameter in group.fsdp_params:
         if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
             gathered.grad_dtype = gathered.dtype
@@ -82,11 +84,11 @@ def disable_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> None:
 def restart_forward_order(module: nn.Module) -> None:
     """Let backward passes prefetch by the order of one forward pass.
 
-    FSDP2 appends the orders of all micro-batches of a step: the first group's backward pass would gather the last group
-    of another micro-batch.
+    FSDP2 appends the orders of all micro-batches of a step, so that the first group's backward pass would gather the
+    last group of another micro-batch.
     """
     if isinstance(module, FSDPModule):
-        # Absent before the first pass.
+        # The attribute is absent before the first pass.
         getattr(fsdp_state(module)._comm_ctx, "post_forward_order", []).clear()
 
 
@@ -126,7 +128,7 @@ def reduce_gradients(module: nn.Module) -> None:
 
 
 def move_forward_hooks(unit: FSDPModule, module: nn.Module) -> None:
-    """Gather and free the parameters of a unit around the calls of a module that contains it, not its own."""
+    """Gather and free a unit's parameters around the calls of a module that contains it, instead of its own calls."""
     state = fsdp_state(unit)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -150,13 +152,13 @@ def parameter_groups(state: Any) -> list[Any]:
 
 
 def _parameter_groups(module: FSDPModule) -> Iterator[Any]:
-    # Modules that share a group share a state, which torch 2.11 lists once for each.
+    # Modules of one group share a state, which torch 2.11 lists once per module.
     for state in dict.fromkeys(fsdp_state(module)._state_ctx.all_states):
         yield from parameter_groups(state)
 
 
 def _groups_by_block(module: FSDPModule) -> Iterator[list[Any]]:
-    """Parameter groups outside of blocks, if any, then those of each block."""
+    """Parameter groups outside of blocks, if any, then the groups of each block."""
     assert isinstance(module, nn.Module)
     states = [
         [fsdp_state(part) for part in block.modules() if isinstance(part, FSDPModule)] for block in iter_blocks(module)
@@ -223,10 +225,10 @@ class ShardModules(Protocol):
 def shard_ends(model: nn.Module, shard: ShardModules, *, free: bool) -> list[nn.Module]:
     """Make FSDP groups of the ends of a model or pipeline stage; `free` is False if parameters stay gathered.
 
-    The first children (embedding) are freed after their forward. The last (norm, head) share a group and are kept from
-    forward to backward, between which nothing is computed. A tied weight is kept from the embedding's forward to the
-    head's backward. Autograd holds its gradient, of the same size, from there to the embedding's backward, so that
-    freeing it between its two uses would lower no peak. Returns the modules that are kept.
+    The first children (embedding) are freed after their forward. The last (norm, head) share a group and stay gathered,
+    since backward follows their forward at once. A tied weight is kept from the embedding's forward to the head's
+    backward. Autograd holds its gradient, of the same size, from there to the embedding's backward, so that freeing it
+    between its two uses would lower no peak. Returns the modules that are kept.
     """
     plan = pipeline_plan(model)
     if plan is None:
@@ -241,7 +243,7 @@ def shard_ends(model: nn.Module, shard: ShardModules, *, free: bool) -> list[nn.
             kept.append(child)
         elif not getattr(child, "reads_weight_in_backward", True):
             child.set_unshard_in_backward(False)
-            # Not the default, which is what ran before it: the head in the micro-batch or evaluation before.
+            # The default would prefetch whatever ran before: the head in the previous micro-batch or evaluation.
             child.set_modules_to_backward_prefetch([child])
     # The norm before a tied head stays with the root: between head and last block it would end FSDP2's prefetching.
     last = [] if plan.shared else [child for _, child in _unshared_children(model, plan.last)]
@@ -251,7 +253,7 @@ def shard_ends(model: nn.Module, shard: ShardModules, *, free: bool) -> list[nn.
 
 
 def lookup_tables(model: nn.Module) -> list[nn.Module]:
-    """Embeddings of a model or pipeline stage whose weights nothing on this rank uses but lookups."""
+    """Embeddings of a model or pipeline stage whose weights are only used by lookups on this rank."""
     plan = pipeline_plan(model)
     if plan is None:
         return []
@@ -264,13 +266,13 @@ def lookup_tables(model: nn.Module) -> list[nn.Module]:
 
 
 def pipeline_plan(model: nn.Module) -> PipelinePlan | None:
-    """Plan that names a model's ends; None if it has none."""
+    """Plan that names the first and last children of a model; None if the model has no plan."""
     plan = model.pp_plan() if hasattr(model, "pp_plan") else None  # type: ignore[operator]  # a method
     return plan if isinstance(plan, PipelinePlan) else None
 
 
 def _gather_in_backward_of_head(embedding: FSDPModule) -> None:
-    """Gather a tied weight for the head's backward if it was freed, and not for a lookup's, which reads no weight.
+    """Gather a tied weight for the head's backward if it was freed, but not for a lookup's, which reads no weight.
 
     FSDP2 knows one policy per module, so hooks tell its calls apart: the head's begin with hidden states.
     """
@@ -278,7 +280,7 @@ def _gather_in_backward_of_head(embedding: FSDPModule) -> None:
 
     def gather(_: Tensor) -> None:
         embedding.set_unshard_in_backward(True)
-        embedding.unshard()  # FSDP2 does so only if no lookup's backward came before, of another micro-batch
+        embedding.unshard()  # FSDP2 gathers it only if no lookup's backward, of another micro-batch, came before
 
     def register(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if not inputs[0].requires_grad:
@@ -298,7 +300,7 @@ def _children(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
 
 
 def _unshared_children(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Children with parameters, none of which another child has too."""
+    """Children whose parameters no other child shares."""
     owners = Counter(parameter for child in model.children() for parameter in child.parameters())
     return [
         (name, child)
@@ -350,7 +352,8 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, options: FSDPOptions) -> None:
 
 
 def uses_fsdp(mesh: Mesh, *, cpu_offload: bool) -> bool:
-    """True if there are several data ranks, or parameters lie in CPU memory; else `ComputeWeights` does the rest."""
+    """True if there are several data ranks, or parameters lie in CPU memory; otherwise `ComputeWeights` keeps the
+    low-precision copies."""
     return max(mesh.fsdp_mesh.size(), mesh.expert_fsdp_mesh.size()) > 1 or cpu_offload
 
 
@@ -362,7 +365,7 @@ def free_gathered(parts: Iterable[nn.Module]) -> None:
 
 
 class _Units:
-    """FSDP units of a model: blocks and ends, and nested in them modules in fp32, and experts on a mesh of their own.
+    """FSDP units of a model: blocks and ends. Nested in them are modules in fp32, and experts on a mesh of their own.
 
     Inputs are not cast: the embedding sets the dtype of the residual stream, and the RoPE cache stays fp32.
     """
@@ -391,7 +394,7 @@ class _Units:
             self._shard(rest, rest[0], reshard=reshard)
 
     def gather_with(self, block: nn.Module) -> None:
-        """Gather the experts of a block when it is called, outside of what is compiled or recomputed."""
+        """Gather the experts of a block when the block is called, outside of compiled or recomputed code."""
         for part in block.modules():
             if isinstance(part, FSDPModule) and part in self._of_experts and part not in self._in_fp32:
                 move_forward_hooks(part, block)
@@ -423,7 +426,8 @@ class _Units:
 
 
 def _sharded_dim_of_experts(parameter: nn.Parameter, degree: int) -> Shard | None:
-    """First dim that the degree divides, experts before channels: torch takes an uneven dim 0 of plain tensors only."""
+    """First dim that the degree divides, experts before channels, because torch takes only an uneven dim 0 of plain
+    tensors."""
     sizes = local_tensor(parameter.detach()).shape
     dims = [dim for dim, size in enumerate(sizes) if size % degree == 0]
     assert dims or not isinstance(parameter, DTensor), "checked by the rules"
@@ -433,7 +437,7 @@ def _sharded_dim_of_experts(parameter: nn.Parameter, degree: int) -> Shard | Non
 def _sharded_dim(parameter: nn.Parameter, degree: int) -> Shard | None:
     """Dim 0, or dim 1 if tensor parallelism shards dim 0 too and does not divide evenly.
 
-    torch assigns wrong rows to shards of a dim that is sharded twice unevenly.
+    torch assigns the wrong rows to shards of a dim that two axes shard unevenly.
     """
     if not isinstance(parameter, DTensor) or parameter.placements[0] != Shard(0):
         return None
@@ -441,7 +445,7 @@ def _sharded_dim(parameter: nn.Parameter, degree: int) -> Shard | None:
 
 
 def _free_after_inference(model: nn.Module, kept: Sequence[FSDPModule]) -> None:
-    """Free parameters that are kept for backward after a forward pass that has none."""
+    """Free the parameters that are kept for backward after a forward pass without backward."""
 
     def free(*_: Any) -> None:
         if not torch.is_grad_enabled():
@@ -454,12 +458,13 @@ def _free_after_inference(model: nn.Module, kept: Sequence[FSDPModule]) -> None:
 def _prefetch(blocks: Sequence[nn.Module], ahead: int) -> None:
     """Prefetch several blocks in forward and backward.
 
-    FSDP2's default is the group before, which is a module of the same block where a block has `fp32_modules`.
+    By default, FSDP2 prefetches the previous group, which may be a module of the same block if a block has
+    `fp32_modules`.
     """
     groups = [_groups(block) for block in blocks]
     if ahead == 1 and all(len(of_block) == 1 for of_block in groups):
         return
-    # An evaluation would gather modules of multi-token prediction and not run them.
+    # An evaluation would gather the MTP modules without running them.
     layers = sum(not isinstance(block, MTPModule) for block in blocks)
     for index, (block, *parts) in enumerate(groups):
         later, earlier = groups[index + 1 : min(index + 1 + ahead, layers)], groups[max(0, index - ahead) : index][::-1]

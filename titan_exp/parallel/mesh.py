@@ -1,7 +1,7 @@
 """Device mesh with the axes of `config.layout.axes.AXES`. Unused axes have size 1, so no code asks which are in use.
 
 Meshes cover the same ranks in the same order: `world` has every axis; in `sharding`, on which parameters live, the axes
-that FSDP shards over are folded into one, `fsdp`; on `experts`, with the axes `EXPERT_AXES`, live those of experts.
+that FSDP shards over are folded into one, `fsdp`; parameters of experts live on `experts`, with the axes `EXPERT_AXES`.
 """
 
 from dataclasses import dataclass
@@ -25,17 +25,18 @@ class Mesh:
     """
 
     world: DeviceMesh
-    """All axes; tp varies fastest, so that its ranks are neighbours."""
+    """Mesh of all axes; tp varies fastest, so that its ranks are neighbours."""
     sharding: DeviceMesh
-    """Axes pp, dp_replicate, fsdp, tp over the same ranks."""
+    """Mesh with axes pp, dp_replicate, fsdp, tp over the same ranks."""
     experts: DeviceMesh | None
-    """Axes pp, dp_replicate, efsdp, ep, etp over the same ranks; None if experts are sharded like other weights."""
+    """Mesh with axes pp, dp_replicate, efsdp, ep, etp over the same ranks; None if experts are sharded like other
+    weights."""
     device: torch.device
     """Device of this process."""
     cpu_group: dist.ProcessGroup
-    """All ranks over gloo: token counts and flags that must not wait for the device."""
+    """Group of all ranks over gloo, for token counts and flags that must not wait for the device."""
     sequence_shard: ShardedSequence
-    """Tokens of each sequence that this rank computes."""
+    """Shard of each sequence that this rank computes."""
 
     @cached_property
     def dp_rank(self) -> int:
@@ -76,12 +77,12 @@ class Mesh:
 
     @cached_property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """Ranks among which linear layers are split; None without tensor parallelism."""
+        """Tensor-parallel ranks, among which linear layers are split; None without tensor parallelism."""
         return self.sharding.get_group("tp") if self.sharding["tp"].size() > 1 else None
 
     @cached_property
     def shard_groups(self) -> list[dist.ProcessGroup]:
-        """Groups of ranks with other shards of the same weights."""
+        """Groups of ranks that hold different shards of the same weights."""
         return [self.sharding.get_group(axis) for axis in ("fsdp", "tp") if self.sharding[axis].size() > 1]
 
 
@@ -95,8 +96,8 @@ def build_mesh(
 ) -> Mesh:
     """Build the mesh over the default process group; the product of the degrees is the world size.
 
-    `experts` says that the model has some, `cuts` where segments of context-parallel sequences end, and `causal` that
-    later tokens are more work.
+    `experts` says that the model has experts, `cuts` where segments of context-parallel sequences end, and `causal`
+    that later tokens cost more.
     """
     assert config.dp_shard >= 1, "the layout is resolved before launch"
     degrees = {axis.name: axis.degree(config) for axis in AXES}

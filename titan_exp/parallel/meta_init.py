@@ -16,7 +16,7 @@ BufferPlace = tuple[nn.Module, str]
 
 
 def buffer_places(model: nn.Module) -> dict[str, BufferPlace]:
-    """Modules of a model's buffers by the buffers' names, which wrappers would change."""
+    """Places of a model's buffers by buffer name, since wrappers would change the names."""
     return {
         f"{path}.{name}" if path else name: (module, name)
         for path, module in model.named_modules()
@@ -68,7 +68,7 @@ def _places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def every_weight(name: str) -> bool:
-    """Selection of all weights, by full name."""
+    """True for any weight: the default selection of weights by full name."""
     return True
 
 
@@ -87,8 +87,8 @@ def init_weights(
 def init_buffers(
     places: Mapping[str, BufferPlace], unfilled: Collection[BufferPlace], build: Callable[[], nn.Module], seed: int
 ) -> None:
-    """Fill the unfilled ones of a model's own buffers, `places` of the model before it was sharded, from a whole model
-    built on the CPU under the seed."""
+    """Fill the `unfilled` ones of a model's own buffers from a whole model built on the CPU under the seed. `places`
+    were taken before the model was sharded."""
     names = [name for name, place in places.items() if place in unfilled]
     if not names:
         return
@@ -103,7 +103,7 @@ def copy_initial_weights(
 ) -> None:
     """Fill selected parameters from a whole model built on the CPU under the seed.
 
-    For models that do not declare their initial weights; each rank temporarily holds the whole model in memory.
+    Serves models that do not declare their initial weights; each rank temporarily holds the whole model in memory.
     """
     targets = {name: parameter for name, parameter in model.named_parameters() if selected(name)}
     if not targets:

@@ -1,6 +1,6 @@
 """Requirements of a layout on the modules of a model, checked on the meta device before a run is queued.
 
-Built-in families meet them; a model of the user's may not, and a missing part would be ignored or fail in training.
+Built-in families meet them; your model may not, and a missing part would be ignored or fail in training.
 """
 
 import inspect
@@ -31,9 +31,9 @@ def require_modules(model: nn.Module, patterns: tuple[str, ...]) -> None:
     named = _named(model)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in named):
-            suggestion = did_you_mean(pattern, named) or "patterns look like blocks.*.attention_norm"
+            suggestion = did_you_mean(pattern, named) or "write a pattern such as blocks.*.attention_norm"
             violation = Violation("training.fp32_modules", pattern, "the model has no such module", suggestion)
-            raise UserError("This run cannot be started.", [violation])
+            raise UserError("This run cannot start.", [violation])
 
 
 def matching_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
@@ -49,7 +49,7 @@ def _named(model: nn.Module) -> dict[str, nn.Module]:
 
 INPUTS = ("tokens", "positions", "documents")
 """Positional arguments of a model's `forward`; the last two are None unless data.reset_positions or document_mask."""
-BLOCKS = 'self.blocks = nn.ModuleDict({"0": block, "1": block, ...}), keyed by layer number'
+BLOCKS = 'write self.blocks = nn.ModuleDict({"0": block, "1": block, ...}), keyed by layer number'
 
 
 def module_violations(
@@ -82,7 +82,7 @@ def module_violations(
 def _forward(
     model: nn.Module, layout: ResolvedLayout, inputs: tuple[str, ...], named: tuple[str, ...] = ()
 ) -> Iterator[Violation]:
-    """`forward` takes what objectives pass."""
+    """Check that `forward` takes the arguments that objectives pass."""
     kind, chunk = type(model).__name__, layout.training.loss_chunk_tokens
     try:
         signature = inspect.signature(model.forward)
@@ -91,70 +91,78 @@ def _forward(
     try:
         signature.bind(*inputs, **dict.fromkeys(named))
     except TypeError as error:
-        reason = f"{kind}.forward is called with ({', '.join((*inputs, *named))}): {error}"
-        remedy = "def forward(self, tokens, positions=None, documents=None), which returns logits"
-        remedy = f"def forward(self, {', '.join(inputs)}, *, {', '.join(named)})" if named else remedy
+        reason = f"we call {kind}.forward with ({', '.join((*inputs, *named))}): {error}"
+        remedy = "write def forward(self, tokens, positions=None, documents=None), and return logits"
+        remedy = f"write def forward(self, {', '.join(inputs)}, *, {', '.join(named)})" if named else remedy
         yield Violation("model.architecture", kind, reason, remedy)
         return
     try:
         signature.bind(*inputs, **dict.fromkeys(named), loss=None)
     except TypeError:
         if layout.training.has_given_chunks:
-            reason = f"{kind}.forward takes no `loss`, which it would call with the last hidden states and the head"
-            remedy = "training.loss_chunk_tokens=null, or forward as in titan_exp/models/decoder.py"
+            reason = (
+                f"a loss in chunks needs the argument `loss` of {kind}.forward, to be called with the last hidden "
+                "states and the head, and it has no such argument"
+            )
+            remedy = "use training.loss_chunk_tokens=null, or add `loss` as titan_exp/models/decoder.py does"
             yield Violation("training.loss_chunk_tokens", chunk, reason, remedy)
 
 
 def _further_predictions(model: nn.Module, spec: ModelSpec | None) -> Iterator[Violation]:
-    """`forward` takes the ids of the tokens ahead where the spec has modules of multi-token prediction."""
+    """Check that `forward` takes the ids of further tokens if the spec has modules of multi-token prediction."""
     if spec is not None and spec.mtp_layers and "further" not in inspect.signature(model.forward).parameters:
         reason = (
-            f"{type(model).__name__}.forward takes no `further`, and the spec has modules of multi-token prediction"
+            "the spec has modules of multi-token prediction, which need the argument `further` of "
+            f"{type(model).__name__}.forward, and it has no such argument"
         )
-        remedy = "forward as in titan_exp/models/decoder.py, or a spec without mtp_layers"
+        remedy = "add it as titan_exp/models/decoder.py does, or leave mtp_layers out of the spec"
         yield Violation("model.architecture", type(model).__name__, reason, remedy)
 
 
 def computes_loss(model: nn.Module, spec: ModelSpec | None) -> bool:
-    """True if a model's `forward` computes the `loss` that it is given; `spec` is None for a plain class."""
+    """True if a model's `forward` can compute the `loss` that it is given; `spec` is None for a plain class."""
     return spec is not None and "loss" in inspect.signature(model.forward).parameters
 
 
 def _buffers(model: nn.Module) -> Iterator[Violation]:
-    """Every tensor of a module is a parameter or a buffer, else it stays on the meta device."""
+    """Check that every tensor of a module is a parameter or a buffer, since other tensors would stay on the meta
+    device."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             held = value if isinstance(value, list | tuple) else [value]
             if any(isinstance(part, Tensor) and part.is_meta for part in held):
                 attribute = f"{path}.{name}" if path else name
                 reason = (
-                    f"{attribute} is a tensor, but neither a parameter nor a buffer: models are built on the meta "
-                    "device, so that it would never have values"
+                    f"{attribute} is a tensor, but neither a parameter nor a buffer. We build models on the meta "
+                    "device, and this tensor would never get values"
                 )
-                remedy = f'self.register_buffer("{name}", ..., persistent=False) in {type(module).__name__}.__init__'
+                remedy = (
+                    f'call self.register_buffer("{name}", ..., persistent=False) in {type(module).__name__}.__init__'
+                )
                 yield Violation("model.architecture", type(model).__name__, reason, remedy)
 
 
 def _blocks(
     model: nn.Module, checkpointing: ActivationCheckpointConfig, compilation: CompileConfig
 ) -> Iterator[Violation]:
-    """There are blocks to recompute and to compile."""
+    """Check that there are blocks to recompute and to compile."""
     if any(iter_numbered_blocks(model)):
         return
-    reason = f"{type(model).__name__} has no blocks, one by one of which it is applied to"
+    reason = f"it works block by block, and {type(model).__name__} has no blocks"
     if checkpointing.mode != "none":
         yield Violation(
-            "activation_checkpoint.mode", checkpointing.mode, reason, f"{BLOCKS}; or activation_checkpoint=none"
+            "activation_checkpoint.mode", checkpointing.mode, reason, f"{BLOCKS}; or use activation_checkpoint=none"
         )
     if compilation.compiles("blocks"):
         components = list(compilation.components)
         yield Violation(
-            "compile.components", components, reason, f"{BLOCKS}; or compile.components=[loss], compile=none"
+            "compile.components", components, reason, f"{BLOCKS}; or use compile.components=[loss], or compile=none"
         )
 
 
 def _tied_weights(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violation]:
-    """Tied weights have one precision, and are in one FSDP group: FSDP gathers each block, and all else together."""
+    """Check that tied weights have one precision and one FSDP group: each block is a group, and everything else
+    together."""
     shards = layout.world_size > 1 or layout.parallelism.cpu_offload
     groups: dict[nn.Parameter, dict[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -163,9 +171,11 @@ def _tied_weights(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violatio
     for names in groups.values():
         owners = dict.fromkeys(names.values())
         if len(owners) > 1:
-            apart = "FSDP gathers them apart" if shards else "one is in fp32"
-            reason = f"{listed(names, 'and')} are one parameter of {listed(owners, 'and')}, and {apart}"
-            remedy = "tie weights outside of blocks, within one block, or use one rank without training.fp32_modules"
+            apart = "which FSDP gathers apart" if shards else "one of which is in fp32"
+            reason = f"{listed(names, 'and')} share a parameter across {listed(owners, 'and')}, {apart}"
+            remedy = (
+                "tie weights outside of blocks or within one block, or train on one rank without training.fp32_modules"
+            )
             yield Violation("model.architecture", type(model).__name__, reason, remedy)
 
 
@@ -184,13 +194,14 @@ def _fsdp_group(model: nn.Module, name: str) -> str:
 
 
 def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator[Violation]:
-    """Embedding, head, and every sharded linear of the spec can be replaced by their shards."""
+    """Check that shards can replace the embedding, the head, and every sharded linear of the spec."""
     field, kind = "parallelism.tp", type(model).__name__
     for name, style in (("embedding", VocabEmbedding), ("head", VocabLogits)) if spec.vocab_size else ():
         child = getattr(model, name, None)
         if not isinstance(getattr(child, "tp_style", None), style):
-            reason = f"{kind}.{name} is a {type(child).__name__}, whose vocabulary is not sharded"
-            yield Violation(field, degree, reason, f"titan_exp.models.blocks.transformer.{name.capitalize()}")
+            reason = f"{kind}.{name} is a {type(child).__name__}, whose vocabulary we cannot shard"
+            remedy = f"make it a titan_exp.models.blocks.transformer.{name.capitalize()}, or use parallelism.tp=1"
+            yield Violation(field, degree, reason, remedy)
     styles = {
         f"{path}.{child}" if path else child: (module.get_submodule(child), style)
         for path, module in model.named_modules()
@@ -203,14 +214,16 @@ def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator
         if linear.tp is None or linear.experts > 1:
             continue
         if name not in planned:
-            reason = f"the spec shards {name}, and no module of {kind} has it in its tp_plan()"
-            remedy = "def tp_plan(self): return layer_spec.tp_plan('attention'), as transformer.Attention has"
+            reason = f"the spec shards {name}, and no tp_plan() of a module of {kind} names it"
+            remedy = "write def tp_plan(self): return layer_spec.tp_plan('attention'), as transformer.Attention does"
         elif isinstance(linear.tp, Rowwise) and (missing := _missing_beside(model, name, linear.tp.gathers)):
             reason = f"the spec lets {name} gather the input of {missing}, and {kind} has no such module"
-            remedy = "Rowwise(gathers=...) with the name of a module beside the linear"
+            remedy = "write Rowwise(gathers=...) with the name of a module beside the linear"
         elif not isinstance(planned[name], Linear):
-            reason = f"{name} is a {type(planned[name]).__name__}, which is not sharded"
-            remedy = "titan_exp.models.blocks.linear.Linear, or tp=None in the spec and parallelism.tp=1"
+            reason = f"{name} is a {type(planned[name]).__name__}, which we cannot shard"
+            remedy = (
+                "make it a titan_exp.models.blocks.linear.Linear, or write tp=None in the spec and use parallelism.tp=1"
+            )
         else:
             continue
         yield Violation(field, degree, reason, remedy)
@@ -218,68 +231,71 @@ def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator
 
 
 def _handled(model: nn.Module, plan: Mapping[str, object], degree: int) -> Iterator[Violation]:
-    """Every tensor-parallel style has a handler."""
+    """Check that every tensor-parallel style has a handler."""
     named = ((name, module.tp_style) for name, module in model.named_modules() if hasattr(module, "tp_style"))
     for table, handlers, styles in (("MODULES", MODULES, named), ("LINEARS", LINEARS, plan.items())):
         for name, style in styles:
             if style is not None and type(style) not in handlers:
                 kind = type(style).__name__
-                reason = f"{name} has the style {kind}, and nothing says what it does to a module"
+                reason = f"{name} has the style {kind}, for which there is no handler"
                 remedy = (
-                    f"{table}[{kind}] = a handler, in titan_exp.parallel.tensor_parallel.styles; or parallelism.tp=1"
+                    f"write {table}[{kind}] = your_handler, with {table} of titan_exp.parallel.tensor_parallel.styles, "
+                    "or use parallelism.tp=1"
                 )
                 yield Violation("parallelism.tp", degree, reason, remedy)
                 return
 
 
 def _missing_beside(model: nn.Module, linear: str, name: str) -> str | None:
-    """Full name of a module beside a linear that is not there; None if it is, or without a name."""
+    """Full name of a missing module beside a linear; None if the module exists or `name` is empty."""
     path = f"{linear.rpartition('.')[0]}.{name}"
     return path if name and path not in dict(model.named_modules()) else None
 
 
 def _expert_parallel(model: nn.Module, spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """Every layer with a router has the module whose dispatch expert parallelism replaces."""
+    """Check that every layer with a router has the module whose dispatch expert parallelism replaces."""
     found = {name for name, module in model.named_modules() if isinstance(module, MoEFeedForward)}
     for number, layer in enumerate(spec.blocks):
         name = f"blocks.{number}.{'' if layer.router is None else layer.router.name.rpartition('.')[0]}"
         if layer.router is not None and name not in found:
             key = "ep" if parallelism.ep > 1 else "tp"
-            reason = f"it replaces the dispatch of {name}, which is no MoEFeedForward in {type(model).__name__}"
-            remedy = f"titan_exp.models.blocks.feed_forward.MoEFeedForward, or parallelism.{key}=1"
+            reason = (
+                f"it replaces the token dispatch of MoEFeedForward, and {name} of {type(model).__name__} is not one"
+            )
+            remedy = f"make it a titan_exp.models.blocks.feed_forward.MoEFeedForward, or use parallelism.{key}=1"
             yield Violation(f"parallelism.{key}", getattr(parallelism, key), reason, remedy)
             return
 
 
 def _context_parallel(model: nn.Module, degree: int) -> Iterator[Violation]:
-    """Every block's `attention.core` is the one that context parallelism replaces."""
+    """Check that every block's `attention.core` is one that context parallelism can replace."""
     for number, block in iter_numbered_blocks(model):
         core = getattr(getattr(block, "attention", None), "core", None)
         if not isinstance(core, CausalAttention):
             found = f"is a {type(core).__name__}" if core is not None else "is missing"
             reason = f"it replaces blocks.{number}.attention.core, which {found} in {type(model).__name__}"
-            remedy = "titan_exp.ops.attention.sdpa.CausalAttention as the attention's `core`, or parallelism.cp=1"
+            remedy = "make it a titan_exp.ops.attention.sdpa.CausalAttention, or use parallelism.cp=1"
             yield Violation("parallelism.cp", degree, reason, remedy)
             return
 
 
 def _pipeline(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator[Violation]:
-    """The model names the children of the first and the last stage, and its blocks by number."""
+    """Check that the model names the children of the first and last stage, and numbers its blocks."""
     field, kind = "parallelism.pp", type(model).__name__
     blocks = getattr(model, "blocks", None)
     numbers = [str(number) for number in range(len(spec.blocks))]
     plan = model.pp_plan() if hasattr(model, "pp_plan") else None  # type: ignore[operator]  # a method
     if not isinstance(blocks, nn.ModuleDict) or list(blocks) != numbers:
-        yield Violation(field, degree, f"{kind}.blocks is no ModuleDict with the keys 0 to {len(numbers) - 1}", BLOCKS)
+        reason = f"{kind}.blocks is not a ModuleDict with the keys 0 to {len(numbers) - 1}"
+        yield Violation(field, degree, reason, f"{BLOCKS}; or use parallelism.pp=1")
     elif not isinstance(plan, PipelinePlan):
-        reason = f"{kind} has no pp_plan(), which names the children of the first and of the last stage"
-        remedy = "def pp_plan(self): return self.spec.pipeline, as in titan_exp/models/decoder.py; or parallelism.pp=1"
+        reason = f"{kind} has no pp_plan() to name the children of the first and of the last stage"
+        remedy = "write def pp_plan(self): return self.spec.pipeline, as in titan_exp/models/decoder.py; "
+        remedy += "or use parallelism.pp=1"
         yield Violation(field, degree, reason, remedy)
     else:
         children = dict(model.named_children())
         missing = [child for child in (*plan.first, *plan.last) if child not in children]
         if missing:
-            remedy = f"the children of {kind} are {listed(children, 'and')}"
-            yield Violation(
-                field, degree, f"pp_plan() names {listed(missing, 'and')}, and there is no such child", remedy
-            )
+            reason = f"pp_plan() names {listed(missing, 'and')}, which {kind} does not have as a child"
+            yield Violation(field, degree, reason, f"name its children: {listed(children, 'and')}")

@@ -1,4 +1,5 @@
-"""QK-Clip (Kimi Team 2025): after an update, queries and keys of a head with too large a logit are scaled down."""
+"""QK-Clip (Kimi Team 2025): if a head's logits grow too large, its queries and keys are scaled down after the
+update."""
 
 from collections.abc import Mapping
 from typing import Protocol, TypeGuard
@@ -24,24 +25,24 @@ class ClippableAttention(Protocol):
     spec: AttentionSpec
     """Heads of the whole layer."""
     core: CausalAttention | ContextAttention | UlyssesAttention
-    """Computes scores of this rank's heads, or of its queries, or of a part of its heads (Ulysses)."""
+    """Module that computes the scores: this rank's heads, its queries, or a part of its heads (Ulysses)."""
 
     def clip_factors(self, factors: Tensor) -> Mapping[str, Tensor]:
-        """Factors [rows] of whole weights, by the module path of their linears, that multiply the logits of each query
-        head by its factor [heads]."""
+        """Row factors [rows] of the projections' whole weights, by module path, that multiply each query head's logits
+        by its factor [heads]."""
         ...
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Module by path, as of `nn.Module`."""
+        """Look up a module by path, as `nn.Module` does."""
         ...
 
 
 class QKClip:
-    """Limits the logits of every head to `limit`, by the largest of the step's global batch.
+    """Limits the logits of every head to `limit`, judged by the largest logit in the step's global batch.
 
     `model` is the whole model, so that all ranks know all layers; `parts` are the modules of this rank. Attention
-    modules give the factor of each row by `clip_factors`. One all-reduce of a number per head and layer. Raises
-    UserError if no module does.
+    modules give the factor of each row by `clip_factors`; without any such module, UserError is raised. A step costs
+    one all-reduce of a number per head and layer.
     """
 
     def __init__(self, model: nn.Module, parts: list[nn.Module], limit: float, mesh: Mesh) -> None:
@@ -49,15 +50,15 @@ class QKClip:
         self._heads = {name: track_logits(name, module, mesh) for name, module in _attentions(model)}
         if not self._heads:
             raise UserError(
-                f"optimizer.qk_clip={limit:g}: no attention of {type(model).__name__} has `spec`, `core` and "
-                "`clip_factors`, by which heads are scaled, as titan_exp/models/blocks/transformer.py has. Add them, "
-                "or use optimizer.qk_clip=null."
+                f"optimizer.qk_clip={limit:g} scales heads through `spec`, `core` and `clip_factors` of an attention, "
+                f"and no attention of {type(model).__name__} has all three. Add them as "
+                "titan_exp/models/blocks/transformer.py does, or use optimizer.qk_clip=null."
             )
         self._own = dict(attention for part in parts for attention in _attentions(part))
         for name, module in self._own.items():
             track_logits(name, module, mesh)
         axes = [mesh.world["tp"], mesh.world["cp_within"]]
-        # Ulysses shares out the heads of a tensor-parallel rank.
+        # Ulysses divides the heads of a tensor-parallel rank further.
         self._rank, self._degree = 0, 1
         for axis in axes:
             self._rank = self._rank * axis.size() + axis.get_local_rank()
@@ -65,13 +66,13 @@ class QKClip:
 
     @property
     def largest(self) -> list[Tensor]:
-        """Largest logits of the step so far, by layer of this rank; equal ranks of other worlds raise them, in place,
-        to those of all."""
+        """Largest logits of the step so far, by layer of this rank; the same rank of each other world raises them, in
+        place, to the maximum over all worlds."""
         return [self._tracked(module).largest for module in self._own.values()]
 
     @torch.no_grad()
     def clip(self) -> None:
-        """Scale this rank's shards; called by all ranks after the update."""
+        """Scale this rank's shards; all ranks call it after the update."""
         largest = torch.full((sum(self._heads.values()),), -torch.inf, device=self._device)
         by_layer = dict(zip(self._heads, largest.split(list(self._heads.values())), strict=True))
         for name, module in self._own.items():
@@ -98,18 +99,18 @@ def _attentions(module: nn.Module) -> list[tuple[str, ClippableAttention]]:
 
 
 def _is_clippable(module: nn.Module) -> TypeGuard[ClippableAttention]:
-    # From Python 3.12 on, `isinstance` of a protocol does not find submodules, which are no attributes of the instance.
+    # From Python 3.12 on, `isinstance` of a protocol does not find submodules, which are not attributes.
     return all(hasattr(module, name) for name in ("spec", "core", "clip_factors"))
 
 
 def is_scoring(module: nn.Module) -> bool:
-    """True for an attention whose scores are computed by a module that can track them."""
+    """True for an attention module whose scores can be tracked."""
     core = getattr(module, "core", None)
     return hasattr(module, "spec") and isinstance(core, CausalAttention | ContextAttention | UlyssesAttention)
 
 
 def track_logits(name: str, attention: ClippableAttention, mesh: Mesh) -> int:
-    """Let a layer track its logits; returns its heads on all ranks."""
+    """Let a layer track its logits; returns its number of heads over all ranks."""
     heads = attention.spec.heads
     layer = name.removesuffix(".attention").rpartition(".")[2]
     shards = mesh.world["tp"].size() * mesh.world["cp_within"].size()

@@ -1,4 +1,4 @@
-"""Calls whose results activation checkpointing keeps: attention, routing and matmuls."""
+"""Selective activation checkpointing: calls whose results are kept, such as attention, routing and matmuls."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -22,13 +22,13 @@ from titan_exp.config.groups.parallelism import AutomaticSave
 from titan_exp.ops.matmul_flops import matmul_flops
 
 FLEX_ATTENTION = "flex_attention"
-"""Name of FlexAttention in a block's trace, which does not compile it."""
+"""Name of FlexAttention in the trace of a block, where it is not compiled."""
 Kept = tuple[Sequence[Any], Sequence[int | None]]
-"""Results of a call, and for each the number of the argument that it is; None for another."""
+"""Results of a call; for each, the index of the argument that it is, or None."""
 
 
 def with_attention_cache(contexts: Sequence[AbstractContextManager[Any]]) -> tuple[AbstractContextManager[Any], ...]:
-    """Contexts of a block's forward pass and recomputation that keep and return results of compiled code too."""
+    """Contexts of a block's forward pass and recomputation that also keep and return results of compiled code."""
     kept: list[Kept] = []
     forward, recomputation = contexts
     return _both(forward, _Cache(kept, _keep)), _both(recomputation, _Cache(kept, _restore))
@@ -49,11 +49,11 @@ class _Cache(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: compiled code is run, rather than skipped."""
+        """True, so that compiled code runs under this mode instead of being skipped."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Call the operator; that of compiled code keeps or returns its results."""
+        """Call the operator; for compiled code, keep or return its results."""
         call = partial(self._call, self._kept) if func is inductor_compiled_code else func
         return call(*args, **(kwargs or {}))
 
@@ -88,11 +88,11 @@ ROUTING = (
     "titan_exp.all_to_all_rows",
     "titan_exp.symmetric_dispatch",
 )
-"""Choice of experts and exchange of their tokens, which no mode of activation checkpointing repeats."""
+"""Operators for the choice of experts and the exchange of tokens, which no mode of activation checkpointing repeats."""
 
 
 def routing_cache() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Contexts of a block's forward pass, which keeps the results, and of its recomputations, which return them."""
+    """Contexts that keep routing results in a block's forward pass and return them in its recomputations."""
     results: list[Any] = []
     return _Keep(results), _Return(results)
 
@@ -106,7 +106,7 @@ class _RoutingMode(TorchDispatchMode, ABC):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: compiled code is run, rather than skipped."""
+        """True, so that compiled code runs under this mode instead of being skipped."""
         return True
 
     def __enter__(self) -> "_RoutingMode":
@@ -114,7 +114,7 @@ class _RoutingMode(TorchDispatchMode, ABC):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Call the operator, or what stands for it."""
+        """Call the operator, or its replacement if it is a routing operator."""
         call = partial(func, *args, **(kwargs or {}))
         return self._routed(call) if str(getattr(func, "overloadpacket", "")) in ROUTING else call()
 
@@ -145,7 +145,8 @@ Call = tuple[str, int]
 
 
 def call_name(operator: str, index: int) -> str:
-    """A call in one word: the compiler would take an index that differs between kinds of blocks for a dynamic size."""
+    """One-word name of a call. A separate index that differs between kinds of blocks would be a dynamic size to the
+    compiler."""
     return f"{operator}#{index}"
 
 
@@ -164,9 +165,11 @@ class TracedCall:
     always: bool
     """True if it is never recomputed: attention, collectives that do not grow their input, top-k routing."""
     reached: bool
-    """True if the call precedes the last tensor that backward reads: without a compiler, all these are repeated."""
+    """True if the call precedes the last tensor that backward reads: without a compiler, all such calls are
+    repeated."""
     read: bool
-    """True if a tensor that backward reads is computed from the output: with a compiler, only these are repeated."""
+    """True if a tensor that backward reads is computed from the output: with a compiler, only such calls are
+    repeated."""
 
 
 @dataclass(frozen=True)
@@ -176,11 +179,11 @@ class SavedCalls:
     traced: tuple[TracedCall, ...]
     """Calls that may be saved, in order of execution."""
     automatic: AutomaticSave
-    """Share of blocks that save one call more."""
+    """Share of blocks that save one call more than the others."""
     budget: float
     """Bytes of saved matmuls as a share of all that backward needs."""
     compiled: bool
-    """True if a compiler leaves out calls that nothing reads."""
+    """True if a compiler drops calls whose results nothing reads."""
 
     @cached_property
     def always(self) -> tuple[TracedCall, ...]:
@@ -189,7 +192,7 @@ class SavedCalls:
 
     @cached_property
     def ranked(self) -> tuple[TracedCall, ...]:
-        """Matmuls that would be repeated, by bytes per FLOP; the smaller one first among equals."""
+        """Matmuls that would be repeated, by bytes per FLOP; ties go to the smaller one."""
         matmuls = [call for call in self.traced if (call.read if self.compiled else call.reached) and not call.always]
         return tuple(sorted(matmuls, key=lambda call: (call.bytes / call.flops, call.bytes)))
 
@@ -246,7 +249,7 @@ class SavedCalls:
         saved = ", ".join(f"{name} {size / 2**20:,.4g} MiB" for name, size in _by_module(self.always + self.matmuls))
         if self.more is not None:
             more = f"{self.more.module} {self.more.bytes / 2**20:,.4g} MiB"
-            saved += f"{'; ' if saved else ''}every {_ordinal(self.automatic.every)} block also {more}"
+            saved += f"{', and ' if saved else ''}in every {_ordinal(self.automatic.every)} block also {more}"
         return (
             f"selective activation checkpointing saves {self.bytes / 2**20:,.4g} MiB per block besides its input "
             f"({saved or 'nothing'}) and recomputes {self.recomputed:.0%} of its matmul FLOPs"
@@ -254,7 +257,7 @@ class SavedCalls:
 
 
 def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[TracedCall, ...]:
-    """Trace a block's forward pass on fake tensors; nothing of it remains.
+    """Trace a block's forward pass on fake tensors and leave no trace of it in the module.
 
     Raises:
         UserError: an operator of the block cannot be traced.
@@ -266,7 +269,7 @@ def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     example = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     mode = example.fake_mode if isinstance(example, FakeTensor) else _fake_mode()
     recorder = _Recorder()
-    # Modes of a caller, such as the planner's, do not see this trace.
+    # Dispatch modes of a caller, such as the planner's, do not see this trace.
     with _disable_current_modes(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
         fakes: dict[int, Tensor] = {}
 
@@ -283,7 +286,7 @@ def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda packed: packed)
         try:
             with mode, hooks, recorder, warnings.catch_warnings():
-                # On fake tensors it holds no scores.
+                # On fake tensors the kernel holds no scores.
                 warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
                 type(block).forward(copy, *args, **kwargs)
         except RuntimeError as error:
@@ -293,14 +296,15 @@ def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
                     Violation(
                         "activation_checkpoint.save",
                         "[auto]",
-                        f"{type(block).__name__} is traced without data to choose from its operators, which failed: "
+                        f"to choose from its operators we trace {type(block).__name__} without data, and that failed: "
                         f"{str(error).splitlines()[0]}",
-                        "a list by hand, as in activation_checkpoint.save='[aten.mm/2]'; or activation_checkpoint=full",
+                        "list operators yourself, as in activation_checkpoint.save='[aten.mm/2]', or use "
+                        "activation_checkpoint=full",
                     )
                 ],
             ) from error
         finally:
-            # The graph holds the recorder's hook: a cycle, and no garbage is collected during a step.
+            # The graph holds the recorder's hook. That is a cycle, and no garbage is collected during a step.
             recorder.tensors.clear()
     return recorder.calls()
 
@@ -327,7 +331,8 @@ class _Recorder(TorchDispatchMode):
         self._reached, self._read = 0, set[int]()
 
     def pack(self, tensor: Tensor) -> None:
-        """Hook on a tensor that autograd saves. There is no backward pass; a saved output would hold its own graph."""
+        """Hook on a tensor that autograd saves. There is no backward pass, and a saved output would hold its own
+        graph."""
         self._reached = len(self._calls)
         self._read |= self._sources_of(tensor)
 
@@ -358,7 +363,7 @@ class _Recorder(TorchDispatchMode):
         return frozenset().union(*(self._sources.get(storage, ()) for storage in _storages(values)))
 
     def _module(self, name: str) -> str:
-        """Innermost module with parameters of its own, else the innermost one, else the operator."""
+        """Innermost module with parameters of its own, else the innermost module, else the operator."""
         owner = next((path for path, has_parameters in reversed(self.modules) if has_parameters), None)
         return owner or (self.modules[-1][0] if self.modules else name)
 
@@ -369,7 +374,7 @@ def is_attention(name: str) -> bool:
 
 
 def _reduces(name: str, args: tuple[Any, ...], out: Any) -> bool:
-    """True for collectives whose result is no larger than their input; an all-gather is repeated in backward."""
+    """True for collectives whose result is no larger than their input; an all-gather is not, so backward repeats it."""
     is_collective = name.startswith("_c10d_functional.") or "all_to_all" in name
     return is_collective and "wait_tensor" not in name and _bytes(out) <= _bytes(args)
 

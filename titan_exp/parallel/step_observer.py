@@ -11,46 +11,47 @@ from titan_exp.config.layout.pipeline_schedules import Action
 
 
 class StepObserver:
-    """Callbacks of a training step, each a no-op. Subclasses override some."""
+    """Callbacks inside a training step; each does nothing unless a subclass overrides it."""
 
     def microbatch_begin(self, index: int) -> None:
-        """Before forward and backward of a micro-batch, without a pipeline."""
+        """Called before forward and backward of a micro-batch, without a pipeline."""
 
     def action_begin(self, action: Action) -> None:
-        """Before a pipeline action, its input received."""
+        """Called before a pipeline action, once its input has been received."""
 
     def action_end(self, action: Action, result: Tensor | None) -> None:
-        """After a pipeline action; `result` is its output or the gradient of its input."""
+        """Called after a pipeline action; `result` is its output or the gradient of its input."""
 
     def weight_gradients_begin(self, weights: Sequence[str]) -> None:
-        """Before gradients of weights, by name in the stage, in the second part of a split backward pass."""
+        """Called before the gradients of these weights, by name in the stage, in the second part of a split backward
+        pass."""
 
     def gradient_group_begin(self) -> None:
-        """After a part of a split backward pass, before the gradients of an FSDP group are added to their sum.
+        """Called after a part of a split backward pass, before an FSDP group's gradients are added to their sum.
 
-        Groups as in `group_reduction_begin`.
+        The groups are those of `group_reduction_begin`.
         """
 
     def stage_reduction_begin(self, stage: int) -> None:
-        """Before the gradients of a pipeline stage are reduced."""
+        """Called before the gradients of a pipeline stage are reduced."""
 
     def group_reduction_begin(self) -> None:
-        """Before the gradients of a block of the stage are reduced, or, first, those of its other FSDP groups."""
+        """Called before the gradients of each block of the stage are reduced; first come the other FSDP groups."""
 
     def stage_reduction_end(self) -> None:
-        """After all parameter groups of the stage have started their reduction; FSDP waits for them next."""
+        """Called after all parameter groups of the stage have started their reduction; FSDP waits for them next."""
 
     def tied_sum_begin(self) -> None:
-        """Before the gradients of tied weights are summed, after all reductions of a pipeline rank."""
+        """Called before the gradients of tied weights are summed, after all reductions of a pipeline rank."""
 
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
-        """After all backward passes, with gradients in `weight.grad`; before clipping and the optimizer."""
+        """Called after all backward passes, with gradients in `weight.grad`, before clipping and the optimizer."""
 
     def update_begin(self, optimizer: Optimizer) -> None:
-        """Before the optimizer's step, with clipped gradients."""
+        """Called before the optimizer's step, with clipped gradients."""
 
     def update_end(self, optimizer: Optimizer) -> None:
-        """After the optimizer's step and what follows it, with gradients still there."""
+        """Called after the optimizer's step and the parts that act on it, while gradients still exist."""
 
 
 _OBSERVER = ContextVar("step_observer", default=StepObserver())  # noqa: B039  # stateless

@@ -1,15 +1,15 @@
-"""Room of a token exchange through symmetric memory: rows in the worst case, bytes of buffers. Imports no torch."""
+"""Memory of a token exchange through symmetric memory: rows in the worst case, bytes of buffers. Imports no torch."""
 
 WEIGHT_BYTES = 4
 """Bytes of a row's weight, in fp32."""
 BUFFERS = 4
-"""Buffers for sent rows, and for received ones: two sets in each direction, used in turn."""
+"""Number of buffers for sent and for received rows: two sets in each direction, used in turn."""
 
 
 def worst_case(tokens: int, choices: int, local_experts: int, ranks: int) -> int:
     """Rows that a rank receives if every token of every rank chooses as many of its experts as it can.
 
-    The operator leaves a row free for each expert without a token.
+    The operator leaves one row free for each expert that gets no token.
     """
     return ranks * tokens * min(choices, local_experts) + local_experts
 

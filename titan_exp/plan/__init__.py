@@ -1,6 +1,6 @@
 """Planner: memory and speed of a run, predicted from the trainer's own build and step on fake tensors.
 
-Modules in the order of a prediction:
+The modules, in the order of a prediction:
 
 - `supported`, `cuda/devices`: supported options; device, its capacity and rates.
 - `trace/`: fake process group (`fake_world`), dispatch mode with operator costs and op cache, memory tracker, and the

@@ -1,5 +1,6 @@
-"""Processes of the planner: for ranks of a plan, plans of a search, and predictions before a launch. They end with this
-one, even when it is killed. Imports no torch: the launcher is without it, and the server imports it meanwhile."""
+"""Worker processes of the planner: for ranks of a plan, plans of a search, and predictions before a launch. They end
+with this process, even if it is killed. Imports no torch: the launcher needs none, and the server imports it
+meanwhile."""
 
 import gc
 import logging
@@ -19,12 +20,12 @@ from typing import Any, Generic, TypeVar
 from titan_exp.plan.cuda.caching_allocator import Events, Reserved, steady_reserved
 
 MIN_EVENTS = 30_000
-"""Events of a step whose replay takes longer than handing them to another process."""
+"""Number of events of a step above which replaying takes longer than handing them to another process."""
 T = TypeVar("T")
 
 
 class Call(Generic[T]):
-    """Call of a function, in a process of `pool` or here."""
+    """Call of a function, in a process of `pool` or in this process."""
 
     def __init__(self, pool: "PlannerProcesses | None", function: Callable[..., T], *args: object) -> None:
         self._function, self._args = function, args
@@ -34,18 +35,19 @@ class Call(Generic[T]):
                 self._future = pool.submit(function, *args)
 
     def result(self) -> T:
-        """Result of the call, which is made here if no process has begun it."""
+        """Return the result; if no process has begun the call, make it here."""
         if self._future is not None and not self._future.cancel():
-            with suppress(BrokenProcessPool):  # killed, such as for the machine's memory
+            with suppress(BrokenProcessPool):  # a process was killed, perhaps because the machine ran out of memory
                 return self._future.result()
         return self._function(*self._args)
 
 
 class PlannerProcesses:
-    """Up to `processes` processes, started at the first call. They end with the `with` block, those that still work at
-    once: a plan may take a minute.
+    """Up to `processes` processes, started at the first call. They end with the `with` block, even in the middle of a
+    plan, which may take a minute.
 
-    They come from a server that has imported the planner, and stays; with `alone`, each imports it, and the run's code.
+    A server that has imported the planner, and stays, forks them. With `alone`, each imports the planner and the run's
+    code itself.
     """
 
     def __init__(self, processes: int, *, alone: bool = False) -> None:
@@ -58,7 +60,8 @@ class PlannerProcesses:
         return future
 
     def call(self, function: Callable[..., T], *args: object) -> Call[T]:
-        """Begin to call a function whose result is not changed by where it runs: here, if there are no processes."""
+        """Begin to call a function whose result does not depend on the process; without processes, it is called
+        here."""
         return Call(self if self._processes > 0 else None, function, *args)
 
     def replay(self, setup: Events, step: Events, *, expandable: bool, capacity: int | None) -> Call[Reserved]:
@@ -86,16 +89,17 @@ class PlannerProcesses:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Collect garbage, then none in the `with` block, as in the trainer's steps: reference cycles stay allocated.
+    """Collect garbage, then collect none in the `with` block. As in the trainer's steps, reference cycles stay
+    allocated.
 
-    Collections visit all of the many objects that a plan makes, and those of torch, again and again.
+    Collections would visit the many objects of a plan and of torch again and again.
     """
     collecting, frozen = gc.isenabled(), gc.get_freeze_count()
-    # Within such a block, only what was made since the last collection is visited.
+    # Within such a block, only objects made since the last collection are visited.
     gc.collect(2 if collecting else 1)
     gc.disable()
     if not frozen:
-        # Collections within the block visit what is made in it.
+        # Collections within the block visit the objects made in it.
         gc.freeze()
     try:
         yield
@@ -127,10 +131,10 @@ def start_forkserver() -> Any:
 
 
 def _start_worker() -> None:
-    """Silence this process, give it one thread, end it with its parent, and leave Ctrl-C to that, which reaches all
-    processes of a terminal.
+    """Silence this process, give it one thread, and tie its end to its parent. Ctrl-C reaches all processes of a
+    terminal; only the parent handles it.
 
-    Else workers of a killed process pool finish their current work, which may take minutes.
+    Otherwise workers of a killed process pool would finish their work, which may take minutes.
     """
     from tqdm import tqdm
 
@@ -138,7 +142,7 @@ def _start_worker() -> None:
 
     # Collections would visit, and thereby copy, all objects of the server.
     gc.freeze()
-    # The default lock of torch's progress bars is a semaphore of the system, of whose leak Python would warn.
+    # The default lock of torch's progress bars is a system semaphore; Python would warn that it leaks.
     tqdm.set_lock(RLock())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable(logging.INFO)

@@ -45,7 +45,8 @@ class RankPlan:
     time: RankTime | None
     """Step time; None if rates are unknown."""
     allocator: Reserved | None
-    """Statistics of the caching allocator with the run's segments; within the device, if it fits; None on a CPU."""
+    """Statistics of the caching allocator with the run's kind of segments; within the device's memory if it fits; None
+    on a CPU."""
     expandable: bool
     """True if the run allocates in expandable segments."""
     kernels: Sequence[ClassTime]
@@ -57,7 +58,7 @@ class RankPlan:
     def sent(self) -> int:
         """Bytes of activations sent in a step.
 
-        Sends of a pass count as live until it ends, since the host frees them and may run that far ahead of the GPU.
+        Sends count as live until their pass ends, because the host frees them and may run that far ahead of the GPU.
         """
         messages = self.trace.costs.messages.items()
         return sum(size for (axis, kind), size in messages if kind == "send" and "pp" in axis.split("="))
@@ -75,13 +76,13 @@ class RankPlan:
 
     @property
     def other_segments(self) -> int:
-        """Bytes that the allocator reserves with the other kind of segments, and no limit."""
+        """Bytes that the allocator reserves with the other kind of segments, without a limit."""
         events = self.trace.setup_events, self.trace.step_events
         return steady_reserved(*events, expandable=not self.expandable).reserved
 
     @property
     def prediction(self) -> RankPrediction:
-        """Prediction without its trace."""
+        """Prediction, without its trace."""
         peak, allocator = self.trace.peak, self.allocator
         reserved, retries = (None, 0) if allocator is None else (allocator.reserved, allocator.retries)
         seconds, operators = None if self.time is None else asdict(self.time), self.trace.costs.operators
@@ -108,12 +109,13 @@ class Plan:
     """Size of a checkpoint with the optimizer's state."""
     planning_seconds: float
     why_full: str = ""
-    """Reason for tracing a large run in full; empty if extrapolated, or if a full trace was as fast or requested."""
+    """Reason why a large run is traced in full; empty if it is extrapolated, or if a full trace was as fast or
+    requested."""
     samples: Samples | None = None
-    """Samples from which it is extrapolated; None if every layer is traced."""
+    """Samples from which the run is extrapolated; None if every layer is traced."""
     worst_bytes: int | None = None
-    """`RankPlan.bytes` of the largest rank if its experts received `plan.worst_expert_load` times the mean rows; None
-    if that was not asked, or if it changes nothing."""
+    """`RankPlan.bytes` of the largest rank if its experts receive `plan.worst_expert_load` times the mean rows; None if
+    not requested, or if it changes nothing."""
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -122,12 +124,12 @@ class Plan:
 
     @cached_property
     def layout(self) -> ResolvedLayout:
-        """Layout of a world, with its share of a step."""
+        """Layout of one world, with its share of a step."""
         return ResolvedLayout.of(share_of_world(self.experiment))
 
     @property
     def prediction(self) -> Prediction:
-        """Prediction without its traces."""
+        """Prediction, without its traces."""
         ranks = tuple(rank.prediction for rank in self.ranks)
         return Prediction(ranks, self.bubble, self.step_seconds, self.tokens_per_second, self.mfu)
 
@@ -137,13 +139,24 @@ class Plan:
         return {rank.pipeline_rank: rank.trace.persistent["parameters"] for rank in self.ranks}
 
     @property
+    def is_whole(self) -> bool:
+        """True if every pipeline rank is predicted."""
+        return len(self.ranks) == self.experiment.parallelism.pp
+
+    def verdict(self, *, fits: bool) -> str:
+        """Verdict on the memory: an upper bound that is too large leaves it open, and so do some ranks that fit."""
+        if not fits:
+            return "may not fit" if self.at_most else "does not fit"
+        return "fits" if self.is_whole else "the planned ranks fit"
+
+    @property
     def largest(self) -> RankPlan:
         """Predicted pipeline rank that needs the most memory."""
         return max(self.ranks, key=lambda rank: rank.bytes)
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a global batch, after a batch ramp."""
+        """Tokens of a global batch once the batch ramp has ended."""
         return self.experiment.training.global_batch_size * self.experiment.training.seq_len
 
     @property
@@ -159,7 +172,7 @@ class Plan:
 
     @property
     def at_most(self) -> bool:
-        """True if the prediction is an upper bound, because the attention workspace is only known as one."""
+        """True if the prediction is an upper bound, because the attention workspace is only known to a bound."""
         return self.layout.device_type == "cuda" and attention_kernel(self.experiment) == "efficient"
 
     @property
@@ -181,6 +194,17 @@ class Plan:
         return self.step_seconds and self.tokens_per_step / self.step_seconds / self.layout.devices
 
     @property
+    def why_no_time(self) -> str:
+        """Reason why the step time is unknown; empty if it is known."""
+        if self.step_seconds is not None:
+            return ""
+        if self.layout.device_type == "cuda":
+            return "there is no speed model for fp32 on GPUs. Use training.mixed_precision=bf16"
+        if self.experiment.cluster.is_remote:
+            return "there is no speed model for the CPUs of a cluster"
+        return "we do not know how fast this machine is. Measure it with titan-exp doctor"
+
+    @property
     def mfu(self) -> float | None:
         """Model FLOPs over the device's bf16 peak; None on a CPU."""
         if self.device is None or self.tokens_per_second is None or self.layout.device_type == "cpu":
@@ -189,7 +213,7 @@ class Plan:
 
     @property
     def gpu_hours(self) -> float | None:
-        """Device-hours of the whole run, at the throughput of a step after a batch ramp."""
+        """Device-hours of the whole run, at the throughput after the batch ramp."""
         seconds = self.step_seconds
         return seconds and seconds * self.tokens / self.tokens_per_step * self.layout.devices / 3600
 
@@ -206,10 +230,10 @@ def predict(
 ) -> Plan:
     """Predict a run with a resolved layout; `device` is None for a CPU of unknown speed.
 
-    `pipeline_ranks` defaults to all. `full` traces every layer and micro-batch instead of extrapolating, which is also
-    done where a run cannot be extrapolated, unless `falls_back` is False: ExtrapolationError then. With `worst_load`,
-    the largest rank is also predicted with `plan.worst_expert_load`. Several ranks are predicted on `cores` cores, by
-    default all. Raises UserError if an option of the run is not supported.
+    `pipeline_ranks` defaults to all. `full` traces every layer and micro-batch instead of extrapolating. A run that
+    cannot be extrapolated is traced in full, too; with `falls_back=False`, it raises ExtrapolationError. With
+    `worst_load`, the largest rank is also predicted with `plan.worst_expert_load`. Several ranks are predicted on
+    `cores` cores, by default all. Raises UserError if an option of the run is not supported.
     """
     began, layout = time.perf_counter(), ResolvedLayout.of(share_of_world(experiment))
     cuda, exchange = layout.device_type == "cuda", exchange_of(experiment)
@@ -220,7 +244,7 @@ def predict(
     rated = None if cuda and experiment.training.mixed_precision == "fp32" else device
     expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
     numbers = [rank for rank in range(layout.parallelism.pp) if pipeline_ranks is None or rank in pipeline_ranks]
-    # This process works, too.
+    # This process works, too, so the pool has one fewer.
     processes = PlannerProcesses(min(len(numbers), usable_cores() if cores is None else cores) - 1)
     traces = partial(_traces, experiment, device, processes=processes, full=full, falls_back=falls_back)
 
@@ -244,7 +268,7 @@ def predict(
     load, worst = experiment.plan.worst_expert_load, None
     with _assumptions(experiment, device), no_garbage_collection(), processes:
         found = {number: (traced, replay(traced.trace)) for number, traced in traces(numbers)}
-        # The last first: processes replay them from the first on, and this one those that none has begun.
+        # The last comes first: the pool replays from the first on, and this process those that no other has begun.
         plans = [rank_plan(number, traced.trace, call) for number, (traced, call) in reversed(found.items())][::-1]
         if worst_load and load > 1 and experiment.parallelism.ep > 1:
             largest = max(plans, key=lambda plan: plan.bytes).pipeline_rank
@@ -288,7 +312,7 @@ def _traces(
     full: bool,
     falls_back: bool,
 ) -> Iterator[tuple[int, _Traced]]:
-    """Pipeline ranks with their traces, each as soon as there is one; all anew if one cannot be extrapolated.
+    """Yield pipeline ranks with their traces, each as soon as it is ready; all come anew if one cannot be extrapolated.
 
     `processes` trace optimizer steps while this one traces samples.
     """
@@ -311,7 +335,7 @@ def _traces(
         except ExtrapolationError as error:
             if not falls_back:
                 raise
-            why_full = f"it cannot be extrapolated: {error}"
+            why_full = f"we cannot extrapolate it: {error}"
     for number in numbers:
         with fake_rank(traced, pipeline_ranks(layout)[number]) as rank:
             trace = trace_step(
@@ -331,7 +355,7 @@ def _traces(
 
 @contextmanager
 def traced_rank(experiment: Experiment, device: Device | None, pipeline_rank: int) -> Iterator[FakeRank]:
-    """Build a pipeline rank as it is traced for a device, for the `with` block."""
+    """Build a pipeline rank as it is traced for a device, in the `with` block."""
     experiment = as_traced(experiment, device)
     rank = pipeline_ranks(ResolvedLayout.of(experiment))[pipeline_rank]
     with _assumptions(experiment, device), fake_rank(experiment, rank) as fake:
@@ -353,8 +377,8 @@ def _assuming(assumptions: Callable[[], AbstractContextManager[None]], call: Cal
 
 
 def as_traced(experiment: Experiment, device: Device | None) -> Experiment:
-    """Share of a world, for CUDA with the CPU's flash kernel in place of CUDA's flash and cuDNN kernels, since
-    it saves the same tensors; also in a list of saved operators that names the one that the run takes."""
+    """Run of one world, as it is traced. For CUDA, the CPU's flash kernel replaces CUDA's flash and cuDNN kernels,
+    since it saves the same tensors; lists of saved operators name it as well."""
     traced = share_of_world(experiment)
     if device_type(traced.cluster) != "cuda":
         return traced

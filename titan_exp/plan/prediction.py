@@ -1,4 +1,4 @@
-"""Prediction as plain values: between processes, cached, written to plan.json, and read back. Imports no torch."""
+"""Prediction as plain values: passed between processes, cached, written to plan.json, read back. Imports no torch."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,9 +31,9 @@ class RankTime:
     behind: float
     """Overlapped communication in sequence: FSDP, replication, their host copies, and messages beside matmuls."""
     operators: float = 0.0
-    """Host time of all operators by which it exceeds the device's; all of it on a CPU."""
+    """Host time of all operators beyond the device's time; on a CPU all of it."""
     exchange: float = 0.0
-    """Exchange between worlds, for which the step waits."""
+    """Seconds for which the step waits for the exchange between worlds."""
 
     @property
     def total(self) -> float:
@@ -61,7 +61,7 @@ class RankPrediction:
     saved: int = 0
     """Bytes of parameters and optimizer state, which an asynchronous save copies to the host."""
     retries: int = 0
-    """Allocations of the first steps that find the device full, and give cached memory back before they succeed."""
+    """Number of allocations in the first steps that find the device full and free cached memory before they succeed."""
 
     @property
     def total(self) -> float | None:
@@ -112,7 +112,7 @@ def merge_ranks(parts: Sequence[Prediction]) -> Prediction:
     step, speeds = slowest.step_seconds, (slowest.tokens_per_second_per_device, slowest.mfu)
     if step is None or not totals:
         return replace(slowest, ranks=ranks)
-    # Every part took its missing ranks to be as slow as its slowest.
+    # Every part assumed that its missing ranks are as slow as its slowest.
     whole = pipeline_seconds(totals, len(ranks), slowest.bubble)
     return Prediction(ranks, slowest.bubble, whole, *(speed and speed * step / whole for speed in speeds))
 
@@ -148,23 +148,23 @@ class _Prediction(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Beside:
-    """Work beside some steps of a run, which is traced in memory, at no costs of a step."""
+    """Work beside some steps of a run. Its memory is traced, and it adds nothing to a step's costs."""
 
     category: str
-    """Category of what it allocates."""
+    """Category of the memory that it allocates."""
     phase: str
     """Name of its phase in a trace."""
     after: Sequence[Callable[[], object]]
-    """What it does after the traced step."""
+    """Actions after the traced step."""
     before: Sequence[Callable[[], object]] = ()
-    """What it does before that, after the first step."""
+    """Actions before the traced step, after the first step."""
 
 
 class Exchange:
-    """Exchange between the worlds of a run. A run of one world has none; an extension's class overrides the rest."""
+    """Exchange between the worlds of a run. A run with one world has none; an extension's class overrides the rest."""
 
     phase = ""
-    """Phase of what follows a step; empty if that needs no memory. It is not linear in the layers."""
+    """Name of the phase that follows a step; empty if it needs no memory. It is not linear in the layers."""
     seconds_name = ""
     """Name of `seconds` in a plan."""
 
@@ -173,7 +173,7 @@ class Exchange:
 
     @property
     def title(self) -> str:
-        """Words before the devices of a world in the title of a plan."""
+        """Words that precede the devices of a world in the title of a plan."""
         return ""
 
     @property
@@ -182,37 +182,37 @@ class Exchange:
         return {}
 
     def most_numbers(self, state: float) -> float:
-        """Upper bound of the numbers per parameter beside the `state` of the optimizer."""
+        """Upper bound of the elements per parameter, beside the optimizer's `state`."""
         return 0
 
     def saved_numbers(self, state: float) -> float:
-        """Numbers of a checkpoint per parameter, of which the optimizer keeps `state`."""
+        """Elements of a checkpoint per parameter, of which the optimizer keeps `state`."""
         return 1 + state
 
     def seconds(self, weights: float, device: Device, step: float) -> float:
-        """Seconds of a step that a rank with so many bytes of fp32 `weights` waits for other worlds; the `step` takes
-        so many seconds without."""
+        """Seconds of a step in which a rank waits for other worlds. Its fp32 weights have `weights` bytes, and its step
+        takes `step` seconds without the exchange."""
         return 0.0
 
     def beside(self, state: "TrainState", parts: "Iterable[Part]") -> Sequence[Beside]:
-        """What it does in the phase, on a rank with parts that follow its update."""
+        """Work in the phase, on a rank with parts that follow its update."""
         return ()
 
     def peak_on_cpu(self, peak: "Moment", persistent: Mapping[str, int], gradients: int) -> "Moment":
-        """Peak of a rank on a CPU, which may be within the exchange. Its step has the given peak, `persistent` bytes by
-        category before and after it, and bytes of reduced gradients."""
+        """Peak of a rank on a CPU, which may lie in the exchange. `peak` is the step's; `persistent` are bytes by
+        category before and after it, `gradients` bytes of reduced gradients."""
         return peak
 
     def lines(self, weights: Mapping[int, int]) -> Iterator[str]:
-        """Lines of a plan about it; `weights` are bytes of parameters by predicted pipeline rank."""
+        """Lines about it in a plan; `weights` are bytes of parameters by predicted pipeline rank."""
         yield from ()
 
     def values(self, weights: Mapping[int, int]) -> dict[str, Any]:
-        """Values of a plan about it, for its JSON; `weights` as in `lines`."""
+        """Values about it in a plan's JSON; `weights` are as in `lines`."""
         return {}
 
 
 def exchange_of(experiment: Experiment) -> Exchange:
-    """Exchange of a run: that of the extension whose run it is."""
+    """Exchange of the extension that trains this run, else `Exchange`."""
     found = (exchange(experiment) for exchange in loaded("exchange"))
     return next(filter(None, found), Exchange(experiment))

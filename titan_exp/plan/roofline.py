@@ -36,7 +36,7 @@ BEHIND_COMPUTE = ("fsdp", "efsdp", "dp_replicate")
 """Mesh axes whose collectives overlap with compute."""
 
 CP_KINDS = ("send", "receive", "all-to-all")
-"""Message kinds of context parallelism only, never of FSDP or replication: ring hops and Ulysses all-to-all."""
+"""Message kinds that only context parallelism has, never FSDP or replication: ring hops and Ulysses all-to-all."""
 
 ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 """Rounds of a ring, by kind of collective; others send directly."""
@@ -55,10 +55,10 @@ def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device,
             continue
         calls = costs.calls.get((axis, kind), 0)
         seconds = message_seconds(kind, size, axes.get(axis, [0]), device, node, calls=calls)
-        # Two axes with equal ranks share a group, named "cp_across=fsdp"; its ring hops are exposed.
+        # Two axes with equal ranks share a group, named like "cp_across=fsdp"; its ring hops are exposed.
         if set(axis.split("=")) & set(BEHIND_COMPUTE) and kind not in CP_KINDS:
             behind += seconds
-            # Nothing runs beside the first gather and the last reduction of a step, here of mean size.
+            # Nothing overlaps with the first gather and the last reduction of a step, which we take to be of mean size.
             exposed += seconds / max(1, calls)
         else:
             hidden = min(seconds, seconds_beside(costs, kind, device))
@@ -75,7 +75,7 @@ class ClassTime:
     name: str
     """One of `KERNEL_CLASSES`."""
     launches: int
-    """Kernels; a multi-tensor operator is one."""
+    """Number of kernels; a multi-tensor operator is one."""
     flops: int
     """FLOPs of matmuls and attention."""
     bytes: int
@@ -109,7 +109,7 @@ def _kernel_seconds(costs: OpCosts, device: Device) -> tuple[float, float]:
 
 
 def compute_seconds(costs: OpCosts, device: Device) -> float:
-    """Seconds of matmuls and attention, if none is bound by reading its operands."""
+    """Seconds of matmuls and attention if reading operands bounds none of them."""
     seconds = (costs.flops - costs.fp8_flops) / device.matmul_rate + costs.fp8_flops / device.fp8_rate
     for name, rate in zip((ATTENTION, ATTENTION_BACKWARD), device.attention_rates, strict=True):
         seconds += costs.kernels.get((name, "flops"), 0) * (1 / rate - 1 / device.matmul_rate)
@@ -117,13 +117,13 @@ def compute_seconds(costs: OpCosts, device: Device) -> float:
 
 
 def seconds_beside(costs: OpCosts, kind: str, device: Device) -> float:
-    """Seconds of the matmuls beside which messages of a kind are sent in pieces; 0 for other messages."""
+    """Seconds of the matmuls that overlap with a kind of message, sent in pieces; 0 for other kinds."""
     flops, fp8 = (costs.kernels.get((kind, measure), 0) for measure in MEASURES[:2])
     return compute_seconds(OpCosts(flops=flops, fp8_flops=fp8), device)
 
 
 def axis_ranks(parallelism: ParallelismConfig, pipeline_rank: int, costs: OpCosts) -> dict[str, list[int]]:
-    """Ranks of the first rank's process group, by mesh axis of its messages."""
+    """Ranks of the first rank's process groups, by mesh axis of its messages."""
     meshes = [{axis.name: axis.degree(parallelism) for axis in axes} for axes in (AXES, EXPERT_AXES)]
     sharded, groups = {axis.name for axis in AXES if axis.shards_parameters}, dict[str, list[int]]()
     for axis, _ in costs.messages:
@@ -152,12 +152,12 @@ def pipeline_bubble(layout: ResolvedLayout) -> float:
 
 
 def message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, node: int, *, calls: int = 0) -> float:
-    """Seconds of one rank's messages of one kind: ring algorithms, and all-to-all straight to each rank.
+    """Seconds of one rank's messages of one kind: by ring algorithms, or all-to-all directly to each rank.
 
-    `calls` messages have `size` bytes together; each adds the latency of its hops, one after the other around a ring.
+    `calls` messages have `size` bytes in total; each adds the latency of its hops around the ring.
     """
     if kind == "receive" or len(ranks) < 2:
-        return 0.0  # counted by the sender
+        return 0.0  # the sender counts them
     nodes = Counter(rank // node for rank in ranks)
     rate, others, rounds = device.link_gbs, (len(ranks) - 1) / len(ranks), ROUNDS.get(kind.partition(BESIDE)[0], 0)
     hops = (len(ranks) - len(nodes), len(nodes) - 1) if rounds else (len(nodes) == 1, len(nodes) > 1)

@@ -1,4 +1,4 @@
-"""Supported options of the planner, checked without importing torch for a fast error."""
+"""Options that the planner supports, checked without importing torch so that errors come fast."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,15 +14,15 @@ BACKENDS = ("inductor", "aot_eager", "eager")
 """Backends of torch.compile that run on fake tensors."""
 
 HOPPER = (9, 0)
-"""First CUDA capability on which `auto` is cuDNN's attention."""
+"""First CUDA capability on which `auto` chooses cuDNN's attention."""
 
 BLACKWELL = (10, 0)
 """First CUDA capability with NVFP4 instructions."""
 
 WHY_NOT = {
-    "fa3": "only its own package knows its workspaces",
-    "fa4": "only its own package knows its workspaces",
-    "flex": "FlexAttention's kernels have no backward pass on a CPU, where runs are traced",
+    "fa3": "we do not know how much workspace its package takes",
+    "fa4": "we do not know how much workspace its package takes",
+    "flex": "we trace runs on a CPU, where FlexAttention has no backward pass",
 }
 """Reason by unsupported attention backend."""
 
@@ -30,32 +30,32 @@ WHY_NOT = {
 def check_supported(experiment: Experiment, device: Device | None = None) -> None:
     """Raise UserError if the planner does not support an option of a run, or a kernel on a known GPU."""
     if found := list(_violations(experiment, device)):
-        raise UserError("This run cannot be planned.", found)
+        raise UserError("We cannot plan this run.", found)
 
 
 def _violations(experiment: Experiment, device: Device | None) -> Iterator[Violation]:
     compiled = experiment.compile
     if compiled.enabled and compiled.backend not in BACKENDS:
-        remedy = f"one of {listed(BACKENDS)}, or compile=none"
-        yield Violation("compile.backend", compiled.backend, "the memory of this backend is not known", remedy)
+        remedy = f"use compile.backend={listed(BACKENDS)}, or compile=none"
+        yield Violation("compile.backend", compiled.backend, "we do not know the memory of this backend", remedy)
     if device_type(experiment.cluster) != "cuda":
         return
     backend = attention_backend(experiment.model)
     if backend in WHY_NOT:
-        yield Violation(ATTENTION_BACKEND, backend, WHY_NOT[backend], f"{ATTENTION_BACKEND}=auto, or math")
+        yield Violation(ATTENTION_BACKEND, backend, WHY_NOT[backend], f"use {ATTENTION_BACKEND}=auto or math")
     if backend == "cudnn" and experiment.data.document_mask:
-        reason = "cuDNN's workspace with a mask is not known, and data.document_mask is true"
-        yield Violation(ATTENTION_BACKEND, backend, reason, f"{ATTENTION_BACKEND}=auto")
+        reason = "data.document_mask is true, and we do not know cuDNN's workspace with a mask"
+        yield Violation(ATTENTION_BACKEND, backend, reason, f"use {ATTENTION_BACKEND}=auto")
     if device is None:
         return
     if device.capability is None and attention_kernel(experiment) == "efficient":
-        reason = f"fp32 and document masks take the efficient kernel, and that of {device.name} is another one"
-        yield Violation(ATTENTION_BACKEND, backend, reason, f"{ATTENTION_BACKEND}=math")
+        reason = f"fp32 and document masks need the efficient kernel, and we do not know the one of {device.name}"
+        yield Violation(ATTENTION_BACKEND, backend, reason, f"use {ATTENTION_BACKEND}=math")
     quantization = experiment.quantization
     instructed = device.capability is not None and device.capability >= BLACKWELL and quantization.emulate is not True
     if quantization.recipe == "nvfp4" and instructed:
-        reason = f"{device.name} runs it with Triton kernels, which cannot be traced without a GPU"
-        remedy = "quantization=mxfp8; or quantization.emulate=true, which computes other numbers, slowly"
+        reason = f"{device.name} runs it with Triton kernels, which we cannot trace without a GPU"
+        remedy = "use quantization=mxfp8, or quantization.emulate=true, which computes other numbers, slowly"
         yield Violation("quantization.recipe", "nvfp4", reason, remedy)
 
 
@@ -67,7 +67,7 @@ def attention_kernel(experiment: Experiment) -> str:
 
 
 def with_run_kernels(device: Device, experiment: Experiment) -> Device:
-    """Device with the recipe, attention kernel and head size of a run, which choose among its rates."""
+    """Device with the run's recipe, attention kernel and head size, which choose among its rates."""
     spec, kernel = model_spec(experiment.model), attention_backend(experiment.model)
     attention = None if spec is None else spec.attention
     if kernel == "auto":
@@ -78,7 +78,7 @@ def with_run_kernels(device: Device, experiment: Experiment) -> Device:
 
 
 def _auto_backend(experiment: Experiment) -> str:
-    """Attention backend that `auto` chooses on CUDA, cuDNN on older GPUs too."""
+    """Attention backend that `auto` chooses on CUDA; cuDNN on older GPUs, too."""
     spec, parallelism, training = model_spec(experiment.model), experiment.parallelism, experiment.training
     return auto_backend(
         [] if spec is None else [head_dim for _, head_dim in spec.head_dims],

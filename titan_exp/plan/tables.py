@@ -12,7 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from titan_exp.config.command_line.terminal import Terminal
-from titan_exp.config.errors.user_error import shown
+from titan_exp.config.errors.user_error import listed, shown
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.groups.training import steps_for as steps_of_ramp
 from titan_exp.config.layout.axes import DEGREES
@@ -28,10 +28,10 @@ from titan_exp.plan.trace.torch_patches import uses_inductor
 from titan_exp.quantization.recipes import MIN_CAPABILITY
 from titan_exp.tracking.number_format import GIB, MIB, format_bytes, format_si
 
-COMPILED = " Compiled regions are traced with inductor's CPU code, which has not been compared with a GPU."
-AT_MOST = " Attention's backward is counted with its largest workspace: this is an upper bound."
+COMPILED = " We traced compiled regions with inductor's CPU code, and have not compared that with a GPU."
+AT_MOST = " This is an upper bound, which counts attention's backward with its largest workspace."
 OF_RUN = ("gpu_hours", "tokens", "checkpoint_bytes", "checkpoint_bytes_per_node", "host_bytes_per_node")
-"""Values of a plan that its JSON repeats by name."""
+"""Values of a plan that its JSON repeats under the same names."""
 _SHORT = {
     "parameters": "params",
     "gradients": "grads",
@@ -49,10 +49,10 @@ def print_plan(plan: Plan, console: Console | None = None, *, kernels: bool = Fa
     devices = f"{plan.exchange.title}{layout.world_size} x {plan.device.name if plan.device else 'CPU process'}"
     micro_batch = f"{layout.micro_batch_size} x {training.seq_len} tokens per micro-batch"
     step = f"{micro_batch}, {layout.gradient_accumulation} per step"
-    console.print(f"{plan.experiment.model.name} on {devices}: {step}", highlight=False)
+    print_lines(console, [f"{plan.experiment.model.name} on {devices}: {step}"])
     if training.batch_ramp:
         batch = f"training.global_batch_size={training.global_batch_size}, the largest batch of the ramp"
-        print_lines(console, [f"Memory and time of a step are those with {batch}."])
+        print_lines(console, [f"Memory and time are those of a step with {batch}."])
     print_unwrapped(console, _memory(plan))
     print_lines(console, _memory_lines(plan))
     print_unwrapped(console, _messages(plan))
@@ -64,7 +64,7 @@ def print_plan(plan: Plan, console: Console | None = None, *, kernels: bool = Fa
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Print lines as they are: not wrapped, and without colours of numbers."""
+    """Print lines as they are: unwrapped, and without colours for numbers."""
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -89,6 +89,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "worst_load_bytes": plan.worst_bytes,
         "planning_seconds": plan.planning_seconds,
         "traced_in_full_because": plan.why_full or None,
+        "no_time_because": plan.why_no_time or None,
     }
 
 
@@ -137,15 +138,18 @@ def _memory(plan: Plan) -> Table:
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    """Sentences below the table of memory."""
+    """Sentences below the memory table."""
     yield _fit_sentence(plan)
+    if not plan.is_whole:
+        some, last = listed([rank.pipeline_rank for rank in plan.ranks], "and"), plan.layout.parallelism.pp - 1
+        yield f"This plan has only pipeline rank {some} of 0 to {last}. It says nothing about the others."
     yield from (*_sent_activations(plan), *_experts(plan), *_on_host(plan))
     yield from dict.fromkeys(f"{line[0].upper()}{line[1:]}." for rank in plan.ranks for line in rank.trace.saved_calls)
 
 
 def _fit_sentence(plan: Plan) -> str:
     if plan.device is None or plan.layout.device_type == "cpu":
-        return "Sizes are those of tensor storages on a CPU."
+        return "Sizes count the tensors alone, on a CPU."
     largest, room = plan.largest, plan.device.memory
     tensors, allocator = largest.trace.peak.bytes, largest.allocator
     spec = model_spec(plan.experiment.model)
@@ -153,31 +157,37 @@ def _fit_sentence(plan: Plan) -> str:
     needs = f"{_gib(tensors)} GiB of tensors"
     if allocator is not None and tensors <= room:
         way, key = ("expandable", "false") if largest.expandable else ("fixed", "true")
-        other = f"; {_gib(largest.other_segments)} with cluster.expandable_segments={key}"
-        other = ", and the pool of a CUDA graph apart" if plan.experiment.compile.cuda_graphs else other
+        other = f" ({_gib(largest.other_segments)} with cluster.expandable_segments={key})"
+        other = " and in the pool of a CUDA graph" if plan.experiment.compile.cuda_graphs else other
         needs += f", for which torch's allocator reserves {_gib(largest.bytes)} in {way} segments{other}"
-    unknown = "" if plan.device.matmul_workspace else ", and unknown workspaces of its matmul library"
+    unknown = "" if plan.device.matmul_workspace else ", and workspaces of its matmul library that we do not know"
     others = "NCCL's and symmetric buffers" if symmetric_memory(plan.layout, spec) else "NCCL's buffers"
-    needs += f"; {_gib(overhead)} is taken for CUDA's context and code and {others}{unknown}"
-    if largest.bytes + overhead > room:
-        return f"Does not fit: {needs}; the device has {_gib(room)}."
-    left = f"{_gib(room - largest.bytes - overhead)} of the device's {_gib(room)} GiB are left"
+    needs += f". CUDA's context and code and {others} take {_gib(overhead)}{unknown}"
+    what = "tensors" if allocator is None else "reserved"
+    needs += f". {_gib(largest.bytes)} {what} + {_gib(overhead)} process = {_gib(largest.bytes + overhead)} GiB"
+    is_over = largest.bytes + overhead > room
+    verdict = plan.verdict(fits=not is_over)
+    verdict = f"{verdict[0].upper()}{verdict[1:]}"
     notes = f"{COMPILED if uses_inductor(plan.experiment.compile) else ''}{AT_MOST if plan.at_most else ''}"
+    if is_over:
+        return f"{verdict}, because the device has {_gib(room)} GiB: {needs}.{notes}"
+    left = f"with {_gib(room - largest.bytes - overhead)} of the device's {_gib(room)} GiB left"
     if allocator is None or not allocator.retries:
-        return f"Fits, {left}: {needs}.{notes}"
+        return f"{verdict}, {left}: {needs}.{notes}"
     return (
-        f"Fits with the allocator under pressure: in {STEPS} steps it finds the device full {allocator.retries} times, "
-        f"gives cached memory back, and waits for the GPU each time. {needs}; {left}.{notes}"
+        f"{verdict} with the allocator under pressure: in {STEPS} steps it finds the device full {allocator.retries} "
+        f"times, gives cached memory back, and waits for the GPU each time, which the step time does not count. It "
+        f"ends {left}: {needs}.{notes}"
     )
 
 
 def _sent_activations(plan: Plan) -> Iterator[str]:
-    """Line about sent activations, which a pipeline on GPUs may free earlier than predicted."""
+    """Line on the activations in flight, which a pipeline on GPUs may free earlier than predicted."""
     if plan.largest.sent and plan.layout.device_type == "cuda":
         passes = plan.layout.gradient_accumulation // plan.layout.pipeline_microbatches
         yield (
-            f"Up to {format_bytes(plan.largest.sent / passes)} of it are sent activations: each is counted until its "
-            "pass ends, and is freed earlier where the GPU keeps up with its host."
+            f"Up to {format_bytes(plan.largest.sent / passes)} of it are sent activations. We count each until its "
+            "pass ends. A GPU that keeps up with its host frees them earlier."
         )
 
 
@@ -188,14 +198,14 @@ def _experts(plan: Plan) -> Iterator[str]:
     if router is None:
         return
     tokens = layout.micro_batch_size * layout.training.seq_len / layout.parallelism.cp
-    # A rank routes its own tokens; ranks with other channels of the same experts compute the tokens of all of them.
+    # A rank routes its own tokens. Ranks that share experts' channels compute each other's tokens, too.
     tokens *= layout.parallelism.ep * layout.parallelism.etp / layout.parallelism.tp
     rows = tokens * router.moe.active_experts / router.moe.experts
-    yield f"Uniform routing: {rows:,.0f} rows per expert and micro-batch."
+    yield f"We assume uniform routing, {rows:,.0f} rows per expert and micro-batch."
     if plan.worst_bytes is not None:
         yield (
-            f"If a rank's experts received {plan.experiment.plan.worst_expert_load:g} times the mean "
-            f"(plan.worst_expert_load), it would need {format_bytes(plan.worst_bytes)}."
+            f"A rank whose experts got {plan.experiment.plan.worst_expert_load:g} times the mean "
+            f"(plan.worst_expert_load) would need {format_bytes(plan.worst_bytes)}."
         )
 
 
@@ -207,14 +217,15 @@ def _on_host(plan: Plan) -> Iterator[str]:
     tensors = f"{format_bytes(host.peak.bytes)} of tensors{f' ({parts})' if parts else ''}"
     together = "" if node is None else f", {format_bytes(node)} for the ranks of a node"
     given = plan.experiment.cluster.memory_gb or 0
-    fits = "does not fit" if node is not None and given and node > given * GIB else "must hold the processes as well"
-    room = f"; cluster.memory_gb={given} {fits}" if given else ""
-    yield f"On the host: {tensors}{together}{room}. Parameters and gradients are pinned, in blocks of powers of two."
+    is_over = node is not None and given and node > given * GIB
+    held = "is less than that" if is_over else "must hold the processes as well"
+    room = f". cluster.memory_gb={given} {held}" if given else ""
+    yield f"On the host: {tensors}{together}{room}. The host pins parameters and gradients, in blocks of powers of two."
     if plan.step_seconds is not None:
         reading = format_si(trace.costs.host_bytes, "B")
         yield (
-            f"The host clips and updates: it reads {reading} for each rank while the GPU waits. The estimates "
-            "below leave that out, since the host's speed is not known."
+            f"The host clips and updates, and reads {reading} for each rank while the GPU waits. The estimates below "
+            "leave that out, because we do not know the host's speed."
         )
 
 
@@ -245,7 +256,7 @@ def _kernels(plan: Plan) -> Table:
 def table_of(
     headings: Iterable[str], rows: Iterable[Iterable[object]], words: Collection[str], title: str | None = None
 ) -> Table:
-    """Table of rows; columns of `words` are aligned on the left, others, of numbers, on the right."""
+    """Table of rows; columns of `words` are left-aligned, columns of numbers right-aligned."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in words else "right", no_wrap=heading not in words)
@@ -259,14 +270,14 @@ def _of_largest(plan: Plan) -> str:
 
 
 def _emulated(plan: Plan) -> Iterator[str]:
-    """Line about a recipe that this GPU emulates."""
+    """Line on a recipe that this GPU emulates."""
     config, device = plan.experiment.quantization, plan.device
     if plan.layout.device_type == "cpu" or config.recipe == "none" or device is None:
         return
     major, minor = least = MIN_CAPABILITY[config.recipe]
     if device.capability is None or device.capability < least:
         needed = f"its instructions need CUDA capability {major}.{minor}"
-        yield f"{config.recipe} is emulated on {device.name}, as in training: {needed}."
+        yield f"A run emulates {config.recipe} on {device.name}, because {needed}. So does this plan."
 
 
 def _speed(plan: Plan) -> Iterator[str]:
@@ -277,6 +288,7 @@ def _speed(plan: Plan) -> Iterator[str]:
     yield from plan.exchange.lines(plan.weights)
     times = [rank.time for rank in plan.ranks if rank.time is not None]
     if not times or plan.step_seconds is None:
+        yield f"no time: {plan.why_no_time}."
         return
     slowest = max(times, key=lambda time: time.total)
     operators = f"launches beyond these {slowest.operators:.3g}, " if slowest.operators else ""
@@ -286,9 +298,11 @@ def _speed(plan: Plan) -> Iterator[str]:
     yield f"{plan.step_seconds:.3g} s per step, estimated: {computed}{sent}; bubble {plan.bubble:.0%}"
     hours = plan.gpu_hours or 0.0
     shown = f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
-    mfu, unit = ("", "device-hours") if plan.mfu is None else (f", MFU {plan.mfu:.0%}", "GPU-hours")
+    mfu, unit = ("", "device-hours") if plan.mfu is None else (f", MFU {plan.mfu:.0%} of the bf16 peak", "GPU-hours")
     run = f"{plan.experiment.training.last_step} steps: {plan.tokens:,} tokens, {shown} {unit}"
     yield f"{plan.tokens_per_second:,.0f} tokens/s per device{mfu}; {run}"
+    if plan.mfu is not None:
+        yield "How close such numbers came to measured ones: titan-exp help planner-accuracy"
 
 
 def _gib(size: float) -> str:
@@ -302,7 +316,7 @@ def print_search(result: SearchResult, device: Device, commands: Sequence[str], 
     training = first.experiment.training
     devices = f"{exchange_of(first.experiment).title}{first.layout.world_size} x {device.name}"
     step = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
-    console.print(f"{first.experiment.model.name} on {devices}: {step}", highlight=False)
+    print_lines(console, [f"{first.experiment.model.name} on {devices}: {step}"])
     print_unwrapped(console, _table(result, tokens))
     print_lines(console, [*_left_out(result), "\nTo launch them:"])
     print_lines(console, (f"{number:>3}  {command}" for number, command in enumerate(commands, 1)))
@@ -384,19 +398,33 @@ def _table(result: SearchResult, tokens: int | None) -> Table:
 def _left_out(result: SearchResult) -> list[str]:
     broken, rooms = sum(count for count, _ in result.left_out), sorted({f"{row.room / GIB:.1f}" for row in result.rows})
     room = " to ".join(dict.fromkeys((rooms[0], rooms[-1])))
+    stopped, faster = (
+        "the search was stopped. Some may be faster",
+        "their compute alone takes as long as the first row's",
+    )
+    counts = (
+        (result.floor, "not planned, because an estimate says that they do not fit."),
+        (result.too_large, f"of {result.planned:,} planned ones do not fit."),
+        (result.slower, f"not planned, because {stopped if result.stopped else f'{faster} step'}."),
+    )
     return [
-        "* on the Pareto front: no faster layout needs less memory. Times are estimates; GiB are reserved by torch's "
-        f"allocator, for which {room} GiB of the device are left beside CUDA's context and NCCL's buffers.",
-        *["~ with the allocator under pressure, which waits for the GPU."] * any(row.retries for row in result.rows),
+        "* on the Pareto front: no faster layout needs less memory. Times are estimates. GiB is what torch's allocator "
+        f"reserves, and {room} GiB of the device are left for it beside CUDA's context and NCCL's buffers.",
+        *_pressure(result.rows),
         f"{broken:,} of {result.tried:,} tried layouts break a rule" + (":" if broken else "."),
         *(f"    {count:>6,}  {example.field}, for example: {example.reason}" for count, example in result.left_out[:4]),
         *(
-            f"  {count:,} cannot be extrapolated, because {reason}: titan-exp plan predicts one of them;"
+            f"  {count:,} not planned, because {reason}. Try titan-exp plan with one of them."
             for reason, count in result.unknown
         ),
-        f"  {result.floor:,} are estimated not to fit, and "
-        f"{result.too_large:,} of {result.planned:,} planned ones do not fit;",
-        f"  {result.slower:,} are not planned, and some may be faster: the search was stopped."
-        if result.stopped
-        else f"  {result.slower:,} are not planned: their compute alone takes as long as the first row's step.",
+        *(f"  {count:,} {text}" for count, text in counts if count),
     ]
+
+
+def _pressure(rows: Sequence[LayoutCost]) -> Iterator[str]:
+    """Sentence about rows that fit only under pressure, and the fastest one with room."""
+    if any(row.retries for row in rows):
+        roomy = next((place for place, row in enumerate(rows, 1) if not row.retries), None)
+        other = "No row has room" if roomy is None else f"Row {roomy} is the fastest with room"
+        more = f" {other}." if rows[0].retries else ""
+        yield f"~ the allocator is under pressure and waits for the GPU, which the speeds do not count.{more}"

@@ -1,1 +1,1 @@
-"""Matmuls in fewer bits: recipes on torchao's casts and matmuls, for weights sharded in any way."""
+"""Low-precision matmuls: recipes built on torchao's casts and matmuls, for weights sharded in any way."""

@@ -1,11 +1,11 @@
-"""Float8: casts, scales and matmuls, and the linear layer of three recipes, forward and backward.
+"""Float8: casts, scales and matmuls, and the linear layer of three recipes, in forward and backward.
 
 The arithmetic is torchao's, on plain tensors: a tensor is multiplied by its scale before the cast. torchao's tensor
 subclasses do not support our tensor parallelism, and its modules compute scales from one rank's shard.
 
-Where ranks hold parts of the dim that shares a scale, amax is reduced over them, so that scales do not depend on the
-layout. With sequence parallelism each rank casts its own tokens, and float8 is gathered: the same numbers, from half of
-the bytes where one cast serves forward and backward (tensorwise), and from as many where each has its own (rowwise).
+If ranks hold parts of the dim that shares a scale, amax is reduced over them, so scales do not depend on the layout.
+With sequence parallelism, each rank casts its own tokens and float8 is gathered. The numbers are the same; the bytes
+are half where one cast serves forward and backward (tensorwise), and as many where each has its own (rowwise).
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ with import_torchao():
     from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
 AmaxReduce = Callable[[Tensor], Tensor]
-"""Elementwise maximum over ranks."""
+"""Takes the elementwise maximum over ranks."""
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -43,7 +43,7 @@ class Float8Matrix(NamedTuple):
 
     @staticmethod
     def of(data: Tensor, scale: Tensor) -> "Float8Matrix":
-        """A matrix cast with these scales."""
+        """Wrap a matrix that was cast with these scales."""
         return Float8Matrix(data, scale, scale.reciprocal())
 
     def t(self) -> "Float8Matrix":
@@ -52,10 +52,10 @@ class Float8Matrix(NamedTuple):
 
 
 def amax_of(tensor: Tensor, over: int | None) -> Tensor:
-    """Largest magnitude of a matrix, or of each of its rows or columns: `over` is the dim reduced, kept with size 1.
+    """Largest magnitude of a matrix, or of each row or column; `over` is the reduced dim, kept with size 1.
 
-    A norm reads the matrix once in eager mode too. Inductor fuses reductions of rows into the kernel that computes the
-    matrix, and not a reduction of the whole.
+    A norm reads the matrix only once even in eager mode. Inductor fuses reductions of rows into the kernel that
+    computes the matrix, but not a reduction of the whole matrix.
     """
     if over is not None:
         return torch.linalg.vector_norm(tensor, torch.inf, dim=over, keepdim=True)
@@ -75,22 +75,22 @@ def scale_of(
 
 
 def scale_of_amax(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
-    """Scales from amax values."""
+    """Scales from amax values, as in `scale_of`."""
     return amax_to_scale(amax, dtype, round_scales_to_power_of_2=power_of_two)
 
 
 def cast(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """tensor · scale in float8, saturating."""
+    """Cast tensor · scale to float8, saturating."""
     return to_fp8_saturated(tensor.float() * scale, dtype)
 
 
 def multiply(
     left: Float8Matrix, right: Float8Matrix, dtype: torch.dtype, *, emulated: bool, fast: bool = False
 ) -> Tensor:
-    """left [m, k] · right [k, n] in `dtype`; scales are scalars, or [m, 1] and [1, n].
+    """Multiply left [m, k] by right [k, n], in `dtype`; scales are scalars, or [m, 1] and [1, n].
 
-    `fast` accumulates in fewer bits, which is faster on Hopper. Rowwise scales are applied by the matmul itself
-    (cuBLAS 12.9 on Hopper), also without `fast`, where torchao multiplies the output by them in passes of its own.
+    `fast` accumulates in fewer bits, which is faster on Hopper. The matmul itself applies rowwise scales (cuBLAS 12.9
+    on Hopper), even without `fast`, in which case torchao multiplies the output by them in separate passes.
     """
     if emulated:
         return in_type(torch.mm(left.data.float() / left.scale, right.data.float() / right.scale), dtype)
@@ -115,20 +115,20 @@ def multiply(
 
 
 class Float8Weight(NamedTuple):
-    """A weight in float8 in both layouts, cast once per optimizer step."""
+    """Weight in float8 in both layouts, cast once per optimizer step."""
 
     rows: Float8Matrix
-    """[outputs, inputs], for the forward pass."""
+    """Matrix [outputs, inputs] for the forward pass."""
     columns: Float8Matrix
-    """[outputs, inputs] in transposed memory, for the gradient of the input."""
+    """Matrix [outputs, inputs] in transposed memory, for the gradient of the input."""
 
 
 @dataclass(frozen=True)
 class Float8:
-    """A float8 recipe with the sharding of a linear."""
+    """Float8 recipe, with the sharding of a linear."""
 
     rowwise: bool
-    """One scale per row of the left and per column of the right matrix; else one per matrix."""
+    """True for one scale per row of the left and per column of the right matrix; False for one scale per matrix."""
     high_precision_weight_gradient: bool
     """Compute the weight gradient from unquantized matrices."""
     power_of_two: bool
@@ -140,15 +140,15 @@ class Float8:
     output_amax_reduce: AmaxReduce | None = None
     """Amax reduction if outputs are sharded."""
     dual_cast: bool = False
-    """Cast matrices needed in both layouts by our dual-cast kernel; the same numbers."""
+    """Cast matrices that are needed in both layouts by our dual-cast kernel, with the same results."""
     gathers_input: TensorParallelCollectives | None = None
-    """Ranks that hold parts of the input's tokens, which are cast, then gathered."""
+    """Ranks that hold parts of the input's tokens; each casts its tokens, then float8 is gathered."""
     scatters_output: TensorParallelCollectives | None = None
-    """Ranks to whose tokens the output is reduced; in backward these are cast, then gathered."""
+    """Ranks that each keep their tokens of the reduced output; in backward these tokens are cast, then gathered."""
 
     @staticmethod
     def of(config: QuantizationConfig, *, emulated: bool) -> "Float8":
-        """The recipe that the configuration names, on one rank."""
+        """Build the recipe that the configuration names, for one rank."""
         return Float8(
             rowwise=config.recipe != "float8_tensorwise",
             high_precision_weight_gradient=config.recipe == "float8_rowwise_gw_hp",
@@ -158,19 +158,19 @@ class Float8:
         )
 
     def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> "Float8":
-        """The recipe where ranks share inputs or outputs; `amax_reduce` is the maximum over them."""
+        """Return the recipe for ranks that share inputs or outputs; `amax_reduce` takes the maximum over them."""
         if input_sharded:
             return replace(self, input_amax_reduce=amax_reduce)
         return replace(self, output_amax_reduce=amax_reduce)
 
     @property
     def gradient_type(self) -> torch.dtype:
-        """Dtype of output gradients: e5m2's wide range if they share one scale."""
+        """Dtype of output gradients: e5m2 for its wide range if they share one scale."""
         return E4M3 if self.rowwise else E5M2
 
     @property
     def column_scales(self) -> bool:
-        """True if the weight has one scale per column for the gradient of the input; else one scale."""
+        """True if the weight has one scale per column for the input's gradient; False if it has a single scale."""
         return self.rowwise and not self.high_precision_weight_gradient
 
     def scale_of_amax(self, amax: Tensor, dtype: torch.dtype, amax_reduce: AmaxReduce | None = None) -> Tensor:
@@ -180,7 +180,7 @@ class Float8:
     def quantize(
         self, tensor: Tensor, dtype: torch.dtype, over: int | None, amax_reduce: AmaxReduce | None
     ) -> Float8Matrix:
-        """A matrix in float8, and its scales (see `scale_of`)."""
+        """Cast a matrix to float8; returns it with its scales (see `scale_of`)."""
         scale = scale_of(tensor, dtype, over=over, power_of_two=self.power_of_two, amax_reduce=amax_reduce)
         return Float8Matrix.of(cast(tensor, scale, dtype), scale)
 
@@ -192,12 +192,12 @@ class Float8:
         amax_reduce: AmaxReduce | None,
         ranks: TensorParallelCollectives | None,
     ) -> Float8Matrix:
-        """All tokens [..., channels] as a matrix in float8; `ranks` hold parts of them, each casts its own."""
+        """Cast all tokens [..., channels] to a float8 matrix. `ranks` hold parts of them, and each casts its own."""
         own = tensor.reshape(-1, tensor.shape[-1])
         if ranks is not None and over != -1:
             amax_reduce = self.input_amax_reduce or self.output_amax_reduce
         scale = scale_of(own, dtype, over=over, power_of_two=self.power_of_two, amax_reduce=amax_reduce)
-        # Cast in the shape of the tokens: async tensor parallelism looks for a reshape before a matmul.
+        # We cast in the shape of the tokens, since async tensor parallelism looks for a reshape before a matmul.
         of_tokens = scale.view(*tensor.shape[:-1], 1) if over == -1 else scale
         data = cast(tensor, of_tokens, dtype)
         if ranks is None:
@@ -210,10 +210,11 @@ class Float8:
     def quantize_dual(
         self, tensor: Tensor, dtype: torch.dtype, amax_reduce: AmaxReduce | None
     ) -> tuple[Float8Matrix, Float8Matrix]:
-        """A matrix [tokens, channels] in float8 with row scales, and with column scales in transposed memory.
+        """Cast a matrix [tokens, channels] to float8 twice: with row scales, and with column scales in transposed
+        memory.
 
-        Both have the same numbers under one scale per matrix. `amax_reduce` covers ranks with other channels of these
-        tokens.
+        With one scale per matrix, both have the same numbers. `amax_reduce` covers ranks that hold other channels of
+        these tokens.
         """
         tensor = tensor.contiguous()
         if self.rowwise:
@@ -232,10 +233,10 @@ class Float8:
 def float8_linear(
     x: Tensor, weight: Tensor, scale: Tensor | None, recipe: Float8, quantized: Float8Weight | None = None
 ) -> Tensor:
-    """x · weightᵀ, [..., inputs] and [outputs, inputs]; `scale` is the whole weight's if precomputed.
+    """Compute x · weightᵀ, [..., inputs] and [outputs, inputs]; `scale` is the whole weight's, if precomputed.
 
-    The weight may already be quantized: by a float8 all-gather, or as `quantized`, and then only its gradient is
-    `weight`'s.
+    The weight may already be quantized, by a float8 all-gather or as `quantized`; then `weight` only receives its
+    gradient.
     """
     matrices = () if quantized is None else (*quantized.rows, *quantized.columns)
     return _Float8Linear.apply(x, weight, scale, recipe, *matrices)  # type: ignore[return-value]  # a Tensor
@@ -301,7 +302,7 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _gradient_of_weight(gradient: Tensor, by_columns: Float8Matrix | None, x: list[Tensor], recipe: Float8) -> Tensor:
-    """Weight gradient; contracts all tokens.
+    """Weight gradient, which contracts all tokens.
 
     `x` is the input, followed by a known scale and its inverse, or its `Float8Matrix`.
     """
@@ -314,13 +315,13 @@ def _gradient_of_weight(gradient: Tensor, by_columns: Float8Matrix | None, x: li
     elif rows.dtype == E4M3:
         right = Float8Matrix(*x)
     else:
-        # Another expression than in forward, whose result the compiler would keep beside its source.
+        # The expression differs from the forward's, whose result the compiler would keep beside its source.
         right = Float8Matrix(cast(rows.t(), x[1], E4M3).t(), *x[1:])
     return multiply(left.t(), right, gradient.dtype, emulated=recipe.emulated)
 
 
 def unflatten(rows: Tensor, like: Tensor, ranks: TensorParallelCollectives | None = None) -> Tensor:
-    """Rows in the leading dims of `like`, whose tokens are those of one of the ranks."""
+    """Shape rows like the leading dims of `like`; with `ranks`, its tokens are those of one rank."""
     if like.dim() == 2:
         return rows
     *batch, tokens = like.shape[:-1]
@@ -328,7 +329,7 @@ def unflatten(rows: Tensor, like: Tensor, ranks: TensorParallelCollectives | Non
 
 
 def _whole(weight: Tensor, scale: Tensor | None, recipe: Float8) -> Float8Matrix:
-    """The weight under one scale."""
+    """Cast the weight with a single scale."""
     if isinstance(weight, Float8TrainingTensor):
         return Float8Matrix.of(weight._data, weight._scale)
     if scale is not None:

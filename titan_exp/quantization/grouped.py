@@ -1,7 +1,7 @@
 """Quantized grouped linear for experts: torchao's kernels, or emulation.
 
-torchao has kernels for two recipes. Others, and those two elsewhere, are emulated: each expert's rows and weight are
-rounded as those of one linear layer. Scales of a whole matrix, or of a column of tokens, are per expert. Nothing
+torchao has kernels for two recipes. Other recipes, and these two on other devices, are emulated: each expert's rows and
+weight are rounded as in a linear layer. Scales of a whole matrix, or of a column of tokens, are per expert. Nothing
 synchronizes with the host.
 """
 
@@ -29,20 +29,21 @@ class Operands:
     """Rounded matrices for `grouped_rows` or `grouped_outer`."""
 
     left: Tensor
-    """[tokens, k] or [tokens, m]."""
+    """Left matrix, [tokens, k] or [tokens, m]."""
     right: Tensor
-    """[experts, k, n] or [tokens, n]."""
+    """Right matrix, [experts, k, n] or [tokens, n]."""
     ends: Tensor
     """End of each expert's rows."""
     scales: tuple[Tensor, ...] = ()
-    """Factors of the result, applied one after the other."""
+    """Factors of the result, applied one after another."""
 
 
 class GroupedRecipe(ABC):
-    """A recipe for grouped matmuls. Rows after the last end are arbitrary."""
+    """Recipe for grouped matmuls. Rows after the last end are arbitrary."""
 
     def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> Self:
-        """The recipe where ranks share the experts' inputs or outputs; `amax_reduce` is the maximum over them."""
+        """Return the recipe for ranks that share the experts' inputs or outputs; `amax_reduce` takes the maximum over
+        them."""
         return self
 
     @abstractmethod
@@ -60,30 +61,30 @@ class GroupedRecipe(ABC):
 
 @dataclass(frozen=True)
 class GroupedFloat8(GroupedRecipe):
-    """The float8 recipes."""
+    """Float8 recipes for grouped matmuls."""
 
     recipe: Float8
     """Recipe of a single linear."""
 
     def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> Self:
-        """Reduce the amax of what spans the ranks' channels."""
+        """Reduce amax over ranks where values span the ranks' channels."""
         return replace(self, recipe=self.recipe.sharded(input_sharded=input_sharded, amax_reduce=amax_reduce))
 
     def output(self, x: Tensor, weight: Tensor, ends: Tensor) -> Operands:
-        """Scales per token and output; or one per expert for its rows and one for its weight."""
+        """Round with scales per token and output, or one per expert for its rows and one for its weight."""
         amax_reduce = self.recipe.input_amax_reduce
         right = self._along(weight, 2, amax_reduce) if self.recipe.rowwise else self._whole(weight)
         return Operands(self._tokens(x, E4M3, ends, amax_reduce), right.mT, ends)
 
     def input_grad(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Operands:
-        """Scales per token and input; or one per expert for its rows and one for its weight."""
+        """Round with scales per token and input, or one per expert for its rows and one for its weight."""
         whole = not self.recipe.rowwise or self.recipe.high_precision_weight_gradient
         amax_reduce = self.recipe.output_amax_reduce
         right = self._whole(weight) if whole else self._along(weight, 1, amax_reduce)
         return Operands(self._tokens(gradient, self.recipe.gradient_type, ends, amax_reduce), right, ends)
 
     def weight_grad(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
-        """Scales per output and input of each expert; or one per expert for its rows; or unquantized."""
+        """Round with scales per output and input of each expert, or one per expert for its rows, or not at all."""
         if self.recipe.high_precision_weight_gradient:
             return Operands(gradient, x, ends)
         if not self.recipe.rowwise:
@@ -118,18 +119,18 @@ class GroupedFloat8(GroupedRecipe):
 
 @dataclass(frozen=True)
 class GroupedMX(GroupedRecipe):
-    """MXFP8. The last block of an expert's rows may have fewer than 32 numbers."""
+    """MXFP8 for grouped matmuls. An expert's last block of rows may have fewer than 32 numbers."""
 
     def output(self, x: Tensor, weight: Tensor, ends: Tensor) -> Operands:
-        """Blocks of inputs."""
+        """Round in blocks of inputs."""
         return Operands(mxfp8.rounded(x), mxfp8.rounded(weight).mT, ends)
 
     def input_grad(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Operands:
-        """Blocks of outputs."""
+        """Round in blocks of outputs."""
         return Operands(mxfp8.rounded(gradient), mxfp8.rounded(weight.mT.contiguous()).mT, ends)
 
     def weight_grad(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
-        """Blocks of tokens."""
+        """Round in blocks of tokens."""
         padding = TokenPadding.of(ends, x.shape[0], mxfp8.BLOCK)
         left, right = (mxfp8.rounded(padding.spread(rows).t().contiguous()).t() for rows in (gradient, x))
         return Operands(left, right, padding.ends)
@@ -137,26 +138,26 @@ class GroupedMX(GroupedRecipe):
 
 @dataclass(frozen=True)
 class GroupedNVFP4(GroupedRecipe):
-    """NVFP4. The last transform of an expert's rows is padded with zeros."""
+    """NVFP4 for grouped matmuls. The last transform of an expert's rows is padded with zeros."""
 
     recipe: NVFP4
     """Recipe of a single linear."""
 
     def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> Self:
-        """Reduce the amax of what spans the ranks' channels."""
+        """Reduce amax over ranks where values span the ranks' channels."""
         return replace(self, recipe=self.recipe.sharded(input_sharded=input_sharded, amax_reduce=amax_reduce))
 
     def output(self, x: Tensor, weight: Tensor, ends: Tensor) -> Operands:
-        """Blocks of inputs; square blocks of weights."""
+        """Round in blocks of inputs; weights in square blocks."""
         return self._rows(x, weight, ends, self.recipe.input_amax_reduce, transposed=True)
 
     def input_grad(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Operands:
-        """Blocks of outputs; square blocks of weights."""
+        """Round in blocks of outputs; weights in square blocks."""
         amax_reduce, stochastic = self.recipe.output_amax_reduce, self.recipe.stochastic
         return self._rows(gradient, weight, ends, amax_reduce, transposed=False, stochastic=stochastic)
 
     def weight_grad(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
-        """Blocks of Hadamard-transformed tokens."""
+        """Round in blocks of Hadamard-transformed tokens."""
         padding = TokenPadding.of(ends, x.shape[0], nvfp4.BLOCK)
         left, left_scale = self._transformed(
             gradient, padding, self.recipe.output_amax_reduce, stochastic=self.recipe.stochastic
@@ -211,23 +212,23 @@ def _expert_amax(sizes: Tensor, expert: Tensor, experts: int) -> Tensor:
 
 
 def _of_rows(values: Tensor, expert: Tensor) -> Tensor:
-    """Value of each row's expert: [experts, ...] to [tokens, ...]; 1 for rows of no expert."""
+    """Value of each row's expert: [experts, ...] to [tokens, ...]; 1 for rows without an expert."""
     return torch.cat([values, values.new_ones(1, *values.shape[1:])]).index_select(0, expert)
 
 
 class EmulatedGroupedLinear(GroupedLinearImpl):
-    """A recipe whose operands are rounded and multiplied in high precision."""
+    """Emulated grouped linear: operands are rounded, then multiplied in high precision."""
 
     def __init__(self, recipe: GroupedRecipe) -> None:
         super().__init__()
         self.recipe = recipe
 
     def forward(self, x: Tensor, weight: Tensor, ends: Tensor, *, padded: bool = False) -> Tensor:
-        """x · weight[expert]ᵀ."""
+        """Compute x · weight[expert]ᵀ."""
         return _EmulatedGrouped.apply(x, weight, ends, self.recipe)  # type: ignore[return-value]  # a Tensor
 
     def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
-        """Reduce amax over the ranks with other channels."""
+        """Reduce amax over the ranks that hold other channels."""
         self.recipe = self.recipe.sharded(input_sharded=input_sharded, amax_reduce=amax_reduce)
 
     def extra_repr(self) -> str:
@@ -236,9 +237,10 @@ class EmulatedGroupedLinear(GroupedLinearImpl):
 
 
 class NativeGroupedLinear(GroupedLinearImpl):
-    """`float8_rowwise` or `mxfp8` by torchao's kernels, which compute scales from this rank's channels.
+    """Native grouped linear: `float8_rowwise` or `mxfp8` by torchao's kernels, with scales from this rank's channels
+    only.
 
-    Scales are powers of two: another one changes only values below 2^-14 of the amax.
+    Scales are powers of two, so another scale changes only values below 2^-14 of the amax.
     """
 
     def __init__(self, recipe: str) -> None:
@@ -247,18 +249,18 @@ class NativeGroupedLinear(GroupedLinearImpl):
 
         self.recipe = recipe
         self._multiply, self._of_tokens = KERNELS[recipe], OF_TOKENS.get(recipe)
-        # Rows after the last end, uninitialized in between, are not read: that is known of rowwise float8.
+        # Rows after the last end, which are uninitialized in between, are not read; this is known for rowwise float8.
         self.row_multiple = GROUPED_MULTIPLE[recipe] if recipe == "float8_rowwise" else 1
 
     def forward(self, x: Tensor, weight: Tensor, ends: Tensor, *, padded: bool = False) -> Tensor:
-        """x · weight[expert]ᵀ."""
+        """Compute x · weight[expert]ᵀ."""
         if padded:
             return self._multiply(x, weight, ends)
         padding = TokenPadding.of(ends, x.shape[0], GROUPED_MULTIPLE[self.recipe])
         return padding.collect(self._multiply(padding.spread(x), weight, padding.ends))
 
     def of_tokens(self, tokens: Tensor, weight: Tensor, order: PaddedOrder) -> Tensor:
-        """The same for the padded rows of tokens."""
+        """Compute the same for the padded rows of tokens."""
         if self._of_tokens is None:
             return super().of_tokens(tokens, weight, order)
         return self._of_tokens(tokens, weight, order)
@@ -269,7 +271,7 @@ class NativeGroupedLinear(GroupedLinearImpl):
 
 
 def grouped_linear_impl_for(config: QuantizationConfig, *, emulated: bool) -> GroupedLinearImpl:
-    """Grouped linear implementation of a recipe."""
+    """Build the grouped linear implementation of a recipe."""
     if not emulated:
         return NativeGroupedLinear(config.recipe)
     if config.recipe == "mxfp8":

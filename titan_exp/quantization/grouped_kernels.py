@@ -24,10 +24,11 @@ try:
             _to_mxfp8_then_scaled_grouped_mm,
             fp8_grouped_mm,
         )
-except (ImportError, ValueError) as error:  # a Triton that refuses its kernels, as that of torch 2.15 those of 0.18
+except (ImportError, ValueError) as error:  # Triton refuses its kernels, as torch 2.15's Triton does with 0.18
     raise UserError(
-        f"torchao {version('torchao')} has no kernels for experts that torch {torch.__version__} takes: {error}. "
-        "Install versions that go together (torchao 0.18 with torch 2.14), or name no experts in quantization.filter."
+        f"The expert kernels of torchao {version('torchao')} do not work with torch {torch.__version__}: {error}. "
+        "Install versions that go together (torchao 0.18 with torch 2.14), or keep the experts in high precision: "
+        "quantization.filter=['*.experts.*']"
     ) from error
 
 CASTS = (
@@ -36,11 +37,11 @@ CASTS = (
     "triton_fp8_rowwise_3d_transpose_rhs",
     "triton_fp8_per_group_colwise_scales_dual",
 )
-"""torchao's casts of weights and gradients. Before 0.18 it had others."""
+"""torchao's casts of weights and gradients; versions before 0.18 had others."""
 
 
 def float8_rowwise_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [rows, inputs] · weight[expert]ᵀ [experts, outputs, inputs] in e4m3 with power-of-two scales.
+    """Compute x [rows, inputs] · weight[expert]ᵀ [experts, outputs, inputs] in e4m3 with power-of-two scales.
 
     All three matmuls of forward and backward are quantized; dims are multiples of 16.
     """
@@ -56,15 +57,15 @@ def float8_rowwise_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def float8_rowwise_of_tokens(tokens: Tensor, weight: Tensor, order: PaddedOrder) -> Tensor:
-    """`float8_rowwise_grouped` of the padded rows of tokens, which are copied and cast in one pass.
+    """Apply `float8_rowwise_grouped` to the padded rows of tokens, which are copied and cast in one pass.
 
-    Backward keeps the tokens, and copies them again for the gradient of the weight.
+    Backward keeps the tokens and copies them again for the weight's gradient.
     """
     return _Float8OfTokens.apply(tokens, weight.contiguous(), order.inverse, order.padding, order.ends)  # type: ignore[return-value]  # a Tensor
 
 
 def mxfp8_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [rows, inputs] · weight[expert]ᵀ [experts, outputs, inputs] in MXFP8.
+    """Compute x [rows, inputs] · weight[expert]ᵀ [experts, outputs, inputs] in MXFP8.
 
     All three matmuls of forward and backward are quantized; dims are multiples of 128.
     """
@@ -80,7 +81,7 @@ def mxfp8_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 class _Float8OfTokens(torch.autograd.Function):
-    """Casts and matmuls of torchao's own function, with other rows."""
+    """Casts and matmuls of torchao's own function, applied to padded rows of tokens."""
 
     @staticmethod
     def forward(  # noqa: PLR0917  # autograd functions take positional arguments
@@ -129,9 +130,9 @@ KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "float8_rowwise": float8_rowwise_grouped,
     "mxfp8": mxfp8_grouped,
 }
-"""Grouped matmuls of padded rows by recipe."""
+"""Grouped matmuls of padded rows, by recipe."""
 
 OF_TOKENS: dict[str, Callable[[Tensor, Tensor, PaddedOrder], Tensor]] = (
     {"float8_rowwise": float8_rowwise_of_tokens} if all(hasattr(fp8_grouped_mm, name) for name in CASTS) else {}
 )
-"""Those that take tokens in place of their rows."""
+"""Grouped matmuls that take tokens instead of their rows, by recipe."""

@@ -1,6 +1,6 @@
 """MXFP8 linear: e4m3 with a power-of-two scale per 32 numbers of the contracted dim (OCP Microscaling 1.0).
 
-Scales round up (torchao's RCEIL, as cuBLAS), so that nothing saturates. Blocks lie within a shard, so ranks need no
+Scales round up (torchao's RCEIL, as in cuBLAS), so nothing saturates. Blocks lie within a shard, so ranks need no
 communication.
 """
 
@@ -19,13 +19,14 @@ with import_torchao():
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 BLOCK = 32
-"""Numbers that share a scale."""
+"""Number of elements that share a scale."""
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def mxfp8_linear(x: Tensor, weight: Tensor, *, emulated: bool) -> Tensor:
-    """x · weightᵀ, [..., inputs] and [outputs, inputs]; all three matmuls of forward and backward are quantized.
+    """Compute x · weightᵀ, [..., inputs] and [outputs, inputs]; all three matmuls of forward and backward are
+    quantized.
 
     `emulated` multiplies the rounded numbers in high precision.
     """
@@ -53,7 +54,7 @@ class _MXLinear(torch.autograd.Function):
 
 
 def _multiply(left: Tensor, right: Tensor, emulated: bool) -> Tensor:
-    """left · rightᵀ, [m, k] and [n, k], quantized along k."""
+    """Multiply left [m, k] by rightᵀ [n, k], quantized along k."""
     left, right = left.contiguous(), right.contiguous()
     if emulated:
         return torch.mm(rounded(left), rounded(right).t())
@@ -61,7 +62,7 @@ def _multiply(left: Tensor, right: Tensor, emulated: bool) -> Tensor:
 
 
 def rounded(tensor: Tensor) -> Tensor:
-    """Values rounded to MXFP8 in their own dtype, which represents e4m3 times a power of two exactly.
+    """Round values to MXFP8 but keep their dtype, which represents e4m3 times a power of two exactly.
 
     torchao's function for this cannot be compiled with a memory budget.
     """

@@ -1,9 +1,9 @@
 """NVFP4, emulated (NVIDIA 2025, arXiv:2509.25149): e2m1 with an e4m3 scale per 16 numbers and an fp32 scale per tensor.
 
-All three matmuls of a linear's forward and backward are on four-bit numbers. Weights are rounded in blocks of 16 by 16,
-so that forward and backward see the same weight; operands of the weight gradient are Hadamard-transformed along tokens
-first. Rounds as on Blackwell and multiplies in fp32: the arithmetic is that of torchao's `nvfp4_quantize`, bit by bit,
-on plain tensors; torchao's lacks square blocks and stochastic rounding, and makes NaN of zeros.
+All three matmuls of a linear's forward and backward use four-bit numbers. Weights are rounded in blocks of 16 by 16, so
+that forward and backward see the same weight; operands of the weight gradient are first Hadamard-transformed along
+tokens. We round as Blackwell does and multiply in fp32. On plain tensors, the arithmetic is bit by bit that of
+torchao's `nvfp4_quantize`, which lacks square blocks and stochastic rounding, and turns zeros into NaN.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from titan_exp.ops.autograd import in_type, needs_input_grad
 from titan_exp.quantization.float8 import AmaxReduce, unflatten
 
 BLOCK = 16
-"""Numbers that share an e4m3 scale, and tokens of a Hadamard transform."""
+"""Number of elements that share an e4m3 scale, and of tokens in a Hadamard transform."""
 
 LARGEST = 6.0
 """Largest e2m1 value; the others are 0, 0.5, 1, 1.5, 2, 3 and 4."""
@@ -28,13 +28,13 @@ SMALLEST_SCALE = 2.0**-120
 """Minimum tensor scale, so that its inverse times that of the smallest block scale is finite in fp32."""
 
 SIGNS: tuple[int, ...] = (1, 1, -1, 1, -1, -1, 1, -1, -1, -1, 1, 1, 1, -1, 1, -1)
-"""Signs, drawn once; they follow no row of the Hadamard matrix."""
+"""Signs of the transform, drawn once; they match no row of the Hadamard matrix."""
 
 _NEGATIVE = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
 
 
 def tensor_scale(amax: Tensor, *, power_of_two: bool) -> Tensor:
-    """fp32 scales from amax values of any shape, which let blocks use e4m3's whole range.
+    """fp32 scales from amax values of any shape, chosen so that blocks use e4m3's whole range.
 
     `power_of_two` rounds up to a power of two.
     """
@@ -46,11 +46,10 @@ def tensor_scale(amax: Tensor, *, power_of_two: bool) -> Tensor:
 
 
 def rounded(matrix: Tensor, scale: Tensor, *, square: bool = False, stochastic: bool = False) -> Tensor:
-    """matrix [rows, columns] / scale rounded to NVFP4: e2m1 times the block's e4m3 scale, exact in fp32.
+    """Round matrix [rows, columns] / scale to NVFP4: e2m1 times the block's e4m3 scale, exact in fp32.
 
     `square` blocks are 16 by 16, else 16 numbers of a row; affected dims are multiples of 16. `stochastic` rounds up
-    with the probability that keeps the mean, drawn from the device's generator; block scales always round to the
-    nearest.
+    with the probability that keeps the mean, using the device's generator; block scales always round to nearest.
     """
     rows, columns = matrix.shape
     height = BLOCK if square else 1
@@ -66,11 +65,11 @@ def rounded(matrix: Tensor, scale: Tensor, *, square: bool = False, stochastic: 
 
 
 def transformed(matrix: Tensor) -> Tensor:
-    """Randomized Hadamard transform of groups of 16 rows of a matrix [tokens, columns], and its transpose: [columns,
-    tokens], same dtype.
+    """Apply a randomized Hadamard transform to groups of 16 rows of a matrix [tokens, columns], and transpose:
+    [columns, tokens], same dtype.
 
     It spreads outliers before rounding, and is orthogonal, so a matmul over transformed tokens is unchanged. One fixed
-    sign vector serves all layers, ranks and runs, so that there is no state.
+    sign vector serves all layers, ranks and runs, so there is no state.
     """
     groups = matrix.t().reshape(-1, BLOCK)
     return torch.mm(groups, transform(matrix.device, matrix.dtype)).view(matrix.shape[1], matrix.shape[0])
@@ -79,7 +78,7 @@ def transformed(matrix: Tensor) -> Tensor:
 def transform(device: torch.device, dtype: torch.dtype) -> Tensor:
     """diag(signs) · H / 4, [16, 16], with H[i, j] = (-1)^popcount(i & j) (Sylvester).
 
-    Computed on the device: a copy from the host would synchronize.
+    It is computed on the device, since a copy from the host would synchronize.
     """
     place = torch.arange(BLOCK, device=device)
     shared = place[:, None] & place
@@ -91,7 +90,7 @@ def transform(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class NVFP4:
-    """The NVFP4 recipe with the sharding of a linear."""
+    """NVFP4 recipe, with the sharding of a linear."""
 
     power_of_two: bool
     """Round tensor scales to powers of two."""
@@ -104,17 +103,17 @@ class NVFP4:
 
     @staticmethod
     def of(config: QuantizationConfig) -> "NVFP4":
-        """The recipe that the configuration asks for, on one rank."""
+        """Build the recipe that the configuration asks for, for one rank."""
         return NVFP4(power_of_two=config.power_of_two_scales, stochastic=config.stochastic_rounding)
 
     def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> "NVFP4":
-        """The recipe where ranks share inputs or outputs; `amax_reduce` is the maximum over them."""
+        """Return the recipe for ranks that share inputs or outputs; `amax_reduce` takes the maximum over them."""
         if input_sharded:
             return replace(self, input_amax_reduce=amax_reduce)
         return replace(self, output_amax_reduce=amax_reduce)
 
     def scale_of(self, matrix: Tensor, amax_reduce: AmaxReduce | None) -> Tensor:
-        """Scale of a matrix, of which other ranks may hold other parts."""
+        """Scale of a matrix of which other ranks may hold parts."""
         return self.scale_of_amax(matrix.abs().amax(), amax_reduce)
 
     def scale_of_amax(self, amax: Tensor, amax_reduce: AmaxReduce | None = None) -> Tensor:
@@ -127,7 +126,8 @@ class NVFP4:
 
 
 def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
-    """x · weightᵀ, [..., inputs] and [outputs, inputs], emulated; `scale` is the whole weight's if precomputed.
+    """Compute x · weightᵀ, [..., inputs] and [outputs, inputs], emulated; `scale` is the whole weight's, if
+    precomputed.
 
     Tokens and both weight dims are multiples of 16.
     """
@@ -155,7 +155,7 @@ class _NVFP4Linear(torch.autograd.Function):
             x_grad = _multiply(left, (rounded(weight, scale, square=True).t(), scale), gradient.dtype)
             x_grad = unflatten(x_grad, gradients[0])
         if needs_weight_grad:
-            # Contracts tokens, all of which this rank has; rows or columns are sharded.
+            # The matmul contracts tokens, and this rank has all of them; rows or columns are sharded.
             left = _quantized(transformed(gradient), recipe, recipe.output_amax_reduce, stochastic=recipe.stochastic)
             right = _quantized(transformed(x.reshape(-1, x.shape[-1])), recipe, recipe.input_amax_reduce)
             weight_grad = _multiply(left, right, gradient.dtype)
@@ -165,11 +165,12 @@ class _NVFP4Linear(torch.autograd.Function):
 def _quantized(
     matrix: Tensor, recipe: NVFP4, amax_reduce: AmaxReduce | None, *, stochastic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """A matrix in blocks of 16 along its rows, and its scale."""
+    """Quantize a matrix in blocks of 16 along its rows; returns it with its scale."""
     scale = recipe.scale_of(matrix, amax_reduce)
     return rounded(matrix, scale, stochastic=stochastic), scale
 
 
 def _multiply(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """left [m, k] · right [n, k]ᵀ; scales are applied one by one because their product may underflow fp32."""
+    """Multiply left [m, k] by right [n, k]ᵀ. Scales are applied one by one, because their product may underflow
+    fp32."""
     return in_type(torch.mm(left[0], right[0].t()) * left[1] * right[1], dtype)

@@ -27,7 +27,7 @@ Operand = tuple[Tensor, Tensor, Tensor]
 
 
 def nvfp4_native(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
-    """x · weightᵀ, as in `nvfp4_linear`."""
+    """Compute x · weightᵀ, as in `nvfp4_linear`."""
     return _NVFP4Native.apply(x, weight, scale, recipe)  # type: ignore[return-value]  # a Tensor
 
 
@@ -38,7 +38,7 @@ class _NVFP4Native(torch.autograd.Function):
         scale = recipe.scale_of_weight(weight) if scale is None else scale
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         by_row, by_token = _tokens(rows, recipe, recipe.input_amax_reduce)
-        # Keeps the input in four bits; rounds the weight again in backward, where FSDP gathers it again.
+        # We keep the input in four bits, and round the weight again in backward, where FSDP gathers it again.
         ctx.save_for_backward(weight, scale, *by_token)
         return unflatten(_multiply(by_row, _weight(weight, scale)[0]), x)
 
@@ -94,7 +94,7 @@ def _reach(scale: Tensor) -> Tensor:
 
 
 def _multiply(left: Operand, right: Operand) -> Tensor:
-    """left · rightᵀ in bf16."""
+    """Multiply left by rightᵀ, in bf16."""
     kinds = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
     order = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
     return F.scaled_mm(

@@ -1,4 +1,4 @@
-"""Apply a quantization recipe: replace the matmul of the selected linear layers, before any sharding."""
+"""Application of a quantization recipe: replaces the matmul of the selected linear layers, before any sharding."""
 
 import re
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
 
     emulated = needs_emulation(config, device)
     if config.recipe.startswith("float8") or (config.recipe == "nvfp4" and emulated):
-        # Else inductor skips eager's rounding to bf16 between operators, and casts and their scales differ.
+        # Otherwise inductor skips eager's rounding to bf16 between operators, and casts and their scales differ.
         import torch._inductor.config as inductor
 
         inductor.emulate_precision_casts = True
@@ -46,7 +46,7 @@ def require_quantized_linears(model: nn.Module, config: QuantizationConfig, *, l
     """Check that the recipe selects linear layers of the whole model, and that its blocks divide them.
 
     Raises:
-        UserError: the recipe selects no linear, `filter` matches none, or the dims of one do not fit.
+        UserError: the recipe selects no linear, `filter` matches none, or the dims of a linear do not fit.
     """
     if config.recipe == "none":
         return
@@ -54,24 +54,24 @@ def require_quantized_linears(model: nn.Module, config: QuantizationConfig, *, l
     violations = []
     for pattern in config.filter if found else ():
         if not any(fnmatchcase(name, pattern) for name in found):
-            offer = did_you_mean(pattern, found) or "patterns look like blocks.*.attention.*"
+            offer = did_you_mean(pattern, found) or "write a pattern such as blocks.*.attention.*"
             violations.append(Violation("quantization.filter", pattern, "the model has no such linear layer", offer))
     if not quantized and not violations:
-        reason, remedy = "it selects no linear layer", "quantization=none"
+        reason, remedy = "the recipe would quantize no linear layer", "use quantization=none"
         if not found and any(type(module) is nn.Linear for module in model.modules()):
-            reason = "it replaces the matmul of titan_exp's Linear, and the model's layers are torch.nn.Linear"
-            remedy = "make them of titan_exp.models.blocks.linear.Linear; or quantization=none"
+            reason = "it replaces the matmul of titan_exp's Linear, and the model has torch.nn.Linear layers"
+            remedy = "make them titan_exp.models.blocks.linear.Linear layers, or use quantization=none"
         violations.append(Violation("quantization.recipe", config.recipe, reason, remedy))
     for name, linear in quantized.items():
         if not isinstance(linear, Linear):
             continue  # `_is_grouped_emulated` knows the kernel's multiple
         for size, dim in ((linear.in_features, "inputs"), (linear.out_features, "outputs")):
             if size % BLOCK[config.recipe]:
-                reason = f"its dims are multiples of {BLOCK[config.recipe]}, and {name} has {size} {dim}"
-                offer = f"quantization.filter=['{name}'] keeps it in high precision; or another shape"
+                reason = f"it needs dims that are multiples of {BLOCK[config.recipe]}, and {name} has {size} {dim}"
+                offer = f"use quantization.filter=['{name}'] to keep it in high precision, or change its shape"
                 violations.append(Violation("quantization.recipe", config.recipe, reason, offer))
     if violations:
-        raise UserError("This run cannot be started.", violations)
+        raise UserError("This run cannot start.", violations)
 
 
 def describe(model: nn.Module, config: QuantizationConfig, *, layers: int, device: torch.device) -> str | None:
@@ -93,31 +93,30 @@ def describe(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
     if config.fused_casts is not False and config.has_dual_casts and not emulated:
         kernels += ", dual casts"
     if any(emulated_experts) and not emulated:
-        kernels += f", experts ({len(experts)}) emulated, because torchao has no kernel for them here"
+        layers_of = f"{len(experts)} expert layer{'s' * (len(experts) > 1)}"
+        kernels += f", {layers_of} emulated, because torchao has no kernel for them here"
     return (
         f"{config.recipe}, {kernels}: {len(quantized)} of {len(found)} linear layers, {100 * share:.0f} % of the "
-        "parameters; embedding and head stay in high precision, and MFU refers to the bf16 peak"
+        "parameters. Embedding and head stay in high precision, and MFU refers to the bf16 peak"
     )
 
 
 def _is_grouped_emulated(name: str, linear: GroupedLinear, config: QuantizationConfig, device: torch.device) -> bool:
-    """True if a grouped linear must be emulated; refuses it if the configuration forbids that."""
+    """True if a grouped linear must be emulated. Refuses it if the configuration forbids emulation."""
     emulated, pattern = needs_grouped_emulation(config, device), re.sub(r"^blocks\.\d+\.", "*.", name)
     if emulated and config.emulate is False:
         scales = "" if config.power_of_two_scales else " without power-of-two scales"
         reason = f"torchao has no kernel here for the experts of {name} in {config.recipe}{scales}"
-        offer = f"quantization.emulate=auto emulates only those; or quantization.filter=['{pattern}']"
-        raise UserError("This run cannot be started.", [Violation("quantization.emulate", False, reason, offer)])
+        offer = f"use quantization.emulate=auto to emulate only those, or quantization.filter=['{pattern}']"
+        raise UserError("This run cannot start.", [Violation("quantization.emulate", False, reason, offer)])
     multiple = BLOCK[config.recipe] if emulated else GROUPED_MULTIPLE[config.recipe]
     for size, dim in ((linear.in_features, "inputs"), (linear.out_features, "outputs")):
         if size % multiple:
             reason = f"it needs multiples of {multiple}, and the experts of {name} have {size} {dim}"
-            offer = f"quantization.filter=['{pattern}'] keeps them in high precision; or another shape"
+            offer = f"use quantization.filter=['{pattern}'] to keep them in high precision, or change their shape"
             if multiple > BLOCK[config.recipe]:
-                offer += f"; or quantization.emulate=true, with multiples of {BLOCK[config.recipe]}"
-            raise UserError(
-                "This run cannot be started.", [Violation("quantization.recipe", config.recipe, reason, offer)]
-            )
+                offer += f", or use quantization.emulate=true, which takes multiples of {BLOCK[config.recipe]}"
+            raise UserError("This run cannot start.", [Violation("quantization.recipe", config.recipe, reason, offer)])
     return emulated
 
 

@@ -20,7 +20,8 @@ from titan_exp.quantization.nvfp4 import NVFP4, nvfp4_linear
 
 
 class ScaledLinearImpl(LinearImpl):
-    """A recipe with a scale for the whole weight; if `precomputed`, it is computed elsewhere into `weight_scale`."""
+    """Recipe with a scale for the whole weight; if `precomputed`, the scale is computed elsewhere, into
+    `weight_scale`."""
 
     recipe: Any
     weight_scale: Tensor | None
@@ -44,8 +45,8 @@ class ScaledLinearImpl(LinearImpl):
 
 
 class Float8LinearImpl(ScaledLinearImpl):
-    """A float8 recipe. Buffers after `allocate_weight` are those of `Float8Weight`, `columns` as in memory; a float8
-    all-gather sends `sent_shard`."""
+    """Float8 recipe. After `allocate_weight`, its buffers are those of `Float8Weight`, with `columns` as in memory. A
+    float8 all-gather sends `sent_shard`."""
 
     recipe: Float8
     sent_shard: Tensor | None
@@ -62,25 +63,26 @@ class Float8LinearImpl(ScaledLinearImpl):
         self.register_buffer("sent_shard", None, persistent=False)
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x · weightᵀ."""
+        """Compute x · weightᵀ."""
         return float8_linear(x, weight, self.weight_scale, self.recipe, self.quantized_weight)
 
     def column_parallel(self, x: Tensor, weight: Tensor, ranks: TensorParallelCollectives) -> Tensor:
-        """The same; this rank's tokens are cast before they are gathered."""
+        """Compute the column-parallel linear; this rank's tokens are cast before they are gathered."""
         if not self._casts_tokens_of(ranks):
             return super().column_parallel(x, weight, ranks)
         recipe = replace(self.recipe, gathers_input=ranks)
         return float8_linear(x, weight, self.weight_scale, recipe, self.quantized_weight)
 
     def row_parallel(self, x: Tensor, weight: Tensor, ranks: TensorParallelCollectives) -> Tensor:
-        """The same; in backward, gradients of this rank's tokens are cast before they are gathered."""
+        """Compute the row-parallel linear; in backward, gradients of this rank's tokens are cast before they are
+        gathered."""
         if not self._casts_tokens_of(ranks):
             return super().row_parallel(x, weight, ranks)
         recipe = replace(self.recipe, scatters_output=ranks)
         return float8_linear(x, weight, self.weight_scale, recipe, self.quantized_weight)
 
     def _casts_tokens_of(self, ranks: TensorParallelCollectives) -> bool:
-        """True if tokens are sharded, and no matmul needs them in high precision."""
+        """True if tokens are sharded and no matmul needs them in high precision."""
         return ranks.sequence and not self.recipe.high_precision_weight_gradient
 
     def allocate_weight(self, weight: Tensor) -> None:
@@ -99,7 +101,7 @@ class Float8LinearImpl(ScaledLinearImpl):
 
     @property
     def quantized_weight(self) -> Float8Weight | None:
-        """The allocated weight; None if it is quantized when it is used."""
+        """Allocated weight; None if the weight is quantized at each use."""
         if not self._is_allocated:
             return None
         return Float8Weight(
@@ -113,19 +115,19 @@ class Float8LinearImpl(ScaledLinearImpl):
 
 
 class MXLinearImpl(LinearImpl):
-    """MXFP8. Blocks lie within a shard, so tensor parallelism changes nothing."""
+    """MXFP8 recipe. Blocks lie within a shard, so tensor parallelism changes nothing."""
 
     def __init__(self, *, emulated: bool) -> None:
         super().__init__()
         self.emulated = emulated
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x · weightᵀ."""
+        """Compute x · weightᵀ."""
         return mxfp8_linear(x, weight, emulated=self.emulated)
 
 
 class NVFP4LinearImpl(ScaledLinearImpl):
-    """NVFP4. Blocks lie within a shard; tensor scales cover all ranks' shards."""
+    """NVFP4 recipe. Blocks lie within a shard; tensor scales cover all ranks' shards."""
 
     recipe: NVFP4
 
@@ -134,15 +136,15 @@ class NVFP4LinearImpl(ScaledLinearImpl):
         if emulated:
             self._multiply = nvfp4_linear
         else:
-            # Before the kernels are imported, which older versions of torchao lack.
+            # This comes before the import of the kernels, which older versions of torchao lack.
             if violations := torchao_violations("nvfp4"):
-                raise UserError("This run cannot be started.", violations)
+                raise UserError("This run cannot start.", violations)
             from titan_exp.quantization.nvfp4_kernels import nvfp4_native
 
             self._multiply = nvfp4_native
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x · weightᵀ."""
+        """Compute x · weightᵀ."""
         return self._multiply(x, weight, self.weight_scale, self.recipe)
 
     def scales_of(self, amax: Tensor) -> Tensor:
@@ -151,7 +153,7 @@ class NVFP4LinearImpl(ScaledLinearImpl):
 
 
 def linear_impl_for(config: QuantizationConfig, *, emulated: bool) -> LinearImpl:
-    """Linear implementation of a recipe."""
+    """Build the linear implementation of a recipe."""
     if config.recipe == "mxfp8":
         return MXLinearImpl(emulated=emulated)
     if config.recipe == "nvfp4":
@@ -176,7 +178,8 @@ GROUPED_GENERATIONS = (9, 10)
 
 
 class Hardware:
-    """Instructions and kernels of a device, as torch reports them. The planner substitutes those of an absent GPU."""
+    """Instructions and kernels of a device, as torch reports them. The planner substitutes those of a GPU that is
+    absent."""
 
     def has_instructions(self, recipe: str, device: torch.device) -> bool:
         """True if the device has the recipe's instructions."""
@@ -200,7 +203,7 @@ _HARDWARE = ContextVar("hardware", default=Hardware())  # noqa: B039  # stateles
 
 @contextmanager
 def assume_hardware(hardware: Hardware) -> Iterator[None]:
-    """Let recipes in the `with` block see this hardware instead of the process's own."""
+    """Make recipes in the `with` block see this hardware instead of the process's own."""
     token = _HARDWARE.set(hardware)
     try:
         yield
@@ -218,14 +221,14 @@ def needs_emulation(config: QuantizationConfig, device: torch.device) -> bool:
     if config.emulate is False and not has:
         major, minor = MIN_CAPABILITY[config.recipe]
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-        reason = f"{name} lacks the instructions of {config.recipe}, which GPUs of capability {major}.{minor} have"
-        violation = Violation("quantization.emulate", False, reason, "quantization.emulate=auto, or quantization=none")
-        raise UserError("This run cannot be started.", [violation])
+        reason = f"{name} lacks the instructions of {config.recipe}, which need CUDA capability {major}.{minor}"
+        remedy = "use quantization.emulate=auto, or quantization=none"
+        raise UserError("This run cannot start.", [Violation("quantization.emulate", False, reason, remedy)])
     return config.emulate is True or not has
 
 
 def needs_grouped_emulation(config: QuantizationConfig, device: torch.device) -> bool:
-    """True if the recipe's grouped matmul is emulated on this device; torchao's kernels need power-of-two scales."""
+    """True if the recipe's grouped matmul is emulated on this device; torchao's kernels require power-of-two scales."""
     if needs_emulation(config, device) or not config.power_of_two_scales:
         return True
     return not _HARDWARE.get().has_grouped_kernels(config.recipe, device)

@@ -1,10 +1,10 @@
-"""Quantized weights: what is computed of them once per optimizer step, for all of a rank's linears together.
+"""Quantized weights: computes their scales and casts once per optimizer step, for all of a rank's linears together.
 
 `WeightScales` reduces the amax of all shards over ranks in one message. Rounding is monotonic, so amax before rounding,
 then rounded, equals amax of the gathered rounded weight. It also quantizes shards for a float8 all-gather: every gather
-until the next step sends the same bytes, half of bf16's; bytes, because gloo does not support float8.
-`Float8Weights` casts weights in both layouts, where a rank holds them whole or its tensor-parallel shard: all amax
-values are computed in one pass and reduced in one message, all weights cast by one kernel.
+until the next step sends the same bytes, half as many as bf16. They are sent as bytes, because gloo does not support
+float8. `Float8Weights` casts weights in both layouts, if a rank holds them whole or as a tensor-parallel shard: one
+pass computes all amax values, one message reduces them, and one kernel casts all weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ Impl = TypeVar("Impl", bound=LinearImpl)
 class WeightScales:
     """Precomputed scales of the quantized weights of this rank's modules, which compute in `dtype`.
 
-    `groups` are ranks with other shards of the same weights, possibly with some of the same.
+    `groups` are ranks that hold other shards of the same weights, and possibly some of the same shards.
     """
 
     def __init__(self, parts: Sequence[nn.Module], groups: Sequence[dist.ProcessGroup], dtype: torch.dtype) -> None:
@@ -42,7 +42,7 @@ class WeightScales:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Recompute scales and sent shards after the weights have changed; called by all ranks."""
+        """Recompute scales and sent shards after the weights have changed; all ranks call it."""
         if not self._linears:
             return
         first = self._linears[0][1]
@@ -60,14 +60,14 @@ class WeightScales:
         torch._foreach_copy_(self._scales, list(scales.unbind()))
         for (_, linear_impl), shard, scale in zip(self._linears, shards, self._scales, strict=True):
             if isinstance(linear_impl, Float8LinearImpl) and linear_impl.sent_shard is not None:
-                # First rounded to the compute dtype, as for a bf16 all-gather; torchao casts from fp32 directly.
+                # We first round to the compute dtype, as for a bf16 all-gather; torchao casts directly from fp32.
                 linear_impl.sent_shard.copy_(cast(shard.to(self._dtype), scale, E4M3).view(torch.uint8))
 
 
 def float8_all_gather_format(module: nn.Module) -> Form | None:
-    """All-gather format of a module's evenly sharded weight in float8, with the bytes to send allocated; None if it is
-    not quantized with a precomputed scale, or replicated by tensor-parallel ranks, which quantize the rows they use.
-    """
+    """All-gather format of a module's evenly sharded weight in float8, with the bytes to send allocated. None if the
+    weight has no precomputed scale, or is replicated by tensor-parallel ranks, which quantize the rows that they
+    use."""
     if getattr(module, "rows", None) is not None:
         return None
     linear_impl = getattr(module, "linear_impl", None)
@@ -96,14 +96,14 @@ def allocate_float8_weights(model: nn.Module) -> None:
 
 
 def modules_with_float8_weights(parts: Sequence[nn.Module]) -> list[nn.Module]:
-    """Modules whose float8 weight is allocated. Their matmuls read no other."""
+    """Modules whose float8 weight is allocated; their matmuls read no other weight."""
     return [
         module for module, linear_impl in _linears(parts, Float8LinearImpl) if linear_impl.quantized_weight is not None
     ]
 
 
 class Float8Weights:
-    """Allocated float8 weights of this rank's modules, which compute in `dtype`."""
+    """Float8 weights of this rank's modules, which compute in `dtype`."""
 
     def __init__(self, parts: Sequence[nn.Module], dtype: torch.dtype) -> None:
         self._linears = [found for found in _linears(parts, Float8LinearImpl) if found[1].quantized_weight is not None]
@@ -111,7 +111,7 @@ class Float8Weights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Quantize the weights after they have changed; called by all ranks."""
+        """Quantize the weights after they have changed; all ranks call it."""
         if not self._linears:
             return
         recipe = self._linears[0][1].recipe
@@ -163,7 +163,7 @@ class Float8Weights:
 
 
 def _amax(weights: list[Tensor], recipe: Float8, *, fused: bool) -> list[Tensor]:
-    """Amax of each weight for the scales of its rows and of its columns, in turn."""
+    """Amax of each weight, first for the scales of its rows, then for those of its columns."""
     if not recipe.rowwise:
         return [amax for amax in torch._foreach_norm(weights, torch.inf) for _ in range(2)]
     both = weights_amax(weights) if fused else [(amax_of(weight, -1), amax_of(weight, 0)) for weight in weights]

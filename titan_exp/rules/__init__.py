@@ -17,6 +17,7 @@ from titan_exp.rules.checkpoint import (
 from titan_exp.rules.cluster import CLUSTER_LAYOUT_RULES, CLUSTER_RULES
 from titan_exp.rules.compile import GRAPH_LAYOUT_RULES, GRAPH_RULES, RECOMPUTE_RULES
 from titan_exp.rules.data import DATA_RULES, LARGE_TEXT_LAUNCH_RULES, STORE_RULES
+from titan_exp.rules.evaluation import EVALUATION_RULES
 from titan_exp.rules.expert_parallel import EXPERT_LAYOUT_RULES, EXPERT_RULES
 from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
 from titan_exp.rules.model import MODEL_RULES
@@ -50,6 +51,7 @@ RULES: tuple[Rule, ...] = (
     *NAME_RULES,
     *DATA_RULES,
     *STORE_RULES,
+    *EVALUATION_RULES,
     *CHECKPOINT_RULES,
     *PARENT_RULES,
     *DEGREE_RULES,
@@ -90,7 +92,7 @@ def check(experiment: Experiment, has_begun: HasBegun | None = None) -> Experime
     """
     found = violations(experiment, has_begun)
     if found:
-        raise UserError("This run cannot be started.", found)
+        raise UserError("This run cannot start.", found)
     return experiment
 
 

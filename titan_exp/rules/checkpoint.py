@@ -44,13 +44,14 @@ def initial_weights_exist(checkpoint: CheckpointConfig) -> Iterator[Violation]:
         yield Violation(
             "checkpoint.initial",
             path or "''",
-            "there is no complete checkpoint",
-            "a run folder with checkpoints/step-…, one of these (ls -d runs/*/*/checkpoints/* lists them), or a "
-            "Hugging Face folder with config.json and safetensors",
+            "there is no complete checkpoint at this path",
+            "give a run folder, one of its checkpoints (ls -d runs/*/*/checkpoints/* lists them), or a Hugging Face "
+            "folder with config.json and safetensors",
         )
     elif (missing := missing_part(folder)) is not None:
         earlier = intact_before(folder)
-        remedy = "another copy of it, or another checkpoint" if earlier is None else f"checkpoint.initial={earlier}"
+        remedy = "give another copy of it, or another checkpoint"
+        remedy = remedy if earlier is None else f"use checkpoint.initial={earlier}"
         yield Violation("checkpoint.initial", path, f"{folder.name} is not complete: {missing}", remedy)
 
 
@@ -67,7 +68,7 @@ def initial_weights_fit(checkpoint: CheckpointConfig, model: ModelConfig, data: 
             yield from model_misfits(model, given, **chosen)
             yield from tokenizer_misfit(data, model, given, **chosen)
     except UserError as error:
-        yield Violation("checkpoint.initial", checkpoint.initial, str(error), "another copy, or other weights")
+        yield Violation("checkpoint.initial", checkpoint.initial, str(error), "give another copy, or other weights")
 
 
 def accepted_changes_exist(checkpoint: CheckpointConfig, model: ModelConfig) -> Iterator[Violation]:
@@ -82,7 +83,7 @@ def accepted_changes_exist(checkpoint: CheckpointConfig, model: ModelConfig) -> 
         reason = (
             f"{listed(wrong, 'and')} {'is' if len(wrong) == 1 else 'are'} neither {TOKENIZER} nor a key of this model"
         )
-        remedy = f"{ACCEPT}='{shown([*kept])}'; titan-exp train --cfg job prints the keys of model"
+        remedy = f"use {ACCEPT}='{shown([*kept])}' (titan-exp train --cfg job prints the keys of model)"
         yield Violation(ACCEPT, accepted, reason, remedy)
 
 
@@ -103,16 +104,16 @@ def remote_is_supported(checkpoint: CheckpointConfig) -> Iterator[Violation]:
     if (problem := problem_of_url(checkpoint.remote)) is not None:
         yield Violation("checkpoint.remote", url, *problem)
     if checkpoint.mode == "off":
-        reason = "no checkpoint is saved (checkpoint.mode=off), so none can be uploaded"
-        yield Violation("checkpoint.remote", url, reason, "checkpoint=async, or checkpoint.remote=null")
+        reason = "with checkpoint.mode=off the run saves no checkpoint, so it has none to upload"
+        yield Violation("checkpoint.remote", url, reason, "use checkpoint=async, or set checkpoint.remote=null")
 
 
 def export_is_expressible(checkpoint: CheckpointConfig, model: ModelConfig) -> Iterator[Violation]:
     """Hugging Face's class of the family computes this model."""
     if checkpoint.export != "none" and "huggingface" in checkpoint_formats(model):
         for violation in export_violations(model):
-            reason = f"{violation.reason}, and checkpoint.export={checkpoint.export} writes one of its class"
-            remedy = f"{violation.remedy}, or checkpoint.export=none"
+            reason = f"{violation.reason}, and checkpoint.export={checkpoint.export} writes weights for that class"
+            remedy = f"{violation.remedy}, or set checkpoint.export=none"
             yield Violation(violation.field, violation.value, reason, remedy)
 
 
@@ -124,35 +125,35 @@ CHECKPOINT_RULES = rules(
     Refuse(
         "checkpoint.initial_exclude",
         lambda checkpoint: checkpoint.initial_exclude and checkpoint.initial is None,
-        "checkpoint.initial is null, so that all weights are initialized anyway",
-        "checkpoint.initial=RUN_FOLDER, or checkpoint.initial_exclude=[]",
+        "checkpoint.initial is null, so the run initializes all weights anyway",
+        "set checkpoint.initial=RUN_FOLDER, or checkpoint.initial_exclude=[]",
     ),
     Refuse(
         "checkpoint.mode",
         lambda checkpoint, device: checkpoint.mode == "async_pinned" and device == "cpu",
-        "memory is pinned for copies from a GPU, and training is on the CPU",
-        "checkpoint.mode=async or async_process",
+        "pinned memory speeds up copies from a GPU, and this run trains on the CPU",
+        "use checkpoint.mode=async or async_process",
     ),
     Refuse(
         "training.steps",
         lambda checkpoint, training: training.steps == 0 and checkpoint.mode == "off",
-        "nothing is trained, and checkpoint.mode=off saves nothing",
-        "checkpoint=sync",
+        "a run of 0 steps only saves its initial weights, and checkpoint.mode=off saves nothing",
+        "use checkpoint=sync",
     ),
     accepted_changes_exist,
     remote_is_supported,
     Refuse(
         "checkpoint.export",
         lambda checkpoint, model: checkpoint.export != "none" and "huggingface" not in checkpoint_formats(model),
-        "model.architecture={model.architecture} has no tensor names in Hugging Face's format",
-        "checkpoint.export=none; titan-exp convert RUN weights.pt writes any model",
+        "the weights of model.architecture={model.architecture} have no names in Hugging Face's format",
+        "set checkpoint.export=none (titan-exp convert RUN weights.pt writes the weights of any model)",
     ),
     export_is_expressible,
     Refuse(
         "checkpoint.export_every",
         lambda checkpoint: checkpoint.export == "none" and checkpoint.export_every is not None,
-        "checkpoint.export is none, so that nothing is exported",
-        "checkpoint.export=bf16 or fp32, or checkpoint.export_every=null",
+        "checkpoint.export is none, so the run exports nothing",
+        "use checkpoint.export=bf16 or fp32, or set checkpoint.export_every=null",
     ),
 )
 """Rules checked at every start."""
@@ -174,12 +175,12 @@ def parent_has_a_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) ->
             yield Violation(PARENT, location.partition("://")[0] + "://…", *problem)
     elif (path := local_checkpoint(checkpoint, paths)) is None:
         step = "" if checkpoint.continue_step is None else f" of step {checkpoint.continue_step}"
-        remedy = "a run with checkpoints: ls -d runs/*/*/checkpoints/step-* lists them"
-        yield Violation(PARENT, checkpoint.continue_from, f"it has no complete checkpoint{step}", remedy)
+        remedy = "give a run that has one (ls -d runs/*/*/checkpoints/step-* lists all checkpoints)"
+        yield Violation(PARENT, checkpoint.continue_from, f"this run has no complete checkpoint{step}", remedy)
     elif (missing := missing_part(path)) is not None:
         earlier = intact_before(path)
         step = None if earlier is None else step_of(earlier)
-        remedy = "another copy of it" if step is None else f"checkpoint.continue_step={step}"
+        remedy = "give another copy of it" if step is None else f"use checkpoint.continue_step={step}"
         yield Violation(PARENT, checkpoint.continue_from, f"{path.name} is not complete: {missing}", remedy)
 
 
@@ -188,9 +189,9 @@ def steps_are_left(checkpoint: CheckpointConfig, paths: PathsConfig, training: T
     path = local_checkpoint(checkpoint, paths)
     step = None if path is None else step_of(path)
     if step is not None and step >= training.last_step:
-        reason = f"the checkpoint of {checkpoint.continue_from} is of step {step}"
+        reason = f"{checkpoint.continue_from} has already trained {step} steps"
         key = "training.steps" if training.stop_after is None else "training.stop_after"
-        yield Violation(key, training.last_step, reason, f"{key} above {step}")
+        yield Violation(key, training.last_step, reason, f"use {key}={step + 1} or more")
 
 
 def parent_has_this_model(
@@ -224,11 +225,13 @@ def tail_is_whole(
             saved_steps = (step_of(other) for other in path.parent.iterdir() if (other / METADATA_FILE).is_file())
             earlier = [other for other in saved_steps if other is not None and other < first]
             reason = (
-                f"the tail is of steps {first} to {training.steps}, and the checkpoint of step {step} has the mean of "
-                f"steps {begun} to {step}, of which those before {first} cannot be taken out"
+                f"the tail to average is steps {first} to {training.steps}. The checkpoint of step {step} holds the "
+                f"mean of steps {begun} to {step}, and nothing can remove the steps before {first} from it"
             )
-            remedy = f"weight_average.steps={training.steps - step}"
-            remedy += f"; or checkpoint.continue_step={max(earlier)}, which trains the others again" if earlier else ""
+            remedy = f"use weight_average.steps={training.steps - step}"
+            remedy += (
+                f", or checkpoint.continue_step={max(earlier)}, which trains the later steps again" if earlier else ""
+            )
             yield Violation("weight_average.steps", weight_average.steps, reason, remedy)
 
 
@@ -242,9 +245,10 @@ def rows_have_the_parents_length(
     length = recorded_data(path.parent.parent).get("training.seq_len", training.seq_len)
     if length != training.seq_len:
         reason = (
-            f"{checkpoint.continue_from} cut its text into rows of {shown(length)} tokens, in an order of their own"
+            f"{checkpoint.continue_from} cut its text into rows of {shown(length)} tokens, and rows of another length "
+            "come in another order"
         )
-        remedy = "checkpoint.continue_data=restart begins with the first row of the new length"
+        remedy = "use checkpoint.continue_data=restart, which begins with the first row of the new length"
         yield Violation("training.seq_len", training.seq_len, reason, remedy)
 
 
@@ -254,8 +258,11 @@ def order_is_the_parents(checkpoint: CheckpointConfig, paths: PathsConfig, data:
     if path is None or not data.streaming or checkpoint.continue_data != "same":
         return
     if "data.streaming" in recorded_data(path.parent.parent):
-        reason = f"{checkpoint.continue_from} has read documents that were tokenized before it, in another order"
-        remedy = "data.streaming=false; or checkpoint.continue_data=restart"
+        reason = (
+            f"{checkpoint.continue_from} tokenized its documents before it trained, and a stream has them in "
+            "another order"
+        )
+        remedy = "use data.streaming=false, or checkpoint.continue_data=restart"
         yield Violation("data.streaming", True, reason, remedy)
 
 
@@ -291,14 +298,16 @@ def state_misfits(
 ) -> Iterator[Violation]:
     """Values of the optimizer and of the data that must be those of the parent's configuration, and are not."""
     location = parent_location(str(checkpoint.continue_from), Path(paths.runs).expanduser())
-    weights_alone = f"checkpoint.continue_from=null checkpoint.initial={location}, which takes the weights alone"
+    weights_alone = f"take the weights alone with checkpoint.continue_from=null checkpoint.initial={location}"
     theirs = flatten(saved)
     if (name := theirs.get("optimizer.name", optimizer.name)) != optimizer.name:
-        reason = f"the optimizer state of {checkpoint.continue_from} is that of {name}"
-        yield Violation("optimizer.name", optimizer.name, reason, f"optimizer={name}; or {weights_alone}")
+        reason = f"{checkpoint.continue_from} was trained by {name}, and this optimizer cannot read its state"
+        yield Violation("optimizer.name", optimizer.name, reason, f"use optimizer={name}, or {weights_alone}")
     if checkpoint.continue_data == "same" and (seed := theirs.get("experiment.seed", run.seed)) != run.seed:
-        remedy = f"experiment.seed={seed}; or checkpoint.continue_data=restart"
-        yield Violation("experiment.seed", run.seed, f"the data of {checkpoint.continue_from} have seed {seed}", remedy)
+        remedy = f"use experiment.seed={seed}, or checkpoint.continue_data=restart"
+        yield Violation(
+            "experiment.seed", run.seed, f"{checkpoint.continue_from} shuffled its data by seed {seed}", remedy
+        )
 
 
 def _saved(checkpoint: CheckpointConfig, paths: PathsConfig) -> Mapping[str, Any]:
@@ -322,14 +331,14 @@ PARENT_RULES = rules(
     Refuse(
         "checkpoint.continue_step",
         lambda checkpoint: checkpoint.continue_step is not None and checkpoint.continue_from is None,
-        "checkpoint.continue_from is null, so that there is no such checkpoint",
-        "checkpoint.continue_from=RUN, or leave it out",
+        "checkpoint.continue_from is null, so there is no run to take this step of",
+        "set checkpoint.continue_from=RUN, or leave this key out",
     ),
     Refuse(
         "checkpoint.continue_from",
         lambda checkpoint: checkpoint.continue_from is not None and checkpoint.initial is not None,
-        "checkpoint.initial gives the weights already",
-        "one of the two: continue_from takes the whole state, initial the weights alone",
+        "checkpoint.initial gives the weights as well",
+        "give one of the two: continue_from takes the whole state, initial takes the weights alone",
     ),
 )
 """Rules checked at every start."""

@@ -1,11 +1,13 @@
 """Cluster rules: machines of a scheduler, full nodes, and SLURM's options."""
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import Violation, divisors, listed
 from titan_exp.config.groups.run import SLURM, ClusterConfig, PathsConfig
+from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.rules.rule import Refuse, rules
 
@@ -33,19 +35,19 @@ KEYS = {
 """Keys of sbatch options with one."""
 
 RESERVED = {
-    "output": "logs are in the run folder, where titan-exp logs reads them",
-    "error": "logs are in the run folder, where titan-exp logs reads them",
-    "input": "ranks read nothing from it",
-    "open-mode": "a requeued job appends to its log",
-    "parsable": "the submission reads what sbatch prints",
-    "quiet": "the submission reads what sbatch prints",
-    "verbose": "the submission reads what sbatch prints",
-    "help": "sbatch would submit nothing",
-    "usage": "sbatch would submit nothing",
-    "version": "sbatch would submit nothing",
-    "test-only": "sbatch would submit nothing",
-    "wrap": "the job is the launcher's batch script",
-    "wait": "submitting returns at once; titan-exp status shows the job",
+    "output": "titan-exp logs finds the logs in the run folder only",
+    "error": "titan-exp logs finds the logs in the run folder only",
+    "input": "the ranks read no input",
+    "open-mode": "a requeued job has to append to its log",
+    "parsable": "titan_exp reads the job id from what sbatch prints",
+    "quiet": "titan_exp reads the job id from what sbatch prints",
+    "verbose": "titan_exp reads the job id from what sbatch prints",
+    "help": "with it sbatch submits nothing",
+    "usage": "with it sbatch submits nothing",
+    "version": "with it sbatch submits nothing",
+    "test-only": "with it sbatch submits nothing",
+    "wrap": "titan_exp writes the batch script",
+    "wait": "titan-exp returns as soon as the job is submitted, and titan-exp status shows how it goes",
 }
 """Reasons to refuse sbatch options without a key."""
 
@@ -88,9 +90,9 @@ def sbatch_options_are_free(cluster: ClusterConfig) -> Iterator[Violation]:
     for argument in cluster.sbatch_args:
         name = long_name(argument)
         if name in KEYS:
-            reason, remedy = f"--{name} has a key of its own", f"set {KEYS[name]}"
+            reason, remedy = f"a key of the configuration sets --{name}", f"set {KEYS[name]} instead"
         elif name in RESERVED:
-            reason, remedy = f"--{name} cannot be set: {RESERVED[name]}", "leave it out"
+            reason, remedy = f"you cannot set --{name}: {RESERVED[name]}", "leave it out"
         else:
             continue
         yield Violation("cluster.sbatch_args", argument, reason, remedy)
@@ -103,18 +105,23 @@ def arguments_are_well_formed(cluster: ClusterConfig) -> Iterator[Violation]:
     """Environment variable names and arguments of sbatch and srun are well-formed."""
     for name in cluster.environment:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            reason = "this is no name of an environment variable"
-            yield Violation("cluster.environment", name, reason, "letters, digits and `_`, no digit first")
+            reason = "this cannot be the name of an environment variable"
+            yield Violation("cluster.environment", name, reason, "use letters, digits and `_`, and no digit first")
     for field in ("sbatch_args", "srun_args"):
         for argument in getattr(cluster, field):
             if not argument.startswith("-") or "\n" in argument:
-                reason = f"{argument!r} is not a single argument, which begins with a dash and includes its value"
-                yield Violation(f"cluster.{field}", argument, reason, f"cluster.{field}='[\"--nice=100\"]'")
+                reason = f"{argument!r} is not an argument: one begins with a dash and includes its value"
+                yield Violation(
+                    f"cluster.{field}", argument, reason, f"write it as in cluster.{field}='[\"--nice=100\"]'"
+                )
     for argument in cluster.srun_args:
         name, _, value = argument.partition("=")
         if name == "--export" and "ALL" not in value.split(","):
-            reason = "ranks would miss what the job's script sets: the code snapshot, the token and the threads"
-            remedy = f"cluster.srun_args='[\"--export={','.join(['ALL', *filter(_is_set, value.split(','))])}\"]'"
+            reason = (
+                "the ranks would not see what the batch script sets: the code snapshot, the token and the number "
+                "of threads"
+            )
+            remedy = f"use cluster.srun_args='[\"--export={','.join(['ALL', *filter(_is_set, value.split(','))])}\"]'"
             yield Violation("cluster.srun_args", argument, reason, remedy)
 
 
@@ -123,8 +130,8 @@ def runs_can_be_named_in_a_script(paths: PathsConfig) -> Iterator[Violation]:
     path = Path(paths.runs).expanduser().absolute()
     cleaned = re.sub(r"[\\\x00-\x1f\x7f]", "_", str(path))
     if cleaned != str(path):
-        remedy = "paths.runs='{}'".format(cleaned.replace("'", r"\'"))
-        reason = "SLURM cannot write logs below a path with a backslash or a control character"
+        remedy = "use paths.runs='{}'".format(cleaned.replace("'", r"\'"))
+        reason = "SLURM cannot write logs to a path that has a backslash or a control character"
         yield Violation("paths.runs", repr(str(path)), reason, remedy)
 
 
@@ -139,17 +146,25 @@ def nodes_are_full(cluster: ClusterConfig, layout: ResolvedLayout, device: str) 
         yield Violation(
             f"cluster.{key}",
             size,
-            f"the degrees multiply to {world} processes, which do not fill nodes of {size} evenly",
-            f"degrees that multiply to {below} or {below + size}, or "
+            f"the layout needs {world} processes, which do not fill whole nodes of {size}",
+            f"choose degrees whose product is {below} or {below + size}, or set "
             f"cluster.{key}={listed([number for number in divisors(world) if number <= size])}",
         )
     elif cluster.nodes is not None and cluster.nodes != nodes:
+        offered, own = cluster.nodes * size, layout.parallelism
+        others = [axis for axis in DEGREES if axis != "dp_shard" and getattr(own, axis) > 1]
+        product = math.prod(getattr(own, axis) for axis in others)
+        fills = f"parallelism.dp_shard=-1, which fills all {offered} processes"
+        if product > offered:
+            is_above = f"{'their product ' if len(others) > 1 else ''}{product} is above {offered}"
+            fills = f"lower {listed([f'parallelism.{axis}' for axis in others])}: {is_above}"
+        elif offered % product:
+            fills = f"choose degrees whose product is {offered}"
         yield Violation(
             "cluster.nodes",
             cluster.nodes,
-            f"the degrees multiply to {world} processes, which fill {nodes} node{'s' * (nodes > 1)} of {size}",
-            f"cluster.nodes=null, which asks for {nodes}, or parallelism.dp_shard=-1, which fills "
-            f"{cluster.nodes * size} processes",
+            f"the layout needs {world} processes, which fill {nodes} node{'s' * (nodes > 1)} of {size}",
+            f"use cluster.nodes=null, which asks for {nodes}, or {fills}",
         )
 
 
@@ -161,14 +176,14 @@ REMOTE_RULES = rules(
     Refuse(
         "cluster.device",
         lambda cluster: cluster.device == "auto",
-        "this machine does not know which devices the nodes of {cluster.kind} have",
-        "cluster.device=cuda or cluster.device=cpu",
+        "titan_exp cannot see from here which devices the nodes of {cluster.kind} have",
+        "set cluster.device=cuda or cluster.device=cpu",
     ),
     Refuse(
         "cluster.gpus_per_node",
         lambda cluster: cluster.device == "cuda" and cluster.gpus_per_node is None,
-        "the GPUs of the nodes of {cluster.kind} cannot be counted from here",
-        "cluster.gpus_per_node=8",
+        "titan_exp cannot count the GPUs of the nodes of {cluster.kind} from here",
+        "say how many GPUs a node has, for example cluster.gpus_per_node=8",
     ),
     when=lambda cluster: cluster.is_remote,
 )
@@ -176,14 +191,14 @@ SLURM_RULES = rules(
     Refuse(
         "cluster.time_limit",
         lambda cluster: cluster.time_limit is not None and not _TIME.fullmatch(cluster.time_limit),
-        "SLURM takes minutes, M:S, H:M:S, D-H or D-H:M:S",
-        "cluster.time_limit=24:00:00",
+        "SLURM reads a time as minutes, M:S, H:M:S, D-H or D-H:M:S",
+        "write it as in cluster.time_limit=24:00:00",
     ),
     Refuse(
         "cluster.stop_limit",
         lambda cluster: cluster.stop_limit >= cluster.signal_lead,
-        "the time limit comes {cluster.signal_lead} s after the stop request, which leaves no time to requeue",
-        "cluster.stop_limit below {cluster.signal_lead}, or a longer cluster.signal_lead",
+        "SLURM kills the job {cluster.signal_lead} s after the stop request, so the run would have no time to requeue",
+        "use a cluster.stop_limit below {cluster.signal_lead}, or a longer cluster.signal_lead",
     ),
     arguments_are_well_formed,
     sbatch_options_are_free,

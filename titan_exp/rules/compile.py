@@ -36,12 +36,12 @@ def budget_is_chosen(activation_checkpoint: ActivationCheckpointConfig, compile:
     if activation_checkpoint.mode != "budget":
         return
     if not compile.compiles("blocks"):
-        reason = "the compiler chooses what fits into the budget, and does not compile the blocks"
+        reason = "in mode budget the compiler chooses what to save, and this run does not compile the blocks"
     elif compile.backend not in PARTITIONING_BACKENDS:
-        reason = f"compile.backend={compile.backend} does not choose what is saved"
+        reason = f"in mode budget the compiler chooses what to save, and compile.backend={compile.backend} cannot"
     else:
         return
-    remedy = f"{compiled_blocks(compile)}, or activation_checkpoint=selective, every_n or full"
+    remedy = f"use {compiled_blocks(compile)}, or activation_checkpoint=selective, every_n or full"
     yield Violation("activation_checkpoint.mode", "budget", reason, remedy)
 
 
@@ -54,15 +54,20 @@ def saved_operators_exist(activation_checkpoint: ActivationCheckpointConfig) -> 
     for entry in activation_checkpoint.save if activation_checkpoint.mode == "selective" else ():
         parsed = read_entry(entry)
         if parsed is None:
-            reason = "an entry is namespace.operator, with .overload or /number after it; or auto or auto/3 alone"
-            remedy = "aten.mm saves every call, aten.mm/2 every second one; [auto/3] chooses within the budget"
+            reason = (
+                "an entry is namespace.operator, with an optional .overload or /number, or else auto or auto/3 alone"
+            )
+            remedy = (
+                "write aten.mm to save every call, aten.mm/2 to save every second one, or [auto/3] to let the "
+                "budget choose"
+            )
             yield Violation(field, entry, reason, remedy)
             continue
         namespace, name = parsed.operator.split(".")[:2]
         known = known_operators(namespace)
         if known and name not in known:
             offer = did_you_mean(parsed.operator, [f"{namespace}.{operator}" for operator in known])
-            remedy = offer or "names are those of torch.ops, as in aten.mm"
+            remedy = offer or "use a name of torch.ops, such as aten.mm"
             yield Violation(field, entry, "torch has no such operator", remedy)
 
 
@@ -71,29 +76,29 @@ RECOMPUTE_RULES = rules(
     Refuse(
         "activation_checkpoint.save",
         lambda activation_checkpoint: activation_checkpoint.mode == "selective" and not activation_checkpoint.save,
-        "selective checkpointing that saves no operator recomputes everything",
-        "activation_checkpoint=full, or activation_checkpoint.save='[auto/3]'",
+        "selective checkpointing that saves no operator recomputes everything, as full does",
+        "use activation_checkpoint=full, or activation_checkpoint.save='[auto/3]'",
     ),
     Refuse(
         "activation_checkpoint.every",
         lambda spec, activation_checkpoint: (
             activation_checkpoint.mode == "every_n" and activation_checkpoint.every > len(spec.blocks)
         ),
-        "there are {model.layers} blocks, so that none would be recomputed",
-        "at most activation_checkpoint.every={model.layers}, or activation_checkpoint=none",
+        "the model has {model.layers} blocks, so it would recompute none of them",
+        "use activation_checkpoint.every={model.layers} or less, or activation_checkpoint=none",
     ),
     budget_is_chosen,
     Refuse(
         "compile.components",
         lambda compile: compile.enabled and not compile.components,
-        "compile.enabled is true, and no part is given",
-        "compile.components=[blocks], or [blocks,loss]; compile=none",
+        "compile.enabled is true, and the list of parts to compile is empty",
+        "use compile.components=[blocks], compile.components=[blocks,loss], or compile=none",
     ),
     Refuse(
         "compile.components",
         lambda compile: compile.compiles("loss") and compile.backend == "cudagraphs",
-        "every replay of a CUDA graph would first copy all logits to the captured address",
-        "compile.components=[blocks], or compile.backend=inductor",
+        "the loss reads all logits, and a CUDA graph would copy them to its captured address at every replay",
+        "use compile.components=[blocks], or compile.backend=inductor",
     ),
 )
 
@@ -118,12 +123,15 @@ def one_rank_captures(parallelism: ParallelismConfig, layout: ResolvedLayout) ->
         used = {key: degree for key in DEGREES if (degree := getattr(parallelism, key)) > 1}
         listed_ = ", ".join(f"{key}={degree}" for key, degree in used.items())
         reason = (
-            f"there are {layout.world_size} ranks (parallelism: {listed_}); sharded weights are gathered to another "
-            "address in every pass, and captured collectives are untested"
+            f"the layout has {layout.world_size} ranks ({listed_}). They gather sharded weights at another address in "
+            "every pass, and we have not tested captured collectives"
         )
         within = [key for key in ("ep", "etp") if getattr(parallelism, key) > 1]
         yield Violation(
-            _FIELD, True, reason, f"{_OFF}, or one rank: {' '.join(f'parallelism.{key}=1' for key in [*used, *within])}"
+            _FIELD,
+            True,
+            reason,
+            f"use {_OFF}, or one rank: {' '.join(f'parallelism.{key}=1' for key in [*used, *within])}",
         )
 
 
@@ -135,54 +143,75 @@ def experts_stay_on_the_device(
     if not experts:
         return
     if training.mixed_precision != "bf16":
-        reason = "the grouped matmul of experts reads on the host how many rows each has, unless they are in bf16"
-        yield Violation(_FIELD, True, reason, f"{_OFF}, or training.mixed_precision=bf16")
+        reason = (
+            "a CUDA graph takes no work of the host, and outside of bf16 the grouped matmul reads on the host how "
+            "many rows each expert has"
+        )
+        yield Violation(_FIELD, True, reason, f"use {_OFF}, or training.mixed_precision=bf16")
     for name, linear in experts.items():
         if linear.inputs % ALIGNED or linear.outputs % ALIGNED:
             reason = (
-                f"the grouped matmul of {name} reads on the host how many rows each expert has, since its dims, "
-                f"{linear.inputs} and {linear.outputs}, are not both multiples of {ALIGNED}"
+                f"the dims of {name}, {linear.inputs} and {linear.outputs}, are not both multiples of {ALIGNED}. So "
+                "its grouped matmul reads on the host how many rows each expert has, which a CUDA graph cannot "
+                "capture"
             )
-            yield Violation(_FIELD, True, reason, f"{_OFF}, or dims of experts that are multiples of {ALIGNED}")
+            yield Violation(_FIELD, True, reason, f"use {_OFF}, or give experts dims that are multiples of {ALIGNED}")
             return
         layers, shape = len(spec.blocks), (linear.inputs, linear.outputs)
         if quantization.recipe in RECIPES[1:] and quantization.quantizes(name, *shape, layers=layers):
-            reason = f"the host work of the grouped matmul of {name} in {quantization.recipe} is unknown"
-            yield Violation(_FIELD, True, reason, f"{_OFF}, or quantization.filter=['*.experts.*']")
+            reason = (
+                f"we do not know what the grouped matmul of {name} does on the host in {quantization.recipe}, "
+                "which a CUDA graph would not replay"
+            )
+            yield Violation(_FIELD, True, reason, f"use {_OFF}, or quantization.filter=['*.experts.*']")
             return
 
 
 GRAPH_RULES = rules(
-    Refuse(_FIELD, lambda device: device == "cpu", "a CUDA graph records GPU work, and this run is on a CPU", _OFF),
+    Refuse(
+        _FIELD,
+        lambda device: device == "cpu",
+        "a CUDA graph records the work of a GPU, and this run trains on the CPU",
+        f"use {_OFF}",
+    ),
     Refuse(
         _FIELD,
         lambda parallelism: parallelism.cpu_offload,
-        "parallelism.cpu_offload copies weights from CPU memory to another address in every pass",
-        f"{_OFF}, or parallelism.cpu_offload=false",
+        (
+            "with parallelism.cpu_offload every pass copies the weights to another address, and a CUDA graph reads "
+            "fixed ones"
+        ),
+        f"use {_OFF}, or parallelism.cpu_offload=false",
     ),
     Refuse(
         _FIELD,
         lambda compile: compile.enabled and compile.backend not in BACKENDS,
-        "compile.backend={compile.backend} may capture graphs of its own",
-        f"{_OFF}, or compile.backend={listed(BACKENDS)}",
+        "compile.backend={compile.backend} may capture CUDA graphs itself, and captures cannot nest",
+        f"use {_OFF}, or compile.backend={listed(BACKENDS)}",
     ),
     Refuse(
         _FIELD,
         lambda model: model_spec(model) is None,
-        "a capture is valid if a pass does the same for all tokens, which is unknown of {model.architecture}",
-        f"{_OFF}, or model.architecture=llama",
+        "a CUDA graph is only right if every pass does the same work, and {model.architecture} does not say so",
+        f"use {_OFF}, or model.architecture=llama",
     ),
     Refuse(
         _FIELD,
         lambda spec: spec.attention_backend not in KERNELS,
-        f"the host work of {ATTENTION_BACKEND}={{spec.attention_backend}} in each pass is unknown",
-        f"{_OFF}, or {ATTENTION_BACKEND}={listed(KERNELS)}",
+        (
+            f"we do not know what {ATTENTION_BACKEND}={{spec.attention_backend}} does on the host in each pass, which "
+            "a CUDA graph would not replay"
+        ),
+        f"use {_OFF}, or {ATTENTION_BACKEND}={listed(KERNELS)}",
     ),
     Refuse(
         _FIELD,
         lambda quantization: quantization.recipe not in RECIPES,
-        "the host work of the casts of quantization.recipe={quantization.recipe} is unknown",
-        f"{_OFF}, or quantization={listed(RECIPES)}",
+        (
+            "we do not know what the casts of quantization.recipe={quantization.recipe} do on the host, which a CUDA "
+            "graph would not replay"
+        ),
+        f"use {_OFF}, or quantization={listed(RECIPES)}",
     ),
     experts_stay_on_the_device,
     when=lambda compile: compile.cuda_graphs,

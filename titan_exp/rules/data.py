@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed, shown
+from titan_exp.config.groups.evaluation import EvaluationConfig
 from titan_exp.config.groups.experiment import Experiment, ModelConfig
 from titan_exp.config.groups.run import CheckpointConfig, DataConfig, PathsConfig
 from titan_exp.config.groups.training import TrainingConfig
@@ -41,7 +42,12 @@ _NAMED = 3
 def stores_are_complete(data: DataConfig) -> Iterator[Violation]:
     """Every store exists and is complete, and all have the same tokenizer."""
     if not data.paths:
-        yield Violation("data.paths", (), "source tokens reads stores, and none is given", "data.paths='[stores/mine]'")
+        yield Violation(
+            "data.paths",
+            (),
+            "the source tokens reads token stores, and you gave none",
+            "name one, as in data.paths='[stores/mine]'",
+        )
     manifests: list[Manifest] = []
     for path in data.paths:
         try:
@@ -52,42 +58,46 @@ def stores_are_complete(data: DataConfig) -> Iterator[Violation]:
         damaged = list(islice(manifests[-1].damaged(), _NAMED))
         if damaged:
             problems = "; ".join(f"{name}: {trouble}" for name, trouble in damaged)
-            remedy = f"titan-exp tokenize check={path} checks all of it; then copy or rebuild it"
+            remedy = f"check all of it with titan-exp tokenize check={path}, then copy it again or rebuild it"
             yield Violation("data.paths", path, f"this store is damaged: {problems}", remedy)
     tokenizers = {manifest.tokenizer: manifest.path for manifest in manifests}
     if len(tokenizers) > 1:
         made = listed([f"{path} by {name}" for name, path in tokenizers.items()], "and")
-        yield Violation("data.paths", data.paths, f"the stores have different tokenizers: {made}", "stores of one")
+        yield Violation(
+            "data.paths", data.paths, f"these stores have different tokenizers: {made}", "mix stores of one tokenizer"
+        )
 
 
-def stores_are_large_enough(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
+def stores_are_large_enough(
+    data: DataConfig, training: TrainingConfig, evaluation: EvaluationConfig
+) -> Iterator[Violation]:
     """Each store has tokens for a row, and a validation split if the run evaluates."""
     row, manifests = training.seq_len + 1, list(_readable(data))
     for manifest in manifests:
         if manifest.tokens["train"] < row:
-            reason = f"{manifest.path} has {manifest.tokens['train']} tokens to train on, and a row takes {row}"
-            remedy = f"at most training.seq_len={manifest.tokens['train'] - 1}, or a larger store"
+            reason = f"{manifest.path} has {manifest.tokens['train']} tokens to train on, and one row takes {row}"
+            remedy = f"use training.seq_len={manifest.tokens['train'] - 1} or less, or a larger store"
             yield Violation("training.seq_len", training.seq_len, reason, remedy)
-    if training.evaluate_every and manifests:
+    if evaluation.enabled and manifests:
         without = [str(manifest.path) for manifest in manifests if manifest.tokens["validation"] < 2]
         if without:
             yield Violation(
-                "training.evaluate_every",
-                training.evaluate_every,
-                f"{listed(without, 'and')} was built without validation documents",
-                "training.evaluate_every=0; or titan-exp tokenize with a data.validation_fraction, into a new store",
+                "evaluation.every",
+                evaluation.every,
+                f"{listed(without, 'and')} has no validation documents",
+                "use evaluation.every=0, or tokenize into a new store with a data.validation_fraction above 0",
             )
 
 
 def weights_fit(data: DataConfig) -> Iterator[Violation]:
     """Each store has a weight and is listed once."""
     if data.weights and len(data.weights) != len(data.paths):
-        reason = f"there are {len(data.weights)} weights for {len(data.paths)} stores"
+        reason = f"you gave {len(data.weights)} weights for {len(data.paths)} stores"
         example = ",".join("1" for _ in data.paths)
-        remedy = f"one for each of data.paths: data.weights='[{example}]', or none: by size"
+        remedy = f"give one for each of data.paths, as in data.weights='[{example}]', or none to mix them by size"
         yield Violation("data.weights", data.weights, reason, remedy)
     if len(set(data.paths)) < len(data.paths):
-        yield Violation("data.paths", data.paths, "a store is named twice", "name it once, with a larger weight")
+        yield Violation("data.paths", data.paths, "you named a store twice", "name it once, with a larger weight")
 
 
 def store_vocabulary(data: DataConfig) -> int | None:
@@ -111,26 +121,29 @@ STORE_OPTIONS = rules(
     Refuse(
         "data.tokenizer",
         lambda data: _reads_stores(data) and data.tokenizer != "store",
-        "the tokens in a store are those of the tokenizer that it was built with",
-        "data.tokenizer=store, or tokenize again",
+        "a token store fixes its tokenizer when you build it",
+        "use data.tokenizer=store, or tokenize again",
     ),
     Refuse(
         "data.validation_fraction",
         lambda data: _reads_stores(data) and data.validation_fraction,
-        "the validation split was fixed when the store was built",
-        "data.validation_fraction=0 takes that; or titan-exp tokenize with this fraction, into a new store",
+        "a token store fixes its validation split when you build it",
+        (
+            "use data.validation_fraction=0 to take the split of the store, or tokenize into a new store with this "
+            "fraction"
+        ),
     ),
     Refuse(
         "data.tokenizer",
         lambda data: not _reads_stores(data) and data.tokenizer == "store",
-        "source {data.source} has no store to take it from",
-        "data.tokenizer=bytes, or the path of a tokenizer.json",
+        "the source {data.source} reads no token store, which could give the tokenizer",
+        "use data.tokenizer=bytes, or give the path of a tokenizer.json",
     ),
     Refuse(
         "data.weights",
         lambda data: not _reads_stores(data) and data.weights,
-        "source {data.source} does not read it",
-        "titan-exp tokenize each source, and mix the stores: data=tokens data.paths='[a,b]' data.weights=...",
+        "the source {data.source} does not read this key",
+        "tokenize each source, and mix the stores: data=tokens data.paths='[a,b]' data.weights=...",
     ),
 )
 """Rules for options fixed by the store: tokenizer and validation split."""
@@ -142,8 +155,8 @@ STORE_RULES = (
         Refuse(
             "data.preview",
             lambda data, training: (data.preview or 0) > training.steps,
-            "the run has {training.steps} steps",
-            "data.preview={training.steps}",
+            "the run has only {training.steps} steps",
+            "use data.preview={training.steps}",
         ),
     ),
 )
@@ -160,14 +173,14 @@ def source_has_input(data: DataConfig) -> Iterator[Violation]:
     key, violations = described(data.source).files, asked(data.source, "violations")
     entries = getattr(data, key) if key else ()
     if key and not entries:
-        reason = f"source {data.source} reads files, and none is given"
-        yield Violation(f"data.{key}", (), reason, f"data.{key}='[notes,books/*.txt]'")
+        reason = f"the source {data.source} reads files, and you gave none"
+        yield Violation(f"data.{key}", (), reason, f"name them, as in data.{key}='[notes,books/*.txt]'")
     for entry in entries:
         if not existing(entry):
             yield no_such_file(entry, f"data.{key}")
         elif next(matching_files(entry), None) is None:
-            reason = "there is no file in it, hidden ones left out"
-            yield Violation(f"data.{key}", entry, reason, "a folder with files, or files")
+            reason = "this folder has no files other than hidden ones"
+            yield Violation(f"data.{key}", entry, reason, "give a folder with files, or the files themselves")
     try:
         yield from () if violations is None else violations(data)
     except OSError as error:
@@ -181,9 +194,9 @@ def input_has_text(data: DataConfig) -> Iterator[Violation]:
         return
     try:
         if not any(map(is_text, _files(entries))):
-            yield Violation("data.paths", entries, "no file there contains text", "text files")
+            yield Violation("data.paths", entries, "none of these files contains text", "give text files")
         elif data.document != "file" and not any(is_text(path, blank=False) for path in _files(entries)):
-            yield Violation("data.document", data.document, "all files of data.paths are blank", "files with text")
+            yield Violation("data.document", data.document, "all files of data.paths are blank", "give files with text")
     except OSError as error:
         yield _closed(error, "data.paths", entries)
 
@@ -206,9 +219,9 @@ def is_plain_text(data: DataConfig) -> bool:
     return "document" in described(data.source).reads
 
 
-def files_are_divided(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
+def files_are_divided(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Violation]:
     """Files that are one document each leave some to train on, and some to evaluate on if the run evaluates."""
-    fraction, evaluates = data.validation_fraction, bool(training.evaluate_every)
+    fraction, evaluates = data.validation_fraction, evaluation.enabled
     if not is_plain_text(data) or data.document != "file" or fraction == 0:
         return
     with suppress(OSError):  # named by `input_has_text`
@@ -220,8 +233,8 @@ def files_are_divided(data: DataConfig, training: TrainingConfig) -> Iterator[Vi
                 return
         hashes = [unit_hash(key) for path, key in distinct_files(corpus_entries(data)).items() if is_text(path)]
         if len(hashes) == 1 and evaluates:
-            reason = "the one file is the one document, which cannot be both trained and evaluated on"
-            remedy = "data.document=paragraph (or line) makes documents of its parts; or training.evaluate_every=0"
+            reason = "your one file is one document, and a run cannot both train and evaluate on the same document"
+            remedy = "use data.document=paragraph (or line) to cut it into documents, or evaluation.every=0"
             yield Violation("data.document", data.document, reason, remedy)
         elif hashes and max(hashes) < fraction:
             yield none_to_train_on(fraction, len(hashes), SPLIT_FURTHER["file"])
@@ -229,12 +242,15 @@ def files_are_divided(data: DataConfig, training: TrainingConfig) -> Iterator[Vi
             yield none_held_out(fraction, len(hashes), min(hashes), SPLIT_FURTHER["file"])
 
 
-def streamed_validation_is_limited(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
+def streamed_validation_is_limited(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Violation]:
     """A validation split held out of a stream has a limit, since the stream may be endless."""
-    streamed = described(data.source).is_endless and data.streaming and data.validation_split is None
-    held_out = training.evaluate_every and data.validation_fraction
-    if streamed and held_out and data.validation_documents is None:
+    if evaluation.enabled and data.validation_fraction and data.validation_split is None and is_unlimited(data):
         yield unlimited_split(data)
+
+
+def is_unlimited(data: DataConfig) -> bool:
+    """True if the documents to evaluate on may have no end."""
+    return described(data.source).is_endless and data.streaming and data.validation_documents is None
 
 
 def vocabulary_fits(data: DataConfig, model: ModelConfig) -> Iterator[Violation]:
@@ -243,19 +259,23 @@ def vocabulary_fits(data: DataConfig, model: ModelConfig) -> Iterator[Violation]
         return
     name, rows, path = data.tokenizer, model.vocab_size, tokenizer_file(data.tokenizer)
     if name not in TOKENIZERS and not path.is_file():
-        remedy = "a tokenizer.json, its folder, or data.tokenizer=bytes"
+        remedy = "give a tokenizer.json or its folder, or use data.tokenizer=bytes"
+        if "/" in name:
+            folder = Path(name).parent if name.endswith(".json") else Path(name)
+            download = f"titan-exp download OWNER/{folder.name} files=tokenizer target={shlex.quote(str(folder))}"
+            remedy = f"run {download}, or {remedy}"
         yield Violation("data.tokenizer", name, f"there is no file {path}", remedy)
         return
     try:
         tokens = store_vocabulary(data) if name == "store" else max(tokenizer_words(name).values()) + 1
     except UserError:
-        reason = f"{path} is not a tokenizer.json of Hugging Face's tokenizers"
-        remedy = "save one with tokenizer.save('tokenizer.json'), or data.tokenizer=bytes"
+        reason = f"Hugging Face's tokenizers cannot read {path}"
+        remedy = "save one with tokenizer.save('tokenizer.json'), or use data.tokenizer=bytes"
         yield Violation("data.tokenizer", name, reason, remedy)
         return
     if tokens is not None and tokens > rows:
         reason = f"the tokenizer {name} has {tokens} tokens, and each needs a row of the embedding"
-        remedy = f"at least model.vocab_size={tokens}; a multiple of 64 is faster: {-(-tokens // 64) * 64}"
+        remedy = f"use model.vocab_size={tokens} or more (a multiple of 64 is faster: {-(-tokens // 64) * 64})"
         yield Violation("model.vocab_size", rows, reason, remedy)
 
 
@@ -270,14 +290,14 @@ def unreadable_source(experiment: Experiment) -> list[Violation]:
 
 
 def _closed(error: OSError, key: str, value: object) -> Violation:
-    reason = f"{error.filename} cannot be read ({(error.strerror or str(error)).lower()})"
-    return Violation(key, value, reason, "files that you can read")
+    reason = f"titan_exp cannot read {error.filename} ({(error.strerror or str(error)).lower()})"
+    return Violation(key, value, reason, "give files that you can read")
 
 
 def _ignored(key: str, value: object, source: str, readers: Sequence[str]) -> Violation:
     reader = max(readers, key=lambda name: (described(name).holds == "text", len(described(name).reads)))
-    remedy = f"data={reader} data.{key}={_quoted(value)}, or leave it out"
-    return Violation(f"data.{key}", value, f"source {source} does not read it", remedy)
+    remedy = f"use data={reader} data.{key}={_quoted(value)}, or leave it out"
+    return Violation(f"data.{key}", value, f"the source {source} does not read this key", remedy)
 
 
 def _quoted(value: object) -> str:
@@ -305,7 +325,7 @@ standard library's source."""
 
 
 def large_text_is_tokenized_first(
-    data: DataConfig, checkpoint: CheckpointConfig, paths: PathsConfig, training: TrainingConfig
+    data: DataConfig, checkpoint: CheckpointConfig, paths: PathsConfig, evaluation: EvaluationConfig
 ) -> Iterator[Violation]:
     """A text on this machine above `LARGEST_TEXT` is a token store, unless it is streamed or a parent reads it so."""
     entries, size = () if data.streaming else corpus_entries(data), 0
@@ -317,16 +337,16 @@ def large_text_is_tokenized_first(
         return
     seconds = size / (BYTES_PER_SECOND if data.tokenizer == "bytes" else MERGED_BYTES_PER_SECOND)
     reason = (
-        f"there are {size / 2**30:.3g} GiB of text. For an epoch to read each document once, all of it is tokenized "
-        f"first; this run would do that while its GPUs wait, for {max(1, round(seconds / 60))} min of one core or more"
+        f"you have {size / 2**30:.3g} GiB of text. To read each document once in an epoch, the run would first "
+        f"tokenize all of it while its GPUs wait, which takes one core at least {max(1, round(seconds / 60))} min"
     )
     streamed = ["data.streaming=true"]
-    if any(streamed_validation_is_limited(replace(data, streaming=True), training)):
+    if any(streamed_validation_is_limited(replace(data, streaming=True), evaluation)):
         streamed.append("data.validation_documents=1024")
     remedy = (
-        f"{_store_command(data, entries)}; or {' '.join(streamed)}, with which an epoch is no exact pass: each of "
-        f"{data.virtual_shards} virtual shards reads its documents once before any again, and those with fewer tokens "
-        "begin again earlier"
+        f"{_store_command(data, entries)}. Or use {' '.join(streamed)}, and accept that an epoch is not an exact pass: "
+        f"each of the {data.virtual_shards} virtual shards reads all its documents before it repeats one, and shards "
+        "with fewer tokens repeat sooner"
     )
     yield Violation("data.streaming", False, reason, remedy)
 
@@ -342,7 +362,7 @@ def _store_command(data: DataConfig, entries: tuple[str, ...]) -> str:
     store = f"stores/{names[-1] if names else 'text'}"
     words = [f"data={data.source}", *(f"{key}={value}" for key, value in given.items()), f"out={store}"]
     return (
-        f"titan-exp tokenize {shlex.join(words)}, then data=tokens data.paths='[{store}]' in place of "
+        f"run titan-exp tokenize {shlex.join(words)}, then train with data=tokens data.paths='[{store}]' instead of "
         f"{listed([f'data={data.source}', *given], 'and')}"
     )
 

@@ -20,39 +20,45 @@ def degree_divides(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[
     """Expert-parallel ranks are taken from those of tp, cp and dp_shard, and each has as many experts."""
     ep, etp, ranks = parallelism.ep, _etp(parallelism), _ranks(parallelism)
     if not _regroups(ep, parallelism):
-        needed = f"{ETP} · ep = {etp * ep}" if etp > 1 else "it"
-        reason = f"it takes its ranks from parallelism.dp_shard · cp · tp = {ranks}, which {needed} does not divide"
+        needed = f"{ETP} · ep = {etp * ep}" if etp > 1 else f"{ep}"
+        reason = (
+            f"experts are divided among the ranks of parallelism.dp_shard · cp · tp = {ranks}, and {needed} does "
+            "not divide that"
+        )
         step = ep * etp // math.gcd(ep * etp, parallelism.cp * parallelism.tp)
-        shards = "" if _rest(spec, ep) else f"; or parallelism.dp_shard={-(-parallelism.dp_shard // step) * step}"
+        shards = "" if _rest(spec, ep) else f", or use parallelism.dp_shard={-(-parallelism.dp_shard // step) * step}"
         yield from _refused(spec, parallelism, reason, shards)
     elif rest := _rest(spec, ep):
-        yield from _refused(spec, parallelism, f"{rest[0]} experts cannot be divided evenly among {ep} ranks")
+        yield from _refused(spec, parallelism, f"{ep} ranks cannot share {rest[0]} experts evenly")
 
 
 def channels_are_whole_or_tensor_parallel(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
     """Experts' channels are whole, or divided among all tensor-parallel ranks."""
     tp, etp = parallelism.tp, parallelism.etp
     if etp not in (1, tp):
-        reason = f"it is 1 (experts are whole on a rank) or equal to {TP}={tp}"
-        yield Violation(ETP, etp, reason, f"{ETP}={listed(sorted({1, tp}))}; or {TP}={etp}")
+        reason = f"either a rank holds whole experts ({ETP}=1) or the {tp} ranks of {TP} divide each of them"
+        yield Violation(ETP, etp, reason, f"use {ETP}={listed(sorted({1, tp}))}, or {TP}={etp}")
         return
     for style in dict.fromkeys(linear.tp for linear in spec.expert_linears):
         if isinstance(style, Colwise) and not style.divides(etp):
-            more = f"; or {style.key}={listed(multiples_near(style.units * style.width, style.width * etp))}"
-            reason = f"{style.described} cannot be divided evenly among {etp} ranks, in groups of {style.width}"
+            more = f", or use {style.key}={listed(multiples_near(style.units * style.width, style.width * etp))}"
+            reason = f"{etp} ranks cannot share {style.described} evenly, in groups of {style.width}"
             yield Violation(ETP, etp, reason, f"nearest: {ETP}=1{more}")
     biased = [linear.outputs for linear in spec.expert_linears if linear.bias and linear.outputs % etp]
     if biased:
-        reason = f"experts' biases of {biased[0]} outputs cannot be divided evenly among {etp} ranks"
-        yield Violation(ETP, etp, reason, f"{ETP}=1")
+        reason = f"{etp} ranks cannot share the {biased[0]} outputs of the experts' biases evenly"
+        yield Violation(ETP, etp, reason, f"use {ETP}=1")
 
 
 def expert_shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
     """FSDP can shard the experts' weights evenly by a dim, if expert parallelism shards them too."""
     if uneven := _uneven(spec, parallelism, parallelism.ep):
         shards = _ranks(parallelism) // (parallelism.ep * _etp(parallelism))
-        reason = f"{shards} shards divide neither the experts of a rank nor the channels of {listed(uneven, 'and')}"
-        yield from _refused(spec, parallelism, reason, "; or another parallelism.dp_shard")
+        reason = (
+            f"FSDP cuts the experts of a rank into {shards} shards, which divide neither their number nor the "
+            f"channels of {listed(uneven, 'and')}"
+        )
+        yield from _refused(spec, parallelism, reason, ", or choose another parallelism.dp_shard")
 
 
 def tokens_of_experts_divide(
@@ -61,7 +67,7 @@ def tokens_of_experts_divide(
     """Tensor-parallel ranks route as many tokens of each sequence, with or without sequence parallelism."""
     degree = math.lcm(parallelism.sequence_chunks, parallelism.cp * parallelism.tp)
     if not parallelism.sequence_parallel and training.seq_len % parallelism.sequence_chunks == 0:
-        reason = f"parallelism.tp={parallelism.tp} ranks each route an equal part of its tokens to experts"
+        reason = f"each of the {parallelism.tp} ranks of parallelism.tp routes the same number of its tokens to experts"
         yield from check_multiple("training.seq_len", training.seq_len, degree, reason)
 
 
@@ -72,20 +78,20 @@ def symmetric_memory_is_supported(spec: ModelSpec, parallelism: ParallelismConfi
         return
     local, remedy = max(linear.experts for linear in spec.expert_linears) // ep, ""
     if ep == 1:
-        reason = "there is nothing to exchange: parallelism.ep is 1"
+        reason = "with parallelism.ep=1 the ranks exchange no tokens"
     elif device == "cpu":
         reason = "it needs symmetric memory, which a CPU lacks"
     elif parallelism.async_tp:
-        reason = "async_tp has another kind of symmetric memory, of which a run has one"
+        reason = "parallelism.async_tp uses another kind of symmetric memory, and a run can have only one"
         remedy = "parallelism.async_tp=false, or "
     elif ep > SYMMETRIC_RANKS or local > SYMMETRIC_EXPERTS:
         reason = (
-            f"torch's kernel has room for {SYMMETRIC_RANKS} ranks with {SYMMETRIC_EXPERTS} experts each, "
-            f"and {EP}={ep} ranks have {local}"
+            f"torch's kernel takes at most {SYMMETRIC_RANKS} ranks with {SYMMETRIC_EXPERTS} experts each, "
+            f"and {EP}={ep} gives each rank {local}"
         )
     else:
         return
-    yield Violation(field, parallelism.token_exchange, reason, f"{remedy}{field}=all_to_all")
+    yield Violation(field, parallelism.token_exchange, reason, f"use {remedy}{field}=all_to_all")
 
 
 def _etp(parallelism: ParallelismConfig) -> int:
@@ -127,7 +133,7 @@ def _refused(spec: ModelSpec, parallelism: ParallelismConfig, reason: str, more:
     def works(ep: int) -> bool:
         return _regroups(ep, parallelism) and not _rest(spec, ep) and not _uneven(spec, parallelism, ep)
 
-    largest, alone = _ranks(parallelism), f"{ETP}=1"
+    largest, alone = _ranks(parallelism), f"use {ETP}=1"
     yield from check_number(EP, parallelism.ep, works, reason, largest=largest, more=more, otherwise=alone)
 
 
@@ -145,13 +151,13 @@ EXPERT_RULES = (
             EP,
             lambda model, parallelism: parallelism.ep > 1 and not has_experts(model),
             "{model.name} has no experts",
-            "parallelism.ep=1 parallelism.dp_shard={parallelism.ep}; or a model with experts",
+            "use parallelism.ep=1 parallelism.dp_shard={parallelism.ep}, or a model with experts",
         ),
         Refuse(
             ETP,
             lambda model, parallelism: parallelism.etp > 1 and not has_experts(model),
             "{model.name} has no experts",
-            "parallelism.etp=1; parallelism.tp divides the channels of feed-forward layers",
+            "use parallelism.etp=1 (parallelism.tp divides the channels of other feed-forward layers)",
         ),
     ),
     *rules(

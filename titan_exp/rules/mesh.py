@@ -34,7 +34,7 @@ def ranks_have_gpus(
         field = "dp_shard" if parallelism.dp_shard >= parallelism.dp_replicate else "dp_replicate"
         degree = getattr(parallelism, field)
         room = offered // (world // degree)
-        reason = f"the degrees multiply to {world} processes, and {offered} GPU{'s' * (offered > 1)} can be used"
+        reason = f"the layout needs {world} processes, and this machine offers {offered} GPU{'s' * (offered > 1)}"
         yield from check_number(
             f"parallelism.{field}",
             degree,
@@ -51,7 +51,7 @@ def model_is_divided_so(spec: ModelSpec, parallelism: ParallelismConfig) -> Iter
         axis = unsupported.key.removeprefix("parallelism.")
         degree = getattr(parallelism, axis)
         if degree > 1:
-            remedy = f"{unsupported.key}=1 parallelism.dp_shard={degree}"
+            remedy = f"use {unsupported.key}=1 parallelism.dp_shard={degree}"
             yield Violation(unsupported.key, degree, unsupported.reason, remedy)
 
 
@@ -60,8 +60,8 @@ def collectives_are_not_captured(compile: CompileConfig, parallelism: Parallelis
     degrees = {key: getattr(parallelism, key) for key in BLOCK_DEGREES}
     used = [f"parallelism.{key}={degree}" for key, degree in degrees.items() if degree > 1]
     if used and compile.compiles("blocks") and compile.backend == "cudagraphs":
-        reason = f"with {listed(used, 'and')}, blocks contain collectives, which CUDA graphs do not take"
-        yield Violation("compile.backend", compile.backend, reason, "compile.backend=inductor or aot_eager")
+        reason = f"with {listed(used, 'and')} the blocks contain collectives, which a CUDA graph cannot capture"
+        yield Violation("compile.backend", compile.backend, reason, "use compile.backend=inductor or aot_eager")
 
 
 DEGREE_RULES = (
@@ -69,27 +69,27 @@ DEGREE_RULES = (
         Refuse(
             "cluster.device",
             lambda cluster, gpus: cluster.device == "cuda" and not gpus,
-            "this machine shows no GPU (CUDA_VISIBLE_DEVICES may hide them)",
-            "cluster.device=cpu, or auto, which takes the device that exists",
+            "torch sees no GPU on this machine (CUDA_VISIBLE_DEVICES may hide them)",
+            "use cluster.device=cpu, or auto to take the device that is there",
         ),
         Refuse(
             "cluster.gpus_per_node",
             lambda cluster, gpus: 0 < gpus < (cluster.gpus_per_node or 0),
-            "this machine shows {gpus} GPU(s)",
-            "at most cluster.gpus_per_node={gpus}",
+            "torch sees {gpus} GPU(s) on this machine",
+            "use cluster.gpus_per_node={gpus} or less",
         ),
         Refuse(
             "cluster.gpus_per_node",
             lambda cluster, gpus: not gpus and cluster.gpus_per_node is not None and cluster.device != "cuda",
-            "this machine shows no GPU",
-            "on CPU the degrees ask for processes: cluster.gpus_per_node=null "
+            "torch sees no GPU on this machine",
+            "on a CPU the degrees alone set the number of processes: cluster.gpus_per_node=null "
             "parallelism.dp_shard={cluster.gpus_per_node}",
         ),
         Refuse(
             "cluster.nodes",
             lambda cluster: cluster.nodes != 1,
-            "cluster=local is this machine alone",
-            "cluster.nodes=1",
+            "cluster=local uses this machine only",
+            "use cluster.nodes=1",
         ),
         auto_finds_what_is_there,
         ranks_have_gpus,
@@ -110,22 +110,25 @@ def async_tp_is_supported(
     if not parallelism.async_tp:
         return
     if parallelism.tp == 1:
-        reason, remedy = "there is nothing to overlap: parallelism.tp is 1", ""
+        reason, remedy = "with parallelism.tp=1 there is no communication to overlap", ""
     elif device == "cpu":
         reason, remedy = "it needs symmetric memory, which a CPU lacks", ""
     elif not compile.compiles("blocks") or compile.backend != "inductor":
-        reason = "the compiler does the overlapping, and inductor does not compile the blocks"
+        reason = "inductor does the overlapping when it compiles the blocks, and this run does not let it"
         backend = replace(compile, backend="eager") if compile.backend != "inductor" else compile
         remedy = f"{compiled_blocks(backend)}, or "
     elif not parallelism.sequence_parallel:
-        reason = "it overlaps all-gather and reduce-scatter of tokens, and parallelism.sequence_parallel is false"
+        reason = (
+            "it overlaps the all-gather and reduce-scatter of sequence parallelism, and "
+            "parallelism.sequence_parallel is false"
+        )
         remedy = "parallelism.sequence_parallel=true, or "
     elif quantization.recipe in BLOCK_SCALED and quantization.emulate is not True:
-        reason = f"torch's fused operators take no scales by blocks, as those of quantization={quantization.recipe}"
+        reason = f"torch's fused operators cannot take the block scales of quantization={quantization.recipe}"
         remedy = "quantization=float8_rowwise, or "
     else:
         return
-    yield Violation(field, True, reason, f"{remedy}{field}=false")
+    yield Violation(field, True, reason, f"use {remedy}{field}=false")
 
 
 def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -134,13 +137,13 @@ def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Vi
     unsharded = next((name for name, linear in spec.linears() if linear.tp is None and linear.experts == 1), None)
     refused = any(axis.key == TP for axis in spec.unsupported)
     if unsharded is not None and not refused:
-        yield Violation(TP, degree, f"the spec of {unsharded} gives no sharding", f"{TP}=1")
+        yield Violation(TP, degree, f"the spec of {unsharded} does not say how to shard it", f"use {TP}=1")
     # Modulations have the units of other linears.
     for style in dict.fromkeys(replace(style, vector=False) for _, style in _colwise(spec) if style.units):
         step = math.lcm(style.width, degree) if style.common else style.width * degree
         widths = listed(multiples_near(style.units * style.width, step))
-        more = f"; or {style.key}={widths}" if style.key else ""
-        reason, largest = f"{style.described} cannot be divided evenly among {degree} ranks", style.units * style.pieces
+        more = f", or use {style.key}={widths}" if style.key else ""
+        reason, largest = f"{degree} ranks cannot share {style.described} evenly", style.units * style.pieces
         yield from check_number(TP, degree, style.divides, reason, largest=largest, more=more)
 
 
@@ -149,7 +152,7 @@ def vocabulary_divides(spec: ModelSpec, parallelism: ParallelismConfig) -> Itera
     rows, degree = spec.vocab_size, parallelism.tp
     if not spec.vocab_size:
         return
-    reason = f"the embedding's {rows} rows are divided into parts of {-(-rows // degree)}, which leaves empty ranks"
+    reason = f"each rank takes {-(-rows // degree)} of the embedding's {rows} rows, which leaves some ranks without any"
     yield from check_number(TP, degree, lambda tp: (tp - 1) * -(-rows // tp) < rows, reason, largest=degree)
 
 
@@ -159,8 +162,8 @@ def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: Tra
     # Indivisible chunks violate the context parallelism rules, and other inputs have rules of their own.
     if spec.inputs is None and parallelism.sequence_parallel and seq_len % chunks == 0:
         among = f" and parallelism.cp={cp}" if cp > 1 else ""
-        reason = f"sequence parallelism cuts it into equal parts for parallelism.tp={tp}{among}"
-        more = "; or parallelism.sequence_parallel=false"
+        reason = f"sequence parallelism cuts each sequence into equal parts for parallelism.tp={tp}{among}"
+        more = ", or use parallelism.sequence_parallel=false"
         yield from check_multiple("training.seq_len", seq_len, math.lcm(chunks, cp * tp), reason, more)
 
 
@@ -179,9 +182,9 @@ def shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[V
         return {name: (rows, of) for name, (rows, of) in weights.items() if rows % (tp * shards) and of % shards}
 
     named = listed([f"{name} ({rows}) nor its columns ({of})" for name, (rows, of) in uneven(dp_shard).items()], "and")
-    reason = f"with parallelism.tp={tp}, weights are sharded evenly, by rows or by columns: "
+    reason = f"with parallelism.tp={tp} FSDP cuts a weight into equal shards, by its rows or its columns, and "
     reason += f"{dp_shard * cp} shards divide neither {named}"
-    more = "a parallelism.cp that divides model.dim" if uneven(1) else ""
+    more = "use a parallelism.cp that divides model.dim" if uneven(1) else ""
     largest = 2 * dp_shard - 1
     yield from check_number(
         "parallelism.dp_shard", dp_shard, lambda n: not uneven(n), reason, largest=largest, more=more
@@ -200,9 +203,9 @@ TENSOR_RULES = (
         Refuse(
             TP,
             lambda model: model_spec(model) is None,
-            "the plain class {model.architecture} does not describe how its linear layers are sharded",
-            "parallelism.tp=1 parallelism.dp_shard={parallelism.tp}; or a module with a spec, "
-            "as model.architecture=llama is",
+            "{model.architecture} is a plain class, which does not say how to shard its linear layers",
+            "use parallelism.tp=1 parallelism.dp_shard={parallelism.tp}, or a module with a spec, "
+            "such as model.architecture=llama",
         ),
         units_divide,
         vocabulary_divides,
@@ -211,9 +214,9 @@ TENSOR_RULES = (
         Refuse(
             "training.loss_chunk_tokens",
             lambda parallelism, training: training.has_given_chunks and not parallelism.loss_parallel,
-            "in chunks, tensor-parallel ranks compute the loss from their own parts of the vocabulary, and "
+            "to compute the loss in chunks, each tensor-parallel rank takes its own part of the vocabulary, and "
             "parallelism.loss_parallel is false",
-            "parallelism.loss_parallel=true, or training.loss_chunk_tokens=null",
+            "use parallelism.loss_parallel=true, or training.loss_chunk_tokens=null",
         ),
         when=lambda parallelism: parallelism.tp > 1,
     ),
@@ -224,10 +227,10 @@ def groups_divide(parallelism: ParallelismConfig) -> Iterator[Violation]:
     """Ranks that share a sequence form equal Ulysses groups; with cp_method=ulysses there is one group."""
     cp, degree, field = parallelism.cp, parallelism.cp_ulysses, "parallelism.cp_ulysses"
     if degree > 1 and parallelism.cp_method == "ulysses":
-        reason = "with parallelism.cp_method=ulysses all ranks exchange heads"
-        yield Violation(field, degree, reason, f"{field}=1, or parallelism.cp_method=ring or allgather")
+        reason = "with parallelism.cp_method=ulysses all ranks of parallelism.cp form one Ulysses group"
+        yield Violation(field, degree, reason, f"use {field}=1, or parallelism.cp_method=ring or allgather")
         return
-    reason = f"parallelism.cp={cp} ranks are not divided into equal groups by it"
+    reason = f"it does not divide the {cp} ranks of parallelism.cp into equal groups"
     yield from check_number(field, degree, lambda size: cp % size == 0, reason, largest=cp)
 
 
@@ -237,7 +240,7 @@ def sequence_divides(spec: ModelSpec, parallelism: ParallelismConfig, training: 
         return
     chunks, cp = parallelism.sequence_chunks, parallelism.cp
     per_rank = "" if chunks == cp else f", two for each of {cp} ranks"
-    reason = f"parallelism.cp={cp} by {parallelism.cp_method} cuts a sequence into {chunks} equal chunks{per_rank}"
+    reason = f"parallelism.cp={cp} with {parallelism.cp_method} cuts each sequence into {chunks} equal chunks{per_rank}"
     yield from check_multiple("training.seq_len", training.seq_len, chunks, reason)
 
 
@@ -257,13 +260,13 @@ def heads_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Vi
         return
     heads, kv_heads = indivisible[0]
     in_layers = "" if len(of_a_rank) == 1 else " of some layers"
-    with_tp = f", those of a rank with parallelism.tp={tp}," if tp > 1 else ""
+    with_tp = f" (those of one rank of parallelism.tp={tp})" if tp > 1 else ""
     reason = (
-        f"ulysses divides heads among ranks, and {heads} query heads with {kv_heads} key and value heads{in_layers}"
-        f"{with_tp} cannot be divided by {degree}"
+        f"ulysses divides heads among {degree} ranks, and {heads} query heads with {kv_heads} key and value heads"
+        f"{in_layers}{with_tp} do not divide evenly"
     )
     if parallelism.cp_method == "ulysses":
-        field, more = "parallelism.cp", "; or parallelism.cp_method=ring or allgather, which divide no heads"
+        field, more = "parallelism.cp", ", or use parallelism.cp_method=ring or allgather, which divide no heads"
     else:
         field, more = "parallelism.cp_ulysses", ""
     yield from check_number(field, degree, lambda size: common % size == 0, reason, largest=common, more=more)
@@ -279,12 +282,15 @@ def kernel_merges(spec: ModelSpec, parallelism: ParallelismConfig, device: str) 
         yield Violation(
             ATTENTION_BACKEND,
             backend,
-            f"parallelism.cp_method={method} merges parts of the softmax, which is written for other kernels",
-            f"{ATTENTION_BACKEND}={'auto, flash or efficient' if device == 'cuda' else 'auto or flash'}; "
-            "or parallelism.cp_method=ulysses, which takes every kernel",
+            (
+                f"parallelism.cp_method={method} merges parts of a softmax, and this kernel does not return what "
+                "that takes"
+            ),
+            f"use {ATTENTION_BACKEND}={'auto, flash or efficient' if device == 'cuda' else 'auto or flash'}, "
+            "or parallelism.cp_method=ulysses, which works with every kernel",
         )
-    multiple, more = FLASH_WITH_LSE.multiple, "; or parallelism.cp_method=ulysses"
-    reason = f"on CUDA parallelism.cp_method={method} takes multiples of {multiple}"
+    multiple, more = FLASH_WITH_LSE.multiple, ", or use parallelism.cp_method=ulysses"
+    reason = f"on CUDA parallelism.cp_method={method} needs multiples of {multiple}"
     for key, head_dim in spec.head_dims if device == "cuda" else ():
         yield from check_multiple(key, head_dim, multiple, reason, more)
 
@@ -295,9 +301,9 @@ CONTEXT_RULES = (
         Refuse(
             "parallelism.cp",
             lambda model: (spec := model_spec(model)) is None or spec.attention is None,
-            "context parallelism exchanges keys and values in the attention of the built-in blocks, which "
-            "{model.architecture} does not describe",
-            "parallelism.cp=1 parallelism.dp_shard={parallelism.cp}; or model.architecture=llama",
+            "context parallelism exchanges the keys and values of attention, and {model.architecture} does not "
+            "describe its attention",
+            "use parallelism.cp=1 parallelism.dp_shard={parallelism.cp}, or model.architecture=llama",
         ),
         sequence_divides,
         heads_divide,

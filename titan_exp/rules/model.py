@@ -38,9 +38,12 @@ def kernel_is_installed(spec: ModelSpec) -> Iterator[Violation]:
     """The package of FlashAttention 3 or 4 is installed."""
     package = FLASH_PACKAGES.get(spec.attention_backend)
     if package is not None and not package.is_installed():
-        reason = f"{package.title} is not installed: there is no module {package.module}"
+        reason = f"{package.title} is not installed (Python finds no module {package.module})"
         yield Violation(
-            ATTENTION_BACKEND, spec.attention_backend, reason, f"{package.install}; or auto, cudnn or flash"
+            ATTENTION_BACKEND,
+            spec.attention_backend,
+            reason,
+            f"{package.install}, or use {ATTENTION_BACKEND}=auto, cudnn or flash",
         )
 
 
@@ -51,16 +54,16 @@ def kernel_supports_head_size(spec: ModelSpec, training: TrainingConfig) -> Iter
     backend, sizes = spec.attention_backend, table.get(spec.attention_backend)
     for key, head_dim in spec.head_dims:
         if backend == "efficient":
-            reason = f"on CUDA {ATTENTION_BACKEND}=efficient takes multiples of {multiple}"
-            yield from check_multiple(key, head_dim, multiple, reason, f"; or {ATTENTION_BACKEND}=auto")
+            reason = f"on CUDA {ATTENTION_BACKEND}=efficient needs multiples of {multiple}"
+            yield from check_multiple(key, head_dim, multiple, reason, f", or use {ATTENTION_BACKEND}=auto")
         if sizes is None or sizes.takes(head_dim):
             continue
-        multiples = f"multiples of {sizes.multiple} " if sizes.multiple > 1 else "heads "
+        multiples = f"head sizes that are multiples of {sizes.multiple}, " if sizes.multiple > 1 else "head sizes "
         works = [name for name in ("fa3", "flash") if name != backend and table[name].takes(head_dim)]
         where = "on CUDA with attention sinks" if sizes is FLASH_WITH_LSE else "on CUDA"
-        reason = f"{where} it takes {multiples}up to {sizes.largest}, and {key} is {head_dim}"
+        reason = f"{where} this kernel takes {multiples}up to {sizes.largest}, and {key} is {head_dim}"
         works += ["efficient"] if head_dim % multiple == 0 else []
-        remedy = f"{ATTENTION_BACKEND}={listed(['auto', *works, 'flex'])}"
+        remedy = f"use {ATTENTION_BACKEND}={listed(['auto', *works, 'flex'])}"
         yield Violation(ATTENTION_BACKEND, backend, reason, remedy)
 
 
@@ -73,11 +76,11 @@ def tokens_are_mixed_by_attention(
     if found is None:
         return
     if in_parts:
-        reason = f"{found}, which would see this rank's tokens only"
-        yield Violation("parallelism.sequence_parallel", True, reason, "parallelism.sequence_parallel=false")
+        reason = f"{found}, which would see only the tokens of its own rank"
+        yield Violation("parallelism.sequence_parallel", True, reason, "use parallelism.sequence_parallel=false")
     if data.document_mask:
-        reason = f"{found}, which lets documents of a row see each other"
-        yield Violation("data.document_mask", True, reason, "data.document_mask=false")
+        reason = f"{found}, which lets the documents of a row see each other"
+        yield Violation("data.document_mask", True, reason, "use data.document_mask=false")
 
 
 MODEL_RULES = (
@@ -88,22 +91,22 @@ MODEL_RULES = (
         Refuse(
             MTP_DEPTH,
             lambda spec, training: spec.mtp_layers and len(spec.mtp_layers) >= training.seq_len,
-            "a sequence has training.seq_len={training.seq_len} tokens, and its last module predicts none of them",
-            f"{MTP_DEPTH}=1, as DeepSeek V3, or longer sequences",
+            "with training.seq_len={training.seq_len} the last of these modules has no token left to predict",
+            f"use {MTP_DEPTH}=1, as in DeepSeek V3, or longer sequences",
         ),
     ),
     *rules(
         Refuse(
             ATTENTION_BACKEND,
             lambda spec: spec.attention_backend == "flex",
-            "FlexAttention has no backward on CPU",
-            "on CPU: auto, flash or math",
+            "FlexAttention has no backward pass on a CPU",
+            f"use {ATTENTION_BACKEND}=auto, flash or math",
         ),
         Refuse(
             ATTENTION_BACKEND,
             lambda spec: spec.attention_backend not in ("flex", *ON_CPU),
-            "it runs on GPUs, and this is a CPU",
-            "on CPU: auto, flash or math",
+            "this kernel runs on GPUs only, and this run trains on the CPU",
+            f"use {ATTENTION_BACKEND}=auto, flash or math",
         ),
         when=lambda device: device == "cpu",
     ),
@@ -112,34 +115,43 @@ MODEL_RULES = (
         Refuse(
             ATTENTION_BACKEND,
             lambda spec, training: spec.attention_backend in HEAD_SIZES and training.mixed_precision == "fp32",
-            "it computes in bf16 only, and training.mixed_precision is fp32",
-            f"training.mixed_precision=bf16, or {ATTENTION_BACKEND}=auto",
+            "this kernel computes in bf16 only, and training.mixed_precision is fp32",
+            f"use training.mixed_precision=bf16, or {ATTENTION_BACKEND}=auto",
         ),
         Refuse(
             ATTENTION_BACKEND,
             lambda spec, data: spec.attention_backend in ("flash", *FLASH_PACKAGES) and data.document_mask,
-            "on CUDA it takes no mask, and data.document_mask is true",
-            f"{ATTENTION_BACKEND}=auto, cudnn or flex; or data.document_mask=false",
+            "on CUDA this kernel takes no mask, and data.document_mask is true",
+            f"use {ATTENTION_BACKEND}=auto, cudnn or flex, or data.document_mask=false",
         ),
         Refuse(
             ATTENTION_BACKEND,
             lambda spec, training: (
                 spec.attention_backend in ("flash", *FLASH_PACKAGES) and spec.is_masked(training.seq_len)
             ),
-            "on CUDA it takes no mask, and a layer of {model.name} has a window or chunks below training.seq_len",
-            f"{ATTENTION_BACKEND}=auto, efficient or flex",
+            (
+                "on CUDA this kernel takes no mask, and a layer of {model.name} has a window or chunks below "
+                "training.seq_len"
+            ),
+            f"use {ATTENTION_BACKEND}=auto, efficient or flex",
         ),
         Refuse(
             ATTENTION_BACKEND,
             lambda spec: spec.attention_backend in ("cudnn", *FLASH_PACKAGES) and spec.has_sinks,
-            "attention sinks need the log-sum-exp, which is read from other kernels",
-            f"{ATTENTION_BACKEND}=auto, efficient or flex",
+            "attention sinks need the log-sum-exp, and this kernel does not return it",
+            f"use {ATTENTION_BACKEND}=auto, efficient or flex",
         ),
         Refuse(
             ATTENTION_BACKEND,
             lambda spec, training: spec.attention_backend == "cudnn" and training.deterministic,
-            "its backward pass gives other bits on each run, so torch refuses it with training.deterministic=true",
-            f"{ATTENTION_BACKEND}=auto, which takes flash, or efficient for masks; or training.deterministic=false",
+            (
+                "the backward pass of this kernel differs from run to run, so torch refuses it with "
+                "training.deterministic=true"
+            ),
+            (
+                f"use {ATTENTION_BACKEND}=auto, which takes flash, or efficient for masks, or use "
+                "training.deterministic=false"
+            ),
         ),
         kernel_supports_head_size,
         when=lambda device: device == "cuda",

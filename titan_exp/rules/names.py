@@ -31,25 +31,31 @@ def name_is_a_folder_name(run: RunConfig) -> Iterator[Violation]:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run.name) or len(run.name) > 128:
         cleaned = re.sub(r"[^A-Za-z0-9._-]+", "_", run.name).lstrip(".-")[:128] or "my_idea"
         reason = (
-            "it names a folder: letters, digits, `.`, `_` and `-`, beginning with a letter, digit or `_`, at most 128"
+            "it becomes the name of a folder, so use letters, digits, `.`, `_` and `-`, at most 128, and "
+            "begin with a letter, a digit or `_`"
         )
-        yield Violation("experiment.name", run.name, reason, f"experiment.name={cleaned}")
+        yield Violation("experiment.name", run.name, reason, f"use experiment.name={cleaned}")
 
 
 def runs_folder_is_a_folder(paths: PathsConfig) -> Iterator[Violation]:
     """The folder of runs is a folder or does not exist."""
     nearest = _nearest(paths)
     if not paths.runs:
-        yield Violation("paths.runs", "''", "it is empty", "paths.runs=runs")
+        yield Violation("paths.runs", "''", "the path is empty", "use paths.runs=runs")
     elif not nearest.is_dir():
-        yield Violation("paths.runs", paths.runs, f"{nearest} is a file", "the path of a folder")
+        yield Violation("paths.runs", paths.runs, f"{nearest} is a file", "give the path of a folder")
 
 
 def runs_folder_is_writable(paths: PathsConfig) -> Iterator[Violation]:
     """The folder of runs can be created or written to."""
     nearest = _nearest(paths)
     if nearest.is_dir() and not os.access(nearest, os.W_OK | os.X_OK):
-        yield Violation("paths.runs", paths.runs, f"{nearest} cannot be written to", "a folder that you may write to")
+        yield Violation(
+            "paths.runs",
+            paths.runs,
+            f"you cannot write to {nearest}",
+            "choose a folder that you can write to: paths.runs=/scratch/$USER/runs",
+        )
 
 
 def _nearest(paths: PathsConfig) -> Path:
@@ -91,9 +97,19 @@ def parts_are_known(training: TrainingConfig) -> Iterator[Violation]:
         key = f"training.parts.{label}"
         if not label.isidentifier():
             word = re.sub(r"\W|^(?=\d)", "_", label)
-            yield Violation(key, label, "this is no word", f"+training.parts.{word}.name={part.name}")
+            yield Violation(
+                key,
+                label,
+                "the name of a part is a word of letters, digits and `_`",
+                f"use +training.parts.{word}.name={part.name}",
+            )
         elif not is_dotted(part.name):
-            yield Violation(f"{key}.name", part.name, "this is no import path", f"+{key}.name=my_package.parts.Probe")
+            yield Violation(
+                f"{key}.name",
+                part.name,
+                "this is not an import path",
+                f"write it as in +{key}.name=my_package.parts.Probe",
+            )
         elif (violation := find_dotted(part.name, f"{key}.name")) is not None:
             yield violation
 
@@ -108,13 +124,18 @@ def compiler_exists(compile: CompileConfig, device: str) -> Iterator[Violation]:
     """The compile backend exists in torch, and the C++ compiler that it needs on CPU is installed."""
     backend, field = compile.backend, "compile.backend"
     if backend not in COMPILE_BACKENDS:
-        offer = did_you_mean(backend, COMPILE_BACKENDS) or f"it is one of {listed(COMPILE_BACKENDS)}"
+        offer = did_you_mean(backend, COMPILE_BACKENDS) or f"use one of {listed(COMPILE_BACKENDS)}"
         yield Violation(field, backend, "torch.compile has no such backend", offer)
     elif compile.enabled and device == "cpu" and backend == "cudagraphs":
-        yield Violation(field, backend, "a CPU has no CUDA graphs", "compile.backend=inductor or aot_eager")
+        yield Violation(
+            field,
+            backend,
+            "CUDA graphs need a GPU, and this run trains on the CPU",
+            "use compile.backend=inductor or aot_eager",
+        )
     elif compile.enabled and device == "cpu" and backend == "inductor" and not any(map(shutil.which, CPP_COMPILERS)):
-        reason = "on CPU it needs a C++ compiler, and none is on PATH"
-        yield Violation(field, backend, reason, "install g++, or compile=none")
+        reason = "on a CPU inductor needs a C++ compiler, and none is on your PATH"
+        yield Violation(field, backend, reason, "install g++, or use compile=none")
 
 
 def _known(
@@ -125,8 +146,8 @@ def _known(
     if name in builtin:
         if options:
             option_key = f"{group}.objective_options" if key == "objective" else f"{group}.options"
-            reason = f"{field}={name} is built in and takes no options"
-            remedy = f"its settings are keys of {group}; options are for your own code, by the import path in {field}"
+            reason = f"{field}={name} is built in, and options are for your own code"
+            remedy = f"leave options out and set keys of {group}, or give the import path of your own code as {field}"
             yield Violation(option_key, options, reason, remedy)
     elif is_dotted(name):
         violation = find_dotted(name, field)

@@ -25,13 +25,13 @@ def spec_describes_the_parts(
         return
     name, missing = model.architecture, ""
     if spec.ends is not None or any(layer.tensors for layer in spec.blocks):
-        missing = "describes parameters by their shape only, not by their part in the model"
+        missing = "gives the shapes of the parameters, and not what each of them is in the model"
     elif not all(layer.residual_outputs for layer in spec.blocks):
         missing = (
-            "says of no part that it writes to the residual stream (writes_residual of a LinearSpec or VectorSpec)"
+            "does not say which layers write to the residual stream (writes_residual of a LinearSpec or VectorSpec)"
         )
     if missing:
-        yield Violation(_NAME, parametrization.name, f"the spec of {name} {missing}", "parametrization=standard")
+        yield Violation(_NAME, parametrization.name, f"the spec of {name} {missing}", "use parametrization=standard")
 
 
 def fixed_keys_set_inputs(
@@ -44,12 +44,17 @@ def fixed_keys_set_inputs(
     for key in parametrization.fixed:
         field = "parametrization.fixed"
         if key not in numbers:
-            offer = did_you_mean(key, numbers) or "a key of the group model without its prefix, such as ffn_dim"
-            yield Violation(field, key, "the model has no such number", offer)
+            offer = did_you_mean(key, numbers) or "use a key of the group model without its prefix, such as ffn_dim"
+            yield Violation(field, key, "the model has no number of this name", offer)
         elif key == "dim":
-            yield Violation(field, key, "it is the width that grows", "leave it out, or parametrization=standard")
+            yield Violation(
+                field,
+                key,
+                "this is the width that grows, so it cannot be fixed",
+                "leave it out, or use parametrization=standard",
+            )
         elif not fixed_inputs(model, (key,)):
-            yield Violation(field, key, "no linear layer has inputs that depend on it", "leave it out")
+            yield Violation(field, key, "the inputs of no linear layer depend on it", "leave it out")
 
 
 def scores_can_be_scaled(spec: ModelSpec, parametrization: ParametrizationConfig) -> Iterator[Violation]:
@@ -60,7 +65,7 @@ def scores_can_be_scaled(spec: ModelSpec, parametrization: ParametrizationConfig
         if (reason := _unscalable(layer, parametrization.base_head_dim)) is not None:
             field, value = "parametrization.base_head_dim", parametrization.base_head_dim
             assert layer.attention is not None
-            remedy = f"{field}=null, or the model's {layer.attention.qk_dim} ({layer.attention.qk_dim_key})"
+            remedy = f"use {field}=null, or the model's own {layer.attention.qk_dim} ({layer.attention.qk_dim_key})"
             yield Violation(field, value, reason, remedy)
             return
 
@@ -70,10 +75,10 @@ def _unscalable(layer: LayerSpec, base_head_dim: int) -> str | None:
     if attention is None or attention.qk_dim == base_head_dim:
         return None
     if attention.rotated_norm_eps is not None:
-        return "a norm without weight follows the projections of queries and keys, so that no weight scales the scores"
+        return "a norm without a weight follows the projections of queries and keys, so no weight scales the scores"
     names = {linear.name for linear in layer.linears}
     if not names >= {"attention.q"} and not names >= {"attention.qkv", "attention.out"}:
-        return "the attention has no linear layers attention.qkv and attention.out, or attention.q"
+        return "the attention has neither a linear layer attention.q nor the pair attention.qkv and attention.out"
     return None
 
 
@@ -91,8 +96,8 @@ def _numbers(config: Any, prefix: str = "") -> list[str]:
 def optimizer_has_rules(optimizer: OptimizerConfig, parametrization: ParametrizationConfig) -> Iterator[Violation]:
     """Learning rates of a parametrization are for optimizers whose updates do not depend on the scale of gradients."""
     if isinstance(parametrization, BaseShapeConfig) and not optimizer.is_scale_invariant:
-        reason = f"it has no learning rates for optimizer.name={optimizer.name} as configured"
-        remedy = "optimizer=adamw, lion, dion or muon (its heads in one matrix), or parametrization=standard"
+        reason = f"it has no rule for the learning rates of optimizer.name={optimizer.name} as you configured it"
+        remedy = "use optimizer=adamw, lion, dion or muon (with its heads in one matrix), or parametrization=standard"
         yield Violation(_NAME, parametrization.name, reason, remedy)
 
 
@@ -100,8 +105,8 @@ PARAMETRIZATION_RULES = rules(
     Refuse(
         _NAME,
         lambda parametrization, model: parametrization.name != "standard" and model_spec(model) is None,
-        "model.architecture={model.architecture} is a plain class, and has no spec to read shapes from",
-        "parametrization=standard, or a module with a spec (titan-exp help own-model)",
+        "model.architecture={model.architecture} is a plain class, without a spec that gives its shapes",
+        "use parametrization=standard, or a module with a spec (titan-exp help own-model)",
     ),
     spec_describes_the_parts,
     fixed_keys_set_inputs,
@@ -116,13 +121,13 @@ def roles_have_parameters(spec: ModelSpec, model: ModelConfig, optimizer: Optimi
     if not spec.has_experts:
         missing["expert"] = f"{model.name} has no experts"
     if spec.tied:
-        missing["head"] = f"the head of {model.name} is its embedding"
+        missing["head"] = f"the head of {model.name} shares the weight of its embedding"
     for name in ("lr_scales", "weight_decays"):
         values: dict[Role, float] = getattr(optimizer, name)
         for role in values.keys() & missing.keys():
             out = f"~optimizer.{name}.{role}"
             moved = "" if role == "expert" else f" ++optimizer.{name}.embedding={values[role]}"
-            yield Violation(f"optimizer.{name}.{role}", values[role], missing[role], f"{out}{moved}")
+            yield Violation(f"optimizer.{name}.{role}", values[role], missing[role], f"write {out}{moved}")
 
 
 def patterns_match(spec: ModelSpec, optimizer: OptimizerConfig) -> Iterator[Violation]:
@@ -132,8 +137,12 @@ def patterns_match(spec: ModelSpec, optimizer: OptimizerConfig) -> Iterator[Viol
         for pattern in group.match:
             if not any(group.matches(pattern, parameter, role) for parameter, role in roles.items()):
                 offer = did_you_mean(pattern, [*roles, *dict.fromkeys(roles.values())])
-                remedy = offer or "full names such as blocks.0.attention.qkv.weight, patterns (*.qkv.weight), or roles"
-                yield Violation(f"optimizer.groups.{name}.match", pattern, "the model has no such parameter", remedy)
+                remedy = (
+                    offer or "use full names such as blocks.0.attention.qkv.weight, patterns (*.qkv.weight), or roles"
+                )
+                yield Violation(
+                    f"optimizer.groups.{name}.match", pattern, "no parameter of the model matches this", remedy
+                )
 
 
 def groups_are_disjoint(spec: ModelSpec, optimizer: OptimizerConfig) -> Iterator[Violation]:
@@ -143,16 +152,18 @@ def groups_are_disjoint(spec: ModelSpec, optimizer: OptimizerConfig) -> Iterator
         names = tuple(name for name, group in optimizer.groups.items() if group.has(parameter, role))
         if len(names) > 1 and names not in found:
             found.add(names)
-            reason = f"{parameter} is in the groups {listed(names, 'and')}"
+            reason = f"{parameter} is in both groups {listed(names, 'and')}"
             value = list(optimizer.groups[names[1]].match)
-            yield Violation(f"optimizer.groups.{names[1]}.match", value, reason, "patterns without common parameters")
+            yield Violation(
+                f"optimizer.groups.{names[1]}.match", value, reason, "give patterns that match no parameter twice"
+            )
 
 
 def betas_have_an_effect(optimizer: OptimizerConfig) -> Iterator[Violation]:
     """Groups have betas if the optimizer has them."""
     for name, group in optimizer.groups.items():
         if group.betas is not None and not hasattr(optimizer, "betas"):
-            reason = f"optimizer.name={optimizer.name} has none"
+            reason = f"optimizer.name={optimizer.name} has no betas"
             yield Violation(f"optimizer.groups.{name}.betas", list(group.betas), reason, "leave it out")
 
 
@@ -162,11 +173,17 @@ def frozen_parameters_are_possible(
     """Frozen parameters need a backward pass that torch records as it runs, in one stage."""
     for name, group in optimizer.groups.items() if parallelism.pp > 1 or compile.cuda_graphs else ():
         if group.frozen:
-            reason, remedy = "a pipeline stage may have no backward pass then", "parallelism.pp=1"
+            reason, remedy = (
+                "a pipeline stage with frozen parameters only would have no backward pass",
+                "use parallelism.pp=1",
+            )
             if parallelism.pp == 1:
-                reason, remedy = "the captured backward pass has gradients of all weights", "compile.cuda_graphs=false"
+                reason, remedy = (
+                    "a captured backward pass computes the gradients of all weights",
+                    "use compile.cuda_graphs=false",
+                )
             field = f"optimizer.groups.{name}.frozen"
-            yield Violation(field, True, reason, f"{remedy}; or lr_scale: 0, which keeps the gradients")
+            yield Violation(field, True, reason, f"{remedy}, or lr_scale: 0, which keeps the gradients")
 
 
 def something_is_trained(spec: ModelSpec, optimizer: OptimizerConfig) -> Iterator[Violation]:
@@ -176,8 +193,16 @@ def something_is_trained(spec: ModelSpec, optimizer: OptimizerConfig) -> Iterato
     found = [optimizer.group_of(name, role) for name, role in parameter_roles(spec).items()]
     if all(group is not None and group.frozen for group in found):
         name = next(name for name, group in optimizer.groups.items() if group.frozen)
-        reason, remedy = "every parameter is frozen, so that there is nothing to train", "patterns that leave some out"
-        yield Violation(f"optimizer.groups.{name}.frozen", True, reason, f"{remedy}, or titan-exp evaluate RUN")
+        reason, remedy = (
+            "every parameter is frozen, so the run would train nothing",
+            "give patterns that leave some parameters out",
+        )
+        yield Violation(
+            f"optimizer.groups.{name}.frozen",
+            True,
+            reason,
+            f"{remedy}, or measure the model with titan-exp evaluate RUN",
+        )
 
 
 def group_norms_are_limited(optimizer: OptimizerConfig, grad_clip: GradClipConfig) -> Iterator[Violation]:
@@ -187,14 +212,14 @@ def group_norms_are_limited(optimizer: OptimizerConfig, grad_clip: GradClipConfi
             continue
         field = f"optimizer.groups.{name}.max_grad_norm"
         if group.frozen:
-            reason = "the group is frozen, so that it has no gradients"
+            reason = "the group is frozen, so it has no gradients"
             yield Violation(field, group.max_grad_norm, reason, "leave it out")
         if grad_clip.mode == "adagc":
-            reason = "grad_clip=adagc has a limit for every parameter"
-            yield Violation(field, group.max_grad_norm, reason, "leave it out, or grad_clip=norm")
+            reason = "grad_clip=adagc has a limit for every parameter already"
+            yield Violation(field, group.max_grad_norm, reason, "leave it out, or use grad_clip=norm")
         if name == "rest":
-            reason = "clip/norm/rest is the norm of the parameters outside such groups"
-            yield Violation(field, group.max_grad_norm, reason, "another name")
+            reason = "the metric clip/norm/rest already means the parameters outside of all these groups"
+            yield Violation(field, group.max_grad_norm, reason, "give the group another name")
 
 
 PARAMETER_RULES = rules(
@@ -216,21 +241,21 @@ def logits_can_be_clipped(
     reasons += filter(None, map(_reason_of_layer, layers))
     backend = getattr(model, "attention_backend", "auto")
     if backend == "flex" or (backend == "auto" and device == "cuda" and any(map(_is_masked, layers))):
-        reasons.append(f"FlexAttention masks logits itself ({ATTENTION_BACKEND}={backend})")
+        reasons.append(f"FlexAttention masks the logits where we cannot see them ({ATTENTION_BACKEND}={backend})")
     if compile.cuda_graphs:
-        reasons.append("largest logits in a captured pass are untested (compile.cuda_graphs=true)")
+        reasons.append("we have not tested it in a captured pass (compile.cuda_graphs=true)")
     for reason in dict.fromkeys(reasons):
-        yield Violation(CLIP, optimizer.max_logit, reason, f"{CLIP}=null, or change that")
+        yield Violation(CLIP, optimizer.max_logit, reason, f"use {CLIP}=null, or change that")
         return
 
 
 def _reason_of_layer(layer: LayerSpec) -> str:
     assert layer.attention is not None
     if layer.vector("attention.q_norm") is not None or layer.attention.rotated_norm_eps is not None:
-        return "layers normalize queries and keys, which bounds their logits already"
+        return "the layers normalize queries and keys, which bounds the logits already"
     linears = [linear for linear in layer.linears if linear.rows is not None and linear.rows.kind == "attention"]
     named = {piece.name for linear in linears if linear.rows is not None for piece in linear.rows.pieces}
-    return "" if {"query", "key"} <= named else "layers do not describe their heads"
+    return "" if {"query", "key"} <= named else "the layers do not describe their heads"
 
 
 def _is_masked(layer: LayerSpec) -> bool:

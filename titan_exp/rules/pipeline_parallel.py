@@ -39,8 +39,8 @@ def keys_have_an_effect(parallelism: ParallelismConfig) -> Iterator[Violation]:
     for key in ("pp_microbatches", "pp_layers", "pp_layers_per_stage", "pp_first_stage_less", "pp_last_stage_less"):
         value = getattr(parallelism, key)
         if value:
-            reason = "there is no pipeline (parallelism.pp=1), so that it would change nothing"
-            remedy = f"parallelism.pp=2, or leave {key} out"
+            reason = "with parallelism.pp=1 there is no pipeline, so this would change nothing"
+            remedy = f"use parallelism.pp=2, or leave {key} out"
             yield Violation(f"parallelism.{key}", value, reason, remedy)
 
 
@@ -49,8 +49,13 @@ def schedule_is_known(parallelism: ParallelismConfig) -> Iterator[Violation]:
     name, ranks = parallelism.pp_schedule, parallelism.pp
     if not is_file(name):
         if name not in SCHEDULES:
-            offer = did_you_mean(name, SCHEDULES) or f"there is {listed(SCHEDULES, 'and')}."
-            yield Violation(SCHEDULE, name, "unknown schedule", f"{offer} A file of yours ends in .csv")
+            offer = did_you_mean(name, SCHEDULES) or f"use {listed(SCHEDULES)}."
+            yield Violation(
+                SCHEDULE,
+                name,
+                "no schedule has this name",
+                f"{offer} A schedule of your own is a file that ends in .csv",
+            )
         return
     if ranks == 1:
         return
@@ -58,8 +63,8 @@ def schedule_is_known(parallelism: ParallelismConfig) -> Iterator[Violation]:
         actions = read_schedule(name)
         idle = [rank for rank, row in enumerate(actions) if not row]
         if len(actions) != ranks:
-            reason = f"it has {len(actions)} rows, one for each pipeline rank, and parallelism.pp is {ranks}"
-            remedy = f"parallelism.pp={max(1, len(actions))}, or a file with {ranks} rows"
+            reason = f"this file has {len(actions)} rows, one for each pipeline rank, and parallelism.pp is {ranks}"
+            remedy = f"use parallelism.pp={max(1, len(actions))}, or a file with {ranks} rows"
             yield Violation(SCHEDULE, name, reason, remedy)
         elif idle:
             yield Violation(SCHEDULE, name, f"row {idle[0] + 1} has no action", "give every rank a stage")
@@ -67,12 +72,16 @@ def schedule_is_known(parallelism: ParallelismConfig) -> Iterator[Violation]:
             check_complete(actions)
             timeline(actions)
     except OSError as error:
-        remedy = "a path is relative to the current folder; a schedule may also be one of "
-        yield Violation(SCHEDULE, name, f"it cannot be read: {error.strerror}", remedy + listed(SCHEDULES))
+        remedy = "give a path from the current folder, or one of "
+        yield Violation(
+            SCHEDULE, name, f"titan_exp cannot read this file: {error.strerror}", remedy + listed(SCHEDULES)
+        )
     except UnicodeDecodeError:
-        yield Violation(SCHEDULE, name, "it is not a text file", "rows of cells like 2F0, one row for each rank")
+        yield Violation(
+            SCHEDULE, name, "this is not a text file", "give a CSV file of cells like 2F0, with a row for each rank"
+        )
     except MalformedSchedule as error:
-        remedy = "correct the file; rows are ranks, and their cells are executed in order (2F0: stage 2, forward, "
+        remedy = "correct the file: a row is a rank, which executes its cells in order (2F0: stage 2, forward, "
         yield Violation(SCHEDULE, name, str(error), f"{remedy}micro-batch 0)")
 
 
@@ -97,7 +106,7 @@ def microbatches_fit(
     larger = _larger_batches(parallelism, training, layout)
     if number is not None:
         unit = "micro-batches" if micro else "sequences"
-        indivisible = f"the {total} {unit} of a data rank in a step cannot be divided by {number}"
+        indivisible = f"it does not divide the {total} {unit} that a data rank takes in a step"
         near = f"nearest: parallelism.pp_microbatches={listed(nearest_numbers(number, passes))}"
         if number not in passes:
             reason = indivisible if total % number else accepted
@@ -105,17 +114,19 @@ def microbatches_fit(
         return
     works = [count for count in divisors(share) if fits(parallelism, count)]
     if micro is None and not works:
-        reason = f"a data rank's share of {share} sequences cannot be divided into micro-batches: {accepted}"
-        remedy = f"{larger}; or another parallelism.pp_schedule"
+        reason = f"no size of micro-batch divides a data rank's {share} sequences as the schedule needs: {accepted}"
+        remedy = f"{larger}, or choose another parallelism.pp_schedule"
         yield Violation("training.global_batch_size", training.global_batch_size, reason, remedy)
     elif micro is not None and total not in works:
         sizes = nearest_numbers(micro, [share // count for count in works])
-        remedies = [f"training.micro_batch_size={listed(sizes)}"] if sizes else []
+        remedies = [f"use training.micro_batch_size={listed(sizes)}"] if sizes else []
         if passes and not is_csv:
             near = listed(nearest_numbers(total, passes))
-            remedies.append(f"parallelism.pp_microbatches={near}, in several passes")
-        reason = f"it makes {total} micro-batch{'es' * (total != 1)} of a data rank's {share} sequences, and {accepted}"
-        yield Violation("training.micro_batch_size", micro, reason, "; or ".join(remedies) or larger)
+            remedies.append(f"use parallelism.pp_microbatches={near}, for several passes in a step")
+        reason = (
+            f"it cuts a data rank's {share} sequences into {total} micro-batch{'es' * (total != 1)}, and {accepted}"
+        )
+        yield Violation("training.micro_batch_size", micro, reason, ", or ".join(remedies) or larger)
 
 
 def _one_way_to_split(parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -123,7 +134,7 @@ def _one_way_to_split(parallelism: ParallelismConfig) -> Iterator[Violation]:
     for key in ("pp_layers_per_stage", "pp_first_stage_less", "pp_last_stage_less"):
         value = getattr(parallelism, key)
         if parallelism.pp_layers is not None and value:
-            reason = "parallelism.pp_layers gives the layers of each stage already"
+            reason = "parallelism.pp_layers already gives the layers of each stage"
             yield Violation(f"parallelism.{key}", value, reason, f"leave out {key}, or parallelism.pp_layers")
 
 
@@ -135,10 +146,10 @@ def _stage_count(parallelism: ParallelismConfig, layout: ResolvedLayout) -> Iter
         rule = f"{name} has {required} stages"
     elif SCHEDULES[name].fixed:
         required = ranks * SCHEDULES[name].stages_per_rank
-        rule = f"{name} has {required} stages on {ranks} ranks"
+        rule = f"{name} needs {required} stages on {ranks} ranks"
     else:
         required = None
-        rule = f"{name} has as many stages on each of {ranks} ranks"
+        rule = f"{name} needs the same number of stages on each of {ranks} ranks"
 
     def accepts(stages: int) -> bool:
         return stages == required if required is not None else stages > 0 and stages % ranks == 0
@@ -148,15 +159,15 @@ def _stage_count(parallelism: ParallelismConfig, layout: ResolvedLayout) -> Iter
     if parallelism.pp_layers is not None:
         field, value = "parallelism.pp_layers", list(parallelism.pp_layers)
         works = nearest_numbers(count, [number for number in range(1, 2 * count + 2 * ranks) if accepts(number)])
-        remedy = f"give {listed(works)} numbers"
+        remedy = f"give a list of {listed(works)} numbers"
     else:
         field, value = "parallelism.pp_layers_per_stage", parallelism.pp_layers_per_stage
         held = layout.layers + parallelism.pp_first_stage_less + parallelism.pp_last_stage_less
         sizes = nearest_numbers(value or 1, [size for size in range(1, held + 1) if accepts(-(-held // size))])
-        remedy = f"parallelism.pp_layers_per_stage={listed(sizes)}" if sizes else "leave it out"
+        remedy = f"use parallelism.pp_layers_per_stage={listed(sizes)}" if sizes else "leave it out"
     others = [] if is_file(name) else [other for other, schedule in SCHEDULES.items() if not schedule.fixed]
     if others and count % ranks == 0 and name not in others:
-        remedy += f"; or parallelism.pp_schedule={listed(others)}"
+        remedy += f", or parallelism.pp_schedule={listed(others)}"
     yield Violation(field, value, f"{rule}, and this makes {count}", remedy)
 
 
@@ -166,23 +177,23 @@ def _stage_layers(parallelism: ParallelismConfig, layout: ResolvedLayout) -> Ite
     first, last = parallelism.pp_first_stage_less, parallelism.pp_last_stage_less
     if parallelism.pp_layers is not None:
         if sum(counts) != layers:
-            reason = f"these are {sum(counts)} layers, and the model has {layers}"
-            yield Violation("parallelism.pp_layers", counts, reason, f"numbers that add up to {layers}")
+            reason = f"these numbers add up to {sum(counts)} layers, and the model has {layers}"
+            yield Violation("parallelism.pp_layers", counts, reason, f"give numbers that add up to {layers}")
         elif 0 in counts[1:-1]:
-            reason = f"stage {counts.index(0, 1)} would hold nothing; only the first and the last may be without layers"
-            yield Violation("parallelism.pp_layers", counts, reason, "at least 1 for every stage in between")
+            reason = f"stage {counts.index(0, 1)} would have no layer, which only the first and the last stage may do"
+            yield Violation("parallelism.pp_layers", counts, reason, "give every stage in between at least 1 layer")
     elif min(counts) >= 0 and 0 not in counts[1:-1] and (0 not in counts or first or last):
         return
     elif first or last:
         key = "pp_first_stage_less" if first else "pp_last_stage_less"
-        reason = f"{layers} layers cannot be divided so over {len(counts)} stages: a stage would be left without any"
-        remedy = f"a smaller {key}, fewer stages, or parallelism.pp_layers, the layers of each stage"
+        reason = f"this leaves one of the {len(counts)} stages without any of the {layers} layers"
+        remedy = f"use a smaller {key}, use fewer stages, or give the layers of each stage with parallelism.pp_layers"
         yield Violation(f"parallelism.{key}", getattr(parallelism, key), reason, remedy)
     else:
         per_rank = len(counts) // parallelism.pp
         reason = f"{parallelism.pp_schedule} cuts the model into {len(counts)} stages, and it has {layers} layers"
-        more = "; or parallelism.pp_layers, which may be 0 for the first and the last stage"
-        more += "" if per_rank == 1 else "; or parallelism.pp_schedule=1F1B, with one stage on each rank"
+        more = ", or set parallelism.pp_layers, which may be 0 for the first and the last stage"
+        more += "" if per_rank == 1 else ", or use parallelism.pp_schedule=1F1B, with one stage on each rank"
         largest = layers // per_rank
         yield from check_number(
             "parallelism.pp", parallelism.pp, lambda pp: pp <= largest, reason, largest=largest, more=more
@@ -199,10 +210,10 @@ def accepted_numbers(parallelism: ParallelismConfig) -> str:
     """Numbers of micro-batches that the schedule accepts, in words."""
     name, ranks = parallelism.pp_schedule, parallelism.pp
     if is_file(name):
-        return f"passes of {microbatches_of(read_schedule(name))}"
+        return f"{microbatches_of(read_schedule(name))} micro-batches in a pass"
     if SCHEDULES[name].in_rounds:
-        return f"fewer than {2 * ranks}, or a multiple of how many times {ranks} goes into them"
-    return f"at least {SCHEDULES[name].fill * ranks}"
+        return f"fewer than {2 * ranks} micro-batches, or a number n that n // {ranks} divides"
+    return f"at least {SCHEDULES[name].fill * ranks} micro-batches"
 
 
 def _larger_batches(parallelism: ParallelismConfig, training: TrainingConfig, layout: ResolvedLayout) -> str:
@@ -224,10 +235,12 @@ def saved_outputs_last(
     if activation_checkpoint.mode == "selective" and not (
         compile.compiles("blocks") and compile.backend in PARTITIONING_BACKENDS
     ):
-        reason = f"{parallelism.pp_schedule} runs backward through a block twice, and the saved outputs of operators "
-        remedy = f"{compiled_blocks(compile)}, whose graphs keep them; activation_checkpoint=full, every_n or none; "
+        reason = f"{parallelism.pp_schedule} goes backward through a block twice, and after the first time the saved "
+        remedy = (
+            f"use {compiled_blocks(compile)}, whose graphs keep them, or activation_checkpoint=full, every_n or none, "
+        )
         remedy += f"or parallelism.pp_schedule={WHOLE_BACKWARD}"
-        yield Violation("activation_checkpoint.mode", "selective", f"{reason}are freed by then", remedy)
+        yield Violation("activation_checkpoint.mode", "selective", f"{reason}outputs of operators are gone", remedy)
 
 
 PIPELINE_RULES = (
@@ -237,14 +250,14 @@ PIPELINE_RULES = (
         Refuse(
             "parallelism.pp",
             lambda model: model_spec(model) is None,
-            "stages are parts of a model with a spec, and the plain class {model.architecture} has none",
-            "parallelism.pp=1 parallelism.dp_shard={parallelism.pp}; or model.architecture=llama",
+            "{model.architecture} is a plain class, without a spec that says how to cut it into stages",
+            "use parallelism.pp=1 parallelism.dp_shard={parallelism.pp}, or model.architecture=llama",
         ),
         Refuse(
             "compile.backend",
             lambda compile: compile.enabled and compile.backend == "cudagraphs",
-            "a pipeline holds the activations of several micro-batches, and a CUDA graph those of one",
-            "compile.backend=inductor or aot_eager",
+            "a pipeline holds the activations of several micro-batches, and a CUDA graph has room for one",
+            "use compile.backend=inductor or aot_eager",
         ),
         stages_fit,
         when=lambda parallelism: parallelism.pp > 1,
@@ -253,9 +266,9 @@ PIPELINE_RULES = (
         Refuse(
             "parallelism.reshard_after_forward",
             lambda parallelism: parallelism.reshard_after_forward not in ("auto", "never"),
-            "{parallelism.pp_schedule} computes weight gradients after input gradients, when resharded parameters "
-            "would be freed: silently wrong gradients",
-            f"parallelism.reshard_after_forward=auto or never; or parallelism.pp_schedule={WHOLE_BACKWARD}",
+            "{parallelism.pp_schedule} computes the gradients of weights later than those of inputs. Resharded "
+            "parameters are gone by then, and the gradients would be wrong without an error",
+            f"use parallelism.reshard_after_forward=auto or never, or parallelism.pp_schedule={WHOLE_BACKWARD}",
         ),
         saved_outputs_last,
         when=lambda parallelism, layout: (

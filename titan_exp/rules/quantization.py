@@ -31,8 +31,8 @@ def filter_matches(spec: ModelSpec, quantization: QuantizationConfig) -> Iterato
     names = [name for name, _ in spec.linears()]
     for pattern in quantization.filter:
         if not any(fnmatchcase(name, pattern) for name in names):
-            offer = did_you_mean(pattern, names) or "patterns look like blocks.*.attention.* or *.down"
-            yield Violation("quantization.filter", pattern, "the model has no such linear layer", offer)
+            offer = did_you_mean(pattern, names) or "use patterns such as blocks.*.attention.* or *.down"
+            yield Violation("quantization.filter", pattern, "no linear layer of the model matches this", offer)
 
 
 def some_linear_is_quantized(
@@ -44,20 +44,30 @@ def some_linear_is_quantized(
         return
     if config.high_precision_first + config.high_precision_last >= layers:
         field, value = "quantization.high_precision_first", config.high_precision_first
-        reason = f"with quantization.high_precision_last={config.high_precision_last} that is all {layers} blocks"
-        yield Violation(field, value, reason, f"together at most {layers - 1}, or quantization=none")
+        reason = (
+            f"together with quantization.high_precision_last={config.high_precision_last} this keeps all {layers} "
+            "blocks in high precision"
+        )
+        yield Violation(
+            field, value, reason, f"choose two numbers that add up to at most {layers - 1}, or use quantization=none"
+        )
         return
     widest = max(min(linear.inputs, linear.outputs) for _, linear in spec.linears())
     if config.smallest_gemm is not None and config.smallest_gemm > widest:
         yield Violation(
             "quantization.smallest_gemm",
             config.smallest_gemm,
-            f"no linear layer of {model.name} has so many inputs and outputs: the widest has {widest}, where casting "
+            f"no linear layer of {model.name} has that many inputs and outputs. The widest has {widest}, where casting "
             "may cost more than float8 gains",
-            f"quantization.smallest_gemm={widest} quantizes it nevertheless, 0 all; or quantization=none",
+            (
+                f"use quantization.smallest_gemm={widest} to quantize it anyway, quantization.smallest_gemm=0 to "
+                "quantize all, or quantization=none"
+            ),
         )
     else:
-        yield Violation("quantization.filter", config.filter, "it leaves nothing to quantize", "quantization=none")
+        yield Violation(
+            "quantization.filter", config.filter, "this filter leaves nothing to quantize", "use quantization=none"
+        )
 
 
 def dims_divide(
@@ -73,12 +83,14 @@ def dims_divide(
             shards = degree if linear.divided == dim else 1
             if size % (block * shards) == 0 or size % shards:
                 continue
-            part = f", {size // shards} on each of {key}={degree} ranks" if shards > 1 else ""
-            remedy = f"quantization.filter=['*.{linear.name}'] leaves it in high precision; or another shape"
+            part = f", which is {size // shards} on each rank of {key}={degree}" if shards > 1 else ""
+            remedy = (
+                f"use quantization.filter=['*.{linear.name}'] to leave it in high precision, or choose another shape"
+            )
             remedy += f" or {key}" if shards > 1 else ""
             if block > BLOCK[recipe]:
-                remedy += f"; or quantization.emulate=true, with multiples of {BLOCK[recipe]}"
-            reason = f"its dims are multiples of {block}, and {linear.name} has {size} {dim}{part}"
+                remedy += f", or use quantization.emulate=true, for which multiples of {BLOCK[recipe]} will do"
+            reason = f"it needs dims that are multiples of {block}, and {linear.name} has {size} {dim}{part}"
             yield Violation(RECIPE, recipe, reason, remedy)
 
 
@@ -99,11 +111,11 @@ def tokens_divide(
     if spec.inputs is not None:
         return  # whose streams have a rule of theirs
     if recipe == "nvfp4" and rest == 0 and run % BLOCK[recipe]:
-        among = f", of which a rank of parallelism.cp={cp} has runs of {run}" if cp > 1 else ""
-        reason = f"nvfp4 transforms {BLOCK[recipe]} consecutive tokens of a sequence together{among}"
+        among = f", and a rank of parallelism.cp={cp} holds runs of {run}" if cp > 1 else ""
+        reason = f"nvfp4 transforms each {BLOCK[recipe]} consecutive tokens of a sequence together{among}"
         yield from check_multiple("training.seq_len", training.seq_len, BLOCK[recipe] * chunks, reason)
     elif tokens and tokens % cp == 0 and tokens // cp % block:
-        among = f" on each of parallelism.cp={cp} ranks" if cp > 1 else ""
+        among = f" on each rank of parallelism.cp={cp}" if cp > 1 else ""
         reason = f"{recipe} quantizes blocks of {block} tokens, and a micro-batch has {tokens // cp}{among}"
         yield from check_multiple("training.seq_len", training.seq_len, block * cp, reason)
 
@@ -120,8 +132,11 @@ def kv_heads_are_whole(
                 "parallelism.tp",
                 degree,
                 f"several ranks share each of the {heads} key and value heads, and {quantization.recipe} would round "
-                "every rank's part of their gradients by itself, which one device does not",
-                f"a parallelism.tp that divides {heads}, or quantization.filter=['*.{linear.name.rpartition('.')[2]}']",
+                "each rank's part of a gradient before they add up, which one device does not do",
+                (
+                    f"use a parallelism.tp that divides {heads}, or "
+                    f"quantization.filter=['*.{linear.name.rpartition('.')[2]}']"
+                ),
             )
             return
 
@@ -133,14 +148,14 @@ def all_gather_in_float8(quantization: QuantizationConfig, parallelism: Parallel
         return
     if recipe != "float8_tensorwise":
         scaled = "blocks of 16 by 16" if recipe == "nvfp4" else "rows or columns"
-        reason = f"{recipe} quantizes whole {scaled} of a weight"
-        yield Violation(field, True, reason, f"{field}=false, or quantization=float8_tensorwise")
+        reason = f"{recipe} scales whole {scaled} of a weight, which a shard does not hold"
+        yield Violation(field, True, reason, f"use {field}=false, or quantization=float8_tensorwise")
     elif not quantization.precomputed_scales:
         reason = "a shard alone does not know the scale of the whole weight"
-        yield Violation(field, True, reason, f"quantization.precomputed_scales=true, or {field}=false")
+        yield Violation(field, True, reason, f"use quantization.precomputed_scales=true, or {field}=false")
     elif parallelism.cpu_offload:
-        reason = "offloaded weights are quantized after the copy to the GPU (parallelism.cpu_offload=true)"
-        yield Violation(field, True, reason, f"{field}=false")
+        reason = "with parallelism.cpu_offload=true the GPU quantizes weights only after their copy"
+        yield Violation(field, True, reason, f"use {field}=false")
 
 
 def fp32_modules_are_not_quantized(
@@ -152,7 +167,10 @@ def fp32_modules_are_not_quantized(
         inside = next((module for module in modules if fnmatchcase(module, pattern)), None)
         if inside is not None:
             reason = f"{quantization.recipe} quantizes linear layers in {inside}"
-            remedy = "leave it out, or keep them in high precision with quantization.filter or high_precision_first"
+            remedy = (
+                "leave it out, or keep these layers in high precision with quantization.filter or "
+                "quantization.high_precision_first"
+            )
             yield Violation("training.fp32_modules", pattern, reason, remedy)
 
 
@@ -168,9 +186,9 @@ def moment_blocks_divide(
             yield Violation(
                 field,
                 precision,
-                f"moments are kept in blocks of {MOMENT_BLOCK} numbers of a row, and of the {linear.inputs} inputs of "
-                f"{linear.name} each of {key}={degree} ranks has {linear.inputs // degree}",
-                f"{field}=bf16, or a smaller {key}",
+                f"8-bit moments come in blocks of {MOMENT_BLOCK} numbers of a row, and each rank of {key}={degree} "
+                f"has only {linear.inputs // degree} of the {linear.inputs} inputs of {linear.name}",
+                f"use {field}=bf16, or a smaller {key}",
             )
             return
 
@@ -223,7 +241,7 @@ QUANTIZATION_RULES = (
             RECIPE,
             _torchao_is_missing,
             "torchao is not installed",
-            "pip install torchao, or quantization=none",
+            "type pip install torchao, or use quantization=none",
         ),
         torchao_has_kernels,
         filter_matches,
@@ -233,20 +251,20 @@ QUANTIZATION_RULES = (
         Refuse(
             "quantization.power_of_two_scales",
             lambda quantization: quantization.recipe == "mxfp8" and not quantization.power_of_two_scales,
-            "a scale of the MX format is a power of two",
-            "quantization.power_of_two_scales=true",
+            "in the MX format every scale is a power of two",
+            "use quantization.power_of_two_scales=true",
         ),
         Refuse(
             "quantization.stochastic_rounding",
             lambda quantization: quantization.stochastic_rounding and quantization.recipe != "nvfp4",
-            "{quantization.recipe} rounds to nearest",
-            "quantization.stochastic_rounding=false, or quantization=nvfp4",
+            "{quantization.recipe} always rounds to the nearest",
+            "use quantization.stochastic_rounding=false, or quantization=nvfp4",
         ),
         Refuse(
             "quantization.precomputed_scales",
             lambda quantization: quantization.precomputed_scales and not quantization.whole_weight_scales,
-            "{quantization.recipe} has no scale for a whole weight",
-            "quantization.precomputed_scales=false, or quantization=float8_tensorwise",
+            "{quantization.recipe} has no scale of a whole weight to compute ahead",
+            "use quantization.precomputed_scales=false, or quantization=float8_tensorwise",
         ),
         all_gather_in_float8,
         # Ranks check that the GPU has the recipe's instructions.
@@ -254,7 +272,7 @@ QUANTIZATION_RULES = (
             "quantization.emulate",
             lambda quantization, device: quantization.emulate is False and device == "cpu",
             "a CPU has no instructions for {quantization.recipe}",
-            "quantization.emulate=auto",
+            "use quantization.emulate=auto",
         ),
         Refuse(
             "training.mixed_precision",
@@ -264,8 +282,11 @@ QUANTIZATION_RULES = (
                 and device == "cuda"
                 and training.mixed_precision != "bf16"
             ),
-            "the matmuls of {quantization.recipe} have results in bf16",
-            "training.mixed_precision=bf16, or quantization.emulate=true",
+            (
+                "the matmuls of {quantization.recipe} return bf16, and training.mixed_precision is "
+                "{training.mixed_precision}"
+            ),
+            "use training.mixed_precision=bf16, or quantization.emulate=true",
         ),
         fp32_modules_are_not_quantized,
         when=lambda quantization: quantization.recipe != "none",
@@ -274,8 +295,8 @@ QUANTIZATION_RULES = (
         Refuse(
             "optimizer.state_precision",
             lambda optimizer: optimizer.name != "adamw",
-            "it is about AdamW's moments, and optimizer.name is {optimizer.name}",
-            "optimizer.state_precision=fp32, or optimizer.name=adamw",
+            "this is the precision of AdamW's moments, and optimizer.name is {optimizer.name}",
+            "use optimizer.state_precision=fp32, or optimizer.name=adamw",
         ),
         Refuse(
             "optimizer.state_precision",
@@ -283,7 +304,7 @@ QUANTIZATION_RULES = (
                 optimizer.name == "adamw" and optimizer.state_precision != "bf16" and _torchao_is_missing()
             ),
             "torchao is not installed",
-            "pip install torchao, or optimizer.state_precision=bf16",
+            "type pip install torchao, or use optimizer.state_precision=bf16",
         ),
         moment_blocks_divide,
         when=lambda optimizer: isinstance(optimizer, AdamWConfig) and optimizer.state_precision != "fp32",
@@ -300,18 +321,20 @@ def fused_adamw_is_supported(
     if not isinstance(optimizer, AdamWConfig) or optimizer.implementation != "triton":
         return
     if optimizer.name != "adamw":
-        reason, remedy = f"it is a kernel of AdamW, and optimizer.name is {optimizer.name}", "optimizer.name=adamw"
+        reason, remedy = f"this is a kernel for AdamW, and optimizer.name is {optimizer.name}", "optimizer.name=adamw"
     elif (missing := missing_triton(device)) is not None:
         reason, remedy = missing
     elif parallelism.cpu_offload:
-        reason = "it updates weights on the GPU, and parallelism.cpu_offload keeps them in CPU memory"
+        reason = "this kernel updates weights on the GPU, and parallelism.cpu_offload keeps them in CPU memory"
         remedy = "parallelism.cpu_offload=false"
     elif optimizer.state_precision not in ("fp32", "bf16"):
-        reason = f"it keeps moments in fp32 or bf16, and optimizer.state_precision is {optimizer.state_precision}"
+        reason = (
+            f"this kernel keeps moments in fp32 or bf16, and optimizer.state_precision is {optimizer.state_precision}"
+        )
         remedy = "optimizer.state_precision=bf16"
     else:
         return
-    yield Violation(field, "triton", reason, f"{field}=fused, or {remedy}" if remedy else f"{field}=fused")
+    yield Violation(field, "triton", reason, f"use {field}=fused, or {remedy}" if remedy else f"use {field}=fused")
 
 
 def dual_cast_is_supported(quantization: QuantizationConfig, device: str) -> Iterator[Violation]:
@@ -320,23 +343,26 @@ def dual_cast_is_supported(quantization: QuantizationConfig, device: str) -> Ite
     if quantization.fused_casts is not True or quantization.recipe == "none":
         return
     if not quantization.has_dual_casts:
-        reason = f"{quantization.recipe} does not use a matrix and its transpose both in float8"
+        reason = f"this kernel casts a matrix and its transpose, and {quantization.recipe} does not use both in float8"
         remedy = f"quantization={DUAL_CAST_RECIPES[0]} or {DUAL_CAST_RECIPES[1]}"
     elif (missing := missing_triton(device)) is not None:
         reason, remedy = missing
     elif quantization.emulate is True:
-        reason, remedy = "quantization.emulate is true, and emulation casts with torch", "quantization.emulate=auto"
+        reason, remedy = (
+            "with quantization.emulate=true torch does the casts, and this kernel does none",
+            "quantization.emulate=auto",
+        )
     else:
         return
-    yield Violation(field, True, reason, f"{field}=false, or {remedy}" if remedy else f"{field}=false")
+    yield Violation(field, True, reason, f"use {field}=false, or {remedy}" if remedy else f"use {field}=false")
 
 
 def missing_triton(device: str) -> tuple[str, str] | None:
     """Reason why Triton kernels cannot run, and a possibly empty remedy; None if they can."""
     if device != "cuda":
-        return "Triton kernels run on GPUs, and this run is on a CPU", ""
+        return "Triton kernels run on GPUs, and this run trains on the CPU", ""
     if not has_triton():
-        return "Triton is not installed; torch for CUDA brings it", "pip install triton"
+        return "Triton is not installed (torch for CUDA brings it)", "pip install triton"
     return None
 
 

@@ -29,9 +29,10 @@ DERIVED: dict[str, Callable[[Experiment], Any]] = {
     "gpus": lambda _: visible_gpus(),
     "unusable_cuda": lambda _: devices.unusable_cuda(),
     "spec": lambda experiment: model_spec(experiment.model),
+    "whole": lambda experiment: experiment,
 }
-"""Derived values by parameter name. Rules with `spec` are skipped for models without one; `gpus` is the number of local
-GPUs, `unusable_cuda` the reason for which torch cannot use them, and the remedy."""
+"""Derived values by parameter name. Rules with `spec` are skipped for models without one. `whole` is the experiment,
+`gpus` the number of local GPUs, `unusable_cuda` the reason for which torch cannot use them, and the remedy."""
 
 Condition = Callable[..., object]
 """Predicate over groups and derived values, e.g. `lambda parallelism: parallelism.tp > 1`."""

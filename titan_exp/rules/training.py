@@ -36,11 +36,11 @@ def schedule_fits(lr_schedule: LRScheduleConfig, training: TrainingConfig) -> It
         return
     if warmup > steps:
         key, value, largest = "lr_schedule.warmup_steps", warmup, steps - min(decay, steps)
-        reason = f"warm-up is longer than the run of {steps} steps"
+        reason = f"this warm-up is longer than the run of {steps} steps"
     else:
         key, value, largest = "lr_schedule.decay_steps", decay, steps - warmup
-        reason = f"with a warm-up of {warmup} it is longer than the run of {steps} steps"
-    yield Violation(key, value, reason, f"at most {key}={largest}, or training.steps={warmup + decay}")
+        reason = f"together with the warm-up of {warmup} steps this is longer than the run of {steps} steps"
+    yield Violation(key, value, reason, f"use {key}={largest} or less, or training.steps={warmup + decay}")
 
 
 def offloaded_weights_are_updated_alone(
@@ -48,16 +48,21 @@ def offloaded_weights_are_updated_alone(
 ) -> Iterator[Violation]:
     """An optimizer that sends messages has its weights on the GPU, since NCCL sends nothing from CPU memory."""
     if device == "cuda" and parallelism.cpu_offload and optimizer.sends_messages:
-        reason = "it exchanges parts of weights between GPUs, and parallelism.cpu_offload keeps them in CPU memory"
-        yield Violation("optimizer.name", optimizer.name, reason, "parallelism.cpu_offload=false, or optimizer=adamw")
+        reason = (
+            "this optimizer exchanges parts of weights between GPUs, and parallelism.cpu_offload keeps them in "
+            "CPU memory"
+        )
+        yield Violation(
+            "optimizer.name", optimizer.name, reason, "use parallelism.cpu_offload=false, or optimizer=adamw"
+        )
 
 
 def trace_fits(profiling: ProfilingConfig, training: TrainingConfig) -> Iterator[Violation]:
     """The profiler window ends within the run; otherwise no trace is written."""
     steps = training.last_step
     if profiling.enabled and profiling.start + profiling.steps > steps:
-        reason = f"a window of {profiling.steps} steps after it does not end within the run of {steps}"
-        remedy = f"at most profiling.start={max(0, steps - profiling.steps)}, with profiling.steps at most {steps}"
+        reason = f"the run ends at step {steps}, before the {profiling.steps} profiled steps are over"
+        remedy = f"use profiling.start={max(0, steps - profiling.steps)} or less, and at most {steps} profiling.steps"
         yield Violation("profiling.start", profiling.start, reason, remedy)
 
 
@@ -65,8 +70,8 @@ def tied_embedding_has_the_heads_precision(spec: ModelSpec, training: TrainingCo
     """A tied embedding has the head's precision, since they share a weight."""
     for pattern in training.fp32_modules if spec.tied else ():
         if fnmatchcase("embedding", pattern):
-            reason = "the embedding is the head's weight as well (model.tied_embeddings=true)"
-            remedy = "model.tied_embeddings=false, or leave the embedding out"
+            reason = "with model.tied_embeddings=true the embedding shares its weight with the head"
+            remedy = "use model.tied_embeddings=false, or leave the embedding out"
             yield Violation("training.fp32_modules", pattern, reason, remedy)
 
 
@@ -74,8 +79,8 @@ def compiled_blocks_have_one_precision(compile: CompileConfig, training: Trainin
     """A block compiled as one graph has one precision."""
     for pattern in training.fp32_modules if compile.compiles("blocks") else ():
         if cuts_blocks(pattern):
-            reason = "it names modules inside blocks, and compile=blocks makes one graph of a block"
-            remedy = "whole blocks (blocks.0), modules outside of them (embedding), or compile=none"
+            reason = "this names modules inside a block, and compile=blocks makes one graph of a whole block"
+            remedy = "name whole blocks (blocks.0) or modules outside of them (embedding), or use compile=none"
             yield Violation("training.fp32_modules", pattern, reason, remedy)
 
 
@@ -85,16 +90,16 @@ def _share(size: int, training: TrainingConfig, layout: ResolvedLayout) -> tuple
     ranks, micro = layout.dp_degree, training.micro_batch_size or 1
     parts = f" in micro-batches of {micro}" if micro > 1 else ""
     sizes = nearest_numbers(micro, divisors(size // ranks)) if size % ranks == 0 else []
-    more = f"; or training.micro_batch_size={listed(sizes)}" if sizes else ""
-    return ranks * micro, f"cannot be divided among {ranks} data-parallel rank{'s' * (ranks > 1)}{parts}", more
+    more = f", or use training.micro_batch_size={listed(sizes)}" if sizes else ""
+    return ranks * micro, f"does not divide evenly among {ranks} data-parallel rank{'s' * (ranks > 1)}{parts}", more
 
 
 def objective_has_inputs(spec: ModelSpec, model: ModelConfig, training: TrainingConfig) -> Iterator[Violation]:
     """The model reads the tokens that language modeling predicts."""
     if training.objective == LANGUAGE_MODELING and not spec.vocab_size:
-        reason = f"it predicts tokens, and {model.name} reads none"
-        remedy = "" if spec.inputs is None else f"{spec.inputs.trained_by}; or "
-        remedy += "a language model, as model=llama_laptop"
+        reason = f"this objective predicts tokens, and {model.name} reads none"
+        remedy = "" if spec.inputs is None else f"use {spec.inputs.trained_by}, or "
+        remedy += "choose a language model such as model=llama_laptop"
         yield Violation("training.objective", training.objective, reason, remedy)
 
 
@@ -106,87 +111,90 @@ TRAINING_RULES = rules(
     Refuse(
         "training.stop_after",
         lambda training: training.last_step > training.steps,
-        "the run has {training.steps} steps",
-        "at most training.stop_after={training.steps}, or null",
+        "the run has only {training.steps} steps",
+        "use training.stop_after={training.steps} or less, or null",
     ),
     Refuse(
         "weight_average.steps",
         lambda weight_average, training: (
             weight_average.mode == "tail" and training.steps and weight_average.steps > training.steps
         ),
-        "the run has {training.steps} steps",
-        "at most weight_average.steps={training.steps}",
+        "the run has only {training.steps} steps",
+        "use weight_average.steps={training.steps} or less",
     ),
     Refuse(
         "weight_average.mode",
         lambda weight_average, optimizer: weight_average.enabled and optimizer.averages_weights,
-        "the weights of optimizer.name={optimizer.name} are an average already",
-        "weight_average=none, or another optimizer",
+        "optimizer.name={optimizer.name} already averages the weights",
+        "use weight_average=none, or another optimizer",
     ),
     Refuse(
         "optimizer.nesterov",
         lambda optimizer: getattr(optimizer, "nesterov", False) and not optimizer.momentum,
-        "without momentum there is nothing to look ahead by (optimizer.momentum=0)",
-        "optimizer.nesterov=false, or optimizer.momentum=0.9",
+        "Nesterov looks ahead along the momentum, and optimizer.momentum is 0",
+        "use optimizer.nesterov=false, or optimizer.momentum=0.9",
     ),
     Refuse(
         "profiling.memory_step",
         lambda profiling, training: (profiling.memory_step or 0) > training.last_step,
         "the run ends at step {training.last_step}",
-        "at most profiling.memory_step={training.last_step}",
+        "use profiling.memory_step={training.last_step} or less",
     ),
     Refuse(
-        "training.evaluate_every",
-        lambda data, training: (
+        "evaluation.every",
+        lambda data, evaluation: (
             not described(data.source).is_store
-            and training.evaluate_every
+            and evaluation.enabled
             and data.validation_fraction == 0
             and data.validation_split is None
         ),
-        "there is no validation split: data.validation_fraction is 0",
-        "hold documents out (data.validation_fraction=0.02), or never evaluate (training.evaluate_every=0)",
+        "with data.validation_fraction=0 there is no validation split to evaluate on",
+        "hold documents out with data.validation_fraction=0.02, or never evaluate with evaluation.every=0",
     ),
     Refuse(
         "training.fp32_modules",
         lambda training: training.fp32_modules and training.mixed_precision == "fp32",
-        "everything computes in fp32 already",
-        "training.mixed_precision=bf16, or leave it out",
+        "with training.mixed_precision=fp32 all modules compute in fp32 anyway",
+        "use training.mixed_precision=bf16, or leave it out",
     ),
     Refuse(
         "training.accumulation_precision",
         lambda training: training.accumulation_precision == "bf16" and training.mixed_precision == "fp32",
-        "gradients are computed in fp32",
-        "training.mixed_precision=bf16, or training.accumulation_precision=fp32",
+        "with training.mixed_precision=fp32 the gradients to accumulate are in fp32",
+        "use training.mixed_precision=bf16, or training.accumulation_precision=fp32",
     ),
     Refuse(
         "training.accumulation_precision",
         lambda training, compile: training.accumulation_precision == "bf16" and compile.cuda_graphs,
-        "a captured pass sums gradients at fixed addresses, in fp32",
-        "compile.cuda_graphs=false, or training.accumulation_precision=fp32",
+        "with compile.cuda_graphs=true a captured pass sums gradients at fixed addresses, in fp32",
+        "use compile.cuda_graphs=false, or training.accumulation_precision=fp32",
     ),
     Refuse(
         "training.accumulation_precision",
         lambda training, parallelism, spec: (
             training.accumulation_precision == "bf16" and parallelism.pp > 1 and spec.tied
         ),
-        "the tied embedding and head are in two stages of the pipeline, whose gradients are summed in fp32",
-        "model.tied_embeddings=false, parallelism.pp=1, or training.accumulation_precision=fp32",
+        "the tied embedding and head lie in two stages of the pipeline, and we add up their gradients in fp32",
+        "use model.tied_embeddings=false, parallelism.pp=1, or training.accumulation_precision=fp32",
     ),
     tied_embedding_has_the_heads_precision,
     compiled_blocks_have_one_precision,
     Refuse(
         "training.loss_chunk_tokens",
         lambda training, model: training.has_given_chunks and model_spec(model) is None,
-        "model.architecture={model.architecture} returns all logits at once",
-        "training.loss_chunk_tokens=null",
+        "model.architecture={model.architecture} returns all logits at once, so there are no chunks",
+        "use training.loss_chunk_tokens=null",
     ),
     # The chunked loss takes the head's weight in the precision of hidden states.
     Refuse(
         "training.loss_chunk_tokens",
         lambda training: training.has_given_chunks and head_is_fp32(training),
-        "the head is one of the modules in fp32 (training.fp32_modules)",
-        "training.loss_chunk_tokens=null, or leave the head out of training.fp32_modules; softmax and the loss are "
-        "computed in fp32 anyway",
+        (
+            "training.fp32_modules puts the head in fp32, and the loss in chunks takes hidden states and head in "
+            "one precision"
+        ),
+        "use training.loss_chunk_tokens=null, or leave the head out of training.fp32_modules (softmax and the loss "
+        "are in fp32 anyway)",
     ),
 )
 TRAINING_LAYOUT_RULES = rules(micro_batches_are_whole)
@@ -200,8 +208,13 @@ def batches_grow(training: TrainingConfig) -> Iterator[Violation]:
     for before, after in pairwise(training.batch_sizes):
         if before >= after:
             last = after == training.global_batch_size
-            reason = f"{before} sequences before {after}{' (training.global_batch_size)' if last else ''} is no growth"
-            yield _violation(training, reason, "pairs of steps and sequences, each with more sequences than the last")
+            reason = (
+                "each batch must be larger than the one before, and "
+                f"{after}{' (training.global_batch_size)' if last else ''} follows {before}"
+            )
+            yield _violation(
+                training, reason, "give pairs of steps and sequences, each with more sequences than the last"
+            )
             return
 
 
@@ -209,8 +222,10 @@ def run_reaches_the_last_batch(training: TrainingConfig) -> Iterator[Violation]:
     """The ramp ends before the run does."""
     length = sum(steps for steps, _ in training.batch_ramp)
     if length >= training.steps > 0:
-        reason = f"it lasts {length} steps, and the run of {training.steps} never has training.global_batch_size="
-        remedy = f"training.steps above {length}, or a shorter ramp"
+        reason = (
+            f"the ramp lasts {length} steps, so the run of {training.steps} never reaches training.global_batch_size="
+        )
+        remedy = f"use training.steps={length + 1} or more, or a shorter ramp"
         yield _violation(training, f"{reason}{training.global_batch_size}", remedy)
 
 
@@ -235,13 +250,15 @@ def passes_are_whole(
     if micro is None:
         works = _sizes(shares, layout.common_share, lambda count: takes(parallelism, count))
         if not works if number is None else layout.common_share % number:
-            reason = f"a data rank's shares of {listed(shares, 'and')} sequences have no micro-batch for all of them: "
+            reason = (
+                f"no size of micro-batch divides all of a data rank's shares of {listed(shares, 'and')} sequences: "
+            )
             reason += _taken(parallelism)
             yield _violation(training, reason, _remedy(parallelism, shares, layout.common_share))
         return
     for share in shares[:-1]:
         if not _is_whole(parallelism, share // micro):
-            reason = f"a batch of {share * ranks} makes {share // micro} micro-batches of a data rank, and "
+            reason = f"a batch of {share * ranks} gives each data rank {share // micro} micro-batches, and "
             remedy = _remedy(parallelism, shares, layout.common_share)
             yield _violation(training, reason + _taken(parallelism), remedy)
 
@@ -262,8 +279,8 @@ def _remedy(parallelism: ParallelismConfig, shares: Iterable[int], common: int) 
     sizes = _sizes(shares, common, lambda count: _is_whole(parallelism, count))
     other = "another parallelism.pp_schedule, or other batches"
     if sizes:
-        return f"training.micro_batch_size={listed(sizes[-3:])}; or {other}"
-    return f"larger batches, {'' if is_file(parallelism.pp_schedule) else 'a smaller parallelism.pp, '}or {other}"
+        return f"use training.micro_batch_size={listed(sizes[-3:])}, or choose {other}"
+    return f"use larger batches, {'' if is_file(parallelism.pp_schedule) else 'a smaller parallelism.pp, '}or {other}"
 
 
 def _sizes(shares: Iterable[int], common: int, takes_count: Callable[[int], bool]) -> list[int]:
@@ -300,7 +317,9 @@ def keys_of_other_modes(group: str, config: Any) -> Iterator[Violation]:
         switch, idle = COUNTS_BESIDE.get(key, ("", ()))
         if switch == f"{group}.mode" and config.mode in idle and value != field.default:
             others = listed(f"{group}={mode}" for mode in modes if mode not in idle)
-            yield Violation(key, value, f"{group}={config.mode} does not read this key", f"it comes with {others}")
+            yield Violation(
+                key, value, f"{group}={config.mode} does not read this key", f"leave it out, or use it with {others}"
+            )
 
 
 MODE_RULES = rules(clipping_has_its_own_keys, average_has_its_own_keys)

@@ -146,8 +146,8 @@ def given_weights(where: str, path: Path, ours: ModelConfig) -> GivenWeights | N
     if huggingface_folder(str(path)) is not None:
         values, _ = language_model(config_json(path))
         if "huggingface" not in checkpoint_formats(ours):
-            reason = f"model.architecture={ours.architecture} has no tensor names in Hugging Face's format"
-            raise UserError(f"{path}: {reason}.")
+            reason = f"the weights of model.architecture={ours.architecture} have no names in Hugging Face's format"
+            raise UserError(f"Cannot read {path}: {reason}.")
         found = from_huggingface(values, ours.name, ours.architecture)
         kind = foreign_type(values, ours.architecture)
         found = found if kind is None else replace(found, architecture=f"{kind} (model_type)")
@@ -187,7 +187,7 @@ def model_misfits(
     left_out = exclude or ()
     other = _other_shapes(ours, {one.key: one.theirs for one in changed}, left_out) or []
     patterns = shown([*left_out, *sorted({weight_pattern(name) for name in other})])
-    beside = "" if exclude is None else f", or checkpoint.initial_exclude='{patterns}'"
+    beside = "" if exclude is None else f", or initialize these weights with checkpoint.initial_exclude='{patterns}'"
     refused, unfit = list[ModelChange](), list[ModelChange]()
     for one in (one for one in changed if one.change is Change.FUNCTION):
         own = _other_shapes(ours, {one.key: one.theirs}, ()) or []
@@ -196,14 +196,14 @@ def model_misfits(
         elif not is_among(one.key, accepted) and not (own and all(_matches(name, left_out) for name in own)):
             refused.append(one)
     for one in unfit:
-        back = f"{one.key}={shown(one.theirs)}{beside}"
+        back = f"use {one.key}={shown(one.theirs)}{beside}"
         yield Violation(one.key, one.ours, f"{given.where} has {shown(one.theirs)}", back)
-    accepting = f"; or {ACCEPT}='{shown([*accepted, *(one.key for one in refused)])}' if that is meant"
+    accepting = f", or {ACCEPT}='{shown([*accepted, *(one.key for one in refused)])}' if you mean to change it"
     for one in refused:
         reason = (
             f"{given.where} has {shown(one.theirs)}, and with another value the same weights compute something else"
         )
-        yield Violation(one.key, one.ours, reason, f"{one.key}={shown(one.theirs)}{accepting}")
+        yield Violation(one.key, one.ours, reason, f"use {one.key}={shown(one.theirs)}{accepting}")
 
 
 def require_fit(ours: ModelConfig, given: GivenWeights, exclude: Sequence[str], accepted: Sequence[str]) -> None:
@@ -212,7 +212,7 @@ def require_fit(ours: ModelConfig, given: GivenWeights, exclude: Sequence[str], 
         from titan_exp.config.hydra.presets import model_overrides
 
         known = isinstance(given.model, ModelConfig)
-        fitting = f" They fit: {' '.join(model_overrides(given.model))}" if known else ""  # type: ignore[arg-type]
+        fitting = f" They fit this one: {' '.join(model_overrides(given.model))}" if known else ""  # type: ignore[arg-type]
         raise UserError(f"The weights in {given.where} are of another model.{fitting}", found)
 
 
@@ -243,10 +243,13 @@ def tokenizer_misfit(
         return  # ours is the matter of other rules, and theirs may be gone
     moved = sum(ours.get(word) != number for word, number in theirs.items())
     if moved:
-        reason = f"{moved:,} of the {len(theirs):,} words that {given.where} knows have other ids in it, or none"
+        reason = (
+            f"this tokenizer has other ids, or none, for {moved:,} of the {len(theirs):,} words that "
+            f"{given.where} knows"
+        )
         accepting = f"{ACCEPT}='{shown([*dict.fromkeys([*accepted, TOKENIZER])])}'"
         restart = " checkpoint.continue_data=restart" if same_data else ""
-        remedy = f"{TOKENIZER}={given.tokenizer}; or {accepting}{restart} if that is meant"
+        remedy = f"use {TOKENIZER}={given.tokenizer}, or {accepting}{restart} if you mean to change it"
         yield Violation(TOKENIZER, data.tokenizer, reason, remedy)
 
 
@@ -287,7 +290,7 @@ def _replaced(config: Any, key: str, value: object) -> Any:
     first, _, rest = key.partition(".")
     inner = getattr(config, first)
     if rest and not is_dataclass(inner):
-        raise TypeError(f"{first} is no group")
+        raise TypeError(f"{first} is not a group")
     return replace(config, **{first: _replaced(inner, rest, value) if rest else value})
 
 

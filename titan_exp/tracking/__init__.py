@@ -1,1 +1,1 @@
-"""Tracking: run folder and metric sinks."""
+"""Tracking: the run folder and metric sinks."""

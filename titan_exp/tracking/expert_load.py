@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink
 
 ROWS = 500
-"""Rows of the record of a whole run, about; a picture shows no more, and 94 layers of 128 experts take 70 kB a row."""
+"""Approximate number of rows in a run's record; a picture shows no more, and 94 layers of 128 experts take 70 kB a
+row."""
 
 
 class LoadStatistics(NamedTuple):
@@ -31,7 +32,7 @@ def load_statistics(counts: Sequence[int]) -> LoadStatistics:
     if not total:
         return LoadStatistics(0.0, len(counts), 0.0)
     shares = [count / total for count in counts if count]
-    # Of six digits: a row has three such numbers for each of up to a hundred layers.
+    # Six digits suffice: a row has three such numbers for each of up to a hundred layers.
     entropy = abs(math.fsum(share * math.log(share) for share in shares)) / math.log(len(counts))
     return LoadStatistics(_rounded(max(counts) * len(counts) / total), len(counts) - len(shares), _rounded(entropy))
 
@@ -41,7 +42,7 @@ def _rounded(value: float) -> float:
 
 
 class ExpertLoadLog:
-    """Appends token counts to the record, at steps that depend on the run's length alone."""
+    """Appends token counts to the record, at steps that depend only on the run's length."""
 
     def __init__(self, path: Path, attempt: int, *, steps: int, log_every: int) -> None:
         self._sink = JsonlSink(path, attempt)
@@ -49,7 +50,7 @@ class ExpertLoadLog:
         self._every = log_every * math.ceil(steps / (log_every * ROWS))
 
     def log(self, step: int, counts: Mapping[str, Sequence[int]]) -> None:
-        """Write the counts of a step by layer, if it is due."""
+        """Write the counts of a step, by layer, if the step is due."""
         if step % self._every == 0 or step == self._steps:
             self._sink.log({"step": step, **counts})
 

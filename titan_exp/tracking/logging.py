@@ -43,7 +43,7 @@ def _handler(rank: int, logs: Path) -> logging.Handler:
 
 
 class _Lossy(logging.Handler):
-    """Drops lines that a full or read-only disk does not take, where logging would print a traceback."""
+    """Drops lines that a full or read-only disk cannot take; logging itself would print a traceback."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exception(), OSError):
@@ -62,7 +62,7 @@ class _FileHandler(_Lossy, logging.FileHandler):
 
 
 class _Formatter(logging.Formatter):
-    """Time, level of warnings and errors, message; without secrets."""
+    """Formats time, level of warnings and errors, and message, with secrets masked."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")

@@ -1,4 +1,4 @@
-"""Throughput of the whole job, and what a device can do at best."""
+"""Throughput of the whole job, and the best rates of a device."""
 
 import json
 import re
@@ -226,7 +226,7 @@ class DeviceRates:
     context_gib: float | None = None
     """Memory of the CUDA context, with the code of the kernels measured here, in GiB."""
     communicator_gib: float | None = None
-    """Memory of NCCL's buffers of one process group, in GiB."""
+    """Memory of NCCL's buffers per process group, in GiB."""
     rates: list[dict[str, Any]] = field(default_factory=list)
     """All rates, as dictionaries of `doctor.microbenchmarks.Measurement`."""
     scheduler: list[str] = field(default_factory=list)
@@ -245,8 +245,8 @@ class PeakRate:
 def mfu_peak(device: "torch.device", configured: float | None, cache: Path) -> PeakRate | None:
     """Dense bf16 peak for MFU; None if unknown, with a warning on a GPU.
 
-    The first known of `configured` (`cluster.peak_tflops`), the data sheet, and the best bf16 matmul that `titan-exp
-    doctor` measured, from `cache` (the `.cache` of the runs). On a CPU only `configured` counts.
+    It is the first known of `configured` (`cluster.peak_tflops`), the data sheet, and the best bf16 matmul that
+    `titan-exp doctor` measured, from `cache` (the `.cache` of the runs). On a CPU only `configured` counts.
     """
     if configured is not None:
         return PeakRate(configured, "cluster.peak_tflops")
@@ -308,6 +308,6 @@ def peak_by_name(name: str) -> float | None:
 @cache
 def _warn_unknown(name: str) -> None:
     get_logger().warning(
-        "The bf16 peak of %r is not known, so MFU is not reported. Set cluster.peak_tflops to its dense bf16 TFLOP/s.",
+        "We do not know the bf16 peak of %r, so we report no MFU. Set cluster.peak_tflops to its dense bf16 TFLOP/s.",
         name,
     )

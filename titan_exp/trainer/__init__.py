@@ -1,1 +1,1 @@
-"""The trainer core, and what a rank process runs."""
+"""Trainer core: everything a rank process runs."""

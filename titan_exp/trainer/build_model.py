@@ -50,7 +50,8 @@ def has_groups(parameters: Sequence[NamedParameter], config: OptimizerConfig) ->
 
 
 def parameter_table(parameters: Sequence[NamedParameter], config: OptimizerConfig) -> str:
-    """Rows of the learning rate, weight decay and further values of all parameters of a model, frozen ones included."""
+    """Table of learning rate, weight decay and other settings, one row per group of a model's parameters, frozen ones
+    included."""
     rows: dict[tuple[str, ...], list[NamedParameter]] = defaultdict(list)
     for named in parameters:
         rows[_row(named, config)].append(named)
@@ -81,9 +82,9 @@ def _shown(value: object) -> str:
 
 
 class BuiltModel:
-    """A parallel model, and figures of the whole model. `fake_mode` as in `assemble`.
+    """The parallel model on this rank, with the whole model's parameter count and FLOPs. `fake_mode` as in `assemble`.
 
-    Parameters have memory and no values, until `init_weights` or a checkpoint fills them.
+    Parameters have memory but no values until `init_weights` or a checkpoint fills them.
 
     Raises:
         UserError: an import path cannot be imported, or a named module does not exist.
@@ -113,7 +114,7 @@ class BuiltModel:
         with torch.device("meta"):
             model = build()
         self.scales = scales_of(experiment.parametrization, experiment.model)
-        """Scales of parameters, by full name, that the parametrization gives."""
+        """Scales that the parametrization gives to parameters, by full name."""
         self.parameters = parameter_count(model)
         """Number of parameters of the whole model."""
         self.flops_per_token = flops_per_token(model, experiment.training.seq_len)
@@ -146,12 +147,14 @@ class BuiltModel:
             self.pipeline = _build_pipeline(model, build, self._parallelize, layout, mesh)
 
     def init_weights(self, selected: Callable[[str], bool] = every_weight) -> None:
-        """Initialize this rank's weights whose full names are selected; others need not be drawn, to be replaced."""
+        """Initialize this rank's weights whose full names are selected. Weights that a load will replace need not be
+        drawn."""
         for init in self._init:
             init(selected)
 
     def _set_float8_weights(self, module: nn.Module) -> None:
-        """Keep float8 weights of a materialized model where this rank has them whole, else gather them in float8."""
+        """Keep float8 weights of a materialized model where this rank holds them whole; elsewhere gather them in
+        float8."""
         if self._mesh.sharding["fsdp"].size() > 1:
             if self._experiment.quantization.float8_all_gather:
                 from titan_exp.quantization.weights import float8_all_gather_format

@@ -1,5 +1,5 @@
 """Commit: how the worlds of a run agree on a step. A world is a process group that trains the whole model on a share of
-every step; `Commit` itself is that of a run with one."""
+every step; `Commit` itself serves a run with one world."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,21 +18,21 @@ from titan_exp.trainer.training import Training
 
 @dataclass(frozen=True)
 class Flags:
-    """What a step ends with, besides the next."""
+    """Decisions at the end of a step that all ranks follow."""
 
     stop: bool = False
-    """True if training stops."""
+    """True if training stops after this step."""
     save: bool = False
-    """True if a checkpoint is asked for."""
+    """True if a checkpoint is due after this step."""
 
     def __or__(self, other: "Flags") -> "Flags":
         return Flags(self.stop or other.stop, self.save or other.save)
 
 
 class Commit:
-    """Agreement of the worlds of a run, of which this is the only one. All ranks of a world call each member together,
-    in this order: `restored`, then for each step `meet`, `divide`, `reduce`, `settle`, `rows`, `collect` and `resume`,
-    then `finishes` and `leave`."""
+    """Agreement of the worlds of a run; this base class has a single world. All ranks of a world call each member
+    together, in this order: `restored`, then for each step `meet`, `divide`, `reduce`, `settle`, `rows`, `collect` and
+    `resume`, then `finishes` and `leave`."""
 
     sums = False
     """True if gradients are summed over worlds, in the dtype of their parameters."""
@@ -53,18 +53,18 @@ class Commit:
         return False
 
     def restored(self) -> None:
-        """After the state that this world begins with is loaded."""
+        """Called once the initial state is loaded."""
 
     def meet(self) -> Flags | None:
-        """Before a step: wait for its worlds. Flags if they agree on the present step first, after which the caller
-        logs and saves; else None."""
+        """Wait for the other worlds before a step. Returns flags if the worlds must first agree on the present step,
+        which the caller then logs and saves; else None."""
         return None
 
     def divide(
         self, step: int, batches: Sequence[MicroBatch], flags: Flags
     ) -> tuple[Sequence[MicroBatch], tuple[int, ...]]:
-        """This world's share of the micro-batches of a step, and the predicted tokens that its loss is a mean of, as
-        `train_step` takes them. The flags are this rank's."""
+        """Return this world's share of a step's micro-batches, and the token counts that `train_step` divides its loss
+        by. `flags` are this rank's."""
         trainer = self._trainer
         tokens, stop, save = sync_step_flags(
             trainer.model.objective, batches, trainer.mesh, stop=flags.stop, save=flags.save
@@ -73,7 +73,7 @@ class Commit:
         return batches, tokens
 
     def reduce(self, parameters: Iterable[nn.Parameter], metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Sum gradients over the worlds, in place, and metrics, which are returned.
+        """Sum gradients over the worlds in place; return the summed metrics.
 
         Raises:
             StepRefused: the worlds repeat the step; weights and optimizer are as before it.
@@ -81,14 +81,14 @@ class Commit:
         return metrics
 
     def settle(self, result: StepResult, *, logs: bool) -> Flags | None:
-        """After a step: flags if the worlds agree on the weights, or None if they train on alone. `logs` is True if the
-        row of this step is due."""
+        """Called after a step. Returns flags if the worlds agree on the weights, None if they train on alone. `logs` is
+        True if the row of this step is due."""
         self._result = result
         return self._flags
 
     def rows(self, numbers: Callable[[], Numbers], *, due: bool) -> list[Row]:
-        """Rows of the steps that are agreed on and not logged, the last of them with further `numbers`. `due` is True
-        if the present step has one."""
+        """Return rows of the agreed steps that are not logged yet; the last one also gets `numbers`. `due` is True if
+        the present step has a row."""
         if not due:
             return []
         trainer = self._trainer
@@ -98,21 +98,21 @@ class Commit:
         """Gather states of other worlds for a checkpoint."""
 
     def resume(self, flags: Flags) -> None:
-        """After rows and checkpoint of an agreed step."""
+        """Called after an agreed step is logged and saved."""
 
     def finishes(self) -> bool:
-        """True in the world that saves and exports the last state; in the others False, once that is done."""
+        """True in the world that saves and exports the last state. Other worlds return False once it has done so."""
         return True
 
     def leave(self) -> None:
-        """After the last checkpoint and export, let the other worlds end, too."""
+        """Let the other worlds end, after the last checkpoint and export."""
 
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint says of the worlds, as JSON."""
+        """State of the worlds that a checkpoint stores, as JSON."""
         return {}
 
 
 def commit_of(experiment: Experiment) -> type[Commit]:
-    """Commit of a run: that of the extension whose run it is."""
+    """Commit class of the extension that trains this run, else `Commit`."""
     found = (commit(experiment) for commit in loaded("commit"))
     return next(filter(None, found), Commit)

@@ -1,4 +1,4 @@
-"""CUDA graphs: capture of a function, and a model whose passes are captured."""
+"""CUDA graphs: captures a function, and wraps a model so that its passes are captured."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +20,11 @@ from titan_exp.trainer.objective import MetricSums, Objective, loss_divisors, no
 
 @dataclass(frozen=True)
 class Recording:
-    """Captured work."""
+    """Work captured by a recorder."""
 
     replay: Callable[[], None]
-    """Run the same kernels on the same addresses. No Python runs: Python numbers keep their captured values."""
+    """Run the same kernels on the same addresses. Python code does not run, so Python numbers keep their captured
+    values."""
     description: str
     """Kind and memory of the graph, for the log."""
 
@@ -72,7 +73,7 @@ class CudaRecorder:
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 work()
         except RuntimeError as error:
-            error.add_note("This pass was being captured as a CUDA graph; compile.cuda_graphs=false trains without.")
+            error.add_note("A CUDA graph was capturing this pass. To train without it, use compile.cuda_graphs=false.")
             raise
         graph.replay()
         return Recording(graph.replay, f"a CUDA graph with a memory pool of {_pool_bytes(graph) / 2**20:,.1f} MiB")
@@ -86,13 +87,14 @@ def _pool_bytes(graph: torch.cuda.CUDAGraph) -> int:
 
 
 WARMUP_STEPS = 3
-"""Passes before the captured one, in which compilation, autotuning and library setup happen."""
+"""Eager passes before the captured one; compilation, autotuning and library setup happen in them."""
 
 
 class GraphedModel(EagerModel):
-    """A model on one rank with plain tensors as parameters; compute weights keep their sums of gradients `fixed`.
+    """A model on one rank whose forward and backward pass is a CUDA graph. Parameters are plain tensors, and compute
+    weights accumulate gradients in `fixed` buffers.
 
-    Micro-batches of another shape than the first, and evaluation, run without the graph.
+    Evaluation, and micro-batches of another shape than the first, run without the graph.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class GraphedModel(EagerModel):
         self._addresses: list[int] = []
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
-        """Run micro-batches in order, each a replay once a pass has been captured.
+        """Run micro-batches in order; once a pass has been captured, each is a replay.
 
         Raises:
             UserError: the optimizer has moved weights to other addresses.
@@ -156,13 +158,13 @@ class GraphedModel(EagerModel):
             )
 
     def _compute(self, inputs: MicroBatch) -> None:
-        """Captured work: accumulate gradients and metrics in their buffers."""
+        """Captured work: accumulates gradients and metrics in their buffers."""
         loss, metrics = normalize_by_tokens(self.objective, self._module, inputs, self._tokens)
         loss.backward()
         self._sums.add(metrics)
 
     def _restore_gradients(self) -> None:
-        """Attach the gradient buffers again, which the last step has detached, and zero them."""
+        """Reattach the gradient buffers that the last step has detached, and zero them."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         if self._gradients:

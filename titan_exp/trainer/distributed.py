@@ -1,4 +1,4 @@
-"""Rendezvous of ranks: device and default process group from environment variables."""
+"""Rendezvous of ranks: the device and the default process group, from environment variables."""
 
 import hashlib
 import json
@@ -53,8 +53,8 @@ def joined(config: ClusterConfig) -> Iterator[torch.device]:
 
 @contextmanager
 def joined_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) -> Iterator[None]:
-    """Join the default process group in the `with` block, with `timeout` for its collectives. After an error a rank
-    with peers stays in it, and must end.
+    """Join the default process group in the `with` block, with `timeout` for its collectives. After an error, a rank
+    with peers stays in the group, and its process must end.
 
     Reads `RANK` and `WORLD_SIZE` (default: a single process), and for the rendezvous `TITAN_EXP_RENDEZVOUS`, a file on
     one machine, else `MASTER_ADDR` and `MASTER_PORT`.
@@ -82,7 +82,8 @@ def joined_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) 
 
 
 def check_network(device: torch.device, backend: str) -> None:
-    """Connect all ranks eagerly by a communicator bound to their devices, all-reduce a number, and free it.
+    """Connect all ranks eagerly by a communicator bound to their devices, all-reduce a number, and free the
+    communicator.
 
     The default group stays unbound: bound (`init_process_group(device_id=...)`), it would give every axis of both
     meshes, most of size 1, a communicator for the whole run, and would run a pipeline's sends one after the other.
@@ -110,19 +111,20 @@ def check_network(device: torch.device, backend: str) -> None:
 def _broken(rank: int, world: int, device: torch.device, backend: str, reason: str) -> str:
     return (
         f"rank {rank}: {backend.upper()} cannot connect {world} ranks, this one on {device} of {platform.node()} "
-        f"({reason}). Start with NCCL_DEBUG=INFO in the environment to see the adapters that it tries; "
-        "NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose others, and titan-exp doctor measures the links of one machine"
+        f"({reason}). Start with NCCL_DEBUG=INFO in the environment to see the adapters that it tries. Choose others "
+        "with NCCL_SOCKET_IFNAME and NCCL_IB_HCA, and measure the links of one machine with titan-exp doctor"
     )
 
 
 def _timeout(config: ClusterConfig) -> timedelta:
-    """Timeout above the watchdog's, so that the watchdog ends a hanging run, with the stack of each rank."""
+    """Timeout of collectives, longer than the watchdog's, so that the watchdog ends a hanging run and shows each rank's
+    stack."""
     minutes = config.hang_kill_minutes
     return TIMEOUT if minutes is None else max(TIMEOUT, timedelta(minutes=4 * minutes))
 
 
 def _rendezvous(rank: int, world: int, file: str | None) -> dist.Store:
-    """The store shared by all ranks, once all have joined."""
+    """Return the store that all ranks share, once all of them have joined."""
     url = "env://" if file is None else f"file://{file}"
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
@@ -144,24 +146,25 @@ def _rendezvous(rank: int, world: int, file: str | None) -> dist.Store:
     except RuntimeError as error:  # the only type that a FileStore raises
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         raise RanksMissing(
-            f"rank {rank}: {world - len(missing)} of {world} ranks joined within {JOIN_LIMIT.total_seconds():.0f} s; "
-            f"missing: {', '.join(map(str, missing[:16]))}{', ...' if len(missing) > 16 else ''}. See their logs"
+            f"rank {rank}: {world - len(missing)} of {world} ranks joined within {JOIN_LIMIT.total_seconds():.0f} s. "
+            f"These are missing: {', '.join(map(str, missing[:16]))}{', ...' if len(missing) > 16 else ''}. Read "
+            "their logs"
         ) from error
     return store
 
 
 def require_usable_cuda() -> None:
-    """Check, where torch has no CUDA device, that this machine shows neither a GPU nor a driver.
+    """Check that a machine where torch finds no CUDA device really has neither a GPU nor a driver.
 
     Raises:
-        UserError: it does, and `cluster.device=auto` would fall back to the CPU.
+        UserError: it has one, and `cluster.device=auto` would fall back to the CPU.
     """
     found = devices.cuda_facts().found
     if found is None:
         return
     reason, remedy = devices.unusable_cuda() or (
         f"this machine has {found}, but torch {torch.__version__} cannot use it: {_init_error()}",
-        f"see nvidia-smi and dmesg; or {devices.ON_PURPOSE}",
+        f"look at what nvidia-smi and dmesg say, or {devices.ON_PURPOSE}",
     )
     raise UserError(f"cluster.device=auto: {reason}\n  {remedy}")
 
@@ -178,7 +181,7 @@ def _device(requested: str, local_rank: int) -> torch.device:
     cuda = torch.cuda.is_available()
     if requested == "cuda" and not cuda:
         raise UserError(
-            "cluster.device=cuda: torch finds no CUDA GPU on this machine; cluster.device=cpu trains without one"
+            "cluster.device=cuda: torch finds no CUDA GPU on this machine. To train without one, use cluster.device=cpu"
         )
     if requested == "auto" and not cuda:
         require_usable_cuda()
@@ -190,15 +193,15 @@ def _device(requested: str, local_rank: int) -> torch.device:
 
 
 REQUEST, RESPONSE = "request.json", "response.json"
-"""Files in the scratch run folder, beside the experiment that gives the ranks their layout."""
+"""Files in the scratch run folder, beside the experiment that defines the ranks' layout."""
 
 RunOnRanks = Callable[[str, Experiment, Any], Any]
-"""Calls `serve` for a rank function, given by import path, on the ranks of an experiment's layout, with a JSON request;
+"""Calls `serve` with a rank function, given by import path, and a JSON request on the ranks of an experiment's layout;
 returns rank 0's response."""
 
 
 def serve(run: Run, function: Callable[[Experiment, Any, torch.device], Any]) -> None:
-    """Join the process group, call `function` on the request in a scratch run folder, and write rank 0's response."""
+    """Join the process group, call `function` on the request of a scratch run folder, and write rank 0's response."""
     folder, experiment = run.folder, run.experiment
     request = json.loads((folder.path / REQUEST).read_text(encoding="utf-8"))
     configure_logging(int(os.environ.get("RANK", "0")), folder.logs)
@@ -209,7 +212,7 @@ def serve(run: Run, function: Callable[[Experiment, Any, torch.device], Any]) ->
 
 
 def seed_step(seed: int, step: int, dp_rank: int, device: torch.device) -> None:
-    """Seed the default generators of CPU and device for a step."""
+    """Seed the default generators of the CPU and the device for a step."""
     digest = hashlib.sha256(f"{seed}/step/{step}/{dp_rank}".encode()).digest()
     number = int.from_bytes(digest[:7], "little")
     # torch.manual_seed would probe every device type in each step.

@@ -1,4 +1,4 @@
-"""Load of experts: counted over ranks, and its metrics."""
+"""Expert load: tokens per expert, counted over ranks, and the metrics computed from it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ from titan_exp.trainer.objective import Reduction
 
 
 class ExpertLoad:
-    """Reduces the counts of all layers in one message, and hands each router its own.
+    """Reduces the token counts of all layers in one message, and hands each router its own.
 
-    `model` is the whole model, so that all ranks know all layers; `parts` are the modules of this rank. `sequences` are
-    those of the first global batch.
+    `model` is the whole model, so that all ranks know all layers; `parts` are the modules of this rank. `sequences` is
+    the number of sequences in the first global batch.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[nn.Module], sequences: int, mesh: Mesh) -> None:
@@ -30,7 +30,8 @@ class ExpertLoad:
         self.counts: dict[str, Tensor] = {}
         """Tokens per expert of the last global batch, int64 [experts], by the router's full name; on every rank."""
         self.losses: dict[str, Tensor] = {}
-        """This rank's share of a layer's balance loss and z-loss in the last step, fp32 [2], by the router's name."""
+        """This rank's share of each layer's balance loss and z-loss in the last step, fp32 [2], by the router's
+        name."""
         groups = [
             mesh.world.get_group(axis).group_name
             for axis in ("cp_across", "cp_within", "tp")
@@ -42,23 +43,23 @@ class ExpertLoad:
             router.set_batch(self._sequences, ranks, partial(_sum, groups=groups) if groups else None)
 
     def set_sequences(self, sequences: int) -> None:
-        """Set the sequences of the next global batch."""
+        """Set the number of sequences in the next global batch."""
         if self._routers:
             self._sequences.fill_(sequences)
 
     @property
     def step_sums(self) -> list[Tensor]:
-        """This rank's counts and losses of the step so far; equal ranks of other worlds add theirs, in place."""
+        """This rank's counts and losses in the step so far; the same rank of each other world adds its own in place."""
         return [sums for router in self._routers.values() for sums in (router.counts, router.losses)]
 
     def discard(self) -> None:
-        """Forget the step so far, which is repeated."""
+        """Forget the counts of a step that will be repeated."""
         for sums in self.step_sums:
             sums.zero_()
 
     @torch.no_grad()
     def update(self) -> None:
-        """Finish an optimizer step: reduce the counts over all ranks, and update each router."""
+        """Finish an optimizer step: reduce the counts over all ranks and update each router."""
         if not self._sizes:
             return
         own = [
@@ -95,15 +96,15 @@ TOTALS = {
     "balance_loss": sum,
     "z_loss": sum,
 }
-"""Value over all layers of each metric, from those of the layers."""
+"""Reduction over layers of each metric."""
 
 
 LOAD = "load of experts/"
-"""Prefix of token counts among the numbers of a step; a layer and an expert's number follow."""
+"""Prefix of token counts among a step's numbers; the layer and the expert's index follow."""
 
 
 class ExpertMetrics:
-    """Metrics of the last step from `load`: each rank's tensors for the one message, and the row that follows.
+    """Expert metrics of the last step: each rank's tensors for the single message, and the row computed from them.
 
     `model` is the whole model, so that all ranks know all names; `parts` are the modules of this rank.
     """
@@ -117,7 +118,7 @@ class ExpertMetrics:
             for name, router in routers_of(model)
             for metric, reduction in _reductions(router).items()
         }
-        """Reduction over ranks of the metrics that only some ranks know, by name."""
+        """Reductions over ranks of the metrics that only some ranks know, by name."""
 
     def __bool__(self) -> bool:
         """True if the model has experts."""
@@ -150,7 +151,7 @@ class ExpertMetrics:
         }
 
     def row(self, counts: Mapping[str, Sequence[int]], reduced: Mapping[str, float]) -> dict[str, Value]:
-        """All metrics, totals first, from the counts and the reduced shares, by logged name."""
+        """All metrics by logged name, totals first, from the counts and the reduced shares."""
         layers: dict[str, dict[str, float]] = {}
         for layer, loads in counts.items():
             found = load_statistics(loads)._asdict()
@@ -170,17 +171,17 @@ class ExpertMetrics:
 
 
 def is_of_experts(name: str) -> bool:
-    """True for a number of experts among those of a step."""
+    """True if one of a step's numbers is an expert metric."""
     return name.startswith(("experts/", LOAD))
 
 
 def load_numbers(counts: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """Tokens per expert by layer as numbers of a step, which worlds add up."""
+    """Flatten tokens per expert and layer into numbers of a step, which the worlds sum."""
     return {f"{LOAD}{layer}/{expert}": count for layer, loads in counts.items() for expert, count in enumerate(loads)}
 
 
 def counts_of(values: Mapping[str, float]) -> dict[str, list[int]]:
-    """Tokens per expert by layer, from the numbers of a step; inverse of `load_numbers`."""
+    """Tokens per expert by layer, from a step's numbers; inverse of `load_numbers`."""
     counts: dict[str, list[int]] = {}
     for name, value in values.items():
         if name.startswith(LOAD):
@@ -189,7 +190,7 @@ def counts_of(values: Mapping[str, float]) -> dict[str, list[int]]:
 
 
 def layer_label(router: str) -> str:
-    """Short label of a router's layer: `layer_3` of a block of the skeleton, else the path without its last parts."""
+    """Short label of a router's layer: `layer_3` for a block of the skeleton, else the path without its last parts."""
     match = re.match(r"blocks\.(\d+)\.", router)
     if match:
         return f"layer_{match[1]}"
@@ -197,7 +198,7 @@ def layer_label(router: str) -> str:
 
 
 def _reductions(router: Router) -> dict[str, Reduction]:
-    """Metrics of a router that are not computed from counts."""
+    """Reductions of a router's metrics that are not computed from counts."""
     moe = router.moe
     present: dict[str, tuple[bool, Reduction]] = {
         "bias_range": (moe.router_bias, "mean"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -31,15 +31,16 @@ def shard_batch(batch: MicroBatch, mesh: Mesh) -> MicroBatch:
     return whole.sharded(mesh.sequence_shard)
 
 
+@runtime_checkable
 class Model(Protocol):
     """A parallel model with its objective, as `train_step` and evaluation use it."""
 
     objective: Objective
     """Computes the loss of a micro-batch."""
     weights: ComputeWeights
-    """Copies of the parameters in the compute dtype; to refresh after every change of the parameters."""
+    """Copies of the parameters in the compute dtype; refresh them after every change of the parameters."""
     load: ExpertLoad | None
-    """Tokens per expert; to update after every optimizer step."""
+    """Tokens per expert; update it after every optimizer step."""
 
     @property
     def parts(self) -> Sequence[nn.Module]:
@@ -70,19 +71,19 @@ class Model(Protocol):
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters on this rank, masters of the compute weights."""
+        """All parameters on this rank: the master copies of the compute weights."""
         ...
 
     def unique_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters on this rank without copies of tied weights of another stage."""
+        """Parameters on this rank, without copies of weights tied to another stage."""
         ...
 
 
 def whole_outputs(
     module: nn.Module, batch: MicroBatch, mesh: Mesh | None, hidden: Tensor | None = None
 ) -> Float[Tensor, "rows tokens width"]:
-    """Outputs of a model, or of its last pipeline stage from `hidden` states, for whole sequences in fp32; None is one
-    device. All ranks that share the sequences must call it."""
+    """Outputs of a model, or of its last pipeline stage from `hidden` states, for whole sequences in fp32; `mesh` is
+    None on one device. All ranks that share the sequences must call it."""
     if mesh is None:
         inputs = batch.inputs(hidden)
         return module(*inputs.positional, **inputs.named).float()
@@ -119,7 +120,7 @@ class EagerModel:
         return sums.values
 
     def loss_sum(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Run micro-batches in order."""
+        """Run micro-batches forward in order."""
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         with self.weights.in_use():
             for batch in batches:
@@ -157,7 +158,7 @@ class PipelineModel:
         ]
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
-        """Run a schedule once per pass of micro-batches; gradients are reduced once."""
+        """Run the pipeline schedule once per pass of micro-batches; gradients are reduced once."""
         sums, size = MetricSums(self.objective, self._mesh.device), self._pipeline.pass_size(len(batches))
         assert len(batches) % size == 0, "checked by the rules"
 
@@ -195,7 +196,7 @@ class PipelineModel:
 
     @torch.no_grad()
     def outputs(self, batch: MicroBatch) -> Tensor:
-        """Run micro-batches of as many rows as training has, the last one filled up with its last row."""
+        """Run micro-batches of as many rows as in training; the last is padded with copies of its last row."""
         count = len(batch.tensors[0])
         passes = -(-count // self._rows)
         rows = torch.arange(passes * self._rows, device=batch.tensors[0].device).clamp(max=count - 1)
@@ -219,5 +220,5 @@ class PipelineModel:
         return iter(self._parameters)
 
     def unique_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank's stages without copies of the first stage's tied weights."""
+        """Parameters of this rank's stages, without copies of the first stage's tied weights."""
         return iter(self._unique_parameters)

@@ -23,7 +23,7 @@ from titan_exp.tracking.progress import PROGRESS
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.build_sinks import build_sinks
-from titan_exp.tracking.sinks.sink import ImageSink, Sink, Value
+from titan_exp.tracking.sinks.sink import ImageSink, LateSink, Sink, Value
 from titan_exp.tracking.throughput import PeakMemory, Throughput, mfu_peak
 from titan_exp.trainer.experts import ExpertMetrics
 from titan_exp.trainer.objective import Objective, Reduction
@@ -41,39 +41,39 @@ class StepResult:
     """Result of a step, still on the device: reading a tensor synchronizes."""
 
     metrics: Mapping[str, Tensor]
-    """This rank's share of the mean `loss` and of the objective's metrics, before reduction over ranks."""
+    """This rank's share of the mean `loss` and of the objective's metrics, not yet reduced over ranks."""
     grad_norm: Tensor
     """Global gradient norm before clipping."""
     tokens: int
     """Predicted tokens of the global batch."""
     clipping: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metrics of clipping, the same on every rank."""
+    """Clipping metrics, the same on every rank."""
 
 
 @dataclass
 class Row:
-    """Numbers of one step."""
+    """Numbers of one step that a row holds."""
 
     values: dict[str, float]
-    """Reduced metrics of the step, the same on every rank: `loss`, `grad_norm`, those of modules and experts."""
+    """Metrics of the step, reduced, the same on every rank: `loss`, `grad_norm`, and those of modules and experts."""
     row: dict[str, Any] | None
-    """The whole row, on the first rank; None on others."""
+    """The whole row on the first rank; None on others."""
 
 
 MODEL = "model/"
-"""Prefix of metrics of modules."""
+"""Prefix of module metrics."""
 
 
 class MetricReducer:
     """Reduces named scalars of all ranks, and gathers each rank's own numbers, in one message over the CPU.
 
-    Metrics are logged as `loss`, `objective/NAME`, `model/NAME`, `optimizer/NAME` and, of routers, `experts/NAME` (see
-    `experts/load_metrics.py`, which adds those that need no message). Modules and optimizers report
-    them by `metric_reductions`, a mapping from name to `mean`, `sum` or `max`, and `metrics()`, which returns these
-    scalars as tensors. Modules also have `reset_metrics()`, called before each step. They accumulate over the tokens of
-    this rank's micro-batches, recomputation excluded (`is_recomputing`), and modules with the same name add up. A
-    module's `mean` is a tensor [2], sum and count, so that it is the same whether tensor-parallel ranks see all tokens
-    or, with sequence parallelism, their own; its `sum` is right only where they see all. An optimizer's are over ranks.
+    Metrics are logged as `loss`, `objective/NAME`, `model/NAME`, `optimizer/NAME` and, for routers, `experts/NAME` (see
+    `trainer/experts.py`). Modules and optimizers report them by `metric_reductions`, a mapping from name to `mean`,
+    `sum` or `max`, and by `metrics()`, which returns these scalars as tensors. Modules also have `reset_metrics()`,
+    called before each step. They accumulate over the tokens of this rank's micro-batches, recomputation excluded
+    (`is_recomputing`), and modules with the same name add up. A module's `mean` is a tensor [2] of sum and count, so it
+    is the same whether tensor-parallel ranks see all tokens or, with sequence parallelism, their own. A module's `sum`
+    is right only if they see all. An optimizer's metrics are reduced over ranks.
 
     `model` is the whole model, so that all ranks know all names; `parts` are the modules of this rank.
     """
@@ -110,12 +110,12 @@ class MetricReducer:
 
     @property
     def module_reductions(self) -> dict[str, Reduction]:
-        """Reductions of `module_metrics`, of which sums and counts of means are summed."""
+        """Reductions of `module_metrics` other than sums; the sum and the count of a mean are each summed."""
         return {name: kind for name, kind in self.reductions.items() if name.startswith(MODEL) and kind == "max"}
 
     def module_metrics(self) -> dict[str, Tensor]:
-        """This rank's share of the modules' metrics so far, by logged name and name of its count. Worlds reduce
-        it before the step is finished, and hand it to `reduce` among the metrics."""
+        """This rank's share of the modules' metrics so far; a mean's count has a name of its own. Worlds reduce it
+        before the step is finished, and hand it to `reduce` among the metrics."""
         found: dict[str, Tensor] = {}
         for name, value in (item for module in self._modules for item in module.metrics().items()):  # type: ignore[operator]
             key = f"{MODEL}{name}"
@@ -126,7 +126,7 @@ class MetricReducer:
         return found
 
     def begin_step(self) -> None:
-        """Reset the metrics of the model's modules."""
+        """Reset the metrics of the model's modules before a step."""
         for module in self._modules:
             module.reset_metrics()  # type: ignore[operator]  # a method, not a submodule
 
@@ -174,7 +174,7 @@ class MetricReducer:
             found |= {f"optimizer/{name}": value for name, value in self._optimizer.metrics().items()}  # type: ignore[attr-defined]
         for name, value in found.items():
             if value.numel() != 1:
-                raise UserError(f"{name} is a tensor of {list(value.shape)}, but a metric is one number.")
+                raise UserError(f"{name} is a tensor of {list(value.shape)}, and a metric is one number.")
         # fp64, so that the order of ranks does not change the logged digits.
         device = self._mesh.device
         values = torch.stack(
@@ -184,7 +184,7 @@ class MetricReducer:
 
 
 class Report:
-    """Reduces metrics over the ranks and hands rows to the sinks on rank 0."""
+    """Training report: reduces metrics over ranks and hands rows to the sinks on rank 0."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Report:
         self.leader = dist.get_rank() == 0
         """True on the first rank of a world, which knows the whole row."""
         self.last_rows: list[dict[str, Any]] = []
-        """Newest rows, which another world may have died over; empty before the first."""
+        """Newest rows, which another world may not have written before it died; empty before the first."""
         self._heartbeat_failed = False
         self._warning: str | None = None
         attempts = folder.read_attempts()
@@ -233,7 +233,7 @@ class Report:
         self._stragglers = Stragglers(dist.get_world_size() // mesh.world["pp"].size(), mesh.device.type)
         self._experiment, self._written = experiment, 0
         self.sinks: list[Sink] = []
-        """Open on the first rank, of the world that writes, like the record of experts' load."""
+        """Metric sinks; only the first rank of the world that writes opens them, like the record of expert load."""
         self._load_log: ExpertLoadLog | None = None
         self._loads: dict[int, Mapping[str, list[int]]] = {}
         """Tokens per expert in the steps of `last_rows`, by layer; written with the rows."""
@@ -246,7 +246,7 @@ class Report:
         self.reducer.begin_step()
 
     def end_step(self, step: int, tokens: int) -> None:
-        """Count a finished step."""
+        """Count a finished step and its tokens."""
         self.times.end()
         self.last_step = step
         self.throughput.step(tokens)
@@ -255,8 +255,8 @@ class Report:
             self._beat(step)
 
     def take_over(self, step: int, *, devices: int, writes: bool, changed: bool) -> None:
-        """Begin the step after `step` in a run of several writers, whose `devices` share it. One that writes begins
-        with the rows that another died over, unless they are written; it was not the writer before if `changed`."""
+        """Take over reporting after `step` in a run of several worlds, whose `devices` share it. A world that writes
+        first adds the rows that a dead world left unwritten. `changed` is True if another world wrote before."""
         self.last_step, self.throughput.devices, self.writes = step, devices, writes
         if not writes:
             return
@@ -277,7 +277,7 @@ class Report:
             self._load_log = ExpertLoadLog(self.folder.expert_load, self.attempt, steps=steps, log_every=every)
 
     def write(self, rows: Sequence[Row], numbers: Numbers) -> None:
-        """Write rows of steps that are committed, at least one, the last with further numbers."""
+        """Write rows of committed steps, at least one; the last also gets `numbers`."""
         if rows[-1].row is not None:
             _require_new(numbers, rows[-1].row)
             rows[-1].row |= numbers
@@ -288,7 +288,7 @@ class Report:
     def _write(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
             if not self.writes or row["step"] <= self._written:
-                continue  # another world writes the row, or has before it died
+                continue  # another world writes this row, or wrote it before it died
             self._written = step = row["step"]
             if self._load_log is not None and step in self._loads:
                 self._load_log.log(step, self._loads[step])
@@ -297,7 +297,7 @@ class Report:
 
     @contextmanager
     def pause(self, activity: str) -> Iterator[None]:
-        """Leave the `with` block out of training's throughput, and tell the watchdog what it is."""
+        """Exclude the `with` block from training's throughput, and tell the watchdog what it does."""
         with PROGRESS.phase(f"the {activity}"), self.throughput.pause(activity):
             yield
 
@@ -308,10 +308,16 @@ class Report:
             self._beat(self.last_step, force=True)
 
     def image(self, name: str, step: int, image: np.ndarray) -> None:
-        """Hand an image [height, width, 3] in uint8 to the sinks that take one."""
+        """Hand an image, uint8 [height, width, 3], to the sinks that take images."""
         for sink in self.sinks:
             if isinstance(sink, ImageSink):
                 sink.image(name, step, image)
+
+    def late(self, axis: str, row: Mapping[str, Value]) -> None:
+        """Hand values of an earlier step, which the key `axis` has, to the sinks that take them."""
+        for sink in self.sinks:
+            if isinstance(sink, LateSink):
+                sink.late(axis, row)
 
     def row(
         self, step: int, tokens: int, result: StepResult, *, lr: float, also: Numbers = MappingProxyType({})
@@ -325,8 +331,8 @@ class Report:
     def share(
         self, step: int, tokens: int, result: StepResult, *, lr: float, also: Numbers = MappingProxyType({})
     ) -> Row:
-        """Reduce the metrics of a step of this world's sequences, without those of experts, which `expert_row` makes
-        from its values and `expert_counts`; all ranks call it."""
+        """Reduce the metrics of a step over this world; all ranks call it. Expert metrics are left out: `expert_row`
+        makes them from the values and `expert_counts`."""
         own = dataclasses.astuple(self.times.take())
         reported, rows = self.reducer.reduce(result.metrics, own)
         times = [OwnTimes(*row) for row in rows]
@@ -360,7 +366,7 @@ class Report:
         return self._experts.counts()
 
     def expert_row(self, step: int, values: Mapping[str, float], counts: Mapping[str, list[int]]) -> dict[str, Value]:
-        """Metrics of experts from the numbers of a step and the tokens of each expert, which go to the record."""
+        """Expert metrics from a step's numbers and the tokens of each expert, which go to the record."""
         if not self._experts:
             return {}
         self._loads[step] = counts
@@ -404,12 +410,12 @@ class Report:
                 self._heartbeat_failed = False
         except OSError as error:
             if not self._heartbeat_failed:
-                get_logger().error("%s cannot be written (%s)", self.folder.heartbeat, error.strerror or error)
+                get_logger().error("cannot write %s (%s)", self.folder.heartbeat, error.strerror or error)
             self._heartbeat_failed = True
 
 
 def _require_new(numbers: Numbers, row: Mapping[str, Any]) -> None:
-    """Refuse numbers of a part that stand in the row already."""
+    """Refuse a part's numbers whose names the row already has."""
     if taken := sorted(numbers.keys() & row.keys()):
         label, _, name = taken[0].partition("/")
-        raise UserError(f"training.parts.{label}: rows have {taken[0]} already. Return {name} by another name.")
+        raise UserError(f"training.parts.{label}: rows already have {taken[0]}. Return {name} by another name.")

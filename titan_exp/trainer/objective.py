@@ -1,4 +1,4 @@
-"""Objective of a training run: the loss of a batch and what it reports."""
+"""Training objective: the loss of a batch and the metrics that it reports."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -37,11 +37,11 @@ class Loss(NamedTuple):
 
 
 class Objective(Protocol):
-    """A training objective, as `LanguageModeling`; batches are of the kind that it trains on.
+    """Training objective, such as `LanguageModeling`. It defines the kind of batch that it trains on.
 
     Optional members: `prepare(batch, seed)` draws the random numbers of a CPU batch of whole rows, keyed by sample;
-    `prepare_evaluation(batch)` completes one of an evaluation; `bind(spec)` returns the objective of a model;
-    `has_perplexity`, False if exp(loss) means nothing.
+    `prepare_evaluation(batch)` does so for evaluation; `bind(spec)` returns the objective of a model; `has_perplexity`,
+    False if exp(loss) means nothing.
     """
 
     @property
@@ -119,7 +119,7 @@ def loss_divisors(tokens: Sequence[int], device: torch.device) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class LanguageModeling:
-    """Next-token cross-entropy. Subclasses override `loss`, and `metrics` for what they report."""
+    """Next-token cross-entropy. Subclasses override `loss`, and `metrics` if they report more."""
 
     takes_vocab_shard: ClassVar[bool] = False
     """True in a subclass whose own `loss` or `__call__` computes with `vocab_shard`; others take whole logits only."""
@@ -150,7 +150,7 @@ class LanguageModeling:
         return objective if compile_backend is None else objective.compiled(compile_backend)
 
     def compiled(self, backend: str) -> Self:
-        """The same objective with compiled loss functions.
+        """Return the same objective with compiled loss functions.
 
         Shapes are static, with one graph per chunk length, because a dynamic graph would slow full chunks down.
         """
@@ -159,7 +159,8 @@ class LanguageModeling:
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:
-        """The z-loss term, if it has a coefficient: the differentiated mean is `loss` plus it."""
+        """Reduction of the z-loss term, if it has a coefficient: the loss that is differentiated is `loss` plus this
+        term."""
         return {"z_loss": "mean"} if self.z_loss else {}
 
     def count(self, batch: Batch) -> int:
@@ -174,7 +175,8 @@ class LanguageModeling:
         return self.with_metrics(model(*inputs, loss=partial(self.chunked_loss, batch=batch)))
 
     def chunked_loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSum:
-        """Loss in chunks, from the last hidden states [batch, seq, dim] and the head's weight [vocab, dim]."""
+        """Compute the loss chunk by chunk from the last hidden states [batch, seq, dim] and the head's weight [vocab,
+        dim]."""
         assert self.chunk_tokens is not None, "whole logits are given to `loss`"
         return linear_loss_sum(
             hidden,
@@ -187,18 +189,19 @@ class LanguageModeling:
         )
 
     def loss(self, logits: Tensor, batch: Batch) -> Loss:
-        """Loss of logits [batch, seq, vocab]; of this rank's vocabulary shard under loss parallelism."""
+        """Compute the loss from logits [batch, seq, vocab]; under loss parallelism from this rank's vocabulary
+        shard."""
         return self.with_metrics(self.loss_sum(logits, batch.labels, self.z_loss, self.vocab_shard))
 
     def with_metrics(self, found: LossSum) -> Loss:
-        """Loss with the metrics that are reported."""
+        """Attach the metrics that this objective reports."""
         z_loss = {} if found.z_loss is None else {"z_loss": found.z_loss}
         return Loss(found.objective, {"loss": found.cross_entropy, **z_loss})
 
 
 @dataclass(frozen=True)
 class MultiTokenPrediction:
-    """An objective whose loss is also that of the model's modules of multi-token prediction.
+    """Multi-token prediction (MTP): adds the losses of the model's MTP modules to a main objective.
 
     The objective is main + weight / depth * (sum of the modules' means), every mean over the tokens that its module
     predicts in the global batch. The logged loss is the main one. Batches without `further`, as in evaluation, do not
@@ -253,12 +256,12 @@ def build_objective(
     automatic_chunk: int | None = None,
     spec: ModelSpec | None = None,
 ) -> Objective:
-    """Build `language_modeling`, an extension's objective, or a class of the user's by its import path.
+    """Build `language_modeling`, an extension's objective, or your class, given by its import path.
 
     `automatic_chunk` is the chunk of `training.loss_chunk_tokens=auto`, for objectives that compute a loss in chunks.
     With multi-token prediction in the model's `spec`, the objective is also that of its modules.
 
-    A class has a classmethod `build(training, vocab_shard, *, compile_backend, **options)`, as `LanguageModeling`.
+    Your class has a classmethod `build(training, vocab_shard, *, compile_backend, **options)`, like `LanguageModeling`.
 
     Raises:
         UserError: the import path cannot be imported, a subclass with its own `loss` cannot compute it in chunks or
@@ -303,7 +306,7 @@ def _own_class(training: TrainingConfig) -> Any:
     call = Call(("training", "vocab_shard"), ("compile_backend",), "training.objective_options", options)
     violations = call_violations(kind.build, f"{name}.build", field, call)
     if violations:
-        raise UserError("This run cannot be started.", violations)
+        raise UserError("This run cannot start.", violations)
     return kind
 
 

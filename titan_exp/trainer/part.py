@@ -33,13 +33,13 @@ from titan_exp.trainer.metrics import Numbers, Report, Row
 from titan_exp.trainer.train_state import TrainState
 
 Pause = Callable[[str], AbstractContextManager[object]]
-"""Excludes the `with` block of a named activity from training's throughput."""
+"""Excludes the `with` block of a named activity from the training throughput."""
 SHOWN_SECONDS = 0.1
-"""Least time of a part that the log shows at the end."""
+"""Shortest time of a part, in seconds, that the log shows at the end of a run."""
 
 
 class Phase(IntEnum):
-    """Phase of a step in which a part acts. Later phases see what earlier ones have done."""
+    """Phase of a step in which a part acts; later phases see what earlier ones have done."""
 
     ACT = 0
     """Changes weights, gradients or batches."""
@@ -50,12 +50,12 @@ class Phase(IntEnum):
     SAVE = 3
     """Acts between the row, which is written, and the checkpoint of the step."""
     REPORT = 4
-    """Writes elsewhere what is saved already; may fail without ending the run."""
+    """Writes elsewhere what is already saved; its failure need not end the run."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a part may read of its run."""
+    """Objects of its run that a part may read."""
 
     experiment: Experiment
     """Configuration."""
@@ -66,12 +66,12 @@ class Run:
     report: Report
     """Writes rows, images and heartbeats; has the clocks of the run."""
     first_step: int
-    """Steps that were trained before this process began."""
+    """Number of steps trained before this process began."""
 
 
 @dataclass
 class Update:
-    """The optimizer's step, as parts see it inside `train_step`."""
+    """Optimizer update, as parts see it inside `train_step`."""
 
     step: int
     """Number of the step, from 1."""
@@ -85,7 +85,7 @@ class Update:
 
 @dataclass
 class Step:
-    """A finished step, as parts see it. All ranks of a run have the same, except for whole rows."""
+    """A finished step, as parts see it. It is the same on all ranks of a run, except for whole rows."""
 
     step: int
     """Number of the step, from 1."""
@@ -94,11 +94,11 @@ class Step:
     tokens: int
     """Predicted tokens so far."""
     agreed: bool = True
-    """False where worlds train alone: the weights are this world's own."""
+    """False where worlds train alone, so that the weights are this world's own."""
     rows: Sequence[Row] = ()
-    """From phase DECIDE on: the rows of this step, the newest last; empty where none is logged."""
+    """Rows of this step, newest last, from phase DECIDE on; empty if none is logged."""
     numbers: Numbers = field(default_factory=dict)
-    """From phase DECIDE on: numbers of parts in the newest row."""
+    """Numbers of parts in the newest row, from phase DECIDE on."""
     stop_reason: str | None = field(default=None, init=False)
     """Reason given to `stop`."""
     wants_checkpoint: bool = field(default=False, init=False)
@@ -106,21 +106,21 @@ class Step:
 
     @property
     def values(self) -> Mapping[str, float]:
-        """Numbers of this step from phase DECIDE on, the same on every rank; empty where no row is logged."""
+        """Numbers of this step, the same on every rank; empty before phase DECIDE and where no row is logged."""
         own = {name: float(value) for name, value in self.numbers.items() if value is not None}
         return {**self.rows[-1].values, **own} if self.rows else {}
 
     def stop(self, reason: str) -> None:
-        """End training after this step as if it were asked to stop: saved, and ready to go on. One rank's wish is
-        enough. Only in phase DECIDE."""
+        """End training after this step: the run saves its state and can continue. The request of one rank is enough.
+        Only in phase DECIDE."""
         self.stop_reason = self.stop_reason or reason
 
     def checkpoint(self) -> None:
-        """Save a checkpoint after this step. One rank's wish is enough. Only in phase DECIDE."""
+        """Save a checkpoint after this step. The request of one rank is enough. Only in phase DECIDE."""
         self.wants_checkpoint = True
 
     def agree(self, ranks: dist.ProcessGroup) -> None:
-        """Take over what any rank has asked for."""
+        """Combine the requests of all ranks."""
         asked = torch.tensor([self.stop_reason is not None, self.wants_checkpoint], dtype=torch.int64)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=ranks)
         stop, self.wants_checkpoint = map(bool, asked.tolist())
@@ -130,72 +130,75 @@ class Step:
 
 
 class Part:
-    """A part of training; every member may be overridden, and does nothing by default. All ranks call each together,
-    so a member may use collectives if it does so on every rank."""
+    """A part of training. You may override any member; by default it does nothing. All ranks call each member together,
+    so it may use collectives if every rank reaches them."""
 
     phase: ClassVar[Phase] = Phase.OBSERVE
-    """When it acts."""
+    """Phase in which it acts."""
     fatal: ClassVar[bool] = True
-    """True if its errors end the run; only a part that reports may set False, whose errors are logged."""
+    """True if its errors end the run. Only a part that reports may set False; its errors are logged."""
     isolated: ClassVar[bool] = True
     """True if generators, gradient mode and the modules' training modes are restored after each call."""
     name: str = ""
-    """Name in checkpoints and in the log, unique in a run: of yours its key, `training.parts.NAME`."""
+    """Name in checkpoints and in the log, unique in a run. Your part gets its key, `training.parts.NAME`."""
     prefix: str = ""
     """Prefix of its numbers in rows."""
 
     keeps: Sequence[str] = ()
-    """Names of tensors of each parameter that it keeps in `optimizer.state`, where checkpoints restore them."""
+    """Names of the per-parameter tensors that it keeps in `optimizer.state`, where checkpoints restore them."""
     sums: Sequence[Tensor] = ()
-    """Tensors of this rank's share of a step that the worlds of a run sum in place before the update."""
+    """Tensors with this rank's share of a step, which the worlds of a run sum in place before the update."""
     maxima: Sequence[Tensor] = ()
-    """Those of which they take the maximum, in place."""
+    """Tensors of which the worlds take the maximum in place instead."""
 
     def state(self) -> dict[str, Any]:
-        """State for the checkpoint, as JSON. Tensors of a parameter belong into `optimizer.state` by names in `keeps`:
+        """State for the checkpoint, as JSON. Tensors of a parameter belong in `optimizer.state` under names in `keeps`:
         they are sharded and saved like the optimizer's own."""
         return {}
 
     def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """Take over the state of a checkpoint after `step`; None if the checkpoint has none of this part."""
+        """Restore the state of a checkpoint after `step`; None if the checkpoint has no state of this part."""
 
     def begin(self, run: Run) -> None:
-        """Before the first step of this process, with all state restored."""
+        """Called before the first step of this process, with all state restored."""
 
     def due(self, step: int, *, last: bool) -> bool:
-        """True if this part works for longer than a moment after a step: its time is not counted as training, and a
-        row is logged for its numbers. The same on every rank."""
+        """True if this part works for longer than a moment after a step. Its time is then not counted as training, and
+        a row is logged for its numbers. Return the same on every rank."""
         return False
 
     def before(self, step: int) -> None:
-        """Before a step."""
+        """Called before a step."""
 
     def on_batches(self, step: int, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Micro-batches of a step on this rank's host, in place of those read: as many, of the same shapes."""
+        """Return the micro-batches to train on instead of those read on this rank's host: as many, of the same
+        shapes."""
         return batches
 
     def on_gradients(self, update: Update) -> None:
-        """Before the optimizer's step."""
+        """Called before the optimizer's step, with gradients clipped."""
 
     def on_update(self, update: Update) -> None:
-        """After the optimizer's step, with gradients still there; in phase ACT before compute weights follow."""
+        """Called after the optimizer's step, while gradients still exist; in phase ACT before the compute weights
+        follow."""
 
     def refused(self, step: int) -> None:
-        """After a step that the worlds of a run repeat."""
+        """Called when the worlds of a run will repeat a step."""
 
     def after(self, step: Step) -> Numbers | None:
-        """After a step, in the part's phase. Numbers join the row of the step, or the next where none is logged."""
+        """Called after a step, in the part's phase. Its numbers join the row of this step, or the next row if none is
+        logged."""
         return None
 
     def finish(self, step: Step) -> None:
-        """After the last step, or one after which training stops, with its checkpoint on disk. May raise UserError."""
+        """Called after the step at which training ends or stops, with its checkpoint on disk. May raise UserError."""
 
     def close(self) -> None:
-        """Release everything: called on every way out, in reverse order."""
+        """Release everything; called however training ends, in reverse order."""
 
 
 class Parts:
-    """The parts of a run, called in the order of their phases, and within a phase in that of the list.
+    """The parts of a run. They are called in the order of their phases, and within a phase in list order.
 
     Raises:
         UserError: ranks have other parts or another order.
@@ -205,7 +208,7 @@ class Parts:
         self._parts = sorted(parts, key=lambda part: part.phase)  # a stable sort
         self._seconds = dict.fromkeys((part.name for part in self._parts), 0.0)
         self.numbers: dict[str, float | int | None] = {}
-        """Numbers that wait for a row."""
+        """Numbers of parts that wait for the next row."""
         self._overriding: dict[str, list[Part]] = {}
         self._modules: list[nn.Module] = []
         assert len(self._seconds) == len(self._parts), "names are unique"
@@ -222,7 +225,7 @@ class Parts:
         return {name for part in self._parts for name in part.keeps}
 
     def state(self) -> dict[str, Any]:
-        """States of all parts that have one, by name. Raises UserError if one of the user's is no JSON."""
+        """States of all parts that have one, by name. Raises UserError if the state of your part is not JSON."""
         states = {part.name: state for part in self._parts if (state := part.state())}
         for name in (part.name for part in self._parts if part.prefix and part.name in states):
             try:
@@ -230,22 +233,23 @@ class Parts:
             except (TypeError, ValueError) as error:
                 raise UserError(
                     f"{name}: state() returns what JSON cannot hold ({error}). Return numbers, texts, "
-                    "lists and mappings; tensors belong into optimizer.state[parameter]."
+                    "lists and mappings. Tensors belong into optimizer.state[parameter]."
                 ) from error
         return states
 
     def restore(self, states: Mapping[str, Any], step: int) -> None:
-        """Restore each part from its state after `step`, and name those that only the checkpoint or the run has."""
+        """Restore each part from its state after `step`, and log the names that only the checkpoint or only the run
+        has."""
         for part in self._parts:
             state = states.get(part.name)
             if state is None and step and part.state():
                 get_logger().warning("the checkpoint has no state of %s, which begins after step %d", part.name, step)
             part.restore(state, step)
         for name in sorted(states.keys() - self._seconds.keys()):
-            get_logger().warning("the checkpoint has a state of %s, which is no part of this run", name)
+            get_logger().warning("the checkpoint has a state of %s, which is not a part of this run", name)
 
     def begin(self, run: Run) -> None:
-        """Before the first step of this process."""
+        """Call `begin` of all parts."""
         self._modules = [module for part in run.state.model.parts for module in part.modules()]
         self._each("begin", run)
         for part in self._parts:
@@ -257,29 +261,29 @@ class Parts:
                 )
 
     def before(self, step: int) -> None:
-        """Before a step."""
+        """Call `before` of all parts."""
         self._each("before", step)
 
     def on_batches(self, step: int, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Micro-batches of a step, as the parts change them."""
+        """Return the micro-batches of a step after every part has changed them."""
         for part in self._having("on_batches"):
             with self._calling(part):
                 batches = part.on_batches(step, batches)
         return batches
 
     def on_gradients(self, update: Update) -> None:
-        """Before the optimizer's step."""
+        """Call `on_gradients` of all parts."""
         self._each("on_gradients", update)
 
     def on_update(self, update: Update, *, acting: bool) -> None:
-        """After the optimizer's step, the parts that are `acting`, or the others."""
+        """Call `on_update` of the parts in phase ACT if `acting`, else of the others."""
         for part in self._having("on_update"):
             if (part.phase is Phase.ACT) == acting:
                 with self._calling(part):
                     part.on_update(update)
 
     def refused(self, step: int) -> None:
-        """After a step that worlds repeat."""
+        """Call `refused` of all parts."""
         self._each("refused", step)
 
     def due(self, step: int, *, last: bool) -> bool:
@@ -287,8 +291,8 @@ class Parts:
         return any(part.due(step, last=last) for part in self._having("due") if part.phase <= Phase.DECIDE)
 
     def after(self, phase: Phase, step: Step, pause: Pause) -> None:
-        """After a step, parts up to DECIDE if `phase` is OBSERVE, else those of the phase. Numbers wait for
-        `take_numbers`; a part that is due works in a `pause`."""
+        """Call `after` of the parts up to DECIDE if `phase` is OBSERVE, else of the parts in that phase. Numbers wait
+        for `take_numbers`; a part that is due works in a `pause`."""
         for part in self._having("after"):
             if part.phase == phase or (part.phase, phase) == (Phase.ACT, Phase.OBSERVE):
                 due = part.due(step.step, last=step.last)
@@ -301,12 +305,13 @@ class Parts:
             step.agree(self._ranks)
 
     def take_numbers(self) -> dict[str, float | int | None]:
-        """Numbers of parts since the last row."""
+        """Take the numbers of parts since the last row."""
         numbers, self.numbers = self.numbers, {}
         return numbers
 
     def finish(self, step: Step, pause: Pause) -> UserError | None:
-        """At the end of training. Returns the first error, to be raised when all have finished."""
+        """Call `finish` of all parts at the end of training. Returns the first error, to be raised when all have
+        finished."""
         failed: UserError | None = None
         for part in self._having("finish"):
             try:
@@ -322,13 +327,13 @@ class Parts:
             try:
                 part.close()
             except Exception:
-                get_logger().exception("the part %s cannot be closed", part.name)
+                get_logger().exception("cannot close the part %s", part.name)
         slow = [f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items() if seconds >= SHOWN_SECONDS]
         if slow:
             get_logger().info("parts of training on this rank took %s", ", ".join(slow))
 
     def _having(self, member: str) -> list[Part]:
-        """Parts that override a member."""
+        """Parts that override `member`."""
         if member not in self._overriding:
             own = getattr(Part, member)
             self._overriding[member] = [part for part in self._parts if getattr(type(part), member) is not own]
@@ -341,7 +346,7 @@ class Parts:
 
     @contextmanager
     def _calling(self, part: Part) -> Iterator[None]:
-        """Time a call, keep the curve from depending on it, and log the error of a part that may fail."""
+        """Time a call, restore the state that the loss curve depends on, and log the error of a part that may fail."""
         begun = time.perf_counter()
         try:
             with _isolated(self._modules) if part.isolated else nullcontext():
@@ -374,7 +379,8 @@ def _isolated(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _number(name: str, value: Any) -> float | int | None:
-    """Number of a row. Raises UserError if a part returns something else; of a tensor, its one element counts."""
+    """A part's value as a number of a row; a one-element tensor counts as its element. Raises UserError for anything
+    else."""
     if value is None or isinstance(value, int | float):
         return value
     try:
@@ -386,7 +392,7 @@ def _number(name: str, value: Any) -> float | int | None:
 
 
 def _require_same_order(order: Sequence[str], ranks: dist.ProcessGroup) -> None:
-    """Compare the list of parts over ranks: they call collectives in its order."""
+    """Require the same list of parts on all ranks, because they call collectives in its order."""
     digest = hashlib.sha256("\n".join(order).encode()).digest()[:8]
     own = torch.tensor([int.from_bytes(digest, "big", signed=True)])
     least, most = own.clone(), own.clone()
@@ -394,6 +400,6 @@ def _require_same_order(order: Sequence[str], ranks: dist.ProcessGroup) -> None:
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=ranks)
     if least != most:
         raise UserError(
-            f"Ranks have different parts of training; this one has {', '.join(order)}. Let no part under "
+            f"Ranks have different parts of training, and this one has {', '.join(order)}. Let no part under "
             "training.parts depend on the rank: all ranks must have the same, in the same order."
         )

@@ -1,17 +1,19 @@
-"""The parts of a run, in their order, with the reason of each position. Phases come first (`trainer/part.py`)."""
+"""The parts of a run in their order, with the reason for each position. Phases come first (`trainer/part.py`)."""
 
 import gc
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from titan_exp.checkpoint.formats.sharded_hf_export import ShardedHFExporter
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import Outcome, UserError, Violation
 from titan_exp.config.extension import load, loaded, provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.training import PartConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.component import Call, import_callable
+from titan_exp.config.schema.validation_sets import validation_sets
 from titan_exp.config.secrets import revealed
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.parallel.qk_clip import QKClip
@@ -27,10 +29,10 @@ from titan_exp.trainer.validate import Evaluation
 
 
 class GarbageCollection(Part):
-    """Collects every `every` steps only."""
+    """Garbage collection: collects only every `every` steps."""
 
     name = "garbage_collection"
-    isolated = False  # it runs nothing of a model's
+    isolated = False  # it runs no module
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -41,7 +43,7 @@ class GarbageCollection(Part):
         gc.collect(1)
 
     def after(self, step: Step) -> None:
-        """Collect if due."""
+        """Collect if a collection is due."""
         if step.step % self._every == 0:
             # Generation 1 is cheap, and garbage of a training loop is young.
             gc.collect(1)
@@ -53,17 +55,17 @@ class GarbageCollection(Part):
 
 def acting_parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
     """Parts that follow the optimizer's update, which the planner runs, too."""
-    # They are no parts: the report, which is built later, finds modules that report.
+    # Module metrics are not parts: the report, which is built later, finds the modules that have metrics.
     observe_modules(experiment, state)
     # First, so that all others see the scaled weights.
     if (limit := experiment.optimizer.max_logit) is not None:
         yield LogitClipping(QKClip(state.built.module, [*state.model.parts], limit, state.mesh))
     # Anywhere after the optimizer, which creates its own state where it finds none.
     yield ClippingState(state.clipper)
-    # Of the weights as the next step begins with them.
+    # The average is of the weights with which the next step begins.
     if state.average is not None:
         yield Averaging(state.average)
-    # Those of extensions see the weights as the next step begins with them, too.
+    # Parts of extensions, too, see the weights with which the next step begins.
     for updates in loaded("updates"):
         yield from updates(experiment, state)
     # First of those that observe, since others may read the load.
@@ -79,55 +81,71 @@ def all_parts(experiment: Experiment, folder: RunFolder, state: TrainState, layo
     """
     training, profiling, mesh = experiment.training, experiment.profiling, state.mesh
     yield from acting_parts(experiment, state)
-    # Instruments first: they measure the step, not what follows it.
+    # Instruments come first: they measure the step, not what follows it.
     if profiling.enabled:
         yield ProfileWindow(profiling, folder.traces, mesh.device)
     if profiling.memory_step is not None:
         yield MemorySnapshot(profiling.memory_step, folder.traces, state)
     # Its numbers join the row that the phases after it see.
-    if training.evaluate_every:
-        shard: dict[str, Any] = {"dp_rank": mesh.dp_rank, "dp_degree": mesh.dp_degree}
-        loader = ValidationLoader(experiment.data, training.seq_len, **shard, micro_batch_size=layout.micro_batch_size)
-        yield Evaluation(state, loader, training.evaluate_every)
+    if experiment.evaluation.enabled:
+        yield _evaluation(experiment, state, layout)
     # After all that leaves garbage.
     if training.gc_every:
         yield GarbageCollection(training.gc_every)
-    # The row that shows it is written, the checkpoint is not.
+    # The row that shows the divergence is written, the checkpoint is not.
     if training.stop_on_nonfinite:
         yield FiniteLoss()
-    # Before those of extensions, since others wait for it.
+    # It comes before parts of extensions, since others wait for it.
     yield Export(experiment, folder, state)
     for path in provided("parts").values():
         yield from load(path)(experiment, state)
     # After all steps, with a note of the whole run.
     yield RooflineNote()
-    # Yours are the last of their phases: they see what the others have done.
+    # Your parts are the last of their phases, so they see the effects of the others.
     for label, config in training.parts.items():
         yield build_part(label, config)
 
 
+def _evaluation(experiment: Experiment, state: TrainState, layout: ResolvedLayout) -> Evaluation:
+    shard: dict[str, Any] = {"dp_rank": state.mesh.dp_rank, "dp_degree": state.mesh.dp_degree}
+    shard["micro_batch_size"] = layout.micro_batch_size
+    loader = ValidationLoader(experiment.data, experiment.training.seq_len, **shard)
+    sets = {
+        name: ValidationLoader(
+            found.data,
+            found.training.seq_len,
+            **shard,
+            all_documents=not experiment.evaluation.sets[name].holds_out,
+        )
+        for name, found in validation_sets(experiment).items()
+    }
+    return Evaluation(state, loader, partial(experiment.evaluation.due, experiment.training), sets)
+
+
 def build_part(label: str, config: PartConfig) -> Part:
-    """Build a part of the user's.
+    """Build one of your parts from its key and configuration.
 
     Raises:
-        UserError: the class cannot be imported, is no `Part`, or takes other options.
+        UserError: the class cannot be imported, is not a `Part`, or takes other options.
     """
     key = f"training.parts.{label}"
     kind = import_callable(config.name, f"{key}.name", Call((), (), f"{key}.options", config.options))
     if not (isinstance(kind, type) and issubclass(kind, Part)):
         own = config.name.rpartition(".")[2]
-        remedy = f"from titan_exp.trainer.part import Part; class {own}(Part): ..."
-        raise UserError("This run cannot be started.", [Violation(f"{key}.name", config.name, "it is no Part", remedy)])
+        remedy = f"write class {own}(Part), and import Part from titan_exp.trainer.part"
+        raise UserError(
+            "This run cannot start.", [Violation(f"{key}.name", config.name, "this class does not extend Part", remedy)]
+        )
     if not kind.fatal and kind.phase is not Phase.REPORT:
-        reason = "only a part of phase REPORT may go on after an error"
-        remedy = "phase = Phase.REPORT, or fatal = True"
-        raise UserError("This run cannot be started.", [Violation(f"{key}.name", config.name, reason, remedy)])
+        reason = "training can only go on after the error of a part of phase REPORT"
+        remedy = "write phase = Phase.REPORT, or fatal = True"
+        raise UserError("This run cannot start.", [Violation(f"{key}.name", config.name, reason, remedy)])
     part = kind(**revealed(config.options, f"{key}.options"))
-    part.name, part.prefix = key, f"{label}/"  # no part of ours is called like a key
+    part.name, part.prefix = key, f"{label}/"  # built-in parts have no name like a key
     return part
 
 
-class Diverged(RuntimeError):
+class Diverged(Outcome):
     """Loss or gradients are no longer finite."""
 
 
@@ -138,20 +156,38 @@ class FiniteLoss(Part):
     phase = Phase.SAVE
     isolated = False  # it reads numbers
 
+    def begin(self, run: Run) -> None:
+        """Look up what the error names."""
+        self._experiment, self._folder = run.experiment, run.folder
+
     def after(self, step: Step) -> None:
         """Raise Diverged."""
         for row in step.rows:
             loss, grad_norm = row.values["loss"], row.values["grad_norm"]
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise Diverged(
-                    f"step {step.step}: loss {loss}, gradient norm {grad_norm}. The last checkpoint is from before. "
-                    "A lower optimizer.lr or a longer lr_schedule.warmup_steps may help; "
-                    "training.stop_on_nonfinite=false trains on."
-                )
+                what = f"at step {step.step} the loss is {loss} and the gradient norm is {grad_norm}"
+                raise Diverged("\n".join([what, *_after_divergence(self._experiment, self._folder)]))
+
+
+def _after_divergence(experiment: Experiment, folder: RunFolder) -> Iterator[str]:
+    """Lines about what is left of a diverged run, and what to try: the same command would diverge again."""
+    training, schedule = experiment.training, experiment.lr_schedule
+    yield f"  No checkpoint has these weights. To read the log, type titan-exp logs {folder.path}"
+    yield "  The same run would diverge again. Try one of these:"
+    if (rate := getattr(experiment.optimizer, "lr", None)) is not None:
+        yield f"    optimizer.lr={rate / 3:.3g}, or less"
+    longer = max(2 * schedule.warmup_steps, training.steps // 10)
+    if schedule.warmup_steps < longer <= training.steps - schedule.decay_steps:
+        yield f"    lr_schedule.warmup_steps={longer}"
+    if training.max_grad_norm is None or training.max_grad_norm > 1:
+        yield "    training.max_grad_norm=1.0"
+    if experiment.grad_clip.mode != "adagc":
+        yield "    grad_clip=adagc, which limits a spike of any one parameter"
+    yield "    training.stop_on_nonfinite=false, to train on regardless"
 
 
 class Export(Part):
-    """Exports the weights in Hugging Face's format."""
+    """Exports the weights in the Hugging Face format."""
 
     name = "export"
     phase = Phase.REPORT
@@ -163,7 +199,7 @@ class Export(Part):
         self._state = state
 
     def begin(self, run: Run) -> None:
-        """One of several worlds exports."""
+        """Get the report, which says whether this world exports."""
         self._report = run.report
 
     def due(self, step: int, *, last: bool) -> bool:
@@ -179,6 +215,6 @@ class Export(Part):
         """Export the last weights."""
         if step.last and not self._exporter.write(step.step, self._state.model.parts):
             raise UserError(
-                f"The weights after step {step.step} could not be exported; see the log for the reason. Free disk "
-                "space and start the run again: it then exports them."
+                f"We could not export the weights after step {step.step} (the log says why). Free disk space and start "
+                "the run again: it then exports them."
             )

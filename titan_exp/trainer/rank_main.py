@@ -1,4 +1,4 @@
-"""Rank process: trains the run of a given run folder and exits with a code. Composes nothing."""
+"""Rank process: trains the run in a given run folder and exits with a code. It composes no configuration."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ from titan_exp.trainer.trainer import Trainer
 
 
 def main(run: Run | str) -> None:
-    """Train a run, or that in a folder, on this rank, from its newest checkpoint to the end.
+    """Train a run, or the run in a folder, on this rank, from its newest checkpoint to the end.
 
     Raises:
         SystemExit: with `STOPPED`, after saving, if a stop was requested.
@@ -54,12 +54,12 @@ def main(run: Run | str) -> None:
                 with PROGRESS.phase("the end"):
                     trainer.report.close(state)
     if state == "preempted":
-        get_logger().info("stopped after step %d, saved", trainer.step)
+        get_logger().info("stopped and saved after step %d", trainer.step)
         sys.exit(STOPPED)
 
 
 def _record_data(folder: RunFolder, trainer: Trainer) -> None:
-    """Record the identity of the data in the attempt's row, and log its differences from the last attempt's."""
+    """Record the identity of the data in this attempt's row, and log how it differs from the last attempt's."""
     attempt, present = trainer.report.attempt, trainer.loader.corpus
     rows = folder.read_attempts()
     recorded = [row.data for row in rows if row.data is not None and row.attempt < attempt]
@@ -71,11 +71,11 @@ def _record_data(folder: RunFolder, trainer: Trainer) -> None:
     try:
         folder.update_attempt(attempt, data=present)
     except (OSError, LockedError) as error:
-        get_logger().error("the identity of the data cannot be recorded (%s)", error)
+        get_logger().error("cannot record the identity of the data (%s)", error)
 
 
 def _write_running(folder: RunFolder, trainer: Trainer) -> None:
     try:
         folder.write_state(RunState("running", trainer.step, time.time(), trainer.report.attempt, None))
     except OSError as error:
-        get_logger().error("%s cannot be written (%s)", folder.state, error.strerror or error)
+        get_logger().error("cannot write %s (%s)", folder.state, error.strerror or error)

@@ -1,4 +1,4 @@
-"""State with which a run begins: its newest checkpoint, that of another run, given weights, or initial weights."""
+"""Initial state of a run: its newest checkpoint, another run's checkpoint, given weights, or initialized weights."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -41,15 +41,16 @@ from titan_exp.trainer.training import Training
 
 
 def log_head(folder: RunFolder) -> None:
-    """Log the overrides recorded at the launch, and the lineage of a run that began earlier; called by rank 0."""
+    """Log what differs from the defaults, and the lineage of a run that began earlier; called by rank 0."""
     overrides = read_overrides(folder.nondefault)
     if overrides is not None:
-        get_logger().info("differs from the defaults: %s", " ".join(map(for_shell, overrides)) or "nothing")
+        # No command: options of the user's own also need their folder.
+        get_logger().info("values that differ from the defaults: %s", " ".join(map(for_shell, overrides)) or "none")
     log_lineage(folder)
 
 
 def log_lineage(folder: RunFolder) -> None:
-    """Log the parent of a continued run, and the parent's parents."""
+    """Log the parent of a continued run and that parent's ancestors."""
     for ancestor in ancestors(folder.path):
         get_logger().info("continued from %s", ancestor.lineage)
 
@@ -66,22 +67,24 @@ def load_parent_state(
 ) -> tuple[RestoredState, Lineage]:
     """Load the checkpoint of `checkpoint.continue_from` into the model and the optimizer.
 
-    `lineage` is that of an earlier start, whose step is taken again; `keeps` is as in `load_state`. Raises UserError if
-    there is no such checkpoint, or it is damaged, holds weights only, or does not fit.
+    `lineage` is the one that an earlier start recorded, whose step is loaded again; `keeps` is as in `load_state`.
+    Raises UserError if there is no such checkpoint, or it is damaged, holds weights only, or does not fit.
     """
     config = experiment.checkpoint
     assert config.continue_from is not None, "the caller checks"
     location = parent_location(config.continue_from, Path(experiment.paths.runs).expanduser().absolute())
-    # All ranks take rank 0's: a parent that is still training may save or delete while they look.
+    # All ranks take rank 0's step: a parent that is still training may save or delete checkpoints meanwhile.
     lineage = checkpointer.from_leader(lineage)
     step = config.continue_step if lineage is None else lineage.step
     if is_url(location) and step_of(Path(location)) is not None:
-        step = None  # the URL is that of the checkpoint itself
+        step = None  # the URL points to the checkpoint itself
     local = str(local_copy(location, cache=cache, step=step or 0))
     path = checkpointer.from_leader(parent_checkpoint(local, step))
     if path is None:
         of_step = "" if step is None else f" of step {step}"
-        raise UserError(f"checkpoint.continue_from={config.continue_from}: it has no complete checkpoint{of_step}")
+        raise UserError(
+            f"checkpoint.continue_from={config.continue_from}: this run has no complete checkpoint{of_step}"
+        )
     progress = checkpointer.read_parent(path)
     saved = progress.get("config") or {}
     found = [
@@ -89,7 +92,7 @@ def load_parent_state(
         *state_misfits(saved, config, experiment.paths, experiment.optimizer, experiment.experiment),
     ]
     if found:
-        raise UserError("This run cannot be continued.", found)
+        raise UserError("This run cannot continue.", found)
     if progress.get(WEIGHTS_ONLY_KEY):
         raise UserError(
             f"checkpoint.continue_from={config.continue_from}: its checkpoint of step {progress['step']} holds weights "
@@ -100,27 +103,29 @@ def load_parent_state(
 
 
 def require_same_function(experiment: Experiment, path: str) -> None:
-    """Compare the model and the tokenizer with those of the weights of `checkpoint.initial`, and log what may be meant.
+    """Compare the model and the tokenizer with those of `checkpoint.initial`, and log differences that may be intended.
 
     `path` is where they are on this machine. Raises UserError if the same weights would compute something else.
     """
     config, folder = experiment.checkpoint, initial_folder(path)
     assert config.initial is not None, "the caller checks"
     if folder is None:
-        return  # the load says so
+        return  # the load reports it
     given = given_weights(config.initial, folder, experiment.model)
     if given is None:
         with suppress(KeyError):  # a checkpoint of another tool
             given = from_config(config.initial, read_progress(folder)["config"])
     if given is None:
-        get_logger().warning("checkpoint.initial: no model is described beside it: names and shapes alone are compared")
+        get_logger().warning(
+            "checkpoint.initial: nothing beside the weights describes their model, so we compare only names and shapes"
+        )
         return
     exclude, accepted = config.initial_exclude, config.accept_changes
     require_fit(experiment.model, given, exclude, accepted)
     if found := list(tokenizer_misfit(experiment.data, experiment.model, given, exclude=exclude, accepted=accepted)):
-        raise UserError("The weights know other words.", found)
+        raise UserError("The weights belong to another tokenizer.", found)
     if changes := noted_changes(experiment.model, given, accepted):
-        get_logger().info("checkpoint.initial: the weights are given another model: %s", changes)
+        get_logger().info("checkpoint.initial: this run gives the weights another model: %s", changes)
 
 
 PARTS, ENDED = "parts", "ended"
@@ -136,7 +141,7 @@ def restore_state(trainer: Training, commit: Commit) -> None:
     checkpointer = trainer.checkpointer
     step = checkpointer.latest() if commit.restores else None
     if commit.takes_over():
-        trainer.state.built.init_weights()  # replaced by those of a living world
+        trainer.state.built.init_weights()  # they will be replaced by those of a living world
     elif step is not None:
         _continue_own(trainer, step)
     elif trainer.experiment.checkpoint.continue_from is not None:
@@ -146,10 +151,10 @@ def restore_state(trainer: Training, commit: Commit) -> None:
 
 
 def adopt_progress(trainer: Training, progress: Mapping[str, Any]) -> None:
-    """Take over step, tokens and states of parts from a checkpoint or another world."""
+    """Restore step, tokens and states of parts from a checkpoint or from another world."""
     trainer.step, trainer.tokens = progress["step"], progress["tokens"]
     trainer.ended = progress.get(ENDED)
-    # Older checkpoints have states beside the step.
+    # Older checkpoints keep these states beside the step.
     names = {part.name for part in trainer.parts}
     older = {name: state for name, state in progress.items() if name in names}
     trainer.parts.restore(progress.get(PARTS, older), trainer.step)
@@ -170,7 +175,7 @@ def _continue_own(trainer: Training, step: int) -> None:
 
 
 def _continue_parent(trainer: Training) -> None:
-    """Begin with the whole state of `checkpoint.continue_from`."""
+    """Begin with the whole state of the run named by `checkpoint.continue_from`."""
     experiment, folder = trainer.experiment, trainer.folder
     restored, lineage = load_parent_state(
         experiment,
@@ -198,7 +203,7 @@ def _continue_parent(trainer: Training) -> None:
 
 
 def _load_initial_weights(trainer: Training) -> None:
-    """Load `checkpoint.initial`, if given, and initialize the weights that it does not give."""
+    """Load `checkpoint.initial`, if given, and initialize the weights that it lacks."""
     experiment, built = trainer.experiment, trainer.state.built
     config = experiment.checkpoint
     if config.initial is None:
@@ -221,11 +226,13 @@ def _load_initial_weights(trainer: Training) -> None:
 def _log_changes(trainer: Training, saved: Any) -> None:
     changed = differences(saved, to_dict(trainer.experiment))
     if changed:
-        get_logger().info("changed since that checkpoint; the new values apply:%s", "".join(changed))
+        get_logger().info(
+            "these values have changed since that checkpoint, and the new ones apply:%s", "".join(changed)
+        )
 
 
 Rows = Mapping[str, Sequence[slice]]
-"""Row ranges of source parameters, by name, that this rank's parameters concatenate."""
+"""Row ranges that make up a parameter of this rank, by the name of the source parameter."""
 
 
 @torch.no_grad()
@@ -241,7 +248,7 @@ def load_source(
 ) -> nn.Module:
     """Build the model of a source and read its weights tensor by tensor, or this rank's shards.
 
-    `divide` shards the model on the meta device and returns the rows of sharded parameters that are no DTensors.
+    `divide` shards the model on the meta device and returns the rows of those sharded parameters that are not DTensors.
     `documents` and `parts` are as in `choose_attention_backend`. Modules of multi-token prediction are left out.
     """
     config = with_mtp_depth(source.model, 0)
@@ -280,7 +287,7 @@ def load_source(
 
 
 def _runs(backend: str, device: torch.device, dtype: torch.dtype, *, parts: bool = False) -> bool:
-    """True if an attention kernel runs on this device with weights of this dtype, and on `parts` of a sequence."""
+    """True if an attention kernel runs on this device with weights of this dtype, and for `parts` of a sequence."""
     if parts and backend not in MERGING:
         return False
     if device.type == "cpu":
@@ -296,7 +303,7 @@ def tokenizer_of(source: OpenCheckpoint) -> Tokenizer:
         UserError: the model reads no tokens, or the source has no tokenizer, or it cannot be read.
     """
     if not source.model.vocab_size:
-        raise UserError(f"{source.path}: {source.model.name} reads no tokens, and is no language model.")
+        raise UserError(f"{source.path}: {source.model.name} reads no tokens, so it is not a language model.")
     if source.tokenizer == "bytes":
         return ByteTokenizer()
     if source.tokenizer is None:
@@ -317,7 +324,7 @@ def training_length(path: Path, source: OpenCheckpoint) -> int:
 
 
 def describe(path: Path, source: OpenCheckpoint) -> str:
-    """One-line description of a source; of a run with those from which it was continued."""
+    """One-line description of a source; for a continued run it includes its ancestors."""
     step = step_of(source.path)
     if source.format != "dcp" or step is None:
         return str(source.path)

@@ -1,4 +1,4 @@
-"""Train state: mesh, parallel model, objective, optimizer. Shared by trainer and planner, so predictions match runs."""
+"""Train state: mesh, parallel model, objective, optimizer. Trainer and planner share it, so predictions match runs."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,21 +39,21 @@ class TrainState:
     mesh: Mesh
     """Device mesh."""
     built: BuiltModel
-    """The parallel model, with figures of the whole model."""
+    """Parallel model, with figures of the whole model."""
     model: Model
-    """Model and objective behind the interface of `train_step`."""
+    """Model and objective behind the interface that `train_step` uses."""
     optimizer: torch.optim.Optimizer
     """Optimizer of this rank's parameters."""
     clipper: GradientClipper | NormClipper
     """Clips gradients."""
     quantize_weights: Callable[[], None]
-    """Recomputes what a recipe keeps of the weights."""
+    """Recomputes the quantized copies of the weights that a recipe keeps."""
     average: WeightAverage | None = None
     """Average of the weights."""
 
     @cached_property
     def gradient_point(self) -> HasGradientPoint | None:
-        """The optimizer, if gradients belong to another point than the weights that it leaves."""
+        """The optimizer, if it computes gradients at a point other than the weights that it leaves."""
         return self.optimizer if isinstance(self.optimizer, HasGradientPoint) else None
 
     @cached_property
@@ -62,12 +62,12 @@ class TrainState:
         return isinstance(self.optimizer, UpdatesComputeWeights)
 
     def refresh(self) -> None:
-        """Recompute what is kept of the weights in other dtypes: after every change of the parameters."""
+        """Recompute the copies of the weights in other dtypes; call it after every change of the parameters."""
         self.model.weights.refresh()
         self.quantize_weights()
 
     def moved(self) -> None:
-        """Forget weights that FSDP has gathered and refresh, after a change between steps."""
+        """Forget the weights that FSDP has gathered, then refresh; call it after a change between steps."""
         free_gathered(self.model.parts)
         self.refresh()
 
@@ -80,7 +80,7 @@ def assemble(
     fake_mode: AbstractContextManager[Any] | None = None,
     recorder: Recorder | None = None,
 ) -> TrainState:
-    """Build mesh, model, objective and optimizer. In a `fake_mode`, parameters get memory and no values. The `recorder`
+    """Build mesh, model, objective and optimizer. In a `fake_mode`, parameters get memory but no values. The `recorder`
     captures CUDA graphs; by default, a `CudaRecorder`.
 
     Raises:
@@ -159,7 +159,7 @@ def _log_update(config: OptimizerConfig, optimizer: torch.optim.Optimizer, weigh
     copies = ""
     if weights.copies:
         by = "its update" if isinstance(optimizer, UpdatesComputeWeights) else "a cast after its update"
-        copies = f"; one data rank, not sharded: bf16 weights beside the fp32 ones, written by {by}"
+        copies = f". With one data rank and no shards it keeps bf16 weights beside the fp32 ones, written by {by}"
     get_logger().info("optimizer: %s%s%s", config.name, kernel, copies)
 
 
@@ -190,7 +190,7 @@ def _float8_modules(parts: Sequence[nn.Module], experiment: Experiment) -> list[
 
 
 def _quantized_weights(model: Model, mesh: Mesh, experiment: Experiment) -> Callable[[], None]:
-    """Function that recomputes kept float8 weights and precomputed scales from the weights; called by all ranks."""
+    """Return a function that recomputes kept float8 weights and precomputed scales; all ranks call it."""
     if experiment.quantization.recipe == "none":
         return lambda: None
     from titan_exp.quantization.weights import Float8Weights, WeightScales

@@ -1,4 +1,4 @@
-"""One optimizer step: the recipe of the algorithm, with all that happens to weights, in order."""
+"""One optimizer step: the whole recipe, with everything that changes weights, in order."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
@@ -21,17 +21,17 @@ from titan_exp.trainer.train_state import TrainState
 
 
 class StepRefused(Exception):
-    """The worlds of a run repeat the step: one has died, or a collective between them has failed."""
+    """The worlds of a run must repeat the step, because one died or a collective between them failed."""
 
 
 class ReducesGradients(Protocol):
-    """Sum of a step over the worlds of a run, as of `Commit`."""
+    """Sum of gradients and metrics over the worlds of a run; `Commit` is one."""
 
     sums: bool
     """True if gradients are summed, in the dtype of their parameters."""
 
     def reduce(self, parameters: Iterable[nn.Parameter], metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Sum gradients, in place, and metrics, which are returned. Raises StepRefused."""
+        """Sum gradients over the worlds in place; return the summed metrics. Raises StepRefused."""
         ...
 
 
@@ -45,7 +45,7 @@ def train_step(
     lr: float,
     commit: ReducesGradients | None = None,
 ) -> StepResult:
-    """Train on one global batch, of which `batches` are this rank's CPU micro-batches.
+    """Train on one global batch; `batches` are this rank's CPU micro-batches of it.
 
     `tokens` are its predicted tokens, then those of each further prediction; `parts` act before and after the update.
     If `commit` raises, weights and optimizer are as before the step.

@@ -29,12 +29,12 @@ from titan_exp.trainer.train_step import StepRefused, train_step
 from titan_exp.trainer.training import Training
 
 STOP_SECONDS = 0.1
-"""Least time between two looks for a request to stop, which is a file on a disk that may be far away."""
+"""Shortest time between two looks for a stop request, which is a file and may lie on a slow disk."""
 
 
 class Trainer:
-    """One rank of a training run. All ranks construct it, then call `restore` and `run` together. How worlds agree on a
-    step is a `Commit`, built from the trainer.
+    """One rank of a training run. All ranks construct it, then call `restore` and `run` together. A `Commit`, built
+    from the trainer, makes worlds agree on a step.
 
     Raises:
         UserError: the data or an import path cannot be loaded.
@@ -60,7 +60,7 @@ class Trainer:
         self.step = self.tokens = 0
         self._looks_at = 0.0
         self.ended: str | None = None
-        """Reason for which a part has ended training."""
+        """Reason why a part has ended training."""
         self.commit = commit(self)
         self.checkpointer = Checkpointer(
             experiment.checkpoint,
@@ -71,7 +71,7 @@ class Trainer:
 
     def restore(self) -> None:
         """Load the newest checkpoint of the run and open the report. Without one, a run begins with the state of
-        `checkpoint.continue_from`, the weights of `checkpoint.initial`, or initial weights, which no other run draws.
+        `checkpoint.continue_from`, the weights of `checkpoint.initial`, or initialized weights.
 
         Raises:
             UserError: a checkpoint is damaged, or training cannot continue from it.
@@ -109,8 +109,8 @@ class Trainer:
                 self.checkpointer.finish_uploads(stopped=not self.is_over)
         if self.experiment.checkpoint.mode != "off" and self.checkpointer.durable != self.step:
             raise UserError(
-                f"The state after step {self.step} could not be saved; see the log for the reason. Free disk space and "
-                "start the run again: it continues from its newest complete checkpoint."
+                f"We could not save the state after step {self.step} (the log says why). Free disk space and start the "
+                "run again: it continues from its newest complete checkpoint."
             )
         if failed is not None:
             raise failed
@@ -125,7 +125,7 @@ class Trainer:
         return flags is not None and self._log_and_save(flags)
 
     def _train(self) -> Flags | None:
-        """Train one step. Returns None if it is repeated, or the worlds train on without agreeing on it."""
+        """Train one step. Returns None if the step is repeated, or if the worlds train on without agreeing on it."""
         step, times, position = self.step + 1, self.report.times, self.loader.state_dict()
         self.report.begin_step()
         self.parts.before(step)
@@ -156,8 +156,8 @@ class Trainer:
         return agreed
 
     def _log_and_save(self, flags: Flags) -> bool:
-        """Evaluate, log and save after a step, in this order: a checkpoint never exists without the rows before it.
-        Returns True if training stops."""
+        """Evaluate, log and save after a step, in this order, so that a checkpoint never exists without the rows before
+        it. Returns True if training stops."""
         done = self._finished()
         self.parts.after(Phase.OBSERVE, done, self.report.pause)
         flags |= Flags(save=self.checkpointer.due(self.step))
@@ -194,7 +194,7 @@ class Trainer:
             )
 
     def progress(self) -> dict[str, Any]:
-        """State beside tensors and data, for checkpoints and for worlds that take it over."""
+        """State other than tensors and data, for checkpoints and for worlds that take it over."""
         progress = {"step": self.step, "tokens": self.tokens, ENDED: self.ended, "config": to_dict(self.experiment)}
         return {**progress, PARTS: self.parts.state(), **self.commit.progress()}
 
@@ -233,5 +233,5 @@ class Trainer:
         return Step(self.step, self.is_over, self.tokens)
 
     def _numbers(self) -> dict[str, float | int | None]:
-        """Numbers of a row that need no message."""
+        """Numbers of a row that need no communication."""
         return {**self.parts.take_numbers(), **self.loader.epoch_metrics(), **self.checkpointer.pop_timings()}

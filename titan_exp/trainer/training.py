@@ -1,4 +1,4 @@
-"""Training as commits and restoring see it: what the trainer has built, and where it is."""
+"""Interface of the trainer that commits and restoring see: the objects that it has built, and its position."""
 
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from titan_exp.trainer.train_state import TrainState
 
 
 class Training(Protocol):
-    """One rank of a run; a `Trainer`."""
+    """One rank of a training run; `Trainer` implements it."""
 
     experiment: Experiment
     """Configuration."""
@@ -26,27 +26,27 @@ class Training(Protocol):
     layout: ResolvedLayout
     """Layout."""
     state: TrainState
-    """What a step works on."""
+    """Train state that a step works on."""
     mesh: Mesh
-    """Its mesh."""
+    """Device mesh of the state."""
     model: Model
-    """Its model."""
+    """Model of the state."""
     optimizer: torch.optim.Optimizer
-    """Its optimizer."""
+    """Optimizer of the state."""
     parts: Parts
     """Parts of training."""
     loader: TrainLoader
-    """Micro-batches."""
+    """Loader of micro-batches."""
     checkpointer: Checkpointer
     """Checkpoints of the run."""
     report: Report
-    """Rows; once the state is restored."""
+    """Training report; exists once the state is restored."""
     step: int
-    """Steps trained."""
+    """Number of steps trained."""
     tokens: int
-    """Predicted tokens of them."""
+    """Number of predicted tokens in these steps."""
     ended: str | None
-    """Reason for which a part has ended training; None if none has."""
+    """Reason why a part has ended training; None if none has."""
 
     @property
     def lr(self) -> float:
@@ -63,5 +63,5 @@ class Training(Protocol):
         ...
 
     def progress(self) -> dict[str, Any]:
-        """State beside tensors and data, as JSON."""
+        """State other than tensors and data, as JSON."""
         ...

@@ -1,4 +1,4 @@
-"""Parts that act on weights or routers after the optimizer's step. The planner runs them, too."""
+"""Parts that change weights or routers after the optimizer's step. The planner runs them, too."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from titan_exp.trainer.part import Part, Phase, Update
 
 
 class Acting(Part):
-    """Part of this package that draws no random numbers and leaves modes as they are."""
+    """Built-in part that draws no random numbers and leaves training modes as they are."""
 
     phase: ClassVar[Phase] = Phase.ACT
     isolated: ClassVar[bool] = False
@@ -35,12 +35,12 @@ class LogitClipping(Acting):
         return self._clip.largest
 
     def on_update(self, update: Update) -> None:
-        """Scale the weights."""
+        """Scale the query and key weights."""
         self._clip.clip()
 
 
 class ClippingState(Acting):
-    """Averages of gradient norms, as state of the optimizer, and when they began."""
+    """Averages of gradient norms, kept as optimizer state, and the step at which they began."""
 
     name = "clipping"
     keeps = (AVERAGE_NORM,)
@@ -49,15 +49,15 @@ class ClippingState(Acting):
         self._clipper = clipper
 
     def state(self) -> dict[str, Any]:
-        """When the averages began."""
+        """Step at which the averages began."""
         return self._clipper.state()
 
     def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """Go on from those in the optimizer's state."""
+        """Continue from the averages in the optimizer's state."""
         self._clipper.restore(state, step)
 
     def on_update(self, update: Update) -> None:
-        """Keep those of parameters that are new in the optimizer's state."""
+        """Add the averages of parameters that the optimizer's state does not have yet."""
         self._clipper.keep()
 
 
@@ -75,19 +75,19 @@ class Averaging(Acting):
         return self._average.progress()
 
     def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """Go on with a checkpoint's average, or say from where a shorter one begins."""
+        """Continue the average of a checkpoint, or log from where a shorter one begins."""
         shorter = self._average.restore(state, step)
         if shorter is not None:
             get_logger().warning(shorter)
 
     def on_update(self, update: Update) -> None:
-        """Add the weights after the step."""
+        """Add the weights after this step to the average."""
         self._average.update(update.step)
 
 
 class Routing(Acting):
-    """Balance of experts: routers learn the load of the global batch. Their biases are no weights, which others keep in
-    another dtype."""
+    """Load balance of experts: each router learns the load of the global batch. The biases of routers are not weights,
+    which other parts keep in another dtype."""
 
     name = "routing"
     phase = Phase.OBSERVE
@@ -95,21 +95,21 @@ class Routing(Acting):
     def __init__(self, load: ExpertLoad, training: TrainingConfig) -> None:
         self._load, self._training = load, training
         self.shares = 1
-        """Equal parts of a batch, each of which counts and is balanced alone."""
+        """Number of equal parts of a batch, each of which is counted and balanced alone."""
 
     @property
     def sums(self) -> Sequence[Tensor]:  # type: ignore[override]
-        """Tokens and losses of experts in the step."""
+        """Token counts and losses of experts in the step."""
         return self._load.step_sums
 
     def before(self, step: int) -> None:
-        """Tell routers the size of the batch."""
+        """Tell routers the size of the next batch."""
         self._load.set_sequences(self._training.batch_size_at(step) // self.shares)
 
     def on_update(self, update: Update) -> None:
-        """Update biases from the counts of the step."""
+        """Update the biases from the token counts of the step."""
         self._load.update()
 
     def refused(self, step: int) -> None:
-        """Forget the counts of a step that is repeated."""
+        """Forget the token counts of a step that is repeated."""
         self._load.discard()

@@ -195,7 +195,7 @@ def test_a_change_during_the_writing_is_noticed(tmp_path: Path, cache: Path, mon
 
     with monkeypatch.context() as patched:
         patched.setattr(text_store, "write_store", write_and_edit)
-        with pytest.raises(UserError, match="text changed"):
+        with pytest.raises(UserError, match="text has changed"):
             loader(text_run(folder))
     assert stores(cache) == []
     assert not list(cache.glob("*/unfinished"))
@@ -265,7 +265,7 @@ def test_without_a_place_in_the_cache_this_machines_temporary_folder_is_taken(
     assert own.stat().st_mode & 0o777 == 0o700
     assert len(stores(own / "tokens")) == 1
     own.chmod(0o777)  # as if another user had made it
-    with pytest.raises(UserError, match=r"written nowhere[\s\S]*data\.streaming=true"):
+    with pytest.raises(UserError, match=r"there is no folder to write the tokens[\s\S]*data\.streaming=true"):
         loader(run)
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.delenv("HOME")
@@ -316,12 +316,12 @@ def test_a_large_text_and_a_source_without_a_fingerprint_are_read_in_virtual_sha
     monkeypatch.setattr(text_store, "LARGEST_TEXT", 5000)
     own = experiment()
     for run, remedy in (
-        (text_run(write_files(tmp_path / "files", 40)), "titan-exp tokenize makes a store"),
+        (text_run(write_files(tmp_path / "files", 40)), "Make a store with titan-exp tokenize"),
         (own, f"Give {own.data.source} a fingerprint"),
     ):
         opened = loader(run)
         assert "data.virtual_shards" in opened.corpus
-        assert "an epoch is no exact pass" in opened.guarantee
+        assert "an epoch is not an exact pass" in opened.guarantee
         assert remedy in opened.guarantee
     assert stores(cache) == []
 

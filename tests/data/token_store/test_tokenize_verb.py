@@ -70,7 +70,7 @@ def test_shuffle_permutes_the_documents(tmp_path: Path):
     assert len(neighbours & set(zip(orders["one"], orders["one"][1:], strict=False))) < 8
     with pytest.raises(UserError, match=r"shuffle=1: .*stream"):
         make_store(TokenizeOptions(str(tmp_path / "stream"), workers=1, shuffle=1), experiment(source=STREAM))
-    with pytest.raises(UserError, match="was built with shuffle 1, and now it is 2"):
+    with pytest.raises(UserError, match="began with shuffle 1, and you typed 2"):
         make_store(TokenizeOptions(str(tmp_path / "one"), workers=1, parts=4, shard_tokens=400, shuffle=2), run)
 
 
@@ -116,7 +116,7 @@ def command(out: Path, source: str, workers: int, options: str) -> subprocess.Co
     [
         pytest.param(TEXTS, 0, 1, "", marks=pytest.mark.night),
         pytest.param(TEXTS, 41, 1, "", marks=pytest.mark.night),
-        (STREAM, 33, 1, ""),
+        pytest.param(STREAM, 33, 1, "", marks=pytest.mark.night),
         pytest.param(TEXTS, 38, 2, "parent", marks=pytest.mark.night),
         (TEXTS, 38, 2, "worker"),
         (STREAM, 38, 2, "interrupted parent"),
@@ -133,7 +133,7 @@ def test_a_killed_tokenization_resumes_to_the_same_store(
     if victim == "worker":
         assert died.returncode == 2
         assert "SIGKILL" in died.stderr
-        assert "type the same command to continue" in died.stderr
+        assert "To continue, type the same command" in died.stderr
     else:
         assert died.returncode == (130 if victim.startswith("interrupted") else -9)
     wait_for_the_end_of(int(once.read_text()))
@@ -199,7 +199,7 @@ def test_a_store_contains_its_tokenizer(tmp_path: Path):
     tokens = np.fromfile(store.path / f"{store.splits['train'][0].name}.tokens", "<u2")
     assert (tokens == own.end_of_text).sum() == store.splits["train"][0].numbers["documents"]
     (store.path / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match="not the one it was built with"):
+    with pytest.raises(UserError, match="not the one that built the store"):
         build_tokenizer(over(store).data)
 
 
@@ -294,7 +294,7 @@ def test_options_are_separated_from_overrides():
         ("worker=3", "did you mean workers"),
         ("workers=many", "workers=many"),
         ("shard_token=3", "did you mean shard_tokens"),
-        ("training.steps=3", "tokenize does not read it"),
+        ("training.steps=3", "tokenize does not read this key"),
         ("parts=0", "parts=0"),
     ):
         with pytest.raises(UserError, match=says):
@@ -307,6 +307,6 @@ def test_invalid_settings_are_refused_before_anything_is_written(tmp_path: Path,
     with pytest.raises(UserError) as caught:
         make_store(TokenizeOptions(), run)
     assert {violation.field for violation in caught.value.violations} == {"data.paths", "data.tokenizer", "out"}
-    with pytest.raises(UserError, match="tokenized already"):
+    with pytest.raises(UserError, match="already tokenized"):
         make_store(TokenizeOptions("out"), experiment(source="tokens", paths=("x",)))
     assert os.listdir(tmp_path) == []

@@ -50,5 +50,5 @@ def test_each_source_of_a_mixture_has_its_own_validation_split(tmp_path: Path):
 
 def test_a_store_without_validation_documents_is_refused(tmp_path: Path):
     store = make(tmp_path / "store", validation_fraction=0.0)
-    with pytest.raises(UserError, match="built without validation documents"):
+    with pytest.raises(UserError, match="has no validation documents"):
         batches(over(store))

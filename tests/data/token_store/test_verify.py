@@ -33,7 +33,7 @@ def test_verification_finds_a_flipped_bit(split: str, ending: str, store: Manife
     assert "all checksums match" in capsys.readouterr().out
     name = f"{store.splits[split][-1].name}.{ending}"
     flip(store.path / name)
-    with pytest.raises(UserError, match=f"{name}: its content has changed"):
+    with pytest.raises(UserError, match=f"{name}: the content of this file has changed"):
         check_store(str(store.path))
 
 
@@ -44,8 +44,8 @@ def test_truncated_or_missing_files_are_refused(store: Manifest):
     size = store.splits["train"][0].numbers["tokens"] * 2
     run = over(store)
     (violation,) = stores_are_complete(run.data)
-    assert f"{first.name}: it has {size - 2:,} bytes instead of {size:,}" in violation.reason
-    assert f"{second.name}: it is missing" in violation.reason
+    assert f"{first.name}: this file has {size - 2:,} bytes instead of {size:,}" in violation.reason
+    assert f"{second.name}: this file is missing" in violation.reason
     with pytest.raises(UserError, match="is damaged"):
         check_store(str(store.path))
     with pytest.raises(UserError, match=f"damaged[\\s\\S]*{first.name}"):
@@ -61,9 +61,9 @@ def test_truncated_or_missing_files_are_refused(store: Manifest):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "cannot be read as JSON"),
+        ("{", "is not JSON"),
         ("{}", "not that of a token store"),
-        ('{"format": "titan_exp token store", "version": 2}', "format version 2"),
+        ('{"format": "titan_exp token store", "version": 2}', "has format 2"),
         ('{"format": "titan_exp token store", "version": 1}', "is damaged: tokenizer is nothing"),
     ],
 )
@@ -74,5 +74,5 @@ def test_an_invalid_manifest_is_refused(text: str, says: str, store: Manifest):
     with pytest.raises(UserError, match="no such folder"):
         read_manifest(store.path / "nowhere")
     (store.path / MANIFEST).unlink()
-    with pytest.raises(UserError, match="it is no token store"):
+    with pytest.raises(UserError, match="it is not a token store"):
         read_manifest(store.path)

@@ -255,5 +255,5 @@ def test_a_state_of_another_store_or_order_is_refused(stores: list[Manifest]):
 
 
 def test_a_store_smaller_than_a_row_is_refused(stores: list[Manifest]):
-    with pytest.raises(UserError, match="a row takes 100001"):
+    with pytest.raises(UserError, match="one row takes 100001"):
         loader(over(stores[0], seq_len=100_000))

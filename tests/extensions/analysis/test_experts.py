@@ -179,7 +179,7 @@ def test_a_run_ends_with_a_summary(trained: Path):
 
 def test_without_held_out_text_the_summary_says_so(tmp_path: Path):
     (line,) = learned_experts(tmp_path)
-    assert line.startswith("what its experts learned is not measured: ")
+    assert line.startswith("we could not measure what its experts learned: ")
 
 
 @pytest.mark.parametrize("layout", ["parallelism.tp=2", "parallelism.cp=2"])

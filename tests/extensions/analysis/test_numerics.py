@@ -80,7 +80,7 @@ def test_linears_of_experts_are_listed(capsys: pytest.CaptureFixture[str], monke
     # Of the first block the router sees what it sees without a recipe; of a later one hardly.
     assert float(rows["blocks.0.experts.gate_up"][2]) == float(rows["blocks.0.experts.gate_up"][1])
     assert rows["blocks.2.experts.down"][2] == "routed"
-    assert "'routed': rounding before it made a router send tokens to other experts." in lines
+    assert "'routed': rounding before this layer made a router send tokens to other experts." in lines
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_linears_of_experts_are_listed(capsys: pytest.CaptureFixture[str], monke
 def test_experts_of_every_family_are_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], high: set[str]
 ):
-    """Weights of experts' outputs, which without a recipe go into the down projection, are no part of its error."""
+    """Weights of experts' outputs, which without a recipe go into the down projection, are not part of its error."""
     monkeypatch.setenv("COLUMNS", "120")
     assert numerics_command(["--numerics", *SMALL[1:], "quantization=mxfp8", *words]) == 0
     rows = [[cell.strip() for cell in line.split("│")[1:6]] for line in capsys.readouterr().out.splitlines()]

@@ -57,19 +57,25 @@ def test_folders_have_captions_beside_images_or_in_a_list(tmp_path: Path, capsys
     assert found == {**EXPECTED, "wide, again": (3, 12)}
     assert "1 without caption left out" in capsys.readouterr().out
     picture("high").save(folder / "high.png", compress_level=0)
-    with pytest.raises(UserError, match=r"images: .* was built with images 4 images of a folder"):
+    with pytest.raises(
+        UserError, match=r"images: .* began with images 4 images of a folder.* and you typed 4 images of a folder"
+    ):
         encoded(tmp_path / "store", "images=folder", f"paths={folder}")
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("square.txt", b"\xff\xfe\x00", r"square\.txt: the caption cannot be read.*\n.*UTF-8"),
-        ("list.jsonl", b'{"file_name": "wide.png"', r"list\.jsonl: row 1 cannot be read: .*delimiter"),
-        ("list.jsonl", b'\n{"file_name": "wide.png", "text": "a"}\n[1]', r"row 2 cannot be read: it is no JSON object"),
-        ("list.jsonl", b'{"file_name": "wide.png", "txt": "a"}', r"row 1 has no text under text; .*\n.*caption_key"),
-        ("list.csv", b"file_name,text\nwide.png,\xff", r"list\.csv: row 1 cannot be read"),
-        ("00.tar.gz", b"\x1f\x8b", r"00\.tar\.gz: the shard cannot be read.*\n.*uncompressed"),
+        ("square.txt", b"\xff\xfe\x00", r"square\.txt: we cannot read the caption.*\n.*UTF-8"),
+        ("list.jsonl", b'{"file_name": "wide.png"', r"list\.jsonl: we cannot read row 1: .*delimiter"),
+        (
+            "list.jsonl",
+            b'\n{"file_name": "wide.png", "text": "a"}\n[1]',
+            r"we cannot read row 2: it is not a JSON object",
+        ),
+        ("list.jsonl", b'{"file_name": "wide.png", "txt": "a"}', r"row 1 has no text under text, .*\n.*caption_key"),
+        ("list.csv", b"file_name,text\nwide.png,\xff", r"list\.csv: we cannot read row 1"),
+        ("00.tar.gz", b"\x1f\x8b", r"00\.tar\.gz: we cannot read the shard.*\n.*gunzip"),
     ],
 )
 def test_damaged_captions_and_shards_are_named(file: str, content: bytes, message: str, tmp_path: Path):
@@ -96,7 +102,7 @@ def test_webdataset_shards_hold_samples_by_key(tmp_path: Path):
                 info = tarfile.TarInfo(member)
                 info.size = len(content)
                 archive.addfile(info, io.BytesIO(content))
-    with pytest.raises(UserError, match=r"broken\.tar: part/wide\.json: the caption cannot be read"):
+    with pytest.raises(UserError, match=r"broken\.tar: part/wide\.json: we cannot read the caption"):
         encoded(tmp_path / "other", "images=webdataset", f"paths={tmp_path}/broken.tar")
     found = encoded(tmp_path / "store", "images=webdataset", f"paths={tmp_path}/00.tar")
     assert found == {key: EXPECTED[key] for key in ("a square", "a wide")}
@@ -145,9 +151,9 @@ def test_images_are_scaled_to_cover_a_bucket_and_cropped_in_the_middle():
         (["images=folder", "paths=/nowhere"], "no such folder"),
         (["images=folder", "paths=."], "none of its 1 images has a caption"),
         (["images=webdataset", "paths=*.tar"], "no file has this name"),
-        (["images=webdataset", "paths=a.png"], "cannot be read"),
-        (["images=huggingface", "paths=./nothing_here"], "cannot be loaded"),
-        (["images=huggingface"], "no data set is given"),
+        (["images=webdataset", "paths=a.png"], "we cannot read"),
+        (["images=huggingface", "paths=./nothing_here"], "does not load"),
+        (["images=huggingface"], "you named no data set"),
         (["latents=."], "no config.json"),
         (["texts=."], "it lacks text_encoder, tokenizer, text_encoder_2, tokenizer_2"),
         (["size=30", "patch=4"], r"image tokens are 4 pixels wide\n.*size=32"),
@@ -166,7 +172,7 @@ def test_what_cannot_be_encoded_is_said(
 def test_a_damaged_image_is_named(tmp_path: Path):
     (tmp_path / "a.png").write_bytes(b"no image")
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(UserError, match=r"a\.png: the image cannot be read"):
+    with pytest.raises(UserError, match=r"a\.png: we cannot read the image"):
         run([f"out={tmp_path / 'store'}", "images=folder", f"paths={tmp_path}"])
 
 

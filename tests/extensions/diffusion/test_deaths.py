@@ -25,7 +25,7 @@ def glyphs(store: Path) -> list[str]:
 
 
 def test_killed_at_random_moments(tmp_path: Path):
-    words = [*glyphs(tmp_path / "glyphs"), "training.evaluate_every=6"]
+    words = [*glyphs(tmp_path / "glyphs"), "evaluation.every=6"]
     seed = random.randrange(10**6)
     print(f"seed of the kills: {seed}")
     disturbed = committed_run(tmp_path / "disturbed", words, 2, "async_process")

@@ -118,7 +118,7 @@ def test_captions_decide_what_is_held_out_and_everything_may_be(photos: Path):
     with pytest.raises(UserError, match="nothing to train on"):
         LatentSampler(config.data, 44, SEED, dp_rank=0, dp_degree=1)
     config = encoding(photos, "data.validation_fraction=0.001")
-    with pytest.raises(UserError, match=r"data\.validation_fraction=0\.001: no image is held out"):
+    with pytest.raises(UserError, match=r"data\.validation_fraction=0\.001: it holds out no image"):
         ValidationLoader(config.data, 44, dp_rank=0, dp_degree=1, micro_batch_size=2)
 
 
@@ -126,7 +126,7 @@ def test_a_damaged_image_ends_training_in_words(photos: Path, tmp_path: Path):
     (tmp_path / "a.png").write_bytes((photos / "00.png").read_bytes()[:60])
     (tmp_path / "a.txt").write_text("a")
     config = encoding(tmp_path, "data.validation_fraction=0", "data.options.max_aspect=1")
-    with pytest.raises(UserError, match=r"data\.paths=.*a\.png: the image cannot be read"):
+    with pytest.raises(UserError, match=r"data\.paths=.*a\.png: we cannot read the image"):
         next(loader(config.data, config.training))
 
 
@@ -149,11 +149,11 @@ def test_a_damaged_image_ends_training_in_words(photos: Path, tmp_path: Path):
         (["data.options.texts=/nowhere"], ["data.options.texts"]),
         (["+data.options.out=here"], ["data.options.out"]),
         (["data.options.patch=-1"], ["data.options.patch"]),
-        (["data.validation_fraction=0"], ["training.evaluate_every"]),
+        (["data.validation_fraction=0"], ["evaluation.every"]),
     ],
 )
 def test_what_does_not_belong_together_is_refused_before_the_run(words: list[str], fields: list[str], photos: Path):
-    found = violations(encoding(photos, "training.evaluate_every=5", *words))
+    found = violations(encoding(photos, "evaluation.every=5", *words))
     assert sorted(violation.field for violation in found) == sorted(fields)
 
 

@@ -259,9 +259,9 @@ def test_convert_names_the_class_and_images_need_a_store(tmp_path: Path, capsys:
     assert f"{back}: diffusers" in printed
     assert f"FluxTransformer2DModel.from_pretrained({back!r})" in printed
     assert_equal(tensors(tmp_path / "back"), to_theirs(debug(), model.state_dict(), "diffusers"))
-    with pytest.raises(UserError, match="back reads no tokens"):
+    with pytest.raises(UserError, match="back does not read tokens"):
         evaluate_command([back])
-    with pytest.raises(UserError, match=r"of no run\n.*store=FOLDER"):
+    with pytest.raises(UserError, match=r"do not come from a run.*\n.*store=FOLDER"):
         generate_command([back])
 
 

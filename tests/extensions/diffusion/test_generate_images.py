@@ -30,7 +30,7 @@ def overfit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "runs" / "flags" / "id"
     words = [
         *("model=flux_debug", "model.guidance_embedding=false", "data=latents", f"data.paths=[{folder / 'store'}]"),
-        *("training.objective=rectified_flow", "training.steps=200", "training.evaluate_every=0", *SIZES),
+        *("training.objective=rectified_flow", "training.steps=200", "evaluation.every=0", *SIZES),
         *("training.global_batch_size=16", "optimizer.lr=5e-3", "checkpoint.mode=sync"),
         *("weight_average=ema", "weight_average.decay=0.96", "tracking.images_every=150", "tracking.tensorboard=true"),
     ]

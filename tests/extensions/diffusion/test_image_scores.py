@@ -31,7 +31,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "runs" / "flags" / "id"
     words = [
         *("model=flux_debug", "model.guidance_embedding=false", "data=latents", f"data.paths=[{folder / 'store'}]"),
-        *("training.objective=rectified_flow", "training.steps=2", "training.evaluate_every=0", *SIZES),
+        *("training.objective=rectified_flow", "training.steps=2", "evaluation.every=0", *SIZES),
         *("training.global_batch_size=4", "checkpoint.mode=sync"),
     ]
     run(path, *words)
@@ -94,7 +94,7 @@ def test_the_distance_of_gaussians_is_the_closed_form():
     assert frechet_distance(a, a) == pytest.approx(0, abs=1e-9)
     one = np.array([[0.0], [2.0], [4.0]])  # variance 4
     assert frechet_distance(one, 2 * one + 1) == pytest.approx(3**2 + (4 - 2) ** 2)
-    with pytest.raises(UserError, match="two images"):
+    with pytest.raises(UserError, match="two real images"):
         frechet_distance(a[:1], b)
 
 
@@ -143,8 +143,8 @@ def test_a_run_is_scored_on_its_captions(
     assert distance == expected
     assert generate_command([*words, "limit=2"]) == 0
     printed = capsys.readouterr().out
-    assert "CLIP score: not computed; clip=FOLDER" in printed
-    assert "FID: not computed; fid=FILE" in printed
+    assert "CLIP score: not computed. Give a CLIPModel" in printed
+    assert "FID: not computed. Give a TorchScript" in printed
     assert generate_command([str(drawn), "prompt=a red flag", "steps=2", f"out={tmp_path}"]) == 0
     assert "not computed" not in capsys.readouterr().out
 
@@ -152,13 +152,13 @@ def test_a_run_is_scored_on_its_captions(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["clip=nowhere"], r"clip=nowhere: no such folder\n.*CLIPModel with its tokenizer"),
+        (["clip=nowhere"], r"clip=nowhere: there is no such folder\n.*CLIPModel with its tokenizer"),
         (["clip=empty"], r"clip=empty: there is no config\.json"),
         (["fid=empty"], r"fid=empty: it is a folder"),
-        (["clip=."], r"clip=\.: it cannot be loaded"),
+        (["clip=."], r"clip=\.: it does not load"),
         (["fid=nowhere.pt"], r"fid=nowhere\.pt: there is no such file"),
-        (["fid=config.json"], r"fid=config\.json: it is no TorchScript"),
-        (["captions=held_out"], r"no image was held out\n.*captions=training"),
+        (["fid=config.json"], r"fid=config\.json: it is not a TorchScript"),
+        (["captions=held_out"], r"the run held out no image\n.*captions=training"),
     ],
 )
 def test_missing_networks_are_said(

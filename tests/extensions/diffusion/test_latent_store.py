@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from tests.config.composing import experiment
+from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import DataConfig
+from titan_exp.config.paths.store_manifest import MANIFEST
 from titan_exp.data.sample_store import AtomicFile
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
@@ -45,10 +47,31 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def test_every_file_of_a_store_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "glyphs"
+    write(out)
+    assert main(["encode", f"check={out}"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{out}: all checksums match. ")
+    assert said.endswith("held out, each of 8 text and 16 image tokens\n")
+    files = [path for path in out.iterdir() if path.name != MANIFEST]
+    assert {path.name.split(".", 1)[1] for path in files} >= {"captions.json", "text.npy", "pooled.npy"}
+    for path in files:
+        content = path.read_bytes()
+        path.write_bytes(bytes([*content[:-1], content[-1] ^ 1]))
+        assert main(["encode", f"check={out}"]) == 2, path.name
+        said = capsys.readouterr().err
+        changed = f"{path.name}: the content of this file has changed"
+        assert f"{changed}\n  Copy it again, or remove the folder and encode again." in said
+        path.write_bytes(content)
+    assert main(["encode", f"check={out}", "images=glyphs"]) == 2
+    assert "leave images= out" in capsys.readouterr().err
+
+
 def run(store: Path, *words: str) -> Any:
     return experiment(
         *("model=flux_debug", "data=latents", f"data.paths=[{store}]", "training.objective=rectified_flow"),
-        *(*SIZES, "training.seq_len=24", "training.global_batch_size=8", "training.evaluate_every=0", *words),
+        *(*SIZES, "training.seq_len=24", "training.global_batch_size=8", "evaluation.every=0", *words),
     )
 
 
@@ -108,16 +131,16 @@ def test_an_interrupted_store_is_continued_and_is_the_same(
     monkeypatch.setattr(writer, "write_json", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "store")
-    with pytest.raises(UserError, match=r"not complete yet\n.*titan-exp encode command that began it"):
+    with pytest.raises(UserError, match=r"not complete yet\n.*the same titan-exp encode command again"):
         read_latent_manifest(tmp_path / "store")
-    with pytest.raises(UserError, match=r"shard_samples: .* was built with shard_samples 400, and now it is 300"):
+    with pytest.raises(UserError, match=r"shard_samples: .* began with shard_samples 400, and you typed 300"):
         write(tmp_path / "store", shard=300)
     kept = (tmp_path / "store" / "train-00000.latents.npy").stat().st_mtime_ns
     found = write(tmp_path / "store")
     assert found.fingerprint == read_latent_manifest(store).fingerprint
     assert (tmp_path / "store" / "train-00000.latents.npy").stat().st_mtime_ns == kept
     assert write(tmp_path / "store") == found
-    with pytest.raises(UserError, match=r"other settings[\s\S]*shard_samples 400, and now it is 300"):
+    with pytest.raises(UserError, match=r"other settings[\s\S]*shard_samples 400, and you typed 300"):
         write(tmp_path / "store", shard=300)
 
 
@@ -309,6 +332,6 @@ def test_model_objective_and_store_belong_together(store: Path, words: list[str]
     base = [] if any(word.startswith("model=llama") for word in words) else SIZES
     config = experiment(
         *("model=flux_debug", "data=latents", f"data.paths=[{store}]", "training.objective=rectified_flow"),
-        *("training.seq_len=24", "training.global_batch_size=8", "training.evaluate_every=0", *base, *words),
+        *("training.seq_len=24", "training.global_batch_size=8", "evaluation.every=0", *base, *words),
     )
     assert sorted(violation.field for violation in violations(config)) == sorted(fields)

@@ -16,7 +16,7 @@ from titan_exp.models.spec.lookup import model_spec
     [
         (
             "train data=images data.options.latnets=vae",
-            "do not have it yet\n    did you mean latents? Otherwise add it with a plus: +data.options.latnets=vae",
+            "name yet\n    did you mean latents? Otherwise add it with a plus: +data.options.latnets=vae",
         ),
         (
             "train +experiment=flux_laptop +training.objective_options.times=mode",
@@ -29,9 +29,12 @@ from titan_exp.models.spec.lookup import model_spec
         ("train data.source=latens", "did you mean latents?"),
         (
             "train model=flux_debug",
-            "training.objective=rectified_flow data=latents data.paths='[STORE]'; or a language",
+            "training.objective=rectified_flow data=latents data.paths='[STORE]', or choose a language",
         ),
-        ("train data.images=glyphs", "source python_stdlib does not read it\n    data=images data.images=glyphs"),
+        (
+            "train data.images=glyphs",
+            "the source python_stdlib does not read this key\n    use data=images data.images=glyphs",
+        ),
         ("generate sample=3", "did you mean samples?"),
     ],
 )
@@ -52,7 +55,7 @@ def test_help_has_the_options_and_examples(capsys: pytest.CaptureFixture[str]):
     assert 'prompt="blue heart"' in said
     assert all(f"  {option}=" in said for option in ("prompt", "tokens", "guidance", "cp"))
     assert main(["evaluate", "--help"]) == 0
-    assert "A diffusion model is evaluated at eight fixed times" in capsys.readouterr().out
+    assert "The loss of a diffusion model is that at eight fixed times" in capsys.readouterr().out
 
 
 def test_inputs_say_how_a_sequence_is_divided_and_what_a_batch_holds():

@@ -57,7 +57,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> str:
     write(store)
     given = ("model=flux_debug", "data=latents", f"data.paths=[{store}]", "training.objective=rectified_flow")
     # Larger rates than those of language models: outputs begin as zeros, and gradients before them with them.
-    return " ".join((*given, *SIZES, SEQ, "optimizer.lr=1e-2", "training.evaluate_every=6"))
+    return " ".join((*given, *SIZES, SEQ, "optimizer.lr=1e-2", "evaluation.every=6"))
 
 
 @pytest.fixture(scope="session")
@@ -93,7 +93,7 @@ def views_are_errors() -> None:
 def test_no_unit_of_fsdp_returns_a_view(words: str, tmp_path: Path):
     """FSDP would warn of it, on every rank."""
     layout = "parallelism.dp_replicate=2 parallelism.tp=2 training.micro_batch_size=1 training.steps=1"
-    given = [word for word in words.split() if not word.startswith("training.evaluate_every")]
+    given = [word for word in words.split() if not word.startswith("evaluation.every")]
     assert train(tmp_path, *given, *layout.split(), mutate=views_are_errors).disputed == []
 
 
@@ -120,8 +120,8 @@ def gradients(
 ) -> dict[str, torch.Tensor]:
     """Gradients of the first step, by a rate of SGD beside which the weights themselves vanish."""
     one = ["training.steps=1", "optimizer=sgd", "optimizer.lr=1e7", "optimizer.weight_decay=0"]
-    one += ["training.max_grad_norm=1e9", "lr_schedule=constant", "training.evaluate_every=0"]
-    given = [word for word in words.split() if not word.startswith(("optimizer.", "training.evaluate_every"))]
+    one += ["training.max_grad_norm=1e9", "lr_schedule=constant", "evaluation.every=0"]
+    given = [word for word in words.split() if not word.startswith(("optimizer.", "evaluation.every"))]
     broken_too = partial(broken, mutate)
     found = train(path, *given, *one, *layout.split(), mutate=broken_too, timeout=limit_of(layout))
     assert mutate is not None or found.disputed == []
@@ -316,7 +316,7 @@ LONG = "model.text_tokens=32 data.options.text_tokens=32 data.options.size=16 tr
 
 def quantized(path: Path, words: str, recipe: str, layout: str = "", mutate: Callable[[], None] | None = None) -> Curve:
     """Three steps; initial weights are drawn, since blocks whose gates are zero round nothing that anyone sees."""
-    few = ["training.steps=3", "training.evaluate_every=0", "optimizer.lr=1e-3"]
+    few = ["training.steps=3", "evaluation.every=0", "optimizer.lr=1e-3"]
     if recipe == "nvfp4":
         sizes = "data.options.patch=2 data.options.text_dim=32 data.options.pooled_dim=24 model.patch_dim=12"
         words = f"model=flux_debug data=images training.objective=rectified_flow {sizes} {LONG}"

@@ -19,7 +19,7 @@ OPTIONS = ["size=8", "patch=2", "text_tokens=8", "text_dim=32", "pooled_dim=24"]
 COMMON = ["model=flux_debug", "training.objective=rectified_flow", "training.seq_len=24", "optimizer.lr=1e-2", *SIZES]
 TWO = ["parallelism.dp_shard=2", "training.micro_batch_size=2"]
 ENCODED = [*COMMON, "data=images", *(f"data.options.{option}" for option in OPTIONS)]
-EVALUATED = ["training.evaluate_every=6", "data.validation_documents=20", "tracking.images_every=6"]
+EVALUATED = ["evaluation.every=6", "data.validation_documents=20", "tracking.images_every=6"]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,7 @@ def same_bits(found: Curve, expected: Curve) -> bool:
     )
 
 
+@pytest.mark.night
 def test_losses_weights_and_grids_are_those_of_a_store(from_the_store: tuple[Path, Curve], tmp_path: Path):
     folder, expected = from_the_store
     found = train(tmp_path / "run", *ENCODED, *TWO, *EVALUATED)
@@ -53,7 +54,7 @@ def test_losses_weights_and_grids_are_those_of_a_store(from_the_store: tuple[Pat
 def test_a_stopped_run_goes_on_to_the_bit_and_is_evaluated_and_draws_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    words = [*ENCODED, "training.evaluate_every=10", "data.validation_documents=9"]
+    words = [*ENCODED, "evaluation.every=10", "data.validation_documents=9"]
     whole, resumed = continued(tmp_path, words, words)
     capsys.readouterr()
     assert (resumed.loss, resumed.grad_norm) == (whole.loss[5:], whole.grad_norm[5:])

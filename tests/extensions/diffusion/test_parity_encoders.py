@@ -26,7 +26,7 @@ from titan_exp.inference.generate import generate_command
 pytestmark = needs_diffusers
 COMMON = [
     *("model=flux_debug", "model.text_tokens=8", "training.objective=rectified_flow", "training.seq_len=24"),
-    *("optimizer.lr=1e-2", "training.evaluate_every=6", "data.validation_documents=3", "tracking.images_every=6"),
+    *("optimizer.lr=1e-2", "evaluation.every=6", "data.validation_documents=3", "tracking.images_every=6"),
 ]
 FSDP2 = "parallelism.dp_shard=2 training.micro_batch_size=2"
 TP2 = "parallelism.tp=2 training.micro_batch_size=4"
@@ -104,12 +104,15 @@ def another_class(place: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (no_folder, r"latents=.*vae: no such folder"),
-        (weights_of_another_network, r"texts=.*: it cannot be loaded: text_encoder_2 has no weights of encoder\."),
-        (no_tokenizer, r"texts=.*: it lacks tokenizer_2\n.*with text_encoder, tokenizer, text_encoder_2, tokenizer_2"),
-        (no_words, r"texts=.*: it cannot be loaded: tokenizer_2 has no tokenizer\.json, and no vocabulary in"),
-        (half_an_autoencoder, r"latents=.*vae: it cannot be loaded: "),
-        (no_weights, r"latents=.*vae: it cannot be loaded: .*no file named diffusion_pytorch_model"),
+        (no_folder, r"latents=.*vae: there is no such folder"),
+        (weights_of_another_network, r"texts=.*: it does not load: text_encoder_2 has no weights for encoder\."),
+        (
+            no_tokenizer,
+            r"texts=.*: it lacks tokenizer_2\n.*with text_encoder, tokenizer, text_encoder_2 and tokenizer_2",
+        ),
+        (no_words, r"texts=.*: it does not load: tokenizer_2 has no tokenizer\.json, and no vocabulary in"),
+        (half_an_autoencoder, r"latents=.*vae: it does not load: "),
+        (no_weights, r"latents=.*vae: it does not load: .*no file named diffusion_pytorch_model"),
         (another_class, r"latents=.*vae: it is a FluxTransformer2DModel, not an AutoencoderKL"),
     ],
 )
@@ -149,7 +152,7 @@ def test_with_tensor_parallelism_too_and_the_curve_is_that_of_other_ranks(
 @pytest.mark.night
 @pytest.mark.parametrize("layout", [FSDP2, TP2])
 def test_a_stopped_run_goes_on_to_the_bit(layout: str, place: Path, tmp_path: Path):
-    words = [*encoded(place), "training.evaluate_every=10", "tracking.images_every=10", *layout.split()]
+    words = [*encoded(place), "evaluation.every=10", "tracking.images_every=10", *layout.split()]
     whole, resumed = continued(tmp_path, words, words)
     assert (resumed.loss, resumed.grad_norm) == (whole.loss[5:], whole.grad_norm[5:])
     assert all(torch.equal(resumed.weights[name], weight) for name, weight in whole.weights.items())

@@ -29,7 +29,7 @@ LAYOUTS = [
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     write(store := tmp_path_factory.mktemp("stores") / "glyphs")
     given = ("model=flux_debug", "data=latents", f"data.paths=[{store}]", "training.objective=rectified_flow")
-    few = ("training.steps=1", "training.seq_len=24", "training.evaluate_every=0", "tracking.images_every=1")
+    few = ("training.steps=1", "training.seq_len=24", "evaluation.every=0", "tracking.images_every=1")
     return [*given, *SIZES, *few, "optimizer.lr=1e-3"]
 
 

@@ -1,4 +1,4 @@
-"""Rounding noise is no update: SOAP and Dion where gradients have fewer directions than their matrices."""
+"""Rounding noise is not an update: SOAP and Dion where gradients have fewer directions than their matrices."""
 
 from collections.abc import Callable
 from pathlib import Path

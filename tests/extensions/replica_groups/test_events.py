@@ -95,7 +95,7 @@ def test_deaths_heals_and_groups_given_up_are_lines(folder):
         record_event(folder, 2, event="started", group=group, start=group, job_id="1")
     quorum(folder, 2, 0, [0, 1])
     assert list(lines.lines()) == []
-    record_event(folder, 2, event="ended", group=1, exit=1, reason="rank 0 was killed")
+    record_event(folder, 2, event="ended", group=1, exit=1, reason="killed rank 0")
     record_event(folder, 2, event="started", group=1, start=2, job_id="1")
     quorum(folder, 2, 6, [0])
     quorum(folder, 2, 9, [0, 1], [1])
@@ -103,10 +103,10 @@ def test_deaths_heals_and_groups_given_up_are_lines(folder):
     record_event(folder, 2, event="given up", group=1)
     record_event(folder, 2, event="ended", group=0, exit=0, reason=None)
     assert list(lines.lines()) == [
-        "replica group 1 ended: rank 0 was killed",
-        "replica group 1 is started again, log 2",
+        "replica group 1 ended: killed rank 0",
+        "replica group 1 starts again, log 2",
         "replica group 1 is gone: 1 of 2 in step 7",
         "replica group 1 has healed: 2 of 2 in step 10",
-        "the lighthouse of the replica groups died and is started again",
-        "replica group 1 is given up and stays away; the others train on",
+        "the lighthouse of the replica groups died and starts again",
+        "replica group 1 stays away for good, and the others train on",
     ]

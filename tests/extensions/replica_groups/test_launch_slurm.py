@@ -176,7 +176,7 @@ def test_the_group_that_loads_the_checkpoint_is_needed(fleet: Fleet, monkeypatch
     assert fleet.end(USER) == 2
     assert fleet.ends == [2]
     reason = fleet.folder.read_attempts()[0].reason or ""
-    assert reason.endswith("it was to load the run's checkpoint for all groups")
+    assert reason.endswith("it should have loaded the run's checkpoint for all groups")
 
 
 def test_a_start_of_another_process_at_the_same_port_does_not_live(fleet: Fleet):

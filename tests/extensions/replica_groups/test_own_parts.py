@@ -47,7 +47,7 @@ def test_a_group_that_comes_back_takes_over_their_state(tmp_path: Path):
     for label in ("mine", "judge"):
         assert [row[f"{label}/steps"] for row in rows] == list(range(1, STEPS + 1))
         calls = journal(tmp_path, label)
-        # A step that groups repeat is no step: every group has counted each step once, before and after it healed.
+        # A step that groups repeat does not count: every group has counted each step once, before and after it healed.
         assert all(call.steps == call.step and call.agreed for call in calls)
         assert [call.step for call in calls if call.group == 0] == list(range(1, STEPS + 1))
         came_back = [call.step for call in calls if call.start == 2]

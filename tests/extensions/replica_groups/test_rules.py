@@ -96,17 +96,17 @@ def test_groups_of_a_scheduler(monkeypatch):
         (["cluster.device=cpu", "parallelism.dp_shard=4"], None),
         (
             ["parallelism.dp_shard=4"],
-            "2 groups of 4 processes take 8 GPUs, and 4 can be used: degrees that multiply to 2 or less or "
+            "2 groups of 4 processes need 8 GPUs, and you can use 4: use degrees that multiply to 2 or less or "
             "cluster.replica_groups=1",
         ),
         (
             ["cluster.replica_groups=3", "parallelism.tp=2"],
-            "3 groups of 2 processes take 6 GPUs, and 4 can be used: cluster.replica_groups=2 or degrees that multiply "
-            "to 1 or less or cluster.replica_groups=1",
+            "3 groups of 2 processes need 6 GPUs, and you can use 4: use cluster.replica_groups=2, degrees that "
+            "multiply to 1 or less or cluster.replica_groups=1",
         ),
         (
             ["cluster.gpus_per_node=1"],
-            "2 groups of a process take 2 GPUs, and 1 can be used: cluster.replica_groups=1",
+            "2 groups of a process need 2 GPUs, and you can use 1: use cluster.replica_groups=1",
         ),
     ],
 )
@@ -117,7 +117,7 @@ def test_gpus_of_this_machine(monkeypatch, overrides, refused):
     assert [f"{violation.reason}: {violation.remedy}" for violation in found] == ([refused] if refused else [])
 
 
-@pytest.mark.parametrize(("version", "reason"), [(None, "torchft is not installed"), ("0.1.1", "torchft 0.1.1 is")])
+@pytest.mark.parametrize(("version", "reason"), [(None, "it is not installed"), ("0.1.1", "you have torchft 0.1.1")])
 def test_another_torchft(monkeypatch, version, reason):
     monkeypatch.setattr(rules, "torchft_version", lambda: version)
     (found,) = violations(experiment(*TWO))

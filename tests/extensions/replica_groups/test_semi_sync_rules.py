@@ -12,7 +12,7 @@ from titan_exp.rules import violations
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 SMALL = ["model=llama_debug", "cluster.device=cpu", "training.global_batch_size=8"]
-STREAMING = ["semi_sync=streaming_diloco", "training.steps=300", "training.evaluate_every=0", "checkpoint=none"]
+STREAMING = ["semi_sync=streaming_diloco", "training.steps=300", "evaluation.every=0", "checkpoint=none"]
 TWO = [*SMALL, "cluster.replica_groups=2", "semi_sync=diloco"]
 
 BATCH = "training.global_batch_size", "training.global_batch_size=8"
@@ -29,7 +29,7 @@ BATCH = "training.global_batch_size", "training.global_batch_size=8"
         (["training.steps=120"], "training.steps", "training.steps=100 or 150"),
         (["training.steps=120", "training.stop_after=100"], "", ""),
         (["training.stop_after=120"], "training.stop_after", "training.stop_after=100 or 150"),
-        (["training.evaluate_every=60"], "training.evaluate_every", "training.evaluate_every=50 or 100"),
+        (["evaluation.every=60"], "evaluation.every", "evaluation.every=50 or 100"),
         (["checkpoint.every=70"], "checkpoint.every", "checkpoint.every=50 or 100"),
         (["checkpoint.every=70", "checkpoint=none"], "", ""),
         (["checkpoint.export=bf16", "checkpoint.export_every=20"], "checkpoint.export_every", "export_every=50"),
@@ -47,7 +47,7 @@ BATCH = "training.global_batch_size", "training.global_batch_size=8"
         (["semi_sync=local_sgd", "semi_sync.outer_lr=0.5"], "semi_sync.outer_lr", "semi_sync=diloco"),
         (["semi_sync=none", "semi_sync.interval=10"], "semi_sync.interval", "=diloco or semi_sync=streaming_diloco"),
         ([*STREAMING], "", ""),
-        ([*STREAMING, "semi_sync.fragments=5"], "semi_sync.fragments", "semi_sync.fragments=4, or less"),
+        ([*STREAMING, "semi_sync.fragments=5"], "semi_sync.fragments", "semi_sync.fragments=4 or less"),
         ([*STREAMING, "semi_sync.delay=12"], "semi_sync.delay", "delay=11 or less, or semi_sync.interval=52 or more"),
         ([*STREAMING, "semi_sync.fragments=1", "semi_sync.delay=50"], "semi_sync.delay", "semi_sync.delay=49 or less"),
         ([*STREAMING, "semi_sync.fragments=1", "semi_sync.delay=49"], "", ""),

@@ -1,4 +1,4 @@
-"""Tiny models of transformers: `config.json` of classes that are no families of ours."""
+"""Tiny models of transformers: `config.json` of classes that are not families of ours."""
 
 import json
 from pathlib import Path

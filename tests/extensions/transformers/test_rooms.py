@@ -39,11 +39,11 @@ def test_a_class_of_transformers_is_compared_by_what_it_reads():
 
 def test_a_class_of_transformers_is_trained_by_another_model_and_others_are_refused():
     (line,) = repository_lines(written("gpt_neox"), "x")
-    assert line.startswith("model_type 'gpt_neox' is of no family here; families are deepseek_v3, ")
+    assert line.startswith("none of our families reads model_type 'gpt_neox'. They read deepseek_v3, ")
     assert line.endswith("transformers has its class: model=huggingface model.repository=FOLDER trains it.")
     for values in (written("gpt_neox"), {}):
         with pytest.raises(
-            UserError, match=r"families here are .*'llama'(.|\n)*no class for its model_type, 'unheard'"
+            UserError, match=r"Our families read .*'llama'(.|\n)*no class for its model_type, 'unheard'"
         ):
             list(repository_lines({**values, "model_type": "unheard"}, "x"))
 
@@ -54,7 +54,7 @@ def test_a_class_of_transformers_is_converted_if_asked(tmp_path: Path, capsys: p
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mistral")
     mistral, ours, back = (str(tmp_path / name) for name in ("mistral", "ours", "back"))
     said = refused(mistral, ours)
-    assert "model_type 'mistral' is of no family here; families are deepseek_v3, " in said
+    assert "none of our families reads model_type 'mistral'. They read deepseek_v3, " in said
     assert f"titan-exp convert {mistral} {ours} model=huggingface" in said
     assert not Path(ours).exists()
     assert convert_command([mistral, ours, "model=huggingface"]) == 0

@@ -62,13 +62,15 @@ def close(folder: RunFolder, log: str, *ends: RankError | str | None, code: int 
 @pytest.mark.parametrize("log", [KILLED_FIRST, KILLED_AFTER, START], ids=["first", "after", "no words of srun"])
 def test_killed_rank_is_blamed_before_broken_collectives(folder: RunFolder, log: str):
     reason = close(folder, log, GLOO, None, GLOO, GLOO)
-    assert reason.startswith("rank 1 was killed by a signal; if not by hand, host memory ran out")
+    assert reason.startswith("a signal killed rank 1. If nobody sent it, host memory ran out")
     assert "cluster.memory_gb" in reason
 
 
 def test_out_of_memory_kill_says_so(folder: RunFolder):
     reason = close(folder, OOM, GLOO, None, "SIGTERM", GLOO)
-    assert reason.startswith("rank 1 was killed because its machine or job ran out of host memory: ask for more with ")
+    assert reason.startswith(
+        "the machine or the job ran out of host memory, so the system killed rank 1: ask for more with "
+    )
     assert reason.endswith("(srun: Out Of Memory)")
 
 
@@ -94,30 +96,32 @@ def test_native_crash(folder: RunFolder):
 def test_cancelled_step(folder: RunFolder):
     killed = "srun: error: node2: task 1: Killed\nsrun: launch/slurm: _step_signal: Terminating StepId=15.0\n"
     aborted = f"{START}srun: Job step aborted: Waiting up to 7 seconds for job step to finish.\n"
-    assert close(folder, aborted + killed) == "SLURM ended the job step, by scancel or as a node failed"
+    assert close(folder, aborted + killed) == "SLURM ended the job step, because of scancel or because a node failed"
 
 
 def test_step_over_its_memory_limit(folder: RunFolder):
     limit = "slurmstepd: error: StepId=12.0 exceeded memory limit (3072 > 2048), being killed\n"
     reason = close(folder, f"{START}{limit}srun: Job step aborted: Waiting up to 7 seconds.\n")
-    assert reason.startswith("SLURM ended the job step, as it ran out of host memory: ask for more with cluster.mem")
+    assert reason.startswith("the job step ran out of host memory, so SLURM ended it: ask for more with cluster.mem")
 
 
 def test_killed_srun(folder: RunFolder):
     reason = close(folder, START, None, None, None, None)
-    assert reason == "srun was ended by a signal (Killed), and the ranks with it"
+    assert reason == "a signal ended srun (Killed), and the ranks with it"
 
 
 def test_out_of_memory_before_the_start(folder: RunFolder):
     folder.update_attempt(1, start=None)
     reason = close(folder, OOM, code=137)
-    assert reason.startswith("no rank started (srun: rank 1: Out Of Memory); host memory ran out: ask for more with ")
+    assert reason.startswith(
+        "no rank started (srun: rank 1: Out Of Memory), since host memory ran out: ask for more with "
+    )
 
 
 def test_earlier_start_of_the_job_is_ignored(folder: RunFolder):
     log = OOM + KILLED_FIRST.replace("task 1", "task 3")
     reason = close(folder, log, GLOO, GLOO, GLOO, None)
-    assert reason.startswith("rank 3 was killed by a signal")
+    assert reason.startswith("a signal killed rank 3")
 
 
 def test_list_of_tasks():
@@ -135,9 +139,11 @@ def test_requeues_are_counted_without_progress(folder: RunFolder, capsys: pytest
     folder.update_attempt(2, start=2.0, checkpoint=3, requeues=20)
     assert epilogue.main([str(folder.path), "12", "137"]) == 1
     said = capsys.readouterr().out
-    why = "time limit; killed before all ranks had saved; not requeued: 21 attempt(s) in a row wrote no new checkpoint"
+    why = (
+        "time limit, and killed before all ranks had saved, not requeued: 21 attempts in a row wrote no new checkpoint"
+    )
     assert f"{why} (cluster.max_requeues=20)" in (folder.read_attempts()[-1].reason or "")
-    assert "not requeued: 21 attempt(s)" in said
+    assert "not requeued: 21 attempts" in said
     assert len(folder.read_attempts()) == 2
 
 
@@ -145,8 +151,8 @@ def test_deleted_and_replaced_folder(folder: RunFolder, capsys: pytest.CaptureFi
     folder.add_attempt(world_size=4, hosts=(), token="0123456789ab", launched_by="slurm")
     before = folder.attempts.read_text()
     assert epilogue.main([str(folder.path), "12", "0"]) == 1
-    assert "was started anew meanwhile, so job 12 ends" in capsys.readouterr().out
+    assert "started this run anew meanwhile, so job 12 ends" in capsys.readouterr().out
     assert folder.attempts.read_text() == before
     assert epilogue.main([str(tmp_path / "gone"), "12", "0"]) == 1
-    assert "the run folder was deleted or moved, so job 12 ends" in capsys.readouterr().out
+    assert "somebody deleted or moved the run folder, so job 12 ends" in capsys.readouterr().out
     assert not (tmp_path / "gone").exists()

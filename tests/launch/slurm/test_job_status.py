@@ -12,7 +12,7 @@ from titan_exp.launch.sweep.shipped_study import cancel_runs
 from titan_exp.tracking.run_folder.files import FileLock
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
-UNSTARTED = "its job ended before the run was started; slurmd's log on its first node has the reason"
+UNSTARTED = "its job ended before the run started (the log of slurmd on its first node says why)"
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ UNSTARTED = "its job ended before the run was started; slurmd's log on its first
         (None, ["COMPLETED"], {}, UNSTARTED),
         (None, [], {"7": "completed"}, UNSTARTED),
         (None, ["CANCELLED"], {}, "cancelled"),
-        (None, [], {}, "SLURM has no job of it"),
+        (None, [], {}, "SLURM has no job of this run"),
         (1.0, ["COMPLETED"], {}, "completed"),
         (1.0, [], {"7": "node fail"}, "node fail"),
     ],
@@ -70,7 +70,7 @@ def test_a_refused_sbatch_says_what_to_type(monkeypatch: pytest.MonkeyPatch, cau
         raise UnreachableError("no answer")
 
     monkeypatch.setattr(squeue, "ask", silent)
-    assert ("lists them (no answer)" in squeue.explain_refusal(FAILED + cause, [])) == bool(words)
+    assert ("(no answer)" in squeue.explain_refusal(FAILED + cause, [])) == bool(words)
 
 
 def test_users_of_one_folder_submit_without_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -99,8 +99,9 @@ def test_cancel_of_jobs_of_another_user(
         folder.add_attempt(world_size=1, hosts=(), launched_by="slurm", token=f"abc{job}", job_id=job)
     monkeypatch.setattr(executor, "ask", denied)
     monkeypatch.setattr(executor, "listed_jobs", lambda _: [Job(job, jobs[job], "None", f"abc{job}") for job in jobs])
-    assert not cancel_runs([*folders.values()], {}, print)
+    cancelled = cancel_runs([*folders.values()], {}, print)
+    assert any(line.startswith("not cancelled") for line in cancelled.values())
     running, queued = capsys.readouterr().out.splitlines()
-    assert "job 7: asked to save and stop; cluster.stop_limit is not enforced: Access" in running
+    assert "job 7: asked to save and stop, but SLURM will not enforce cluster.stop_limit: Access" in running
     assert "not cancelled: Access" in queued
     assert [folder.stop_requested() for folder in folders.values()] == [True, False]

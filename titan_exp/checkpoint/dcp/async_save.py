@@ -1,4 +1,4 @@
-"""Saving in the background: tensors staged in shared memory, and the process that writes them."""
+"""Asynchronous saving: tensors are staged in shared memory, and a process writes them."""
 
 import contextlib
 import functools
@@ -117,8 +117,8 @@ class AsyncSaveProcess:
                 self._fail()
                 cause = (str(error).strip() or type(error).__name__).partition("\n")[0]
                 raise OSError(
-                    f"the checkpoint save process of this or another rank died ({cause}); the next save starts a new "
-                    "one"
+                    f"the checkpoint save process of this or another rank died ({cause}), and the next save starts "
+                    "a new one"
                 ) from error
 
     def kill(self) -> None:
@@ -143,7 +143,7 @@ class AsyncSaveProcess:
 def run_save_process(pg_init_info: executor._ProcessGroupInitInfo, parent_conn: Any) -> None:
     """Entry point of the process: torch's loop without its log on standard error.
 
-    It ignores Ctrl-C and the scheduler's signals, which it also receives: the trainer handles them by saving.
+    It receives Ctrl-C and the scheduler's signals, too, and ignores them, because the trainer handles them by saving.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -211,7 +211,7 @@ class AsyncSaver:
             return
         get_logger().error(
             "checkpoint.mode=async_process: %s. A thread writes checkpoints instead, as with mode=async. "
-            "To enlarge it: docker run --shm-size=64g, or mount -o remount,size=64g /dev/shm.",
+            "To enlarge it, use docker run --shm-size=64g, or mount -o remount,size=64g /dev/shm.",
             shortage,
         )
         self._stager.close()
@@ -219,9 +219,9 @@ class AsyncSaver:
 
 
 class _Copies(AsyncStager):
-    """Stages into new memory of the host that the save alone holds.
+    """Stages into new host memory that only this save holds.
 
-    torch's default stager keeps its memory for the next save too.
+    torch's default stager keeps its memory for the next save, too.
     """
 
     _synchronize_after_execute = False
@@ -231,11 +231,11 @@ class _Copies(AsyncStager):
         return {key: value.detach().to("cpu", copy=True) for key, value in state_dict.items()}
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing: no memory is held."""
 
 
 class _ReusedMemory(DefaultStager):
-    """Stages into pinned or else shared memory, and keeps it for the next save until it is closed."""
+    """Stages into pinned or shared memory, and keeps it for later saves until it is closed."""
 
     def __init__(self, *, pinned: bool) -> None:
         super().__init__(
@@ -246,7 +246,7 @@ class _ReusedMemory(DefaultStager):
                 use_non_blocking_copy=pinned,
             )
         )
-        # torch 2.11 closes it after every save, and once closed it cannot copy.
+        # torch 2.11 closes the stager after every save, and a closed one cannot copy.
         self._release = self._state_dict_stager.close
         self._state_dict_stager.close = lambda: None
 

@@ -30,17 +30,17 @@ from titan_exp.config.paths.checkpoint_files import METADATA_FILE
 
 
 class MetadataError(Exception):
-    """Metadata of a checkpoint is damaged, or does not describe the expected tensors."""
+    """The metadata of a checkpoint is damaged, or does not describe the expected tensors."""
 
 
 def check_metadata(metadata: Any) -> None:
     """Check the types of unpickled metadata. Raises MetadataError."""
     tables = (metadata.state_dict_metadata, metadata.storage_data) if isinstance(metadata, Metadata) else ()
     if not tables or not all(isinstance(table, dict) for table in tables):
-        raise MetadataError("it is no metadata of a checkpoint")
+        raise MetadataError("this is not the metadata of a checkpoint")
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
-            raise MetadataError(f"the entry {key!r} is no tensor")
+            raise MetadataError(f"the entry {key!r} is not a tensor")
         if isinstance(entry, TensorStorageMetadata) and not (
             isinstance(entry.size, torch.Size)
             and min(entry.size, default=0) >= 0
@@ -59,14 +59,14 @@ def check_read_items(items: list[ReadItem], metadata: Metadata) -> Counter[str]:
     for item in items:
         key, place = item.dest_index.fqn, metadata.storage_data.get(item.storage_index)
         if item.type != LoadItemType.TENSOR:
-            raise MetadataError(f"{key} is listed as bytes, not as a tensor")
+            raise MetadataError(f"the metadata lists {key} as bytes instead of a tensor")
         if place is None:
-            raise MetadataError(f"a part of {key} is listed in no file")
+            raise MetadataError(f"the metadata names no file for a part of {key}")
         name = place.relative_path
         if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
-            raise MetadataError(f"{key} is listed in {name!r}, which is no file of the checkpoint")
+            raise MetadataError(f"the metadata puts {key} into {name!r}, which is not a file of the checkpoint")
         if place.transform_descriptors:
-            raise MetadataError(f"{key} is stored with the transforms {list(place.transform_descriptors)}")
+            raise MetadataError(f"the checkpoint stores {key} with the transforms {list(place.transform_descriptors)}")
         read[key] += prod(item.lengths)
     return read
 
@@ -87,25 +87,25 @@ class TensorLoadPlanner(dcp.DefaultLoadPlanner):
         for key, tensor in self.state_dict.items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if read[key] != local.numel():
-                raise MetadataError(f"{read[key]:,} of {local.numel():,} elements of {key} are listed")
+                raise MetadataError(f"the metadata lists {read[key]:,} of the {local.numel():,} elements of {key}")
         return plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Refuse an entry of bytes."""
-        raise MetadataError(f"{read_item.dest_index.fqn} is listed as bytes, not as a tensor")
+        raise MetadataError(f"the metadata lists {read_item.dest_index.fqn} as bytes instead of a tensor")
 
 
 def _check_entry(key: str, entry: Any, tensor: Tensor) -> None:
     if entry is None:
-        raise MetadataError(f"{key} is not listed")
+        raise MetadataError(f"the metadata does not list {key}")
     if not isinstance(entry, TensorStorageMetadata):
-        raise MetadataError(f"{key} is listed as {type(entry).__name__}, not as a tensor")
+        raise MetadataError(f"the metadata lists {key} as {type(entry).__name__} instead of a tensor")
     if torch.Size(entry.size) != tensor.shape:
-        raise MetadataError(f"{key} has the shape {list(entry.size)}, here {list(tensor.shape)}")
+        raise MetadataError(f"{key} has the shape {list(entry.size)} there and {list(tensor.shape)} here")
     dtype = entry.properties.dtype
     # Floating-point weights are converted: a bf16 export initializes an fp32 model.
     if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
-        raise MetadataError(f"{key} has the dtype {dtype}, here {tensor.dtype}")
+        raise MetadataError(f"{key} has the dtype {dtype} there and {tensor.dtype} here")
 
 
 _METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
@@ -134,29 +134,29 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype | torch.memory_format):
             return getattr(torch, global_name)
-        if module_name == "pathlib._local":  # the module of Python 3.13
+        if module_name == "pathlib._local":  # the module name in Python 3.13
             module_name = "pathlib"
         if (module_name, global_name) == ("builtins", "getattr"):
             return _memory_format
         if (module_name, global_name) in _ALLOWED_NAMES:
             return super().find_class(module_name, global_name)
         raise pickle.UnpicklingError(
-            f"the checkpoint's metadata asks for {module_name}.{global_name}, which is not checkpoint metadata; "
+            f"the checkpoint's metadata asks for {module_name}.{global_name}, which is not checkpoint metadata, so "
             "the file is damaged or was tampered with"
         )
 
 
 def _memory_format(kind: Any, name: Any) -> Any:
-    """Member of torch's enum of memory formats, as which Python 3.11.0 to 3.11.3 pickled it: `getattr(enum, name)`."""
+    """Member of torch's memory-format enum, which Python 3.11.0 to 3.11.3 pickled as `getattr(enum, name)`."""
     if kind is not _MEM_FORMAT_ENCODING or not isinstance(name, str):
-        raise pickle.UnpicklingError("the checkpoint's metadata asks for an attribute; the file is damaged")
+        raise pickle.UnpicklingError("the checkpoint's metadata asks for an attribute, so the file is damaged")
     return _MEM_FORMAT_ENCODING[name]
 
 
 @lru_cache(maxsize=1)  # a load reads the same metadata several times
 def _check_memo(content: bytes) -> None:
-    """Refuse a pickle that numbers its objects above its length: memory is taken for all numbers below, 16 bytes each,
-    which a flipped bit makes tens of gigabytes. Raises ValueError."""
+    """Refuse a pickle whose memo indices exceed its length. Unpickling allocates 16 bytes for every smaller index, and
+    a flipped bit can make that tens of gigabytes. Raises ValueError."""
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name.endswith("PUT") and (argument or 0) > len(content):
             raise ValueError(f"{len(content)} bytes have an object of number {argument}")
@@ -180,7 +180,7 @@ class SafeStorageReader(dcp.FileSystemReader):
             self.failure = error
             raise
         except Exception as error:  # damaged bytes break pickles in any way
-            damage = f"{METADATA_FILE} cannot be read ({type(error).__name__}: {error})"
+            damage = f"cannot read {METADATA_FILE} ({type(error).__name__}: {error})"
             self.failure = damaged_checkpoint(path, damage)
             raise self.failure from error
         if metadata.storage_meta is None:
@@ -190,25 +190,26 @@ class SafeStorageReader(dcp.FileSystemReader):
 
 
 def damaged_checkpoint(path: Path, damage: str) -> UserError:
-    """Error about a damaged checkpoint."""
+    """Make the error for a damaged checkpoint."""
     return UserError(f"The checkpoint {path} is damaged: {damage}. Use an older one, or another copy of it.")
 
 
 def unreadable_checkpoint(path: Path, error: dcp.CheckpointException, dropped: Exception | None = None) -> UserError:
-    """Error about a failed load, from that of the first failing rank, or from one of this rank that torch dropped."""
+    """Make the error for a failed load, from the first failing rank's error, or from an error of this rank that torch
+    dropped."""
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     cause = cause if dropped is None else dropped
     if isinstance(cause, UserError):
         return cause
     if isinstance(cause, OSError):
-        return UserError(f"The checkpoint {path} cannot be read by rank {rank}: {cause}")
+        return UserError(f"Rank {rank} cannot read the checkpoint {path}: {cause}")
     if isinstance(cause, MetadataError):
-        return UserError(f"The checkpoint {path} cannot be loaded: {cause}. It is damaged, or of another model.")
+        return UserError(f"Cannot load the checkpoint {path}: {cause}. It is damaged, or belongs to another model.")
     return damaged_checkpoint(path, f"{type(cause).__name__}: {cause}")
 
 
 def tensor_entries(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Entry of every tensor in a checkpoint, by key."""
+    """Metadata entry of every tensor in a checkpoint, by key."""
     entries = SafeStorageReader(path).read_metadata().state_dict_metadata
     return {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
@@ -219,12 +220,14 @@ def tensor_shapes(path: Path) -> dict[str, torch.Size]:
 
 
 def require_stored(path: Path, sizes: Mapping[str, int]) -> None:
-    """Refuse tensors of more bytes than the checkpoint's files have, before memory is taken for them. Raises
+    """Refuse tensors that have more bytes than the checkpoint's files, before allocating memory for them. Raises
     UserError."""
     stored = sum(file.stat().st_size for file in path.iterdir())
     for key, size in sizes.items():
         if size > stored:
-            raise damaged_checkpoint(path, f"{key} is listed with {size} bytes, and all files have {stored}")
+            raise damaged_checkpoint(
+                path, f"the metadata lists {key} with {size} bytes, and all files together have {stored}"
+            )
 
 
 def min_file_sizes(path: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Writing of checkpoints: files with checksums, whole or nothing."""
+"""Checkpoint writing: files with checksums, written completely or not at all."""
 
 import json
 import multiprocessing
@@ -32,11 +32,13 @@ from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.tracking.run_folder.files import mkdir_below, write_atomically
 
 PIECE_BYTES = 2**26
-"""Bytes of rows in memory beside the target, at least one row; memory of this size goes back to the system at once."""
+"""Bytes of rows held in memory beside the target, at least one row. Memory of this size returns to the system at once
+when freed."""
 
 
 def read_saved(file: IO[bytes], starts: Sequence[int], target: Tensor) -> None:
-    """Copy the window of `target`'s shape that begins at `starts` of the file's only tensor; runs no code of the file.
+    """Copy a window of the file's only tensor, with `target`'s shape and beginning at `starts`; runs no code of the
+    file.
 
     Raises EOFError if the file is cut off, ValueError if its tensor is smaller, and what torch.load raises if it is
     damaged.
@@ -45,7 +47,7 @@ def read_saved(file: IO[bytes], starts: Sequence[int], target: Tensor) -> None:
         saved = torch.load(file, weights_only=True)
     ends = [start + size for start, size in zip(starts, target.shape, strict=True)]
     if saved.dim() != target.dim() or any(end > size for end, size in zip(ends, saved.shape, strict=True)):
-        raise ValueError(f"a part of shape {list(saved.shape)} is listed up to {ends}")
+        raise ValueError(f"the metadata lists a part of shape {list(saved.shape)} up to {ends}")
     if not saved.dim() or not saved.is_contiguous():
         file.seek(0)
         target.copy_(narrow_tensor_by_index(torch.load(file, weights_only=True), starts, target.shape))
@@ -68,7 +70,7 @@ def _fill(file: IO[bytes], tensor: Tensor) -> None:
     while content:
         count = file.readinto(content)  # type: ignore[attr-defined]
         if not count:
-            raise EOFError("a tensor is cut off")
+            raise EOFError("one of its tensors is cut off")
         content = content[count:]
 
 
@@ -99,7 +101,7 @@ def find_damage(path: Path, shard: int = 0, shards: int = 1) -> str | None:
             return _find_short_file(path) if shard == 0 else None
         checksums = parse_checksums(read_file(path / CHECKSUMS_FILE))
     except Exception as error:  # damaged bytes break JSON and pickles in any way
-        return f"its metadata cannot be read ({type(error).__name__}: {error})"
+        return f"cannot read its metadata ({type(error).__name__}: {error})"
     if METADATA_FILE not in checksums:
         return f"{CHECKSUMS_FILE} does not list {METADATA_FILE}"
     names = sorted(checksums)[shard::shards]
@@ -119,7 +121,7 @@ def find_damage_on_ranks(path: Path, group: dist.ProcessGroup | None) -> str | N
 
 
 def require_intact(path: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Verify a checkpoint given by the user; collective over the group. Raises UserError if it is damaged."""
+    """Verify a checkpoint that you name; collective over the group. Raises UserError if it is damaged."""
     raise_if_damaged(path, find_damage_on_ranks(path, group))
 
 
@@ -139,7 +141,7 @@ def find_file_damage(path: Path, expected: FileChecksum) -> str | None:
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror or error})"
+        return f"cannot read {path.name} ({error.strerror or error})"
 
 
 def _crc32(path: Path) -> int:
@@ -200,8 +202,8 @@ class ChecksumWriter(dcp.FileSystemWriter):
 
 
 class _MetadataPickler(pickle.Pickler):
-    """Writes the same bytes under every Python: up to 3.11.3, pickle names members of an enum by `getattr`, since 3.13
-    classes of paths have another module, and since 3.14 the default protocol is another."""
+    """Writes the same bytes under every Python. Up to 3.11.3, pickle names enum members by `getattr`; since 3.13, path
+    classes have another module; since 3.14, the default protocol differs."""
 
     def reducer_override(self, value: Any) -> Any:
         return (type(value), (value.value,)) if isinstance(value, Enum) else NotImplemented
@@ -233,7 +235,7 @@ class _RecordingFileSystem(FileSystem):
         self.failure: OSError | None = None
         """First OSError while writing."""
         self.root: Path | None = None
-        """Folder that is never created, such as a deleted run folder."""
+        """Folder that is never created, because a deleted run folder must stay deleted."""
 
     def mkdir(self, path: str | PathLike[str]) -> None:
         if self.root is None:

@@ -1,4 +1,4 @@
-"""Weights in blocks with scales: FP8 of DeepSeek, MXFP4 of GPT-OSS."""
+"""Block-scaled weights: DeepSeek's FP8 and GPT-OSS's MXFP4."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from titan_exp.checkpoint.formats.safetensors import FP8, SafetensorsReader, win
 from titan_exp.config.errors.user_error import UserError
 
 SCALE = "_scale_inv"
-"""Suffix of a weight's scales: values are multiplied by them, whatever their name says."""
+"""Suffix of a weight's scales. Despite the name, values are multiplied by them."""
 
 
 class BlockFP8Reader:
@@ -53,7 +53,7 @@ class BlockFP8Reader:
         return values.mul_(scales)
 
     def _check_scales(self, found: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise a UserError for a weight without scales, scales without a weight, or of another shape or dtype."""
+        """Raise UserError if a weight lacks scales, scales lack a weight, or a shape or dtype differs."""
         where = self._store.folder
         for name, shape in self.shapes.items():
             if name not in self._scaled and self._store.dtype(name, fp8=True) == FP8:
@@ -77,9 +77,9 @@ class BlockFP8Reader:
 BLOCKS, SCALES = "_blocks", "_scales"
 """Suffixes of a weight's values [experts, out, in / 32, 16], two per byte, and exponents [experts, out, in / 32]."""
 GROUP = 32
-"""Inputs that share a scale."""
+"""Number of inputs that share a scale."""
 BIAS = 127
-"""Exponent that is stored for a scale of 1."""
+"""Stored exponent of a scale of 1."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes by the lower three bits; the fourth is the sign."""
 
@@ -102,7 +102,7 @@ class MXFP4Reader:
         }
         signed = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.bfloat16)
         byte = torch.arange(256)
-        # Both values of each byte, the lower half first.
+        # Both values of each byte; the lower half comes first.
         self._pairs = torch.stack((signed[byte % 16], signed[byte // 16]), dim=1)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -127,7 +127,7 @@ class MXFP4Reader:
         return experts, groups * GROUP, outputs
 
     def _check(self, found: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise a UserError for values without scales, scales without values, or of another shape or dtype."""
+        """Raise UserError if values lack scales, scales lack values, or a shape or dtype differs."""
         where = self._store.folder
         for name in sorted(self._quantized):
             blocks, scales = found[name + BLOCKS], found.get(name + SCALES)
@@ -135,7 +135,7 @@ class MXFP4Reader:
                 raise UserError(f"{where}: {name}{BLOCKS} has no {name}{SCALES}. Download the missing files.")
             if len(blocks) != 4 or blocks[3] * 2 != GROUP or scales != blocks[:3]:
                 raise UserError(
-                    f"{where}: {name}{BLOCKS} is {list(blocks)} and {name}{SCALES} {list(scales)}; MXFP4 has "
+                    f"{where}: {name}{BLOCKS} is {list(blocks)} and {name}{SCALES} {list(scales)}, and MXFP4 has "
                     f"[experts, out, in / {GROUP}, {GROUP // 2}] and [experts, out, in / {GROUP}]."
                 )
             for suffix in (BLOCKS, SCALES):

@@ -29,13 +29,13 @@ from titan_exp.checkpoint.optimizer_state import average_key, is_average
 from titan_exp.checkpoint.state_dict import MODEL_PREFIX
 
 CHUNK_BYTES = 2**28
-"""Bytes of a chunk of a larger tensor, at least one row or expert: who reads it holds one at a time."""
+"""Bytes per chunk of a larger tensor, at least one row or expert; a reader holds one chunk at a time."""
 
 
 class DCPTensorReader:
     """Reader of a training checkpoint's model tensors by full name. A slice reads its rows of overlapping shards.
 
-    With `averaged`, trained parameters are their averages; buffers and frozen parameters have none.
+    With `averaged`, trained parameters are read as their averages; buffers and frozen parameters have none.
     """
 
     def __init__(self, path: Path, *, averaged: bool = False) -> None:
@@ -55,13 +55,13 @@ class DCPTensorReader:
         return self._entries[name].properties.dtype
 
     def read(self, name: str, *window: slice) -> Tensor:
-        """Read a slice; of overlapping saved shards its rows, in pieces."""
+        """Read a slice, in pieces; of overlapping saved shards only its rows."""
         starts, sizes = window_extent(self.shapes[name], window)
         tensor = torch.empty(sizes, dtype=self.dtype(name))
         if tensor.numel():
             reader = _RowReader(self._path, self._metadata)
             with _one_process():
-                # Without collectives: other ranks read other slices.
+                # No collectives: other ranks read other slices.
                 try:
                     dcp.load(
                         {self._key(name): tensor},
@@ -87,10 +87,10 @@ class DCPTensorReader:
 
 
 def write_dcp(path: Path, specs: Sequence[TensorSpec], produce: TensorProducer) -> None:
-    """Write a weights-only checkpoint, with one tensor, or some rows or experts of it, in memory at a time."""
+    """Write a weights-only checkpoint, holding one tensor, or some of its rows or experts, in memory at a time."""
     named = {f"{MODEL_PREFIX}{spec.name}": spec for spec in specs}
     state = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in named.items()}
-    # One file per tensor or chunk: torch holds the tensors of a file until it is written.
+    # Each tensor or chunk gets a file, since torch holds the tensors of a file until it is written.
     writer = ChecksumWriter(path, single_file_per_rank=False)
     with _one_process():
         dcp.save(state, storage_writer=writer, planner=_LazySavePlanner(named, produce))
@@ -107,7 +107,7 @@ class _RowReader(SafeStorageReader):
         return self._cached
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the planner's tensor; torch's reader holds each shard whole."""
+        """Fill the planner's tensor row by row; torch's reader would hold each shard whole."""
         for item in plan.items:
             place = self.storage_data[item.storage_index]
             with (Path(self.path) / place.relative_path).open("rb") as file:
@@ -132,7 +132,7 @@ class _SlicePlanner(TensorLoadPlanner):
         part = [ChunkStorageMetadata(self._starts, self._part.shape)]
         plan = LoadPlan(create_read_items_for_chunk_list(name, entry, part))
         if check_read_items(plan.items, self.metadata)[name] != self._part.numel():
-            raise MetadataError(f"not all of {name} is listed")
+            raise MetadataError(f"the metadata does not list all of {name}")
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

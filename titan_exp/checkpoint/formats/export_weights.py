@@ -62,14 +62,14 @@ def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) 
     mapped_format = _MAPPED_FORMATS.get(export.format)
     if mapped_format is not None and mapped_format not in checkpoint_formats(source.model):
         raise UserError(
-            f"format={export.format} has no tensor names for the architecture {source.model.architecture}. "
-            "format=safetensors, torch and dcp hold any model under its own names."
+            f"format={export.format} has no names for the weights of model.architecture={source.model.architecture}. "
+            "Use format=safetensors, torch or dcp, which hold any model under its own names."
         )
     violations = _INEXPRESSIBLE[export.format](source.model) if export.format in _INEXPRESSIBLE else []
     if violations:
         raise UserError(
             f"format={export.format} cannot express this model. "
-            "format=safetensors, torch and dcp hold any model under its own names.",
+            "Use format=safetensors, torch or dcp, which hold any model under its own names.",
             violations,
         )
     specs, produce = _tensors(source, mapped_format, export.dtype)
@@ -103,7 +103,7 @@ def _tensors(
 
     def export_dtype(name: str) -> torch.dtype:
         own = reader.dtype(name)
-        # Biases that are updated by small steps lose them in bf16.
+        # Biases that change in small steps would lose these in bf16.
         return own if dtype is None or name in buffers or not own.is_floating_point else dtype
 
     specs = [TensorSpec(name, tuple(shape), export_dtype(name)) for name, shape in shapes.items()]
@@ -164,7 +164,7 @@ def _write(
 
 
 _INEXPRESSIBLE = {"huggingface": export_violations, "diffusers": diffusers_violations}
-"""Function of values that a format's `config.json` cannot express, by format."""
+"""Function, by format, that lists values that the format's `config.json` cannot express."""
 
 _MAPPED_FORMATS: dict[str, CheckpointFormat] = {name: name for name in get_args(CheckpointFormat)}
 
@@ -218,7 +218,7 @@ def _published(target: Path, size: int) -> Iterator[Path]:
     except BaseException as error:
         _remove(partial)
         if _is_disk_full(error):
-            raise UserError(f"The disk of {target.parent} is full; the partial export was removed.") from error
+            raise UserError(f"The disk of {target.parent} is full, so we have removed the partial export.") from error
         raise
 
 

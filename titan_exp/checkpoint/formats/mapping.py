@@ -1,4 +1,4 @@
-"""Mapping readers between titan_exp parameters and another format's tensors, one slice at a time."""
+"""Mapping readers between titan_exp parameters and another format's tensors, slice by slice."""
 
 import math
 from collections import defaultdict
@@ -15,7 +15,8 @@ from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, Tens
 from titan_exp.models.spec.lookup import model_spec
 
 HELD_BYTES = 2**28
-"""Bytes of a parameter read at once, and of stacked experts, at least one: of a larger one only needed rows are."""
+"""Bytes of a parameter, or of stacked experts, that are read at once, at least one row or expert; of larger ones, only
+needed rows are read."""
 
 
 class ImportReader:
@@ -34,7 +35,7 @@ class ImportReader:
         return self._read_in_their_order(name, *window)
 
     def _read_in_their_order(self, name: str, *window: slice) -> Tensor:
-        """Slice of a parameter, its columns in their order."""
+        """Read a slice of a parameter whose columns have their order."""
         shape = self.shapes[name]
         start, size = window_extent(shape, window)
         gathered = torch.empty(size, dtype=self.dtype(name))
@@ -59,7 +60,7 @@ class ImportReader:
                 target[run.start - first : run.start - first + run.rows] = block[theirs]
 
     def _read(self, name: str, *window: slice) -> Tensor:
-        """Slice of a tensor of theirs, stored alone or with those of other experts."""
+        """Read a slice of one of their tensors, stored alone or with those of other experts."""
         stored, expert = self._map.stored(name)
         if expert is None:
             return self._store.read(name, *window)
@@ -83,7 +84,7 @@ class ExportReader:
 
     def __init__(self, store: TensorReader, row_map: StateDictMap) -> None:
         self._store, self._map = store, row_map
-        # Experts of one parameter are read in sequence, as are gate and up, whose rows are scattered in a fused one.
+        # Experts of one parameter are read in sequence, and so are gate and up, whose rows a fused one scatters.
         self._held: tuple[str, range, Tensor] = ("", range(0), torch.empty(0))
 
     def dtype(self, name: str) -> torch.dtype:
@@ -91,7 +92,7 @@ class ExportReader:
         return self._store.dtype(self._map.owner(name))
 
     def read(self, name: str, *window: slice) -> Tensor:
-        """Read the window's rows of a tensor; of one of all experts, experts in the window only."""
+        """Read the window's rows of a tensor; of a tensor of all experts, only the experts in the window."""
         template = self._map.stacks.get(name)
         if template is None:
             rows, *rest = window or (slice(None),)
@@ -109,7 +110,7 @@ class ExportReader:
         return found[:, *rest]
 
     def _read(self, name: str, rows: range) -> Tensor:
-        """Rows of a tensor of theirs."""
+        """Read rows of one of their tensors."""
         source = self._map.of_theirs(name)
         runs = [run for full in source.ranges if (run := full.within_theirs(rows.start, rows.stop)) is not None]
         first, held = self._rows_of(source, runs)
@@ -122,14 +123,14 @@ class ExportReader:
         return tensor
 
     def _rows_of(self, source: TensorRows, runs: Sequence[RowRange]) -> tuple[int, Tensor]:
-        """Rows of a parameter that cover `runs`, from the number of the first one in the whole."""
+        """Rows of a parameter that cover `runs`, preceded by the first one's index in the whole parameter."""
         span = slice(runs[0].start, runs[-1].ours.stop)
         if source.expert is None and (len(source.ranges) == 1 or self._bytes(source.ours) > HELD_BYTES):
             return span.start, self._store.read(source.ours, span)
         return self._read_once(source.ours, source.expert)
 
     def _read_once(self, ours: str, expert: int | None) -> tuple[int, Tensor]:
-        """Rows of a parameter, with those of an expert, from the number of the first one in the whole."""
+        """Rows of a parameter, including an expert's, preceded by the first one's index in the whole parameter."""
         owner, experts, held = self._held
         if owner != ours or (expert is not None and expert not in experts):
             self._held = ("", range(0), torch.empty(0))  # free before reading the next one
@@ -151,7 +152,7 @@ class ExportReader:
 
 
 def require_size(model: ModelConfig, shapes: Iterable[Sequence[int]], where: str) -> None:
-    """Raise UserError if a model has many times the numbers of these tensors, before its rows are listed."""
+    """Raise UserError if a model has many times as many elements as these tensors, before its rows are listed."""
     spec, held = model_spec(model), sum(math.prod(shape) for shape in shapes)
     if spec is not None and spec.parameters > 64 * held + 2**20:
         raise UserError(
@@ -175,7 +176,7 @@ def check_tensors(
         *(f"missing: {name} {_shape(wanted[name])}" for name in wanted if name not in found),
         *(f"unexpected: {name} {_shape(found[name])}" for name in found if name not in wanted and name not in optional),
         *(
-            f"shape: {name} is {_shape(found[name])}, the model's is {_shape(wanted[name])}"
+            f"shape: {name} is {_shape(found[name])}, and {_shape(wanted[name])} in the model"
             for name in wanted
             if name in found and tuple(found[name]) != tuple(wanted[name])
         ),

@@ -59,7 +59,7 @@ class OpenCheckpoint:
     parameters: TensorReader
     """Reader of titan_exp parameters by full name."""
     tokenizer: str | None = None
-    """`bytes`, or the path of a tokenizer.json or a folder with tokenizer files; None without one."""
+    """`bytes`, or the path of a tokenizer.json or of a folder with tokenizer files; None without a tokenizer."""
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
     """`bos_token_id` and `eos_token_id`, if known."""
     averaged: bool = False
@@ -85,7 +85,7 @@ def open_checkpoint(path: Path, step: int = 0, *, trust: bool = False, averaged:
 
 
 def averaged_where_saved(source: OpenCheckpoint) -> OpenCheckpoint:
-    """The same checkpoint with its averaged weights if it has them, else unchanged."""
+    """Return the checkpoint with its averaged weights if it has any, else unchanged."""
     if source.format != "dcp":
         return source
     averages = DCPTensorReader(source.path, averaged=True)
@@ -94,7 +94,7 @@ def averaged_where_saved(source: OpenCheckpoint) -> OpenCheckpoint:
 
 def _open(path: Path, step: int, trust: bool) -> OpenCheckpoint:
     if not path.exists():
-        raise UserError(f"{path} does not exist. Runs are listed by: ls -d runs/*/*/")
+        raise UserError(f"{path} does not exist. To list runs, type ls -d runs/*/*/")
     if path.is_file():
         return _open_bfl(path) if path.suffix == ".safetensors" else _open_torch_file(path, trust)
     if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
@@ -109,11 +109,11 @@ def _open(path: Path, step: int, trust: bool) -> OpenCheckpoint:
         return _open_meta(path, trust)
     if (path / "config.json").is_file():
         return _open_diffusers(path) if CLASS in config_json(path) else open_huggingface(path)
-    raise UserError(f"{path} is no checkpoint.\n  {_explain_missing(path)}")
+    raise UserError(f"{path} is not a checkpoint.\n  {_explain_missing(path)}")
 
 
 def open_huggingface(folder: Path, architecture: str | None = None, *, mtp: bool = True) -> OpenCheckpoint:
-    """Open a Hugging Face folder as an architecture; None reads it from config.json. Without `mtp`, modules of
+    """Open a Hugging Face folder as an architecture; None reads it from config.json. Without `mtp`, its modules of
     multi-token prediction are not read. Raises UserError if the architecture is unknown, or a file is missing or
     damaged."""
     values, prefix = language_model(config_json(folder))
@@ -132,7 +132,7 @@ def open_huggingface(folder: Path, architecture: str | None = None, *, mtp: bool
         store = PrefixedReader(store, prefix)
     # Some tied checkpoints also store the head, and old ones a RoPE table.
     unread = unread_prefixes(values, architecture)
-    # transformers drops the modules' weights, and keeps their number in config.json.
+    # transformers drops the modules' weights but keeps their number in config.json.
     if not mtp or (unread and not any(name.startswith(unread) for name in store.shapes)):
         model = with_mtp_depth(model, 0)
     extra = {name for name in store.shapes if name.endswith("rotary_emb.inv_freq") or name.startswith(unread)}
@@ -154,7 +154,7 @@ def _checkpoint_of_run(path: Path, step: int) -> Path:
     steps = checkpoints.complete_steps()
     if not steps:
         raise UserError(
-            f"{path} contains no complete checkpoint. Runs with one are listed by: ls -d runs/*/*/checkpoints/"
+            f"{path} contains no complete checkpoint. To list runs with one, type ls -d runs/*/*/checkpoints/"
         )
     if step and step not in steps:
         raise UserError(f"step={step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")
@@ -162,7 +162,7 @@ def _checkpoint_of_run(path: Path, step: int) -> Path:
 
 
 def _open_dcp(path: Path, trust: bool) -> OpenCheckpoint:
-    # Without collectives: in a job of several ranks, only some may open it.
+    # No collectives: in a job of several ranks, only some may open it.
     raise_if_damaged(path, find_damage(path))
     store = DCPTensorReader(path)
     if not store.shapes:
@@ -251,7 +251,8 @@ def _mapped(
 ) -> ImportReader:
     if mapped_format not in checkpoint_formats(model):
         raise UserError(
-            f"{path}: the architecture {model.architecture} has no tensor names in the format {mapped_format}."
+            f"{path}: the weights of model.architecture={model.architecture} have no names in the format "
+            f"{mapped_format}."
         )
     require_size(model, store.shapes.values(), str(path))
     row_map = state_dict_map(model, mapped_format)
@@ -263,7 +264,7 @@ def _mapped(
 def _require_supported(model: ModelConfig, path: Path) -> ModelConfig:
     violations = list(family_violations(model))
     if violations:
-        raise UserError(f"{path} holds a model that cannot be computed here.", violations)
+        raise UserError(f"titan_exp cannot compute the model in {path}.", violations)
     return model
 
 
@@ -284,7 +285,7 @@ def _explain_missing(path: Path) -> str:
     if (path / "config.yaml").is_file():
         return "It is a run without a checkpoint."
     if CheckpointFolder(path).complete_steps():
-        return f"It holds the checkpoints of a run; use one of them, or the run: {path.parent}"
+        return f"It holds the checkpoints of a run. Use one of them, or the run: {path.parent}"
     return (
         "Readable are: a run folder, a checkpoints/step-… folder, a folder of Hugging Face or diffusers (config.json "
         "and *.safetensors), Meta's Llama (params.json and consolidated.*.pth), *.safetensors of Black Forest Labs, "
@@ -303,8 +304,8 @@ def load_hf_sharded(
     """Load the weights of a Hugging Face folder into a model or a pipeline stage, without communication.
 
     The model's dtypes may differ from the files'; parameters whose full name matches `exclude` keep their values.
-    Raises UserError if the folder cannot be read, or with its model at the keys of `config` that are not `accepted` the
-    same weights would compute something else.
+    Raises UserError if the folder cannot be read, or if its model differs from `config`, beyond the `accepted` keys, so
+    that the same weights would compute something else.
     """
     if "huggingface" not in checkpoint_formats(config):
         reason = "has no tensor names in Hugging Face's format"

@@ -1,4 +1,4 @@
-"""Files of safetensors: read by tensor, under prefixes, and written."""
+"""Safetensors files: written, and read by tensor, with or without a prefix."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def window_extent(shape: Sequence[int], window: Sequence[slice]) -> tuple[list[i
 
 
 class PrefixedReader:
-    """Reads the tensors whose names have a prefix; the others are hidden."""
+    """Reads the tensors whose names have a prefix, and hides the others."""
 
     def __init__(self, store: TensorReader, prefix: str) -> None:
         self._store, self._prefix = store, prefix
@@ -65,7 +65,7 @@ class PrefixedReader:
 
 
 STEM = "model"
-"""First part of the names of Hugging Face's files."""
+"""First part of Hugging Face's file names."""
 
 _DTYPES = {
     "F32": torch.float32,
@@ -80,7 +80,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 FP8 = torch.float8_e4m3fn
-"""Dtype of weights that are read with their scales only."""
+"""Dtype of weights that are read only together with their scales."""
 
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -106,7 +106,7 @@ class SafetensorsReader:
         listed = parse_index(read_file(index), str(index))
         missing = sorted({file for file in listed.values() if not (self.folder / file).is_file()})
         if missing:
-            raise UserError(f"{index} lists {', '.join(missing)}, not in the folder. Download the missing files.")
+            raise UserError(f"{index} lists {', '.join(missing)}, which the folder lacks. Download the missing files.")
         return listed
 
     @property
@@ -119,12 +119,12 @@ class SafetensorsReader:
         return {name: tuple(self._slice(name).get_shape()) for name in self.files}
 
     def dtype(self, name: str, *, fp8: bool = False) -> torch.dtype:
-        """Dtype of a tensor. Raises UserError if it is none of a weight; fp8 without scales is one only with `fp8`."""
+        """Dtype of a tensor. Raises UserError if no weight has this dtype; `fp8` permits fp8 without scales."""
         kind = self._slice(name).get_dtype()
         if fp8 and kind == "F8_E4M3":
             return FP8
         if kind not in _DTYPES:
-            raise UserError(f"{self.folder / self.files[name]}: {name} is {kind}; supported are {', '.join(_DTYPES)}.")
+            raise UserError(f"{self.folder / self.files[name]}: {name} is {kind}, and we read {', '.join(_DTYPES)}.")
         return _DTYPES[kind]
 
     def read(self, name: str, *window: slice) -> Tensor:
@@ -138,19 +138,19 @@ class SafetensorsReader:
         try:
             return self._open(self.files[name]).get_slice(name)
         except SafetensorError as error:
-            raise UserError(f"{self.folder / self.files[name]}: {name} cannot be read ({error}).") from error
+            raise UserError(f"{self.folder / self.files[name]}: cannot read {name} ({error}).") from error
 
     def _open_file(self, file: str) -> Any:
         try:
             return safe_open(self.folder / file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise UserError(
-                f"{self.folder / file} cannot be read ({error}); it is damaged or was not downloaded completely."
+                f"Cannot read {self.folder / file} ({error}). It is damaged, or its download was not complete."
             ) from error
 
 
 PIECE_BYTES = 2**28
-"""Bytes of a larger tensor written at once, at least one row or expert."""
+"""Bytes of a larger tensor that are written at once, at least one row or expert."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class TensorSpec:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def windows(self) -> Iterator[tuple[slice, ...]]:
-        """Windows that are written one after the other: the whole, or some rows or experts each."""
+        """Windows that are written one after the other: the whole tensor, or some rows or experts each."""
         if len(self.shape) < 2 or self.bytes <= PIECE_BYTES:
             yield ()
             return
@@ -180,7 +180,7 @@ class TensorProducer(Protocol):
     """Producer of tensors and of slices of them, called in order."""
 
     def __call__(self, spec: TensorSpec, *window: slice) -> Tensor:
-        """Tensor of a spec, or a window of it: one slice per dim, later dims whole."""
+        """Produce the tensor of a spec, or a window of it: one slice per dim, later dims whole."""
         ...
 
 
@@ -191,7 +191,7 @@ def write_safetensors(
 
     `stem` replaces `model` in their names.
 
-    One tensor, or some rows or experts of it, is in memory at a time; the library's writer would hold a whole file.
+    One tensor, or some of its rows or experts, is in memory at a time; the library's writer would hold a whole file.
     """
     parts = _files(specs, file_bytes, stem)
     for name, part in parts.items():

@@ -122,7 +122,7 @@ class ShardedHFExporter:
         row_map: StateDictMap,
         parts: Sequence[nn.Module],
     ) -> int:
-        """Write this rank's shards; returns the bytes, without tensors of several pipeline stages."""
+        """Write this rank's shards; returns their bytes, without tensors that several pipeline stages have."""
         writer, written = _RowWriter(row_map, tensor_locations(specs, file_bytes=self._file_bytes)), 0
         with _OffsetFiles(partial) as files:
             for key, tensor in model_state_dict(parts).items():
@@ -133,11 +133,11 @@ class ShardedHFExporter:
         return written
 
     def _bytes(self, specs: Sequence[TensorSpec], row_map: StateDictMap) -> int:
-        """Bytes of all tensors that one pipeline stage has."""
+        """Bytes of all tensors that only one pipeline stage has."""
         return sum(spec.bytes for spec in specs if not self._is_shared(row_map.owner(spec.name)))
 
     def _is_shared(self, name: str) -> bool:
-        """True for a parameter of several pipeline stages."""
+        """True for a parameter that several pipeline stages have."""
         spec = model_spec(self._model)
         return spec is not None and name.partition(".")[0] in spec.pipeline.copied
 
@@ -147,7 +147,8 @@ class ShardedHFExporter:
         sync_folder(target.parent)
 
     def _all_succeed(self, action: Callable[[], int | None], total: int | None = None) -> bool:
-        """Run an action on every rank; returns True if all succeeded, and their results, if given a total, add up."""
+        """Run an action on every rank. Returns True if all succeeded and, given a total, if their results add up to
+        it."""
         failure, result = None, None
         try:
             result = action()
@@ -156,11 +157,11 @@ class ShardedHFExporter:
         found: list[tuple[str | None, int | None]] = [(None, None)] * dist.get_world_size()
         dist.all_gather_object(found, (failure, result), group=self._mesh.cpu_group)
         failed = [failure for failure, _ in found if failure is not None]
-        # Files are preallocated: rows that no rank writes would be zeros.
+        # Files are preallocated, so rows that no rank writes would be zeros.
         if not failed and total is not None and (written := sum(count or 0 for _, count in found)) != total:
             failed = [f"ranks wrote {written} bytes of {total}: the layout's shards do not cover each weight once"]
         if failed:
-            get_logger().error("the weights could not be exported: %s", failed[0])
+            get_logger().error("could not export the weights: %s", failed[0])
         return not failed
 
 
@@ -174,7 +175,7 @@ def is_first_replica(tensor: Tensor, mesh: Mesh) -> bool:
     first = int(ranks.select(names.index("pp"), mesh.sharding["pp"].get_local_rank()).min())
     if not isinstance(tensor, DTensor):
         return dist.get_rank() == first
-    # Meshes of equal shape partition the stage, and one of them has its first rank.
+    # Meshes of equal shape partition the stage; one of them has the stage's first rank.
     if first not in tensor.device_mesh.mesh.flatten().tolist():
         return False
     position = tensor.device_mesh.get_coordinate()
@@ -185,7 +186,7 @@ def is_first_replica(tensor: Tensor, mesh: Mesh) -> bool:
 
 
 class _OffsetFiles:
-    """Files open for writes at any offset, synced at the end of the block."""
+    """Files open for writes at any offset; they are synced at the end of the block."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._open = folder, dict[str, int]()
@@ -217,7 +218,7 @@ class _RowWriter:
         self._map, self._locations = row_map, locations
 
     def write(self, files: _OffsetFiles, name: str, tensor: Tensor) -> int:
-        """Write this rank's shard of a parameter, and into the tensors that duplicate it; returns its bytes."""
+        """Write this rank's shard of a parameter, also into tensors that duplicate it; returns its bytes."""
         part = local_shard(tensor)
         if 0 in part.size:
             return 0
@@ -243,7 +244,7 @@ class _RowWriter:
         return written
 
     def _location(self, their_name: str) -> tuple[TensorLocation, int | None]:
-        """Location of the stored tensor that holds one of theirs, and the number of the expert in it."""
+        """Location of the stored tensor that holds one of their tensors, and the index of the expert in it."""
         stored, expert = self._map.stored(their_name)
         return self._locations[stored], expert
 
@@ -283,7 +284,7 @@ class _RowWriter:
 
 
 class _Inputs(NamedTuple):
-    """Inputs of a shard of a weight; one of a vector."""
+    """Range of inputs in a shard of a weight; a vector has one input."""
 
     start: int
     size: int
@@ -291,6 +292,6 @@ class _Inputs(NamedTuple):
 
     @staticmethod
     def of(part: ShardSpec, *, stacked: bool) -> "_Inputs":
-        """Inputs of a shard; `stacked` parameters have a dim of experts before the outputs."""
+        """Range of inputs in a shard; `stacked` parameters have an expert dim before the outputs."""
         has_inputs = len(part.shape) - stacked > 1
         return _Inputs(part.start[-1], part.size[-1], part.shape[-1]) if has_inputs else _Inputs(0, 1, 1)

@@ -1,4 +1,4 @@
-"""Files of torch.save: one of all weights, and Meta's consolidated ones, which divide them."""
+"""Files of torch.save: one file with all weights, or Meta's consolidated files, which divide them."""
 
 import mmap
 import os
@@ -50,17 +50,17 @@ def torch_load_safely(path: Path) -> dict[str, Any]:
         ) from error
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         if path.is_file() and not zipfile.is_zipfile(path):
-            raise UserError(f"{path} is not a file written by torch.save, or is cut off.") from error
-        raise UserError(f"{path} cannot be read as a torch file: {str(error).splitlines()[0]}") from error
+            raise UserError(f"{path} is not a file of torch.save, or is cut off.") from error
+        raise UserError(f"Cannot read {path} as a torch file: {str(error).splitlines()[0]}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} holds a {type(found).__name__}, not a dictionary of tensors.")
+        raise UserError(f"{path} holds a {type(found).__name__} instead of a dictionary of tensors.")
     return found
 
 
 def write_torch_file(path: Path, state: Mapping[str, Any], produce: TensorProducer) -> None:
     """Write nested dictionaries of plain values and `TensorSpec`s for `torch.load(..., weights_only=True)`.
 
-    The file is laid out first and filled through a memory map, with one tensor, or some rows of one, in memory. The
+    The file is laid out first and filled through a memory map, holding one tensor, or some of its rows, in memory. The
     archive's checksums stay empty; torch does not read them.
     """
     specs: list[tuple[tuple[str, ...], TensorSpec]] = []
@@ -93,7 +93,7 @@ def _largest(state: Mapping[str, Any]) -> int:
 def _blank(
     state: Mapping[str, Any], backing_file: str, keys: tuple[str, ...], specs: list[tuple[tuple[str, ...], TensorSpec]]
 ) -> dict[str, Any]:
-    """Copy of the dictionaries with blank tensors; `specs` collects the keys of each."""
+    """Copy the dictionaries with blank tensors; `specs` collects the keys of each tensor."""
     built: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Mapping):
@@ -108,7 +108,7 @@ def _blank(
 
 
 IGNORED = "rope.freqs"
-"""RoPE table of old files."""
+"""RoPE table in old files, which is not read."""
 
 
 class ConsolidatedReader:

@@ -1,1 +1,1 @@
-"""Remote checkpoints: upload, download, cache."""
+"""Remote checkpoints: upload, download and cache."""

@@ -49,7 +49,7 @@ class RemoteRun:
 
     @classmethod
     def of(cls, remote: str | None, name: str, run_id: str) -> "RemoteRun | None":
-        """Remote folder of a run; None if its checkpoints stay here."""
+        """Remote folder of a run; None if its checkpoints stay on this machine."""
         return None if remote is None else cls(remote, name, run_id)
 
     def write_config(self, config: Path) -> None:
@@ -76,7 +76,7 @@ class RemoteRun:
         return checksums if safe else None
 
     def complete_steps(self) -> list[int]:
-        """Steps of all complete checkpoints, ascending; sends one request per listed step."""
+        """Steps of all complete checkpoints, ascending; one request per listed step."""
         return [step for step in self.listed_steps() if self.checksums(step) is not None]
 
     def has_same(self, step: int, path: Path) -> bool:
@@ -108,7 +108,7 @@ class RemoteRun:
             if name not in listed or listed[name].size != checksum.size:
                 size = f"{listed[name].size:,} bytes" if name in listed else "nothing"
                 raise RemoteError(
-                    f"{joined(self.url, step_name(step), name)}: {size} arrived of {checksum.size:,} bytes"
+                    f"{joined(self.url, step_name(step), name)}: {size} of {checksum.size:,} bytes arrived"
                 )
         self.folder.write(f"{step_name(step)}/{CHECKSUMS_FILE}", text.encode())
 
@@ -137,7 +137,7 @@ class RemoteRun:
             self.folder.write(f"{step_name(step)}/{DAMAGED}", self._marker(step) or b"")
             self.folder.remove(f"{step_name(step)}/{CHECKSUMS_FILE}")
         except RemoteError as error:
-            get_logger().error("the damaged checkpoint of step %d could not be quarantined: %s", step, error)
+            get_logger().error("could not quarantine the damaged checkpoint of step %d: %s", step, error)
 
     def _marker(self, step: int) -> bytes | None:
         return self.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
@@ -181,7 +181,7 @@ class BackgroundUploader:
         self._failed: int | None = None
         self._failing_since: str | None = None
         self.warning: str | None = None
-        """Since when uploads fail, and why; None if the last one succeeded."""
+        """Warning since when uploads fail, and why; None if the last one succeeded."""
         self._seconds: float | None = None
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
 
@@ -198,10 +198,10 @@ class BackgroundUploader:
         with self._changed:
             if self._waiting is not None:
                 get_logger().warning(
-                    "uploads are slower than saves: the checkpoint of step %d is skipped for that of step %d, and %s",
+                    "uploads are slower than saves: we skip the checkpoint of step %d for that of step %d, and %s",
                     self._waiting,
                     step,
-                    "uploaded later" if self._is_retained(self._waiting) else f"not uploaded to {self._run.url}",
+                    "upload it later" if self._is_retained(self._waiting) else f"do not upload it to {self._run.url}",
                 )
                 self._skip(self._waiting)
             self._waiting = step
@@ -235,7 +235,10 @@ class BackgroundUploader:
                 left = sorted(step for step in (self._waiting, self._current) if step is not None)
             if left:
                 get_logger().error(
-                    "the upload of step %s to %s did not end within %.0f s and is cancelled; it is complete in %s",
+                    (
+                        "the upload of step %s to %s did not end within %.0f s, so we cancel it. The checkpoint "
+                        "is complete in %s"
+                    ),
                     " and ".join(map(str, left)),
                     self._run.url,
                     seconds,
@@ -271,7 +274,7 @@ class BackgroundUploader:
             while (step := self._next()) is not None:
                 self._upload(step)
         except (RuntimeError, ValueError) as error:
-            # Another rank has exited and the run is about to fail, or this rank has left the process group.
+            # Either another rank has exited and the run is about to fail, or this rank has left the process group.
             get_logger().debug("uploads have ended: %s", error)
         finally:
             self._finish_current()
@@ -310,7 +313,7 @@ class BackgroundUploader:
             keep, keep_every = self._config.keep, self._config.keep_every
             failure = _failure_of(lambda: self._run.apply_retention(keep, keep_every, step))
             if failure is not None:
-                get_logger().error("old remote checkpoints could not be deleted: %s", failure)
+                get_logger().error("could not delete old remote checkpoints: %s", failure)
         self._finish_current()
 
     def _finish_current(self) -> None:
@@ -328,15 +331,15 @@ class BackgroundUploader:
             else:
                 self._skip(step)
                 since = self._failing_since = self._failing_since or format_time()
-                self.warning = f"no checkpoint can be uploaded to {self._run.url} since {since} ({failure})"
+                self.warning = f"since {since} no upload to {self._run.url} succeeds ({failure})"
         if failure is None:
             get_logger().info("uploaded step %d to %s in %.3f s", step, self._run.url, seconds)
         elif not self._cancelled:
             get_logger().error(
-                "the checkpoint of step %d could not be uploaded; it is complete in %s, and %s: %s",
+                "could not upload the checkpoint of step %d. It is complete in %s, and %s: %s",
                 step,
                 self._folder.path,
-                "this was the last attempt" if self._last_try else "training continues; the next save retries",
+                "this was the last attempt" if self._last_try else "the next save tries again",
                 failure,
             )
 

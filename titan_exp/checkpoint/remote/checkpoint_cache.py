@@ -1,7 +1,7 @@
-"""Local cache of remote checkpoints, shared by commands, runs and ranks; and uploads of exports.
+"""Local cache of remote checkpoints, which commands, runs and ranks share; and uploads of exports.
 
-Downloads are whole files: for a run, all files of the requested checkpoint, optimizer state included; for a Hugging
-Face folder, the safetensors in its index, configuration and tokenizer; for any other folder, all files. Ranks download
+Downloads are whole files: for a run, all files of the requested checkpoint, including optimizer state; for a Hugging
+Face folder, configuration, tokenizer and the safetensors in its index; for any other folder, all files. Ranks download
 different files into one cache.
 """
 
@@ -80,7 +80,7 @@ def staged_upload(path_or_url: str, *, cache: Path = CACHE) -> Iterator[Path]:
         cache.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix="outgoing-", dir=cache)
     except OSError as error:
-        raise UserError(f"{error.filename or cache}: cannot be written ({error.strerror or error}).") from error
+        raise UserError(f"Cannot write {error.filename or cache} ({error.strerror or error}).") from error
     with folder as temporary:
         target = Path(temporary) / remote.url.rpartition("/")[2]
         yield target
@@ -135,7 +135,9 @@ def _find_checkpoint(path_or_url: str, step: int) -> _Manifest:
             parent = RemoteFolder(remote.url.rpartition("/")[0])
             return _step_manifest(remote, "", parent, root, name)
         if COMPLETE_NAME.fullmatch(name) and listing.files:
-            raise UserError(f"{path_or_url} is no complete checkpoint: {CHECKSUMS_FILE}, uploaded last, is missing.")
+            raise UserError(
+                f"{path_or_url} is not a complete checkpoint: it lacks {CHECKSUMS_FILE}, which we upload last."
+            )
         files = _files_to_download(remote, listing.files)
     if not files:
         raise UserError(f"{path_or_url} contains no checkpoint, or does not exist.")
@@ -149,7 +151,7 @@ def _run_manifest(remote: RemoteFolder, root: str, prefix: str, steps: list[str]
             return _step_manifest(remote, f"{prefix}{name}/", remote, f"{root}/{name}", name, whole_run=True)
     if step:
         raise UserError(
-            f"step={step}: {remote.url} has no complete checkpoint of it. Found: {', '.join(steps) or 'none'}."
+            f"step={step}: {remote.url} has no complete checkpoint of this step. It has {', '.join(steps) or 'none'}."
         )
     raise UserError(f"{remote.url} contains no complete checkpoint.")
 
@@ -162,7 +164,7 @@ def _step_manifest(
     try:
         checksums = parse_checksums(remote.read(f"{prefix}{CHECKSUMS_FILE}") or b"")
     except UserError as error:
-        raise UserError(f"{joined(remote.url, prefix)}{CHECKSUMS_FILE} is damaged and cannot be read.") from error
+        raise UserError(f"{joined(remote.url, prefix)}{CHECKSUMS_FILE} is damaged, so we cannot read it.") from error
     if bad := [file for file in checksums if Path(file).name != file or file not in listed]:
         raise UserError(f"{joined(remote.url, prefix)}: the checkpoint is damaged: {bad[0]} is missing.")
     folder = f"{root}/checkpoints/{name}"
@@ -234,7 +236,7 @@ def _download(
     except RemoteError as error:
         return str(error)
     except OSError as error:
-        return f"{error.filename or cache}: the download cannot be written ({error.strerror or error})."
+        return f"Cannot write the download to {error.filename or cache} ({error.strerror or error})."
     return None
 
 

@@ -46,8 +46,8 @@ def download(repo: str, target: Path, patterns: Sequence[str], revision: str | N
 
 def _access(token: Any) -> str:
     if token:
-        return "The token in HF_TOKEN has no access: accept the licence on the hub with the token's account."
-    return "Set the environment variable HF_TOKEN to a token; it is used for this command and not stored."
+        return "The token in HF_TOKEN has no access. Accept the licence on the hub with its account."
+    return "Set the environment variable HF_TOKEN to a token (we use it for this command, and do not store it)."
 
 
 def _unreachable(repo: str, error: BaseException) -> str:
@@ -55,12 +55,15 @@ def _unreachable(repo: str, error: BaseException) -> str:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if isinstance(cause, OSError) and cause.errno in (28, 122):
-        return f"{repo} could not be stored: the disk is full. Downloaded files are kept; free space and retry."
+        return (
+            f"The disk is full, so we could not store {repo}. Free space and type the same command again: it "
+            "keeps complete files."
+        )
     reason = str(cause).partition("\n")[0] or type(cause).__name__
     return (
-        f"{repo} could not be downloaded: the hub does not answer ({reason}).\n"
-        "  The same command resumes. Without network, copy the folder from a machine that has one.\n"
-        "  HTTPS_PROXY and HF_ENDPOINT are honoured; HF_HUB_OFFLINE=1 must not be set."
+        f"Could not download {repo}: the hub does not answer ({reason}).\n"
+        "  To resume, type the same command again. Without a network, copy the folder from a machine that has one.\n"
+        "  We use HTTPS_PROXY and HF_ENDPOINT. HF_HUB_OFFLINE=1 must not be set."
     )
 
 
@@ -96,7 +99,7 @@ def download_newer(
         if isinstance(damage, RemoteError):
             return _continue_without(damage, than)
         get_logger().error(
-            "the checkpoint of step %d in %s is damaged: %s; it is quarantined there, and an older one is used instead",
+            "the checkpoint of step %d in %s is damaged: %s. We quarantine it there, and use an older one",
             step,
             run.url,
             damage,
@@ -165,7 +168,7 @@ def _publish(
 
     failure = _on_rank_0(publish, group)
     if isinstance(failure, RemoteError):
-        raise UserError(f"The checkpoint of step {step} could not be downloaded: {failure}")
+        raise UserError(f"Could not download the checkpoint of step {step}: {failure}")
 
 
 def _continue_without(error: RemoteError, than: int | None) -> None:

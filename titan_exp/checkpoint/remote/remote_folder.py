@@ -269,11 +269,11 @@ def _to_remote_error(error: Exception, url: str) -> RemoteError:
             "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)"
         )
     elif isinstance(error, OSError) and error.errno in (errno.ENOTDIR, errno.EROFS):
-        reason = f"it cannot be written to ({text})"
+        reason = f"we cannot write to it ({text})"
     elif isinstance(error, PermissionError):
-        reason = f"permission was denied ({text})"
+        reason = f"we lack the permission ({text})"
     elif isinstance(error, FileNotFoundError):
-        reason = f"no such bucket or folder ({text})"
+        reason = f"there is no such bucket or folder ({text})"
     elif isinstance(error, ImportError):
         reason = f"a package is missing ({text})"
     elif isinstance(error, NotImplementedError):

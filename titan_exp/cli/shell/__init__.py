@@ -1,1 +1,1 @@
-"""Command lines: Hydra, and completion in the shell."""
+"""Command lines: Hydra, and shell completion."""

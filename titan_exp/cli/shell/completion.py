@@ -1,4 +1,4 @@
-"""Shell completion: verbs, names of runs and studies, guides, a verb's options, and Hydra's groups and keys."""
+"""Shell completion: verbs, names of runs and studies, guides, options of a verb, and Hydra's groups and keys."""
 
 import io
 import os
@@ -47,9 +47,9 @@ def _names(verb: str) -> list[str] | None:
 
             return sorted(study_files())
         if verb == "help":
-            from titan_exp.cli.help import guides
+            from titan_exp.cli.help import guides, tutorials
 
-            return sorted(guides())
+            return sorted({*guides(), *tutorials()})
         if verb in ("status", "show", "diff", "logs", "cancel", "retry", "compare"):
             from titan_exp.launch.state.run_lookup import run_groups
 

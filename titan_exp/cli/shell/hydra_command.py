@@ -13,13 +13,13 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError
 
 PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")
-"""Flags that name a primary configuration of the user's."""
+"""Flags that name a primary configuration of yours."""
 
 LIST_OF_OPTIONS = re.compile(r"\+*[\w/]+=\[")
-"""Beginning of an override that lists options of a group."""
+"""First characters of an override that lists options of a group."""
 
 Task = Callable[[Any, Sequence[str]], int]
-"""Function of the composed configuration and the typed overrides; returns an exit code."""
+"""Function called with a composed configuration and the typed overrides; returns an exit code."""
 
 
 def run_with_hydra(
@@ -51,7 +51,7 @@ def run_with_hydra(
     def job(cfg: Any) -> None:
         # Exceptions bypass Hydra, which would add its own text.
         try:
-            # As typed: an interpolation in an override is one of the composed configuration, not of Hydra's.
+            # As typed: an interpolation in an override refers to the composed configuration, not to Hydra's.
             overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
             typed = [override for override in overrides if override not in always]
             codes.append(task(cfg, arguments.overrides if typed == values else typed))
@@ -81,7 +81,7 @@ def run_with_hydra(
         sys.argv = before
     if failures:
         first = failures[0]
-        # A file of the user's may be the cause of many wrong or missing keys.
+        # A file of yours may be the cause of many wrong or missing keys.
         if isinstance(first, UserError) and first.violations and has_own_folders(arguments):
             files = unknown_names(arguments)
             first = _with_other_faults(UserError(MESSAGE, files), arguments) if files else first
@@ -93,17 +93,23 @@ def run_sweep_with_hydra(args: Any, task: Task) -> int:
     """Call `run_with_hydra` for `SweepArgs`; the sweep options bypass Hydra."""
     from titan_exp.launch.sweep.sweep_args import use_sweep_options
 
+    if args.written:
+        from titan_exp.config.errors.explain_hydra import MESSAGE, unreadable_in_study
+
+        if found := unreadable_in_study(args.written):
+            raise UserError(f"{MESSAGE} They are in {args.where}.", found)
+
     with use_sweep_options(args.options):
         return run_with_hydra(args.argv, task, nested=args.nested, where=args.where)
 
 
 def _check_names(arguments: Any, where: str) -> None:
-    """Check the names of a sweep once, not per point, and lists of options, which Hydra would merge without a word."""
+    """Check the names of a sweep once, not per point; also lists of options, which Hydra would merge silently."""
     from titan_exp.config.errors.explain_hydra import MESSAGE, unknown_names
 
     checked = arguments.has("--multirun", "-m") or any(map(LIST_OF_OPTIONS.match, arguments.overrides))
     if checked and (found := unknown_names(arguments)):
-        message = f"{MESSAGE} They were typed, or are in {where}." if where else MESSAGE
+        message = f"{MESSAGE} Look at what you typed and at {where}." if where else MESSAGE
         raise _with_other_faults(UserError(message, found), arguments)
 
 
@@ -141,8 +147,8 @@ def _hydra_raises() -> Iterator[None]:
 
 
 class OutputFile:
-    """File of an option, as `--html`; `name` is an example of a file name. Its folder is created first, since a
-    prediction may take minutes. Raises UserError if the file cannot be written."""
+    """File given by an option such as `--html`; `name` is an example of a file name. Its folder is created first, since
+    a prediction may take minutes. Raises UserError if the file cannot be written."""
 
     def __init__(self, option: str, path: str | Path, name: str) -> None:
         self.path, self._option = Path(path).expanduser(), option
@@ -159,7 +165,7 @@ class OutputFile:
 
         try:
             if self.path.exists() and not self.path.is_file():
-                self.path.write_text(text, encoding="utf-8")  # do not replace a device or pipe by a file
+                self.path.write_text(text, encoding="utf-8")  # a device or pipe must not be replaced by a file
             else:
                 write_atomically(self.path, text)
         except OSError as error:
@@ -167,6 +173,4 @@ class OutputFile:
 
     def _write_error(self, error: OSError) -> UserError:
         why = error.strerror or error
-        return UserError(
-            f"{self._option} {self.path}: cannot be written ({why}). Name another file, or free disk space."
-        )
+        return UserError(f"{self._option}: cannot write {self.path} ({why}). Name another file, or free disk space.")

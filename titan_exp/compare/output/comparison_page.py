@@ -14,14 +14,15 @@ from typing import Any
 from titan_exp.compare.compared_metrics import ABSENT, Metric, value_text
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.efficiency import cost_metric, loss_metric, pareto, scaling
-from titan_exp.compare.findings import findings, layout_checks, remarks, stands_for, token_budget_text, verdict
-from titan_exp.compare.output.formats import head, legend, plain, text_table, title
+from titan_exp.compare.findings import labelled_findings, layout_checks, remarks, stands_for, token_budget_text, verdict
+from titan_exp.compare.output.formats import head, legend, text_table, title
 from titan_exp.compare.output.plots import study_plots
 from titan_exp.compare.output.study_sections import sections
 from titan_exp.compare.runs import ComparedRun
+from titan_exp.config.command_line.json_output import plain
 from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.tracking.html import render_page
-from titan_exp.tracking.number_format import format_count
+from titan_exp.tracking.number_format import format_count, format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of, last_fiftieth
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -33,7 +34,7 @@ MIN_POINTS, MAX_POINTS = 60, 1_000
 
 
 def downsampled_curves(comparison: Comparison) -> list[dict[str, Any]]:
-    """Curves of every run with rows: `loss` and `validation_loss` as [tokens, steps, values, rows of each point].
+    """Curves of every run that has rows: `loss` and `validation_loss` as [tokens, steps, values, rows of each point].
 
     A non-finite value is None, which leaves a gap.
     """
@@ -54,10 +55,11 @@ def downsampled_curves(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def downsample(run: ComparedRun, key: str, most: int) -> list[list[float | None]]:
-    """Tokens, steps and values of a metric, averaged over neighbours to at most `most` points, and the rows of each.
+    """Average a metric over neighbouring rows to at most `most` points; returns tokens, steps, values and rows per
+    point.
 
-    A group with a non-finite value becomes None, so that a divergence stays visible. No group has rows of the last 2 %,
-    whose mean is the run's loss, and others.
+    A group with a non-finite value becomes None, so that a divergence stays visible. No group mixes rows of the last 2
+    %, whose mean is the run's loss, with other rows.
     """
     known = [
         (float(tokens), float(step or 0), float(value))
@@ -79,7 +81,7 @@ def downsample(run: ComparedRun, key: str, most: int) -> list[list[float | None]
 
 
 def _groups(rows: list[tuple[float, float, float]], size: int) -> list[list[tuple[float, float, float]]]:
-    """Groups of up to `size` rows, one of which begins with the last 2 %."""
+    """Cut rows into groups of up to `size`, one of which begins with the last 2 %."""
     tail = len(rows) - len(last_fiftieth(rows))
     starts = [*range(0, tail, size), *range(tail, len(rows), size)]
     return [rows[start:end] for start, end in pairwise([*starts, len(rows)])]
@@ -106,11 +108,12 @@ def to_html(comparison: Comparison) -> str:
         legend=legend(table),
         token_budget=token_budget_text(comparison),
         states=sorted(Counter(run.shown for run in comparison.runs).items()),
-        findings=_findings(comparison),
+        findings=labelled_findings(comparison),
         remarks=[*stands_for(comparison), *remarks(comparison, [])],
         checks=checks,
         scaling=series,
         format_count=format_count,
+        items=format_items,
         differing=_differing(comparison),
         sections=sections(comparison),
         plots=[(name, base64.b64encode(picture).decode()) for name, picture in study_plots(comparison)],
@@ -132,20 +135,13 @@ def _expert_load(comparison: Comparison) -> Iterator[tuple[str, str]]:
 
 
 def _image_grids(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """Label and last grid of images, PNG in base64, of each row's first run that has drawn some."""
+    """Label and last grid of images (PNG in base64) of each row's first run that has images."""
     for row in comparison.rows:
         found = ((run, sorted(RunFolder(run.source).images.glob("step-*[0-9].png"))) for run in row.runs)
         run, grids = next(((run, grids) for run, grids in found if grids), (None, []))
         if run is not None:
             step = int(grids[-1].stem.removeprefix("step-"))
             yield f"{row.name_of(run)}, step {step}", base64.b64encode(grids[-1].read_bytes()).decode()
-
-
-def _findings(comparison: Comparison) -> list[tuple[str, str]]:
-    """Findings with their significance labels, which select the colour."""
-    metric = comparison.main
-    verdicts = [verdict(metric, delta) for row in comparison.rows if (delta := row.deltas.get(metric.name)) is not None]
-    return list(zip(verdicts, findings(comparison), strict=True))
 
 
 def _differing(comparison: Comparison) -> list[tuple[str, list[str]]]:
@@ -200,7 +196,7 @@ def _metric_numbers(comparison: Comparison, metric: Metric) -> dict[str, Any]:
         ],
         "seeds": [list(row.numbers[metric.name].values()) for row in comparison.rows],
         "deltas": [
-            [delta.difference, delta.low, delta.high, verdict(metric, delta)]
+            [delta.difference, delta.low, delta.high, verdict(metric, delta, comparison.standing)]
             if (delta := row.deltas[metric.name]) is not None
             else None
             for row in comparison.rows

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from titan_exp.compare.efficiency import pareto, scaling
 from titan_exp.compare.findings import (
     MISSING,
     change,
+    column_decimals,
     findings,
     heading,
     layout_checks,
@@ -25,8 +25,16 @@ from titan_exp.compare.findings import (
 from titan_exp.compare.from_wandb import explain_wandb_errors
 from titan_exp.compare.output.study_sections import markdown, sections
 from titan_exp.compare.runs import ComparedRun, Row
+from titan_exp.config.command_line.json_output import json_text
+from titan_exp.config.study.study import FEWEST_PAIRS
 
-MARKS = {"not distinguishable": "n.d.", "only uncorrected": "n.d.*", "no interval": "n = 1", "different": "differs"}
+MARKS = {
+    "not distinguishable": "n.d.",
+    "only uncorrected": "n.d.*",
+    "too few seeds": f"n < {FEWEST_PAIRS}",
+    "no interval": "n = 1",
+    "different": "differs",
+}
 """Abbreviated significance labels; `better` and `worse` are not abbreviated."""
 
 
@@ -43,8 +51,8 @@ class Cell:
 
     @property
     def below(self) -> str:
-        """Second line: the difference, marked if it is not distinguishable."""
-        return f"{self.change} {self.mark}" if self.mark.startswith("n.d.") else self.change
+        """Second line of the cell: the difference, marked if it is not distinguishable or of too few seeds."""
+        return f"{self.change} {self.mark}" if self.mark.startswith(("n.d.", "n <")) else self.change
 
 
 @dataclass(frozen=True)
@@ -53,10 +61,11 @@ class TextRow:
 
     keys: tuple[str, ...]
     """Values of the differing keys."""
-    n: int
+    n: str
+    """Number of runs, or `2 of 3` if fewer are in the mean of the main metric."""
     state: str
     cells: tuple[Cell, ...]
-    """One per metric."""
+    """One cell per metric."""
     is_baseline: bool
 
 
@@ -84,7 +93,7 @@ def text_table(comparison: Comparison) -> TextTable:
         names or ("run",),
         comparison.metrics,
         rows,
-        any(row.n > 1 for row in rows),
+        any(len(row.runs) > 1 for row in comparison.rows),
         any(row.state != "done" for row in rows),
     )
 
@@ -106,14 +115,15 @@ LEGEND = {
     " ± ": "±: half of the 95 % interval over seeds",
     "[": "[ , ]: 95 % interval of the difference to the baseline",
     "n.d.\n": "n.d.: not distinguishable from the baseline",
-    "n.d.*": "n.d.*: distinguishable alone, but not after Holm's correction for all rows",
+    "n.d.*\n": "n.d.*: distinguishable alone, but not after Holm's correction for all rows",
+    MARKS["too few seeds"]: f"{MARKS['too few seeds']} pairs of seeds, which tell no difference from noise",
     "diverged": "diverged: no run's loss is finite",
     MISSING: f"{MISSING}: no number, such as that of a run that failed or has fewer tokens",
     "better\n": "green: better than the baseline",
     "worse\n": "red: worse than the baseline",
-    "different\n": "yellow: differs, and neither direction is better",
+    "different\n": "yellow: distinguishable from the baseline, which is not a verdict",
 }
-"""Meanings of marks and colours, by text that has them."""
+"""Meanings of marks and colours, by the text that has them."""
 
 
 def legend(table: TextTable) -> str:
@@ -128,18 +138,21 @@ def _row(comparison: Comparison, index: int, row: Row) -> TextRow:
     keys = tuple(value_text(row.values[key]) for key in comparison.differing_keys.keys)
     keys = (row.label, *keys) if any(other.is_named for other in comparison.rows) else keys or (row.runs[0].run_id,)
     cells = tuple(_cell(comparison, metric, index, row) for metric in comparison.metrics)
-    return TextRow(keys, len(row.runs), state_text(row), cells, index == comparison.baseline)
+    estimate, runs = row.estimates[comparison.main.name], len(row.runs)
+    n = f"{estimate.n} of {runs}" if estimate is not None and estimate.n < runs else str(runs)
+    return TextRow(keys, n, state_text(row), cells, index == comparison.baseline)
 
 
 def _cell(comparison: Comparison, metric: Metric, index: int, row: Row) -> Cell:
-    number = with_interval(metric, row.estimates[metric.name])
+    decimals = column_decimals(metric, (other.estimates[metric.name] for other in comparison.rows))
+    number = with_interval(metric, row.estimates[metric.name], decimals)
     if row.estimates[metric.name] is None and row.diverged(metric.name):
         number = "diverged"
     if index == comparison.baseline:
         return Cell(number, "", "", "")
     baseline = comparison.rows[comparison.baseline].estimates[metric.name]
     delta = row.deltas[metric.name]
-    result = verdict(metric, delta)
+    result = verdict(metric, delta, comparison.standing)
     text = change(metric, delta, baseline.mean if baseline else None) if delta else ""
     return Cell(number, text, result, MARKS.get(result, result))
 
@@ -197,9 +210,14 @@ def records(comparison: Comparison) -> list[dict[str, Any]]:
     """One flat dictionary per row, for a data frame: its label, full keys, and plain numbers for every metric.
 
     A metric NAME gives NAME, NAME.low, NAME.high, NAME.n, and against the baseline NAME.delta, NAME.delta_low,
-    NAME.delta_high, NAME.p, NAME.p_holm and NAME.verdict. Unknown numbers are None.
+    NAME.delta_high, NAME.p, NAME.p_holm and NAME.verdict. Unknown numbers are None. Sections of extensions add theirs.
     """
-    return [_record(comparison, index, row) for index, row in enumerate(comparison.rows)]
+    found = [_record(comparison, index, row) for index, row in enumerate(comparison.rows)]
+    added = [section.values for section in comparison.added_sections if section.values]
+    for index, own in enumerate(found):
+        for values in added:
+            own |= {name: value for name, value in values[index].items() if name not in own}
+    return found
 
 
 def to_csv(comparison: Comparison) -> str:
@@ -214,9 +232,14 @@ def to_csv(comparison: Comparison) -> str:
 
 def to_json(comparison: Comparison) -> str:
     """Comparison as JSON, without curves."""
+    return json_text(json_values(comparison)) + "\n"
+
+
+def json_values(comparison: Comparison) -> dict[str, Any]:
+    """Values of `to_json`."""
     study = comparison.study
     checks = layout_checks(comparison.runs)
-    value = {
+    return {
         "name": comparison.name,
         "question": study.question if study else None,
         "tokens": comparison.budget.tokens if math.isfinite(comparison.budget.tokens) else None,
@@ -232,15 +255,17 @@ def to_json(comparison: Comparison) -> str:
             {**record, "runs": [_run(comparison, row, run) for run in row.runs]}
             for row, record in zip(comparison.rows, records(comparison), strict=True)
         ],
+        "registered": None if comparison.standing is None else asdict(comparison.standing),
         "tuning": None if comparison.tuning is None else asdict(comparison.tuning),
         "learnt": None if comparison.learnt is None else asdict(comparison.learnt),
+        "ladder": None if comparison.ladder is None else asdict(comparison.ladder),
         "scaling": [asdict(series) for series in scaling(comparison)],
         "pareto": [asdict(point) for point in pareto(comparison)],
         "layout_checks": [{**asdict(check), "holds": check.holds} for check in checks],
+        "notes": {section.title: section.notes for section in comparison.added_sections},
         "findings": findings(comparison),
         "remarks": [*stands_for(comparison), *remarks(comparison, checks)],
     }
-    return json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def to_markdown(comparison: Comparison) -> str:
@@ -249,20 +274,26 @@ def to_markdown(comparison: Comparison) -> str:
     heads = [*found.keys, *["n"][: found.has_seeds], *["state"][: found.has_states]]
     lines = [
         [
-            *(*row.keys, *[str(row.n)][: found.has_seeds], *[row.state][: found.has_states]),
+            *(*row.keys, *[row.n][: found.has_seeds], *[row.state][: found.has_states]),
             *(_cell_text(cell, baseline=row.is_baseline) for cell in row.cells),
         ]
         for row in found.rows
     ]
     rule = ["---"] * len(heads) + ["--:"] * len(found.metrics)
     table = [[*heads, *map(title, found.metrics)], *lines]
-    rows = ["| " + " | ".join(map(_markdown, line)) + " |" for line in table]
+    rows = ["| " + " | ".join(map(escape_markdown, line)) + " |" for line in table]
     rows.insert(1, "|" + "|".join(rule) + "|")
     question = [comparison.study.question, ""] if comparison.study and comparison.study.question else []
     sentences = [*findings(comparison), *stands_for(comparison), *remarks(comparison, layout_checks(comparison.runs))]
-    head = [f"## {_markdown(comparison.name)}", "", *map(_markdown, question), _markdown(heading(comparison)), ""]
-    added = markdown(sections(comparison), _markdown)
-    return "\n".join([*head, *rows, "", *added, *(f"- {_markdown(sentence)}" for sentence in sentences)]) + "\n"
+    head = [
+        f"## {escape_markdown(comparison.name)}",
+        "",
+        *map(escape_markdown, question),
+        escape_markdown(heading(comparison)),
+        "",
+    ]
+    added = markdown(sections(comparison), escape_markdown)
+    return "\n".join([*head, *rows, "", *added, *(f"- {escape_markdown(sentence)}" for sentence in sentences)]) + "\n"
 
 
 def to_latex(comparison: Comparison) -> str:
@@ -274,23 +305,13 @@ def to_latex(comparison: Comparison) -> str:
     ]
     for row in found.rows:
         cells = [_latex_cell(cell, baseline=row.is_baseline) for cell in row.cells]
-        lines.append([*map(_latex, row.keys), *[str(row.n)][: found.has_seeds], *cells])
+        lines.append([*map(_latex, row.keys), *[row.n][: found.has_seeds], *cells])
     body = [" & ".join(line) + r" \\" for line in lines]
     body = [body[0], r"\midrule", *body[1:]]
     note = f"% {comparison.name}: {heading(comparison)}"
+    note += "".join(f"\n% {sentence}" for sentence in remarks(comparison, [])[:1])
     inner = "\n".join(f"  {line}" for line in [r"\toprule", *body, r"\bottomrule"])
     return f"{note}\n\\begin{{tabular}}{{{spec}}}\n{inner}\n\\end{{tabular}}\n"
-
-
-def plain(value: Any) -> Any:
-    """Convert to JSON values: non-finite numbers become None, tuples become lists."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    return dict(value) if hasattr(value, "keys") else value
 
 
 def _record(comparison: Comparison, index: int, row: Row) -> dict[str, Any]:
@@ -310,7 +331,7 @@ def _record(comparison: Comparison, index: int, row: Row) -> dict[str, Any]:
             f"{name}.delta_high": delta.high if delta else None,
             f"{name}.p": delta.p if delta else None,
             f"{name}.p_holm": delta.p_holm if delta else None,
-            f"{name}.verdict": verdict(metric, delta) or None,
+            f"{name}.verdict": verdict(metric, delta, comparison.standing) or None,
         }
     return record
 
@@ -338,7 +359,8 @@ def _latex_cell(cell: Cell, *, baseline: bool) -> str:
     return rf"\textbf{{{text}}}" if cell.verdict == "better" else text
 
 
-def _markdown(text: str) -> str:
+def escape_markdown(text: str) -> str:
+    """Text with the marks of Markdown as themselves, on one line."""
     for character in "\\|*_`":
         text = text.replace(character, "\\" + character)
     return text.replace("<", "&lt;").replace("\n", " ")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from titan_exp.compare.comparison import Comparison
+from titan_exp.compare.ladder import LadderOutcome
 from titan_exp.compare.learnt import Learnt, Parameter
 from titan_exp.compare.statistics import moving_average
 from titan_exp.compare.tuning import Tuning
@@ -181,11 +182,11 @@ def _series(rows: MetricRows, key: str) -> Series:
 
 COLORS = ("#2b6cb0", "#dd6b20", "#2f855a", "#9f3a9f", "#b7791f", "#2c7a7b", "#718096", "#c53030", "#553c9a", "#1a202c")
 STYLES = ("-", "--", ":", "-.")
-"""Styles of lines, of which each has all colours."""
+"""Line styles; each style runs through all colours."""
 LINE, SIDE = 90, 30
-"""Letters of a line of the legend, and below an axis of a third of the width."""
+"""Number of letters in a line of the legend, and below an axis of a third of the width."""
 SPREAD = 5.0
-"""Ratio of the largest to the smallest value above which an axis is logarithmic."""
+"""Ratio of the largest to the smallest value above which an axis becomes logarithmic."""
 
 
 def study_plots(comparison: Comparison) -> list[tuple[str, bytes]]:
@@ -205,7 +206,41 @@ def study_plots(comparison: Comparison) -> list[tuple[str, bytes]]:
         marks = f"filled: the best{', ×: diverged' * (not all(map(math.isfinite, values)))}"
         title = f"{learnt.metric.replace('_', ' ')} against each parameter ({marks})"
         found.append((title, _png(lambda figure: draw_parameters(figure, learnt), max(8, 4 * min(3, count)), height)))
+    if (ladder := comparison.ladder) is not None:
+        law = f" (curves: {ladder.law.form})" if ladder.law is not None else ""
+        title = f"{ladder.metric.replace('_', ' ')} over FLOPs{law}"
+        found.append((title, _png(lambda figure: draw_ladder(figure.subplots(), ladder), 8, 5)))
     return found
+
+
+def draw_ladder(axes: "Axes", ladder: LadderOutcome) -> None:
+    """Draw final losses over FLOPs, log-log: a colour for each number of tokens per parameter, with the law."""
+    lengths = list(dict.fromkeys(row.per_parameter for row in ladder.rows))
+    for row in ladder.rows:
+        color = COLORS[lengths.index(row.per_parameter) % len(COLORS)]
+        for arm, face in zip(ladder.arms, (color, "white"), strict=False):
+            for loss in row.losses[arm].values():
+                axes.plot([row.flops[arm]], [loss], "o", color=color, markersize=6, markerfacecolor=face)
+    for number, per in enumerate(lengths):
+        color, curve = COLORS[number % len(COLORS)], ladder.curves.get(per, ())
+        name = f"{per} tokens per parameter"
+        axes.plot(*zip(*curve, strict=True), color=color, label=name) if curve else axes.plot(
+            [], [], "o", color=color, label=name
+        )
+    if len(ladder.arms) > 1:
+        for arm, face in zip(ladder.arms, (QUIET, "white"), strict=True):
+            axes.plot([], [], "o", color=QUIET, markerfacecolor=face, label=arm)
+    if (beyond := ladder.extrapolated) is not None:
+        axes.plot([beyond.flops] * 2, [beyond.low, beyond.high], color=QUIET)
+        axes.plot([beyond.flops], [beyond.loss], "D", color=QUIET, markersize=5, label="extrapolated, not run")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:.3g}")
+    axes.set_xlabel("FLOPs")
+    axes.set_ylabel(ladder.metric.replace("_", " "))
+    axes.legend(frameon=False, fontsize=9)
+    style_axes(axes)
 
 
 def draw_tuning(axes: "Axes", comparison: Comparison, tuning: Tuning) -> None:
@@ -235,7 +270,7 @@ def draw_tuning(axes: "Axes", comparison: Comparison, tuning: Tuning) -> None:
 
 
 def draw_parameters(figure: "Figure", learnt: Learnt) -> None:
-    """Draw every point against each parameter; the best point is filled, diverged ones are marks at the top."""
+    """Draw every point against each parameter. The best point is filled, and diverged points are marks at the top."""
     count = len(learnt.parameters)
     panels = figure.subplots(-(-count // 3), min(3, count), squeeze=False).flat
     for parameter, axes in zip(learnt.parameters, panels, strict=False):
@@ -262,7 +297,7 @@ def _draw_parameter(axes: "Axes", learnt: Learnt, parameter: Parameter) -> None:
 
 
 def _scale(axes: "Axes", values: Sequence[Any], *, logarithmic: bool | None = None) -> Callable[[Any], float]:
-    """Set the x axis, and return the place of a value: numbers as they are, other values side by side."""
+    """Set the x axis; returns a function that places a value: numbers at their value, other values side by side."""
     numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(numbers) < len(values):
         names = list(dict.fromkeys(map(str, values)))
@@ -281,7 +316,7 @@ def _wrapped(name: str, width: int = LINE) -> list[str]:
 
 
 def _room(values: Sequence[Any]) -> float:
-    """Inches below an axis for names that do not fit side by side; 0 if they do."""
+    """Height in inches below an axis for names that do not fit side by side; 0 if they fit."""
     names = {value for value in values if isinstance(value, str)}
     return 0.08 * min(SIDE, max(map(len, names))) if sum(map(len, names)) > SIDE else 0.0
 
@@ -299,17 +334,17 @@ def _png(draw: "Callable[[Figure], None]", width: float, height: float) -> bytes
 
 
 MAX_ROWS = 512
-"""Rows of the heat map; above, neighbours in the order of load are averaged."""
+"""Maximum number of rows in the heat map; beyond it, neighbours in the order of load are averaged."""
 
 OCTAVES = 2.0
-"""Range of the colours: from a quarter of the mean load to four times of it."""
+"""Range of the colours: from a quarter of the mean load to four times the mean."""
 
 
 class LoadHistory(NamedTuple):
     """Token counts of a run's record."""
 
     steps: np.ndarray
-    """Steps [steps]."""
+    """Logged steps, [steps]."""
     counts: dict[str, np.ndarray]
     """Tokens by layer, [steps, experts]."""
 
@@ -321,7 +356,7 @@ def draw_expert_load(run_folder: Path) -> Path | None:
 
 
 def expert_load_png(run_folder: Path) -> bytes | None:
-    """The same plot as the bytes of a PNG file, for a page."""
+    """Same plot as bytes of a PNG file, for a page."""
     history = read_load(run_folder)
     if history is None:
         return None
@@ -331,7 +366,7 @@ def expert_load_png(run_folder: Path) -> bytes | None:
 
 
 def read_load(run_folder: Path) -> LoadHistory | None:
-    """Token counts of a run and of those it was continued from, on the layers of the last; None without any."""
+    """Token counts of a run and its ancestors, for the layers of the run itself; None if there are none."""
     rows = [row for row in read_history(run_folder, RunFolder(run_folder).expert_load.name) if layer_counts(row)]
     if not rows:
         return None
@@ -344,7 +379,7 @@ def read_load(run_folder: Path) -> LoadHistory | None:
 def heat_map(history: LoadHistory) -> tuple[np.ndarray, list[int]]:
     """Load over the mean, [rows, steps], and the row at which each layer ends.
 
-    In each layer experts are ordered by their load over the whole run, the busiest first.
+    In each layer, experts are ordered by their load over the whole run, busiest first.
     """
     most = max(4, MAX_ROWS // len(history.counts))
     layers = []
@@ -372,7 +407,7 @@ def _figure(run_folder: Path, history: LoadHistory) -> "Figure":
 
 
 def _draw_imbalance(axes: "Axes", history: LoadHistory) -> None:
-    """Busiest expert over the mean: of the worst layer, and the median over layers."""
+    """Draw the busiest expert's load over the mean: for the worst layer, and the median over layers."""
     layers = [counts.max(1) * counts.shape[1] / np.maximum(counts.sum(1), 1e-9) for counts in history.counts.values()]
     few = {"marker": "o", "markersize": 3} if len(history.steps) < 20 else {}
     axes.plot(history.steps, np.max(layers, 0), color=TRAIN, linewidth=1.4, label="worst layer", **few)
@@ -431,7 +466,7 @@ def _facts(history: LoadHistory) -> Sequence[str]:
 
 
 def draw_run(run_folder: Path) -> Iterator[str]:
-    """Draw the loss curve and, of a model with experts, their load; yields a line for each.
+    """Draw the loss curve and, for a model with experts, their load; yields a line for each plot.
 
     Raises UserError if no step is logged.
     """

@@ -1,19 +1,22 @@
-"""Tuned groups and the outcome of adaptive studies as text tables with notes, shared by all outputs."""
+"""Tuned groups, ladders and the outcome of adaptive studies as text tables with notes, shared by all outputs."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 from titan_exp.compare.compared_metrics import METRIC_BY_NAME, Metric, value_text
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.findings import interval, signed, verdict, with_interval
+from titan_exp.compare.ladder import LadderOutcome, times
 from titan_exp.compare.learnt import Cost, Learnt, Marginal
 from titan_exp.compare.statistics import Estimate
 from titan_exp.compare.tuning import Group, Reached, Tuning
 from titan_exp.tracking.number_format import format_count, format_duration, format_items
 
 BEST = 8
-"""Points of an adaptive study that are listed."""
+"""Number of points of an adaptive study that are listed."""
 NONE = "—"
 
 
@@ -27,16 +30,38 @@ class Section:
     """Number of left-aligned columns."""
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
+    values: Sequence[Mapping[str, Any]] = ()
+    """Plain numbers for the CSV and JSON of each row of the comparison, by name; the same names in all rows."""
 
 
 def sections(comparison: Comparison) -> list[Section]:
-    """Sections of a comparison; none for runs that are neither tuned nor of an adaptive study."""
+    """Sections of a comparison: of tuned runs, of an adaptive study or a ladder, and those of extensions."""
     found = []
     if comparison.tuning is not None:
         found.append(_tuned(comparison, comparison.tuning))
     if comparison.learnt is not None:
         found += [_ranking(comparison.learnt), _marginals(comparison.learnt)]
+    if comparison.ladder is not None:
+        found.append(_ladder(comparison.ladder))
+    found += comparison.added_sections
     return [section for section in found if section.rows]
+
+
+def _ladder(ladder: LadderOutcome) -> Section:
+    with_arms, title = len(ladder.arms) > 1, _title(ladder.metric)
+    heads = ("size", "length", "parameters N", "tokens D", "FLOPs C")
+    heads += tuple(f"{title}, {arm}" if arm else title for arm in ladder.arms)
+    heads += ("n", *["compute multiplier"] * with_arms)
+    rows = []
+    for row in ladder.rows:
+        seeds = [list(row.losses[arm].values()) for arm in ladder.arms]
+        cells = [f"{fmean(losses):.4f}" if losses else NONE for losses in seeds]
+        multiplier = NONE if row.multiplier is None else times(row.multiplier)
+        flops = next(iter(row.flops.values()))
+        sizes = [row.scale.partition("=")[2], f"{row.per_parameter}N", f"{row.parameters:,}", f"{row.tokens:,}"]
+        counts = " and ".join(dict.fromkeys(str(len(losses)) for losses in seeds))
+        rows.append((*sizes, f"{flops:.3g}", *cells, counts, *[multiplier] * with_arms))
+    return Section("Ladder of sizes, by final losses", heads, 2, tuple(rows), tuple(ladder.sentences))
 
 
 def _tuned(comparison: Comparison, tuning: Tuning) -> Section:
@@ -76,7 +101,7 @@ def _reached(found: Reached, text: Callable[[float], str]) -> str:
 def _bounds(estimate: Estimate, text: Callable[[float], str]) -> str:
     if estimate.low is None or estimate.high is None:
         return ""
-    return f" [{text(max(0.0, estimate.low))}, {text(estimate.high)}]"
+    return f" [{text(estimate.low)}, {text(estimate.high)}]"
 
 
 def _tuning_notes(comparison: Comparison, tuning: Tuning) -> Iterator[str]:
@@ -100,7 +125,9 @@ def _tuning_notes(comparison: Comparison, tuning: Tuning) -> Iterator[str]:
     if untuned := [group.label for group in tuning.groups if group.edge == "one value"]:
         yield f"One value of {tuning.short}, so that it is not tuned: {'; '.join(untuned)}."
     cells = [cell for group in tuning.groups for cell in _group_row(comparison.main, tuning, group)]
-    brackets = " Brackets are 95 % intervals over seeds." if any("[" in cell for cell in cells) else ""
+    brackets = ""
+    if any("[" in cell for cell in cells):
+        brackets = " Brackets are 95 % intervals over seeds; those of steps and time end with the longest run."
     yield (
         f"Steps and time to the training loss that {base.label} at its best ends with, seed by seed; time is that of "
         f"training alone, at the run's mean speed.{brackets}"

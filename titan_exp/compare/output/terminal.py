@@ -23,7 +23,7 @@ NARROWEST = 8
 BETWEEN = 3
 """Width of the space around a column."""
 ROW = "row"
-"""Column of row numbers, where the other key columns do not distinguish the rows."""
+"""Column of row numbers, for tables whose other key columns do not distinguish the rows."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class FittedTable:
     shortened: tuple[str, ...] = ()
     """Key columns with shortened texts."""
     labels: tuple[str, ...] = ()
-    """Keys and values of each row, if rows have numbers."""
+    """Keys and values of each row, if rows are numbered."""
 
     def notes(self, width: int) -> list[str]:
         """Sentences about omitted and shortened columns, and the keys of numbered rows."""
@@ -49,8 +49,8 @@ class FittedTable:
 
 
 def fit_keys(table: TextTable, width: int, beside: int) -> FittedTable:
-    """Shorten texts of key columns, then leave columns out, until the key columns fit beside columns of width
-    `beside`. Numbers are never shortened. Columns without which rows stay distinct are left out first."""
+    """Fit the key columns beside columns of width `beside`, by shortening their texts, then leaving columns out.
+    Numbers are never shortened. Columns that are not needed to distinguish rows go first."""
     places = list(range(len(table.keys)))
     while True:
         natural = [_column_width(table, place) for place in places]
@@ -71,7 +71,7 @@ def _column_width(table: TextTable, place: int) -> int:
 
 
 def _least_width(table: TextTable, place: int) -> int:
-    """Width below which a column cannot be shortened: that of its numbers."""
+    """Width below which a column cannot be shortened, set by its numbers."""
     numbers = max((cell_len(row.keys[place]) for row in table.rows if _has_number(row.keys[place])), default=0)
     return min(_column_width(table, place), max(NARROWEST, numbers))
 
@@ -82,7 +82,7 @@ def _has_number(text: str) -> bool:
 
 
 def _shrunk(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Widths of columns: natural where they fit, else the widest are shrunk first."""
+    """Widths of columns: natural if they fit; otherwise the widest shrink first."""
     widths = list(natural)
     while sum(widths) + BETWEEN * len(widths) > room:
         over = [place for place in range(len(widths)) if widths[place] > least[place]]
@@ -116,7 +116,7 @@ def _numbered(table: TextTable, fitted: FittedTable) -> FittedTable:
 
 
 def _expendable(table: TextTable, places: Sequence[int]) -> int:
-    """Last column without which as many rows are distinct, else the last."""
+    """Last column that is not needed to distinguish rows, else the last column."""
 
     def distinct(kept: Sequence[int]) -> int:
         return len({tuple(row.keys[place] for place in kept) for row in table.rows})
@@ -133,7 +133,7 @@ FINDINGS = 12
 
 
 def show(comparison: Comparison, console: Console, *, every_key: bool = False) -> None:
-    """Print a comparison in tables that fit the width: metrics are never cut, keys are unless `every_key`."""
+    """Print a comparison in tables that fit the width. Metrics are never cut; keys are, unless `every_key`."""
     console.print(Text.assemble((comparison.name, "bold"), "  ", heading(comparison)))
     if comparison.study and comparison.study.question:
         console.print(Text(comparison.study.question, style="italic"))
@@ -154,10 +154,8 @@ def show(comparison: Comparison, console: Console, *, every_key: bool = False) -
     if marks := legend(whole):
         console.print(Text(marks, style=QUIET))
     for section in sections(comparison):
-        console.print(_section_table(section))
-        for note in section.notes:
-            console.print(Text(note, style=QUIET))
-    # At equal tokens, that is at the first rung, differences to the best point say little.
+        show_section(section, console)
+    # At equal tokens, which means at the first rung, differences to the best point say little.
     halved = comparison.learnt is not None and comparison.learnt.rungs
     for sentence in [] if halved else findings(comparison)[:FINDINGS]:
         console.print(Text(f"• {sentence}"))
@@ -165,6 +163,13 @@ def show(comparison: Comparison, console: Console, *, every_key: bool = False) -
         console.print(_scaling_table(series))
     for sentence in [*stands_for(comparison), *remarks(comparison, layout_checks(comparison.runs))]:
         console.print(Text(sentence, style="bold red" if "MORE THAN ROUNDING" in sentence else QUIET))
+
+
+def show_section(section: Section, console: Console) -> None:
+    """Print a table with its notes."""
+    console.print(_section_table(section))
+    for note in section.notes:
+        console.print(Text(note, style=QUIET))
 
 
 def _table(found: TextTable, metrics: Sequence[int]) -> Table:
@@ -178,7 +183,7 @@ def _table(found: TextTable, metrics: Sequence[int]) -> Table:
     for place in metrics:
         table.add_column(Text(head(found.metrics[place])), justify="right", no_wrap=True)
     for row in found.rows:
-        between = [str(row.n)] if found.has_seeds else []
+        between = [row.n] if found.has_seeds else []
         between += [row.state] if found.has_states else []
         cells = [_cell(row.cells[place], baseline=row.is_baseline) for place in metrics]
         table.add_row(*map(Text, row.keys), *map(Text, between), *cells)
@@ -209,7 +214,7 @@ def _width(found: TextTable, metrics: Sequence[int]) -> int:
     """Table width in characters, without wrapping."""
     columns = [[name, *(row.keys[place] for row in found.rows)] for place, name in enumerate(found.keys)]
     columns += [["state", *(row.state for row in found.rows)]] if found.has_states else []
-    columns += [["n", *(str(row.n) for row in found.rows)]] if found.has_seeds else []
+    columns += [["n", *(row.n for row in found.rows)]] if found.has_seeds else []
     for place in metrics:
         cells = [_cell(row.cells[place], baseline=row.is_baseline) for row in found.rows]
         lines = [line for cell in [Text(head(found.metrics[place])), *cells] for line in cell.plain.splitlines()]

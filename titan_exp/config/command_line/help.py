@@ -26,6 +26,7 @@ from titan_exp.config.errors.user_error import shown
 from titan_exp.config.extension import load, provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.config_groups import groups_for
+from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.builtins import BYTES_VOCABULARY
 from titan_exp.config.schema.identity_keys import COUNTS_BESIDE, flatten, idle_keys, is_among
 from titan_exp.config.schema.schema import choices_of, hints
@@ -36,7 +37,7 @@ titan-exp train: compose a run, check it, launch it.
 
   titan-exp train [group=option ...] [key=value ...] [flags]
 
-Groups: one option of each, * marks the chosen ones
+Groups: a run takes one option of each, and * marks the ones chosen now
 {chosen}
 
 Overlays: presets of several groups, added with +
@@ -50,14 +51,15 @@ Examples
 
 Flags
   --cfg job --resolve    print the composed configuration with every key, and run nothing
-  --info defaults        print which files it was composed from
+  --info defaults        print the files that it comes from
   --dry-run              check the run, and print what would start, with its job script
+  --json                 print one JSON document, and all text for people on standard error
   -m, --multirun         run every combination of comma-separated values
                          (--dry-run prints all points, --skip leaves out what cannot run, --jobs 2 runs two at a time)
   --config-dir FOLDER    find groups and options of your own in a folder
   --hydra-help           print Hydra's other flags
 
-Groups of your own also come from packages: hydra.searchpath=[pkg://my_package.conf]
+You can also keep groups of your own in a package: hydra.searchpath=[pkg://my_package.conf]
 Tab completion in bash: eval "$(titan-exp train -sc install=bash)\"
 """
 
@@ -155,13 +157,22 @@ def takes_override(verb: str, offer: str) -> bool:
 
 
 FEW_ROWS = 10
-"""Rows of the embedding for each token of the tokenizer `bytes` above which a model is no toy."""
+"""Rows of the embedding for each token of the tokenizer `bytes` above which a model is not a toy."""
 
 
 def remarks(overrides: Sequence[str], experiment: Experiment) -> Iterator[str]:
     """Sentences about a composed run, printed before it is planned or launched."""
     yield from _idle_overrides(overrides, experiment)
     yield from forgotten_tokenizer(overrides, experiment)
+    yield from forgotten_precision(overrides, experiment)
+
+
+def forgotten_precision(overrides: Sequence[str], experiment: Experiment) -> Iterator[str]:
+    """A sentence if a run on GPUs computes in fp32 by default."""
+    key, value = "training.mixed_precision", experiment.training.mixed_precision
+    typed = any(override.lstrip("+").startswith(f"{key}=") for override in overrides)
+    if value == "fp32" and not typed and device_type(experiment.cluster) == "cuda":
+        yield f"{key}=fp32 is the default, and slow on GPUs. Use {key}=bf16, or type {key}=fp32 if you mean it"
 
 
 def forgotten_tokenizer(overrides: Sequence[str], experiment: Experiment) -> Iterator[str]:
@@ -170,8 +181,8 @@ def forgotten_tokenizer(overrides: Sequence[str], experiment: Experiment) -> Ite
     typed = any(override.lstrip("+").startswith(f"{key}=") for override in overrides)
     if experiment.data.tokenizer == "bytes" and not typed and rows > FEW_ROWS * BYTES_VOCABULARY:
         yield (
-            f"{key}=bytes, the default, uses {BYTES_VOCABULARY} of the model's {rows:,} tokens: name the model's own, "
-            f"{key}=FOLDER, or type {key}=bytes if bytes are meant"
+            f"{key}=bytes, the default, uses only {BYTES_VOCABULARY} of the model's {rows:,} tokens. Name the model's "
+            f"own tokenizer with {key}=FOLDER, or type {key}=bytes if you mean bytes"
         )
 
 

@@ -28,7 +28,7 @@ def options_help(usage: str, kind: type) -> str:
         lines.append(f"  {option_name(kind, field)}{default}")
         meaning = " ".join(docstrings(kind).get(field.name, "").split())
         lines += textwrap.wrap(meaning, 112, initial_indent="      ", subsequent_indent="      ")
-    return "\n".join([*lines, "", "An option may also be written --name value or --name=value.", ""])
+    return "\n".join([*lines, "", "You can also write an option as --name value or --name=value.", ""])
 
 
 def option_name(kind: type, field: dataclasses.Field[Any]) -> str:
@@ -54,8 +54,10 @@ def parse_options(kind: type[Options], argv: Sequence[str], *, positional: Seque
             for key, _, value in pairs
         ]
         if bare:
-            remedy = did_you_mean(bare, names) or f"an option is name=value, quoted if it contains spaces; {known}"
-            remedy = f"text to continue is prompt='{bare}'" if "prompt" in names else remedy
+            remedy = (
+                did_you_mean(bare, names) or f"write an option as name=value, in quotes if it contains spaces: {known}"
+            )
+            remedy = f"to continue this text, write prompt='{bare}'" if "prompt" in names else remedy
             found.append(Violation(bare, "", "no option has this name", remedy))
         raise _refused(found)
     return options
@@ -105,6 +107,13 @@ def take_options(
             field = str(detail["loc"][0])
             violations.append(from_pydantic(detail, field, fields[field], docstrings(kind).get(field, "")))
         raise _refused(violations) from error
+
+
+def require_alone(name: str, value: str, argv: Sequence[str]) -> None:
+    """Raise UserError if there are other arguments beside an option that takes none."""
+    if others := [f"{word.partition('=')[0]}=" for word in argv if not word.startswith(f"{name}=")]:
+        remedy = f"leave {listed(others, 'and')} out"
+        raise _refused([Violation(name, value, "it takes no other arguments", remedy)])
 
 
 def take_runs(argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -165,7 +174,7 @@ def _verb(kind: type) -> str:
 
 
 def _refused(violations: Sequence[Violation]) -> UserError:
-    return UserError("The options cannot be read.", violations)
+    return UserError("Cannot read these options.", violations)
 
 
 def _flag(name: str) -> str:
@@ -178,14 +187,14 @@ def _unknown(word: str, after: str, own: Sequence[str], foreign: Iterable[str], 
         return f"{word}: {reason}"
     key = word.lstrip("-") + (f"={after}" if after else "")
     if keys := _keys_like(key, (*own, *foreign), exactly=True):
-        return f"{word}: keys are set without dashes: {keys}"
+        return f"{word}: set a key without dashes: {keys}"
     # Hydra's --run is what a command does anyway; a single letter resembles every other.
     flags = [flag for flag in (*own, *foreign) if flag.startswith("--") and flag != "--run"]
     offer = did_you_mean(word.partition("=")[0], flags) if word.startswith("--") or len(word) > 2 else ""
     if not offer and (keys := _keys_like(key, (*own, *foreign))):
-        return f"{word}: keys are set without dashes: {keys}"
+        return f"{word}: set a key without dashes: {keys}"
     known = f"titan-exp {verb} has {listed(sorted({flag for flag in own if flag.startswith('--')}) or ['none'], 'and')}"
-    return f"{word}: unknown flag; {offer or known}"
+    return f"{word}: unknown flag. {offer[:1].upper()}{offer[1:] or known}"
 
 
 def _keys_like(typed: str, flags: Sequence[str], *, exactly: bool = False) -> str:
@@ -219,8 +228,8 @@ VALUED = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-na
 VALUED += ("--info", "-i")
 """Hydra's flags with a value."""
 
-SWEEP_SWITCHES = ("--dry-run", "--prune", "--yes", "--skip")
-"""Flags of sweeps without a value; `--jobs` has one."""
+SWEEP_SWITCHES = ("--dry-run", "--json", "--prune", "--yes", "--skip")
+"""Flags of sweeps without a value, the first two also of `train`; `--jobs` has one."""
 
 VIEWS = ("job", "hydra", "all")
 """Values of `--cfg`."""
@@ -253,7 +262,7 @@ class Arguments:
 def read_arguments(argv: Sequence[str]) -> Arguments:
     """Separate Hydra's flags from overrides."""
     if any(word.partition("=")[0] == "--experimental-rerun" for word in argv):
-        raise UserError("--experimental-rerun: a run is repeated by titan-exp train --config-path runs/NAME/ID.")
+        raise UserError("--experimental-rerun: to repeat a run, type titan-exp train --config-path runs/NAME/ID.")
     pairs = zip(argv, [*argv[1:], ""], strict=False)
     complete = [f"{word}=all" if word in ("--info", "-i") and after not in TOPICS else word for word, after in pairs]
     found, overrides = take_flags(
@@ -263,7 +272,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     for name, value in found.items():
         known = VIEWS if name in ("--cfg", "-c") else TOPICS if name in ("--info", "-i") else ()
         if known and value not in known:
-            file = "; a configuration file is --config-path FILE" if Path(str(value)).suffix else ""
+            file = ", or give a configuration file with --config-path FILE" if Path(str(value)).suffix else ""
             raise UserError(f"{name} {value}: choose {listed(known)}{file}.")
         if name in ("--config-path", "-cp"):
             flags += _own_config(str(value))

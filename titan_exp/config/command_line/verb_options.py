@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Interval, Predicate
+from annotated_types import Gt, Interval, Lt, Predicate
 
 from titan_exp.config.extension import extended
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -28,7 +28,7 @@ class RunsOptions:
     """Options of every verb that reads runs."""
 
     runs: str = ""
-    """Folder of all run folders; by default that of `train`, which is runs."""
+    """Folder of all run folders; by default that of `train`, which is `runs`."""
 
 
 @extended("generate", what="options")
@@ -38,20 +38,21 @@ class GenerateOptions(RunsOptions):
 
     run: str = ""
     """Run, one of its checkpoints, a Hugging Face folder, anything else that `convert` reads, or the URL of one of
-    these; empty is the run that was last saved."""
+    these. By default it is the run that was saved last."""
     step: Count = 0
     """Step of the run's checkpoint; 0 is the newest."""
     averaged: bool | None = None
     """Read the averaged weights of a run with `weight_average`; by default no text is written with them, and other
     outputs are made with them."""
     prompt: str = ""
-    """Text to continue, or to make another output from; empty begins a new document. Several prompts are separate."""
+    """Text to continue, or to make another output from. An empty one begins a new document. Several prompts are
+    separate."""
     prompts: str = ""
-    """File with a prompt on each line, besides those given by `prompt`."""
+    """File with a prompt on each line. They join those given by `prompt`."""
     tokens: PositiveInt = 400
-    """Maximum number of new tokens; generation stops at end-of-text."""
+    """Largest number of new tokens. Generation also stops at end-of-text."""
     temperature: NonNegativeFloat = 0.8
-    """Sampling temperature: 0 is greedy, 1 samples from the model's distribution."""
+    """Sampling temperature: 0 is greedy, and 1 samples from the model's distribution."""
     top_k: Count = 0
     """Top-k sampling (Fan et al. 2018); 0 disables it."""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 0.95
@@ -63,7 +64,8 @@ class GenerateOptions(RunsOptions):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of weights and compute."""
     tp: PositiveInt = 1
-    """Tensor-parallel degree, one process per GPU. Weights and KV cache are sharded; the text stays the same."""
+    """Tensor-parallel degree, with one process per GPU. Weights and KV cache are sharded, and the text stays the
+    same."""
     trust: bool = False
     """Import code that the configuration names, though you did not launch the run."""
 
@@ -81,25 +83,27 @@ class ConvertOptions(RunsOptions):
     `*.safetensors` of Black Forest Labs, a former target, or the URL of one of these (`s3://bucket/...`), which is
     downloaded once into `runs/.cache/remote`."""
     target: str = ""
-    """Folder to write, or a file for format torch; it must not exist. For a URL the files are uploaded from
+    """Folder to write, or a file for format torch, which must not exist. For a URL, the files are uploaded from
     `runs/.cache/remote`."""
     format: Literal["auto", "bfl", "dcp", "diffusers", "huggingface", "llama", "safetensors", "torch", "torchtune"] = (
         "auto"
     )
-    """`auto` is torch for a target that ends in .pt, else huggingface or diffusers from ours (safetensors for an
-    architecture without their names) and dcp from the others. `safetensors` and `torch` keep the model's own names;
-    `bfl` are those of Black Forest Labs."""
+    """Format of the target. `auto` is torch for a target that ends in .pt. Otherwise it is huggingface or diffusers
+    from ours (safetensors for an architecture without their names), and dcp from the others. `safetensors` and `torch`
+    keep the model's own names, and `bfl` has those of Black Forest Labs."""
     dtype: Literal["keep", "bf16", "fp32"] = "keep"
-    """Type of the written weights; `keep` changes no bit."""
+    """Dtype of the written weights; `keep` changes no bit."""
     step: Count = 0
     """Step of the run's checkpoint; 0 is the newest."""
     averaged: bool = False
     """Read the averaged weights of a run with `weight_average`."""
     file_gb: PositiveFloat = 5.0
-    """Size of a safetensors file in 10⁹ bytes; a larger tensor is alone in its own."""
+    """Size of a safetensors file in 10⁹ bytes. A larger tensor has a file of its own."""
     model: str = "auto"
-    """`auto` is the family of the folder's `model_type`. The name of a family that takes any type, such as
+    """Model family of a folder; `auto` is that of its `model_type`. The name of a family that takes any type, such as
     `huggingface`, also takes one of no other family, and keeps its own names."""
+    json: bool = False
+    """Print JSON."""
     trust: bool = False
     """Import code that the configuration names, though you did not launch the run."""
 
@@ -109,13 +113,14 @@ class DownloadOptions:
     """Options of `titan-exp download`."""
 
     repo: str = ""
-    """OWNER/NAME on the hub."""
+    """Repository on the hub, as OWNER/NAME."""
     target: str = ""
-    """Folder; empty is downloads/NAME."""
+    """Folder to write; downloads/NAME by default."""
     files: Literal["tokenizer", "config", "weights", "original", "all"] = "weights"
-    """`weights` is safetensors with configuration and tokenizer; `original` is Meta's consolidated.*.pth with them."""
+    """Files to download: `weights` is safetensors with configuration and tokenizer, and `original` is Meta's
+    consolidated.*.pth with them."""
     revision: str = ""
-    """Branch, tag or commit; empty is the newest of the main branch."""
+    """Branch, tag or commit. By default it is the newest of the main branch."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +130,15 @@ class TokenizeOptions:
     out: str = ""
     """Folder of the store to make, such as stores/mine."""
     workers: Count = 0
-    """Processes that tokenize; 0 is one for every core. The store does not depend on it."""
+    """Number of processes that tokenize; 0 takes one for every core. The store does not depend on it."""
     parts: PositiveInt = 32
-    """Parts that are tokenized independently, where any document can be read at once; a stream has its own (files)."""
+    """Number of parts that are tokenized independently, if any document can be read at once. A stream has parts of its
+    own (files)."""
     shard_tokens: PositiveInt = 2**27
-    """Tokens after which a shard is full and safe from a death; the document that fills it is its last."""
+    """Number of tokens after which a shard is full and survives a death. The document that fills it is its last."""
     shuffle: Count = 0
-    """Seed of the order of documents in the store, where any document can be read at once; 0 keeps the source's order.
-    Training shuffles windows of tokens; what stands beside what within a window is this order's."""
+    """Seed of the order of documents in the store, if any document can be read at once; 0 keeps the source's order.
+    Training shuffles windows of tokens, and this order says what stands side by side within a window."""
     check: str = ""
     """Folder of a finished store to read and compare with its checksums, instead of making one."""
 
@@ -146,7 +152,8 @@ class EvaluateOptions(RunsOptions):
     averaged: bool = False
     """Read the averaged weights of a run with `weight_average`."""
     split: Literal["held_out", "all"] = "held_out"
-    """`held_out` is the documents that training holds out; `all` is every document of the source."""
+    """Documents to evaluate on: `held_out` has those that training holds out, and `all` has every document of the
+    source."""
     json: bool = False
     """Print JSON."""
     trust: bool = False
@@ -160,15 +167,15 @@ class CompareOptions(RunsOptions):
     baseline: str = ""
     """Baseline row: its label, such as lr=0.003 tp=1, or a run id."""
     metrics: str = ""
-    """Metrics with commas between, the main one first; also any key of metrics.jsonl."""
+    """Metrics to compare, separated by commas, the main one first. Any key of metrics.jsonl is one, too."""
     at: str = "least"
-    """Token budget: least (the least advanced run), done (the least advanced finished run), end (each run's own end),
-    or a number of tokens (30720, 1e9, 2.5B)."""
+    """Token budget: least (that of the least advanced run), done (that of the least advanced finished run), end (each
+    run's own end, as of every ladder), or a number of tokens (30720, 1e9, 2.5B)."""
     target: float | None = None
-    """Also compare the tokens until the smoothed training loss reaches this loss."""
+    """Training loss. Runs are then also compared by the tokens until their smoothed loss reaches it."""
     tune: str | None = None
-    """Key, such as lr, over which every group of runs (an optimizer) is compared at its best value; by default the
-    study's, none for none."""
+    """Key, such as lr, over which every group of runs (an optimizer) is compared at its best value. By default it is
+    the study's; none tunes nothing."""
     markdown: bool | str = False
     """Print Markdown instead of the table; markdown=FILE writes it as well, likewise for the next formats."""
     csv: bool | str = False
@@ -178,13 +185,18 @@ class CompareOptions(RunsOptions):
     json: bool | str = False
     """Print JSON."""
     html: str = ""
-    """File of the page; empty is compare.html beside the runs, none writes no page."""
+    """File of the page. By default it is compare.html beside the runs; none writes no page."""
     from_wandb: WandbPlace = ""
-    """ENTITY/PROJECT of W&B to read runs from; the words are W&B run ids, none selects all."""
+    """ENTITY/PROJECT of W&B to read runs from. The words are then W&B run ids; without any, all runs are read."""
     group: str = ""
-    """W&B group, which is a study; with from_wandb."""
+    """W&B group, which is a study, with from_wandb."""
     to_wandb: WandbPlace = ""
     """ENTITY/PROJECT of W&B to write the table and a report to."""
+    discoveries: bool = False
+    """Judge all registered questions under paths.runs together, instead of comparing runs. Names of studies narrow what
+    is shown, not what counts."""
+    alpha: Annotated[float, Gt(0), Lt(1)] = 0.05
+    """False discovery rate, at most, with --discoveries."""
 
     @property
     def formats(self) -> dict[str, bool | str]:
@@ -198,9 +210,9 @@ class PlanOptions:
     """Options of `titan-exp plan`."""
 
     device: str | None = None
-    """Device: a100, h100, h100_500w, h200, b200, mi300x; by default cluster.gpu_type."""
+    """Device: a100, h100, h100_500w, h200, b200 or mi300x; cluster.gpu_type by default."""
     ranks: Annotated[str, Predicate(rank_list)] = ""
-    """Pipeline ranks to predict, as in 0,15; by default all."""
+    """Pipeline ranks to predict, as in 0,15; all by default."""
     html: str | None = None
     """File of a page with the shards of every rank, the pipeline schedule and memory over a step."""
     trace: str | None = None
@@ -225,20 +237,20 @@ class PlanSearchOptions:
     """Options of `titan-exp plan search`."""
 
     gpus: PositiveInt | None = None
-    """Number of GPUs; by default all of the cluster group."""
+    """Number of GPUs; all of the cluster group by default."""
     tokens: PositiveFloat | None = None
-    """Tokens of the run, for GPU-hours and days, as in 15e12."""
+    """Number of tokens of the run, as in 15e12, from which GPU-hours and days follow."""
     global_batch_size: PositiveInt | None = None
-    """Same as training.global_batch_size."""
+    """Number of sequences per optimizer step, as training.global_batch_size."""
     limit: PositiveInt = 10
     """Number of layouts to print."""
     seconds: PositiveFloat | None = None
-    """Time for the search; prints the best layouts until then, as Ctrl-C does. By default it ends when no other layout
-    can be faster."""
+    """Time limit of the command in seconds. It then prints the best layouts found, as Ctrl-C and SIGTERM do. By default
+    the search ends when no other layout can be faster."""
     device: str | None = None
-    """Device: a100, h100, h100_500w, h200, b200, mi300x; by default cluster.gpu_type."""
+    """Device: a100, h100, h100_500w, h200, b200 or mi300x; cluster.gpu_type by default."""
     recipes: str | None = None
-    """Recipes to choose from beside the run's, as in float8_rowwise,mxfp8. By default the run's stays."""
+    """Recipes to choose from besides the run's, as in float8_rowwise,mxfp8. By default the run's stays."""
     json: bool = False
     """Print JSON, in bytes and seconds."""
     trust: bool = False
@@ -285,9 +297,9 @@ class LogsOptions(RunsOptions):
     follow: bool = False
     """Follow the log through later attempts until the run ends; also -f."""
     rank: Count | None = None
-    """Rank; by default the first to fail, or 0."""
+    """Rank whose log is printed; by default the first to fail, or 0."""
     attempt: Count | None = None
-    """Attempt, from 1; by default the last."""
+    """Attempt, counted from 1; by default the last."""
     group: Count | None = None
     """Group of a run with several, at its newest start; by default the first to fail, or 0."""
 
@@ -296,6 +308,9 @@ class LogsOptions(RunsOptions):
 class CancelOptions(RunsOptions):
     """Options of `titan-exp cancel`."""
 
+    json: bool = False
+    """Print JSON."""
+
 
 @dataclass(frozen=True)
 class RetryOptions(RunsOptions):
@@ -303,3 +318,5 @@ class RetryOptions(RunsOptions):
 
     trust: bool = False
     """Restart also a run that another user launched, if its configuration names code."""
+    json: bool = False
+    """Print JSON."""

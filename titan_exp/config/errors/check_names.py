@@ -1,5 +1,6 @@
 """Name check of overrides: unknown keys, groups and options, with the nearest names, and files of options."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,8 @@ from titan_exp.config.schema.schema import annotation_of, is_list, other_names, 
 
 _FAILS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
 """Exceptions of Hydra for an option that cannot be composed."""
+_CLASSES = {"optimizer": "name", "data": "source"}
+"""Key that takes the import path of a class of the user's own, by group."""
 
 
 class NameCheck:
@@ -83,7 +86,7 @@ class NameCheck:
             chosen = self.chosen.get(key)
             if override.value() not in (None, chosen):
                 reason = f"the option of this group is {chosen or 'not chosen'}"
-                yield Violation(f"~{key}", override.value(), reason, f"to replace it: {key}=OPTION")
+                yield Violation(f"~{key}", override.value(), reason, f"to replace it, type {key}=OPTION")
             return
         if isinstance(override.value(), dict):
             yield from self._check_values(key, override)
@@ -99,21 +102,26 @@ class NameCheck:
                     f"++{key}", option, "plus signs add keys, not options", f"leave them out: {key}={option}"
                 )
             elif override.is_add() and key in self.chosen and override.package is None:
-                reason = "this group has its option already"
+                reason = "this group already has an option"
                 yield Violation(f"+{key}", option, reason, f"leave the plus out: {key}={option}")
             elif key not in self.chosen and self.groups.values.groups:
-                reason = "it chooses options of groups, and this file holds values"
+                reason = "this chooses an option, and your file holds values in place of options"
                 yield Violation(
                     override.get_key_element(),
                     option,
                     reason,
-                    f"begin from the defaults: titan-exp train +{key}={option}",
+                    f"begin from the defaults instead: titan-exp train +{key}={option}",
                 )
             elif not override.is_add() and key not in self.chosen:
-                reason = "this group has no option by default, so none can be replaced"
+                reason = "this group has no option yet, so there is none to replace"
                 if "/" in key:
                     parent = key.rpartition("/")[0]
-                    yield Violation(key, option, f"the options of {parent} choose it", f"choose one: {parent}=OPTION")
+                    yield Violation(
+                        key,
+                        option,
+                        f"each option of {parent} chooses it for you",
+                        f"choose one of those: {parent}=OPTION",
+                    )
                     continue
                 yield Violation(key, option, reason, f"add it with a plus: +{key}={option}")
 
@@ -139,14 +147,18 @@ class NameCheck:
             return
         value = "" if override.is_delete() else str(override.input_line).partition("=")[2]
         if str(annotation_of(parent)).startswith("dict"):
-            remedy = f"{parent} has no such key" if override.is_delete() else f"add it with a plus: +{key}={value}"
+            remedy = f"add it with a plus: +{key}={value}"
+            if override.is_delete():
+                remedy = f"leave it out, since {parent} has no such key"
             if isinstance(node, dict) and (offer := did_you_mean(name, [str(other) for other in node])):
                 remedy = f"{offer} Otherwise {remedy}"
-            yield Violation(key, value, "these keyword arguments do not have it yet", remedy)
+            yield Violation(key, value, "no argument has this name yet", remedy)
             return
         if name in own_keys(parent, node):
             reason = f"{parent}={self.chosen[parent]} leaves it at its default"
-            yield Violation(key, value, reason, f"add it with a plus: +{key}={value}; or list it in the option's file")
+            yield Violation(
+                key, value, reason, f"add it with a plus: +{key}={value}, or write it into the file of the option"
+            )
             return
         meant = other_names(key)
         if not parents and not meant and isinstance(override.value(), str) and (groups := nearest(key, self.names)):
@@ -159,13 +171,16 @@ class NameCheck:
         homes = listed(options)
         if options and found[0] == key:
             reason = f"{group}={self.chosen[group]} does not have this key"
-            yield Violation(key, value, reason, f"it comes with {homes}")
+            yield Violation(key, value, reason, f"use it with {homes}")
             return
         offer = f"did you mean {found[0]}? It comes with {homes}." if options else ""
         offer = offer or (f"did you mean {listed(found)}?" if found else "")
         inside = f"{parent} has {listed(node, 'and')}" if parents and isinstance(node, dict) else ""
         yield Violation(
-            key, value, lacking(key) or "unknown key", offer or inside or "titan-exp train --cfg job prints every key"
+            key,
+            value,
+            lacking(key) or "unknown key",
+            offer or inside or "type titan-exp train --cfg job to see every key",
         )
 
     def _swept_nodes(self, parents: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -194,24 +209,26 @@ class NameCheck:
         offer = did_you_mean(str(option), options)
         remedy = f"{offer} The options are {listed(options, 'and')}." if offer else f"choose {listed(options)}"
         if group == "experiment":
-            remedy += f" (the run's name is experiment.name={option})"
+            remedy += f" (to name the run, type experiment.name={option})"
         text = str(option)
-        if group == "data" and ("/" in text or Path(text[:255]).exists()):
-            remedy = f"for files of your own: data=text data.paths='[{text}]'"
+        if group in _CLASSES and re.fullmatch(r"[A-Za-z_]\w{,99}", text) and Path(f"{text}.py").is_file():
+            remedy += f"; for a class of your own in {text}.py, type {group}.{_CLASSES[group]}={text}.CLASS"
+        elif group == "data" and ("/" in text or Path(text[:255]).exists()):
+            remedy = f"to read files of your own, type data=text data.paths='[{text}]'"
         folders = [path for folder in self.groups.folders if (path := folder / group / f"{text[:200]}.yaml").is_dir()]
         if folders:
-            return Violation(group, option, f"{folders[0]} is a folder", "an option is a YAML file")
+            return Violation(group, option, f"{folders[0]} is a folder", "give the name of a YAML file")
         return Violation(group, option, lacking(f"{group}={option}") or "this group has no such option", remedy)
 
 
 def _one_value(override: Override, *, is_group: bool) -> Violation:
     """Violation of a sweep without `-m`."""
     key, _, value = str(override.input_line).partition("=")
-    several = f"for a run with each, add --multirun: titan-exp train -m {key}={value}"
+    several = f"start a run with each: titan-exp train -m {key}={value}"
     if is_list(annotation_of(key)):
-        return Violation(key, value, "a list is written in brackets", f"write {key}='[{value}]'")
+        return Violation(key, value, "a list needs brackets", f"write {key}='[{value}]'")
     if not is_group and annotation_of(key) in (str, str | None):
-        several = f"as one text: {key}='\"{value}\"'; {several}"
+        several = f"write it as one text: {key}='\"{value}\"', or {several}"
     return Violation(key, value, "one run takes one value", several)
 
 

@@ -58,13 +58,31 @@ def joined_words(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def unreadable(text: str, before: str, options: Mapping[str, Sequence[str]]) -> Violation:
-    """Violation of a word that is no override; `before` is the word typed before it, `options` are those by group."""
+    """Violation of a word that is not an override. `before` is the word typed before it, and `options` are those by
+    group."""
     key, equals, value = text.partition("=")
     if not equals:
         return Violation(text, "", "an override is key=value, without spaces", _for_word(text, before, options))
     if not text.startswith(FREE_TEXT) and (" " in key or value.startswith(" ")):
         return Violation(text, "", "an override is key=value, without spaces", f"type {''.join(text.split())}")
-    return Violation(key, value, "this value cannot be read", _for_value(key, value))
+    return Violation(key, value, "Hydra cannot read this value", _for_value(key, value))
+
+
+def unreadable_in_study(overrides: Sequence[str]) -> list[Violation]:
+    """Violations of the overrides in a study's file that Hydra cannot read; each remedy is a line of YAML."""
+    found = []
+    for text in dict.fromkeys(overrides):
+        if not _is_readable(text):
+            key, _, value = text.partition("=")
+            inner = value.strip("'\"").replace("\\", "\\\\").replace('"', '\\"')
+            try:
+                grammar_parser.parse(value)
+            except GrammarParseError:
+                inner = inner.replace("${", "\\${")  # text, as it is not an interpolation
+            line = f'{key}="{inner}"'.replace("'", "''")
+            remedy = f"quote it in the file, once for YAML and once for Hydra: '{line}'"
+            found.append(Violation(key, value, "Hydra cannot read this value", remedy))
+    return found
 
 
 def _for_word(text: str, before: str, options: Mapping[str, Sequence[str]]) -> str:
@@ -72,15 +90,15 @@ def _for_word(text: str, before: str, options: Mapping[str, Sequence[str]]) -> s
     pair = re.fullmatch(r"([\w./]+):\s*(.+)", text)
     name = text.strip("=:+~ ")
     key, equals, value = before.partition("=")
-    remedy = "for example training.steps=100"
+    remedy = "type it as in training.steps=100"
     if pair:
         remedy = f"type {pair[1]}={pair[2]}"
     elif groups:
         remedy = f"type {listed(groups)}"
     elif name in keys():
-        remedy = f"for example {name}=..., or titan-exp train --cfg job to see its value"
+        remedy = f"give it a value, for example {name}=..., or see its value with titan-exp train --cfg job"
     elif Path(text).suffix in (".yaml", ".yml"):
-        remedy = f"to train from a configuration file: titan-exp train --config-path {text}"
+        remedy = f"to train from a configuration file, type titan-exp train --config-path {text}"
     elif not any(map(str.isalnum, text)):
         remedy = "leave it out"
     elif equals and value:
@@ -95,9 +113,7 @@ def _for_value(key: str, value: str) -> str:
     if inside and ("," in inside[1] or (value.startswith("[") and not is_text(key))):
         values = ",".join(part.strip() for part in inside[1].split(","))
         if is_number(annotation_of(key)):
-            return (
-                f"one value: {key}={values.partition(',')[0]}; several for a sweep: titan-exp train -m {key}={values}"
-            )
+            return f"write {key}={values.partition(',')[0]}, or sweep the values: titan-exp train -m {key}={values}"
         return f"write {key}='[{','.join(map(_item, values.split(',')))}]'"
     if is_number(annotation_of(key)) and stripped and _is_readable(f"{key}={stripped}"):
         return f"write {key}={stripped}"
@@ -119,7 +135,7 @@ def _quoted(key: str, value: str) -> str:
     with suppress(GrammarParseError):
         grammar_parser.parse(value)
         return f"{key}='\"{inner}\"'"
-    inner = inner.replace("${", "\\${")  # text, as it is no interpolation
+    inner = inner.replace("${", "\\${")  # text, as it is not an interpolation
     return f"{key}='\"{inner}\"'"
 
 
@@ -148,7 +164,7 @@ def _is_open(text: str) -> bool:
     return opened > 0 or any(value.count(quote) % 2 for quote in "'\"")
 
 
-MESSAGE = "These overrides cannot be composed."
+MESSAGE = "Hydra cannot compose these overrides."
 UNREADABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 """Exceptions of overrides or YAML that cannot be composed."""
 _HYDRA = tuple(str(Path(str(module.__file__)).parent) for module in (hydra, omegaconf))
@@ -180,8 +196,8 @@ def explain(error: Exception, arguments: Arguments) -> UserError:
     lost = re.search(r"path=(?P<path>\S+) is not available", str(error))
     if lost:
         return UserError(
-            f"hydra.searchpath: {lost['path']} cannot be found. It takes folders (file:///folder) and packages that "
-            "are installed, on PYTHONPATH or in the current directory (pkg://package.folder)."
+            f"hydra.searchpath: there is no {lost['path']}. Give a folder (file:///folder), or a package "
+            "that is installed, on PYTHONPATH or in the current folder (pkg://package.folder)."
         )
     if found := _set_before(error, arguments.overrides):
         return UserError(MESSAGE, found)
@@ -207,7 +223,7 @@ def _set_before(error: Exception, overrides: Sequence[str]) -> list[Violation]:
     present = re.search(r"An item is already at '(?P<key>[^']+)'", str(error))
     key = present["key"] if present else ""
     values = [text.partition("=")[2] for text in dict.fromkeys(overrides) if key and text.startswith(f"+{key}=")]
-    reason, remedy = "another option has set this key already", f"leave out the plus: {key}="
+    reason, remedy = "another option already sets this key", f"leave out the plus: {key}="
     return [Violation(f"+{key}", value, reason, f"{remedy}{value}") for value in values if not value.startswith("{")]
 
 
@@ -241,7 +257,10 @@ def _main_file(arguments: Arguments) -> list[Violation]:
     folder, path = arguments.value_of("--config-path", "-cp"), primary_file(arguments)
     if folder is None or not path.is_file():
         return []
-    remedy = "a run's config.yaml is complete; for some keys of your own write an option file, and use --config-dir"
+    remedy = (
+        "give a complete file, such as the config.yaml of a run, or keep a few keys of your own in an option "
+        "file and name its folder with --config-dir"
+    )
     try:
         content = read_yaml(path, "a configuration")
     except UserError as error:
@@ -263,16 +282,16 @@ def _at_fault(error: Exception, arguments: Arguments) -> Iterator[Violation]:
             for text in alone:
                 group, _, option = text.lstrip("+").partition("=")
                 if option_path(groups, group, option) is not None:
-                    files[text] = (f"{option_path(groups, group, option)}: ", "correct the file there")
+                    files[text] = (f"{option_path(groups, group, option)}: ", "correct this file")
     if not alone:
         alone = {text: error for text in arguments.overrides if text.lstrip("+~").startswith("hydra")}
     for text, failure in alone.items():
         key, _, value = text.partition("=")
         of_hydra = key.lstrip("+~").startswith("hydra")
         meaning = meaning_of(key.lstrip("+~"))
-        remedy = "titan-exp train --cfg hydra prints Hydra's keys" if of_hydra else "leave it out, or correct it"
+        remedy = "type titan-exp train --cfg hydra to see Hydra's keys" if of_hydra else "leave it out, or correct it"
         if value.startswith("{") and get_origin(annotation_of(key)) is dict:
-            remedy, meaning = f"new names take a plus: +{key}='{value}'", ""
+            remedy, meaning = f"add a new name with a plus: +{key}='{value}'", ""
         path, remedy = files.get(text, ("", about(key.lstrip("+~"), meaning) if meaning else remedy))
         yield Violation(key, value, f"{path}{_reason(failure)}", remedy)
 

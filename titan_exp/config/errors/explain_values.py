@@ -80,7 +80,7 @@ def unknown_keys(
             if name not in optional:
                 group = dataclasses.is_dataclass(annotation)
                 reason = "this group is missing" if group else "this key has no value"
-                yield Violation(field, "", reason, f"give it {'an option' if group else 'one'}: {field}=...")
+                yield Violation(field, "", reason, f"give it {'an option' if group else 'a value'}: {field}=...")
         elif dataclasses.is_dataclass(annotation):
             if isinstance(values[name], Mapping):
                 yield from unknown_keys(values[name], hints(annotation), optional_fields(annotation), f"{field}.")
@@ -114,7 +114,7 @@ def explained(error: Mapping[str, Any], field: str, annotation: Any) -> tuple[st
     if isinstance(unfit := error.get("ctx", {}).get("error"), Unfit):
         return unfit.reason, unfit.remedy
     if value is None and not takes_null(annotation):
-        return "null is not a value of this key", ""
+        return "this key cannot be null", ""
     words, several = literals_beside(annotation), isinstance(value, list | tuple)
     several |= kind == "string_type" and isinstance(value, Mapping)
     if value and several and kind in _ONE_VALUE and f"{field}=" not in FREE_TEXT:
@@ -160,14 +160,14 @@ _REASONS = {
     "float_parsing": ("must be a number", ""),
     "float_type": ("must be a number", ""),
     "finite_number": ("must be a finite number", ""),
-    "bool_parsing": ("must be true or false", "{field}=true or {field}=false"),
-    "bool_type": ("must be true or false", "{field}=true or {field}=false"),
+    "bool_parsing": ("must be true or false", "write {field}=true or {field}=false"),
+    "bool_type": ("must be true or false", "write {field}=true or {field}=false"),
     "tuple_type": ("must be a list", "write {field}='[{value}]'"),
     "list_type": ("must be a list", "write {field}='[{value}]'"),
     "too_short": ("needs {min_length} values", ""),
-    "too_long": ("takes {max_length} values", ""),
+    "too_long": ("takes only {max_length} values", ""),
     "dataclass_type": ("must be keys with values", ""),
-    "dict_type": ("must be keyword arguments", "add one: +{field}.key=value"),
+    "dict_type": ("must be arguments by name", "add one: +{field}.key=value"),
     "string_type": ("must be text", "quote it: {field}='\"{value}\"'"),
 }
 """Reason and remedy by pydantic error type; an empty remedy is replaced by an example and the key's meaning."""
@@ -200,7 +200,7 @@ def about(field: str, meaning: str) -> str:
     """Example of a key, from the comments of the shipped YAML or its docstring, and its meaning."""
     means = f"it means: {meaning}" if meaning else f"give {field} another value"
     example = _examples().get(field) or example_of(field)
-    return f"for example {example}; {means}" if example else means
+    return f"for example {example} ({means.rstrip('.')})" if example else means
 
 
 @cache

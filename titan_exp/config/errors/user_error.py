@@ -30,9 +30,14 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, message: str, violations: Sequence[Violation] = ()) -> None:
-        self.violations = tuple(violations)
+        self.message, self.violations = message, tuple(violations)
         lines = [message, *(f"  {violation}" for violation in self.violations)]
         super().__init__("\n".join(lines))
+
+
+class Outcome(Exception):
+    """Failure that is an outcome of a run and no bug, such as divergence; printed without a traceback, exit status
+    1."""
 
 
 def shown(value: object, text: Callable[[str], str] = str) -> str:
@@ -107,7 +112,7 @@ def _similarity(word: str, choice: str) -> float:
     score = SequenceMatcher(None, word, choice).ratio()
     if choice_group:
         by_leaf = SequenceMatcher(None, leaf, choice_leaf).ratio()
-        # A shared group is no evidence for the rest of the word.
+        # A shared group is not evidence for the rest of the word.
         score = min(1.0, by_leaf + 0.1) if group == choice_group else max(score, 0.95 * by_leaf)
     shared = set(leaf.split("_")) & set(choice_leaf.split("_"))
     if max(map(len, shared), default=0) > 2:

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 from titan_exp.config.extension import extended
+from titan_exp.config.groups.evaluation import EvaluationConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import (
     ActivationCheckpointConfig,
@@ -50,21 +51,22 @@ class ModelConfig:
     """Fields that every model has."""
 
     name: str = field(metadata=NO_CHANGE)
-    """Published name of the model, shown in tables. E.g. `model.name=my-model`."""
+    """Published name of the model, which tables show. E.g. `model.name=my-model`."""
     architecture: str
     """Model family (`llama`, `qwen3`), or the import path of a module or class of your own.
 
-    A module has the same public names as a family (`my_package.my_model`); a class may be a plain one
+    A module has the same public names as a family (`my_package.my_model`). A class may be a plain one
     (`my_package.models.Mamba`). E.g. `model.architecture=llama`."""
     layers: PositiveBlockCount
     """Number of blocks. E.g. `model.layers=8`."""
     dim: PositiveInt
     """Width of the residual stream. E.g. `model.dim=768`."""
     vocab_size: Count
-    """Rows of the embedding; at least as many as the tokenizer has tokens. 0 for a model that reads no tokens.
-    E.g. `model.vocab_size=50304`."""
+    """Vocabulary size: number of rows of the embedding, at least as many as the tokenizer has tokens. It is 0 for a
+    model that reads no tokens. E.g. `model.vocab_size=50304`."""
     context: PositiveInt = field(metadata=MAY_BE_MEANT)
-    """Context length in tokens of the published model. E.g. `model.context=32768`."""
+    """Context length in tokens of the published model. `training.seq_len` may exceed it only as far as a scaling of
+    RoPE stretches it. E.g. `model.context=32768`."""
 
     @property
     def has_own_blocks(self) -> bool:
@@ -82,40 +84,42 @@ class Experiment:
     """Configuration of a run: a field for each group, in the order of `conf/config.yaml`, then those of extensions."""
 
     experiment: RunConfig
-    """Name, seed, tags and notes. E.g. `experiment.name=my_idea`."""
+    """Name, seed, tags and notes of the run. E.g. `experiment.name=my_idea`."""
     paths: PathsConfig
-    """Folder of runs. E.g. `paths.runs=/scratch/runs`."""
+    """Folder that holds the runs. E.g. `paths.runs=/scratch/runs`."""
     training: TrainingConfig
-    """Steps, sizes, precision."""
+    """Length, batch size, precision and objective of training."""
     model: ModelConfig
-    """Architecture and shape."""
+    """Architecture and shape of the model."""
     parallelism: ParallelismConfig
-    """Degrees of the mesh."""
+    """Degrees of the device mesh, and how each axis works."""
     optimizer: OptimizerConfig
-    """Optimizer."""
+    """Optimizer with its hyperparameters."""
     parametrization: ParametrizationConfig = field(default_factory=ParametrizationConfig)
-    """Initial weights and hyperparameters by the model's shape; runs of older versions have none."""
+    """Scaling of initial weights and hyperparameters with the model's shape. Runs of older versions have none."""
     lr_schedule: LRScheduleConfig
-    """Learning rate over steps."""
+    """Learning rate over the steps."""
     grad_clip: GradClipConfig = field(default_factory=GradClipConfig)
-    """Gradient clipping; runs of older versions have the default."""
+    """Gradient clipping. Runs of older versions have the default."""
     weight_average: WeightAverageConfig = field(default_factory=WeightAverageConfig)
-    """Average of the weights over steps; runs of older versions have none."""
+    """Average of the weights over the steps. Runs of older versions have none."""
     quantization: QuantizationConfig
     """Low-precision matmuls."""
     activation_checkpoint: ActivationCheckpointConfig
     """Activation checkpointing."""
     compile: CompileConfig
-    """torch.compile."""
+    """Compilation by torch.compile."""
     data: DataConfig
-    """Data source, tokenizer, order."""
+    """Data source, tokenizer and order."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Evaluations while training."""
     checkpoint: CheckpointConfig
-    """Saving and retention."""
+    """Checkpoints and exports, and the state that a run begins with."""
     tracking: TrackingConfig
-    """Metric sinks."""
+    """Sinks of metrics."""
     profiling: ProfilingConfig
-    """Traces."""
+    """Profiler traces and memory breakdowns."""
     cluster: ClusterConfig
     """Machines and scheduler."""
     plan: PlanConfig = field(default_factory=PlanConfig)
-    """Memory prediction before a launch; runs of older versions have none."""
+    """Memory prediction before a launch. Runs of older versions have none."""

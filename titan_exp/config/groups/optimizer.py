@@ -25,18 +25,18 @@ class ParameterGroup:
     """Parameters with hyperparameters of their own, in place of the optimizer's and of their role's."""
 
     match: Annotated[tuple[str, ...], Len(1)]
-    """Full names of parameters, or patterns (`blocks.0.*`, `*.router.weight`), or roles."""
+    """Full names of the group's parameters, or patterns (`blocks.0.*`, `*.router.weight`), or roles."""
     lr_scale: NonNegativeFloat | None = None
-    """Factor of the learning rate; null is the role's."""
+    """Factor of the learning rate; null takes the role's."""
     weight_decay: NonNegativeFloat | None = None
-    """Weight decay; null is the role's."""
+    """Weight decay; null takes the role's."""
     betas: Betas | None = None
-    """AdamW's decay rates of the moments; null is the optimizer's."""
+    """Decay rates of AdamW's moments; null takes the optimizer's."""
     max_grad_norm: PositiveFloat | None = None
-    """Norm of the group's gradients above which they are scaled down to it; `training.max_grad_norm` then limits the
-    norm of the others. null is one norm with all others."""
+    """Norm above which the group's gradients are scaled down to it. `training.max_grad_norm` then limits the norm of
+    the other parameters. null counts the group in that norm."""
     frozen: bool = False
-    """Leave the parameters as they are, without gradient and optimizer state."""
+    """True if the parameters stay as they are, without gradients and optimizer state."""
 
     def has(self, name: str, role: str) -> bool:
         """True if a parameter with this name and role is in the group."""
@@ -54,29 +54,30 @@ class OptimizerConfig:
     imports torch; composing does not."""
 
     name: str
-    """Optimizer: a file of `titan_exp/optim` (`adamw`, `muon`, ...), or the import path of your own.
+    """Optimizer: a file of `titan_exp/optim` (`adamw`, `muon`, ...), or an import path of your own.
 
-    That is a module with the same public names, or a `torch.optim.Optimizer` class, called with parameter groups, `lr`
-    and `options`. E.g. `optimizer=adamw optimizer.name=torch.optim.NAdam`."""
+    The path leads to a module with the same public names, or to a `torch.optim.Optimizer` class, which is called with
+    parameter groups, `lr` and `options`. E.g. `optimizer=adamw optimizer.name=torch.optim.NAdam`."""
     lr: PositiveFloat
     """Peak learning rate. E.g. `optimizer.lr=3e-4`."""
     weight_decay: NonNegativeFloat
-    """Weight decay per step, decoupled and times the learning rate; SGD adds it to the gradient.
-    E.g. `optimizer.weight_decay=0.01`."""
+    """Decoupled weight decay: each step shrinks weights by it, times the learning rate. SGD adds it to the gradient
+    instead. E.g. `optimizer.weight_decay=0.01`."""
     decay_vectors: bool
-    """Apply weight decay to one-dimensional parameters (norms, biases) as well. E.g. `optimizer.decay_vectors=true`."""
+    """True if weight decay also applies to one-dimensional parameters (norms, biases).
+    E.g. `optimizer.decay_vectors=true`."""
     lr_scales: dict[Role, NonNegativeFloat] = field(default_factory=dict)
-    """Factor of the learning rate by role: `embedding`, `head`, `matrix`, `vector`, `expert`; 1 for others, 0 leaves
-    parameters as they are. E.g. `+optimizer.lr_scales.expert=0.5`."""
+    """Factors of the learning rate by role: `embedding`, `head`, `matrix`, `vector`, `expert`. A role without one has
+    1, and 0 leaves its parameters as they are. E.g. `+optimizer.lr_scales.expert=0.5`."""
     weight_decays: dict[Role, NonNegativeFloat] = field(default_factory=dict)
-    """Weight decay by role, in place of `weight_decay` and `decay_vectors`.
+    """Weight decay by role, which replaces `weight_decay` and `decay_vectors` there.
     E.g. `+optimizer.weight_decays.embedding=0`."""
     groups: dict[str, ParameterGroup] = field(default_factory=dict)
-    """Parameter groups with values of their own, by a name of yours: `match` (names, patterns or roles), and
-    `lr_scale`, `weight_decay`, `betas`, `max_grad_norm` or `frozen`. No parameter is in two.
-    E.g. `+optimizer.groups.gates='{match:[*.router.weight],lr_scale:0.1}'`."""
+    """Parameter groups with values of their own, each under a name that you choose: `match` has names, patterns or
+    roles, and the values are `lr_scale`, `weight_decay`, `betas`, `max_grad_norm` or `frozen`. A parameter can be in
+    one group only. E.g. `+optimizer.groups.gates='{match:[*.router.weight],lr_scale:0.1}'`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Extra keyword arguments for an optimizer class of your own. E.g. `+optimizer.options.rho=0.1`."""
+    """Keyword arguments for an optimizer class of your own. E.g. `+optimizer.options.rho=0.1`."""
 
     def group_of(self, name: str, role: Role) -> ParameterGroup | None:
         """Group of a parameter; None if it is in none."""
@@ -123,24 +124,24 @@ class AdamWConfig(OptimizerConfig):
     """Fields of AdamW, which rules and the planner read."""
 
     betas: Betas
-    """AdamW's decay rates of the first and second moment. E.g. `optimizer.betas='[0.9,0.99]'`."""
+    """Decay rates of AdamW's first and second moment. E.g. `optimizer.betas='[0.9,0.99]'`."""
     eps: PositiveFloat
-    """Added to AdamW's denominator. E.g. `optimizer.eps=1e-15`."""
+    """Epsilon, which is added to AdamW's denominator. E.g. `optimizer.eps=1e-15`."""
     implementation: Literal["auto", "fused", "foreach", "for_loop", "triton"]
-    """AdamW kernel: torch's `fused`, `foreach` or `for_loop`, or ours for CUDA, `triton`, which clips and updates in
-    one pass over memory. `auto` is `triton` where it runs, else `fused`.
+    """AdamW kernel: torch's `fused`, `foreach` or `for_loop`, or `triton`, our kernel for CUDA that clips and updates
+    in one pass over memory. `auto` takes triton where it runs, and else fused.
 
     `fused` is the fastest of torch's own on CPU and CUDA. On one data rank, `triton` reads bf16 gradients and writes
-    bf16 weights in the same pass. `auto` takes it on CUDA with fp32 or bf16 moments, where Triton is installed and
-    nothing is offloaded; a run's config and log name the kernel that runs. E.g. `optimizer.implementation=fused`."""
+    bf16 weights in the same pass. `auto` takes it on CUDA with fp32 or bf16 moments, if Triton is installed and nothing
+    is offloaded. A run's config and log name the kernel that runs. E.g. `optimizer.implementation=fused`."""
     state_precision: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
-    """Precision of AdamW's moments: 4 bytes each in `fp32`, 2 in `bf16`, 1.125 in `int8` and `fp8`; it computes in
-    fp32.
+    """Precision of AdamW's moments, which take 4 bytes per number in `fp32`, 2 in `bf16`, and 1.125 in `int8` and
+    `fp8`. The update is computed in fp32.
 
-    `bf16` loses changes of the second moment below 2^-9 of it, so that betas near 1 learn it late. `int8` (256 values
-    denser around zero) and `fp8` (e4m3; the root of the second moment) have a scale for every 32 numbers of a row,
-    norms staying in fp32. Other than `fp32` updates one parameter at a time, whatever `implementation` is, except
-    `bf16` with `triton`. E.g. `optimizer.state_precision=bf16`."""
+    `bf16` loses changes of the second moment below 2^-9 of it, so that betas near 1 learn it late. `int8` (256 values,
+    denser around zero) and `fp8` (e4m3, and the root of the second moment) have a scale for every 32 numbers of a row,
+    and norms stay in fp32. All but `fp32` update one parameter at a time, whatever `implementation` is, except `bf16`
+    with `triton`. E.g. `optimizer.state_precision=bf16`."""
 
     @property
     def max_state(self) -> float | None:
@@ -158,13 +159,13 @@ class ScheduleFreeAdamWConfig(OptimizerConfig):
     """Fields of schedule-free AdamW, for a learning rate that is constant after its warm-up."""
 
     betas: Annotated[tuple[Annotated[float, Interval(gt=0, lt=1)], ...], Len(2, 2)]
-    """Share of the averaged weights x in the point y that gradients are computed at; and decay rate of the second
-    moment. E.g. `optimizer.betas='[0.95,0.99]'`."""
+    """Interpolation and decay rate: the share of the averaged weights x in the point y at which gradients are computed,
+    and the decay rate of the second moment. E.g. `optimizer.betas='[0.95,0.99]'`."""
     eps: PositiveFloat
-    """Added to the denominator. E.g. `optimizer.eps=1e-15`."""
+    """Epsilon, which is added to the denominator. E.g. `optimizer.eps=1e-15`."""
     averaging_power: Annotated[float, Interval(ge=0)]
-    """Power of the learning rate in a step's weight in the average, so that steps of the warm-up count less.
-    E.g. `optimizer=schedule_free_adamw optimizer.averaging_power=0`."""
+    """Exponent p of a step's weight in the average, (largest learning rate so far)^p, so that steps of the warm-up
+    count less. E.g. `optimizer=schedule_free_adamw optimizer.averaging_power=0`."""
 
     @property
     def max_state(self) -> float | None:
@@ -185,7 +186,7 @@ class LionConfig(OptimizerConfig):
     """Share of the momentum in the update's direction, and decay rate of the momentum.
     E.g. `optimizer=lion optimizer.betas='[0.95,0.98]'`."""
     state_precision: Literal["fp32", "bf16"]
-    """Precision of the momentum; the update is computed in fp32.
+    """Precision of the momentum, `fp32` or `bf16`. The update is computed in fp32.
     E.g. `optimizer=lion optimizer.state_precision=bf16`."""
 
     @property
@@ -204,15 +205,15 @@ class AdafactorConfig(OptimizerConfig):
     """Fields of Adafactor; `lr` is relative to the root mean square of a matrix, as in torch's."""
 
     beta2_decay: Annotated[float, Interval(lt=0)]
-    """Exponent of the step: the second moment forgets at the rate 1 - step ** beta2_decay.
+    """Exponent of the step in the decay rate of the second moment, which is 1 - step ** beta2_decay.
     E.g. `optimizer=adafactor optimizer.beta2_decay=-0.5`."""
     eps: PositiveFloat
-    """Smallest root of a second moment. E.g. `optimizer=adafactor optimizer.eps=1e-8`."""
+    """Lower bound of the root of a second moment. E.g. `optimizer=adafactor optimizer.eps=1e-8`."""
     min_rms: PositiveFloat
-    """Smallest root mean square of a matrix that the learning rate is relative to.
+    """Lower bound of a parameter's root mean square, which the learning rate is relative to.
     E.g. `optimizer=adafactor optimizer.min_rms=1e-2`."""
     clip_threshold: PositiveFloat
-    """Largest root mean square of an update, before the learning rate.
+    """Upper bound of an update's root mean square, before the learning rate.
     E.g. `optimizer=adafactor optimizer.clip_threshold=2.0`."""
 
     @property
@@ -231,10 +232,10 @@ class MatrixOptimizerConfig(OptimizerConfig):
     """Fields of an optimizer of matrices, which leaves all other parameters to AdamW."""
 
     betas: Betas
-    """AdamW's decay rates of the first and second moment, for embedding, head and vectors.
+    """Decay rates of AdamW's first and second moment, for embedding, head and vectors.
     E.g. `optimizer.betas='[0.9,0.99]'`."""
     eps: PositiveFloat
-    """Added to AdamW's denominator, for embedding, head and vectors. E.g. `optimizer.eps=1e-15`."""
+    """Epsilon, which is added to AdamW's denominator, for embedding, head and vectors. E.g. `optimizer.eps=1e-15`."""
 
     @property
     def sends_messages(self) -> bool:
@@ -247,11 +248,12 @@ class SplitMatrixOptimizerConfig(MatrixOptimizerConfig):
     """Fields of an optimizer of matrices that may split fused weights."""
 
     split_attention: Literal["fused", "projection", "head"]
-    """Matrices of fused attention weights that are updated alone: the whole weight, each of queries, keys and values,
-    or each head of them. E.g. `optimizer=muon optimizer.split_attention=head`."""
+    """Division of fused attention weights into matrices that are updated alone: the whole weight (`fused`), each of
+    queries, keys and values (`projection`), or each `head` of them.
+    E.g. `optimizer=muon optimizer.split_attention=head`."""
     split_feed_forward: Literal["fused", "projection"]
-    """Matrices of fused gate and up that are updated alone: the whole weight, or each of the two.
-    E.g. `optimizer=muon optimizer.split_feed_forward=fused`."""
+    """Division of the fused weight of gate and up into matrices that are updated alone: the whole weight (`fused`), or
+    each of the two (`projection`). E.g. `optimizer=muon optimizer.split_feed_forward=fused`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,22 +263,22 @@ class MuonConfig(SplitMatrixOptimizerConfig):
     momentum: Annotated[float, Interval(ge=0, lt=1)]
     """Decay rate of a matrix's momentum. E.g. `optimizer=muon optimizer.momentum=0.9`."""
     nesterov: bool
-    """Use Nesterov momentum. E.g. `optimizer=muon optimizer.nesterov=false`."""
+    """True if the momentum is Nesterov's. E.g. `optimizer=muon optimizer.nesterov=false`."""
     newton_schulz_steps: PositiveInt
-    """Newton–Schulz iterations. E.g. `optimizer=muon optimizer.newton_schulz_steps=6`."""
+    """Number of Newton–Schulz iterations. E.g. `optimizer=muon optimizer.newton_schulz_steps=6`."""
     precision: Literal["bf16", "fp32"]
-    """Precision of Newton–Schulz and of the messages with matrices. `bf16` is as published; in `fp32` every layout
-    computes one device's update to rounding. E.g. `optimizer=muon optimizer.precision=bf16`."""
+    """Precision of the Newton–Schulz iteration and of the messages with matrices. `bf16` is as published. With `fp32`,
+    every layout computes one device's update to rounding. E.g. `optimizer=muon optimizer.precision=bf16`."""
     scale: Literal["match_rms_adamw", "original", "none"]
-    """Factor of the learning rate of a matrix: `match_rms_adamw` is 0.2 · sqrt(max(rows, columns)), `original` is
-    sqrt(max(1, rows / columns)).
+    """Factor of a matrix's learning rate: `match_rms_adamw` is 0.2 · sqrt(max(rows, columns)), `original` is
+    sqrt(max(1, rows / columns)), and `none` is 1.
 
-    The first makes updates as large as AdamW's, so that one learning rate serves all (Liu et al. 2025).
+    The first makes updates as large as AdamW's, so that one learning rate serves all parameters (Liu et al. 2025).
     E.g. `optimizer=muon optimizer.scale=original`."""
 
     qk_clip: PositiveFloat | None = None
-    """Largest attention logit of a head (Kimi Team 2025): where one of the step is larger, the head's queries and keys
-    are scaled down after the update, by its square root each. null leaves them.
+    """QK-Clip (Kimi Team 2025): largest attention logit of a head. If a step's largest logit exceeds it, the head's
+    queries and keys are each scaled down after the update, by the square root of the ratio. null does not clip.
     E.g. `optimizer=muon optimizer.qk_clip=100`."""
 
     @property
@@ -296,7 +298,7 @@ class MuonConfig(SplitMatrixOptimizerConfig):
 
     @property
     def is_scale_invariant(self) -> bool:
-        """True: updates are orthogonalized; but a head is no matrix that grows with the width."""
+        """True: updates are orthogonalized; but a head is not a matrix that grows with the width."""
         return self.split_attention != "head"
 
     @property
@@ -310,14 +312,14 @@ class DionConfig(MatrixOptimizerConfig):
     """Fields of Dion; a fused projection is one matrix."""
 
     momentum: Annotated[float, Interval(ge=0, lt=1)]
-    """Share of the orthonormalized part that stays in the momentum; the rest of it stays whole (error feedback).
-    E.g. `optimizer=dion optimizer.momentum=0.9`."""
+    """Share of the low-rank part that stays in the momentum after an update. The rest of the momentum stays whole
+    (error feedback). E.g. `optimizer=dion optimizer.momentum=0.9`."""
     rank_fraction: Annotated[float, Interval(gt=0, le=1)]
-    """Rank of the update, as a fraction of the smaller side of a matrix.
+    """Rank of the update, as a fraction of a matrix's smaller side.
     E.g. `optimizer=dion optimizer.rank_fraction=0.5`."""
     scale: Literal["match_rms_adamw", "original", "none"]
-    """Factor of the learning rate of a matrix: `match_rms_adamw` is 0.2 · sqrt(max(rows, columns)), `original` is
-    sqrt(rows / columns). E.g. `optimizer=dion optimizer.scale=original`."""
+    """Factor of a matrix's learning rate: `match_rms_adamw` is 0.2 · sqrt(max(rows, columns)), `original` is sqrt(rows
+    / columns), and `none` is 1. E.g. `optimizer=dion optimizer.scale=original`."""
 
     def matrix_scale(self, rows: float, columns: float) -> float:
         """`scale` of a matrix; its orthogonalized update has norm 1."""
@@ -345,17 +347,18 @@ class SoapConfig(SplitMatrixOptimizerConfig):
     """Fields of SOAP."""
 
     betas: Betas
-    """Decay rates of the first moment, and of the second and the covariances; AdamW's for the rest.
-    E.g. `optimizer.betas='[0.9,0.99]'`."""
+    """Decay rates of the first moment, and of the second moment and the covariances. Parameters that are not matrices
+    take them for AdamW. E.g. `optimizer.betas='[0.9,0.99]'`."""
     eps: PositiveFloat
-    """Added to the denominator. E.g. `optimizer.eps=1e-15`."""
+    """Epsilon, which is added to the denominator. E.g. `optimizer.eps=1e-15`."""
     precondition_every: PositiveInt
-    """Steps between power iterations of the eigenbases. E.g. `optimizer=soap optimizer.precondition_every=1`."""
+    """Steps between power iterations, which update the eigenbases.
+    E.g. `optimizer=soap optimizer.precondition_every=1`."""
     max_dim: PositiveInt
-    """Largest side of a matrix with a covariance and an eigenbasis; a larger side is not rotated.
+    """Largest side of a matrix that has a covariance and an eigenbasis. A larger side is not rotated.
     E.g. `optimizer=soap optimizer.max_dim=4096`."""
     sides: Literal["both", "smaller"]
-    """Rotated sides of a matrix: both, or the smaller one alone, with less memory and work.
+    """Sides of a matrix that are rotated: `both`, or only the `smaller` one, which takes less memory and work.
     E.g. `optimizer=soap optimizer.sides=smaller`."""
 
     @property
@@ -379,24 +382,25 @@ class LRScheduleConfig:
     """Learning rate over steps: warm-up to the peak, stable, then decay towards the floor; once or in cycles."""
 
     warmup_steps: Count
-    """Steps of linear warm-up; the peak is reached exactly at this step, and step 1 is already above 0.
+    """Steps of linear warm-up. Step 1 is already above 0, and the last of them is exactly at the peak.
     E.g. `lr_schedule.warmup_steps=2000`."""
     decay_steps: Count
-    """Steps of decay at the end of the run, or of every cycle and at most all of it; one step more would reach the
-    floor. E.g. `lr_schedule.decay_steps=10000`."""
+    """Steps of decay at the end of the run, or at the end of every cycle, which they may fill. The step after the last
+    of them would be at the floor. Defaults follow `warmup_steps`. Give a number if you compare warm-ups, so that only
+    one thing changes. E.g. `lr_schedule.decay_steps=10000`."""
     decay: str
-    """Shape of the decay: a function of `Decays` in `titan_exp/optim/lr_schedule.py`, or the import path of one of your
-    own, from progress in [0, 1] to a factor in [0, 1]. E.g. `lr_schedule.decay=sqrt`."""
+    """Shape of the decay: a function of `Decays` in `titan_exp/optim/lr_schedule.py`, or the import path of a function
+    of your own. It maps progress in [0, 1] to a factor in [0, 1]. E.g. `lr_schedule.decay=sqrt`."""
     min_lr_ratio: Ratio
-    """The floor, as a fraction of the rate before the decay. E.g. `lr_schedule.min_lr_ratio=0.1`."""
+    """Floor of the decay, as a fraction of the rate before it. E.g. `lr_schedule.min_lr_ratio=0.1`."""
     power: NonNegativeFloat = 0.0
-    """Exponent of the stable phase, peak · (warmup_steps / step)^power: 0 holds the peak, 0.5 is the inverse square
-    root.
+    """Exponent of the stable phase, whose rate is peak · (warmup_steps / step)^power: 0 holds the peak, and 0.5 is the
+    inverse square root.
 
-    It does not depend on the length of the run, so that a decay may branch off anywhere.
+    The rate does not depend on the length of the run, so that a decay may branch off anywhere.
     E.g. `lr_schedule.power=0.5`."""
     cycles: PositiveInt = 1
-    """Equal cycles after warm-up, each with a decay at its end; the next one begins at the stable rate again.
+    """Number of equal cycles after warm-up. Each ends with a decay, and the next one begins at the stable rate again.
     E.g. `lr_schedule.cycles=4`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Extra keyword arguments for a decay function of your own. E.g. `+lr_schedule.options.power=2`."""
+    """Keyword arguments for a decay function of your own. E.g. `+lr_schedule.options.power=2`."""

@@ -24,107 +24,115 @@ class ParallelismConfig:
     """Degrees of the mesh; their product is the number of processes. None of them changes what is computed."""
 
     dp_replicate: Degree
-    """Copies of the (sharded) model, each on its own data; with dp_shard=1 this is DDP, else HSDP.
-    E.g. `parallelism.dp_replicate=2`."""
+    """Replicated data parallelism: number of copies of the model, each of which trains on its own sequences. Above 1
+    this is DDP with dp_shard=1, and HSDP with a larger dp_shard. E.g. `parallelism.dp_replicate=2`."""
     dp_shard: ShardDegree
-    """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2); -1 takes every device left, one
-    process on a CPU machine. E.g. `parallelism.dp_shard=4`."""
+    """Sharded data parallelism (FSDP2): number of ranks that parameters, gradients and optimizer state are sharded
+    over. -1 takes all devices that the other degrees leave, and 1 on a CPU machine. E.g. `parallelism.dp_shard=4`."""
     tp: Degree
-    """Tensor-parallel degree: ranks that share the matrices of every block, each with some of its heads and
-    feed-forward channels.
+    """Tensor parallelism: number of ranks that share the matrices of every block. Each computes some of the heads and
+    of the feed-forward channels.
 
-    Where it is a multiple of kv_heads, every key and value head serves several ranks. E.g. `parallelism.tp=8`."""
+    If there are fewer kv_heads than ranks, several ranks compute each key and value head. E.g. `parallelism.tp=8`."""
     sequence_parallel: bool
-    """Sequence parallelism: divide tokens among the tensor-parallel ranks wherever each token is computed by itself
-    (norms, residual stream), which takes less memory and as much to send.
+    """Sequence parallelism: the tensor-parallel ranks divide the tokens wherever a layer computes each token by itself
+    (norms, residual stream). This takes less memory and sends no more.
 
-    Sequences are divided by tp as well. Without effect where tp is 1. E.g. `parallelism.sequence_parallel=false`."""
+    The degree tp must then divide the sequence length as well. It has no effect if tp is 1.
+    E.g. `parallelism.sequence_parallel=false`."""
     loss_parallel: bool
-    """Compute the loss from each tensor-parallel rank's own part of the vocabulary, exchanging two numbers a token,
-    instead of gathering all logits on every rank.
+    """Loss parallelism: each tensor-parallel rank computes the loss from its own part of the vocabulary, and ranks
+    exchange three numbers per token. Otherwise every rank gathers all logits.
 
-    Without effect where tp is 1. E.g. `parallelism.loss_parallel=false`."""
+    It has no effect if tp is 1. E.g. `parallelism.loss_parallel=false`."""
     async_tp: bool
-    """Overlap a block's tensor-parallel exchanges with its matmuls, piece by piece, through symmetric memory: on CUDA
-    with compiled blocks and sequence_parallel only. E.g. `parallelism.async_tp=true`."""
+    """Asynchronous tensor parallelism: a block's collectives overlap with its matmuls, piece by piece, through
+    symmetric memory. It needs CUDA, blocks compiled by inductor, and sequence_parallel.
+    E.g. `parallelism.async_tp=true`."""
     pp: Degree
-    """Pipeline-parallel degree: ranks that hold consecutive parts of the layers, and pass micro-batches on.
-    E.g. `parallelism.pp=4`."""
+    """Pipeline parallelism: number of ranks that the layers are divided over, in stages of consecutive layers through
+    which micro-batches pass. E.g. `parallelism.pp=4`."""
     pp_schedule: str
-    """Order of a rank's stages and micro-batches: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
-    ZBVZeroBubble or DualPipeV, as torch calls them, or the path of a CSV file with a row of actions for each rank.
+    """Pipeline schedule, by torch's name: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble
+    or DualPipeV. It may also be the path of a CSV file with a row of actions for each rank.
 
-    The file is in torch's compute-only format, with cells like 2F0: stage 2, forward, micro-batch 0. GPipe and 1F1B
-    have one stage on each rank; the others have several, which makes the bubble smaller and sends more.
+    The file is in torch's compute-only format, with cells like 2F0 (stage 2, forward, micro-batch 0). GPipe and 1F1B
+    have one stage on each rank. The others have several, which makes the bubble smaller and sends more.
     E.g. `parallelism.pp_schedule=ZBVZeroBubble`."""
     pp_microbatches: PositiveInt | None
-    """Micro-batches in one pass through the pipeline; null takes all of a step's at once.
+    """Number of micro-batches in one pass through the pipeline; null takes all of a step's at once.
 
-    More of them make the bubble smaller. Several passes bound memory with GPipe and LoopedBFS, and each has its own
-    bubble. E.g. `parallelism.pp_microbatches=16`."""
+    More micro-batches make the bubble smaller. Several passes per step bound the memory of GPipe and LoopedBFS, and
+    each pass has its own bubble. E.g. `parallelism.pp_microbatches=16`."""
     pp_layers: tuple[Count, ...] | None
-    """Layers of each stage, in order: [2,3,3,2]. Its length is the number of stages. null divides them evenly.
-    E.g. `parallelism.pp_layers='[7,9,9,7]'`."""
+    """Number of layers of each pipeline stage, in order, as in [2,3,3,2]. The list has an entry for each stage. null
+    divides the layers evenly. E.g. `parallelism.pp_layers='[7,9,9,7]'`."""
     pp_layers_per_stage: PositiveInt | None
-    """Layers of a stage, from which the number of stages follows; null has as many stages as the schedule has by
-    default (one on each rank for GPipe and 1F1B, else two). E.g. `parallelism.pp_layers_per_stage=4`."""
+    """Number of layers of a pipeline stage, which sets the number of stages. null takes the schedule's default, which
+    is one stage on each rank for GPipe and 1F1B, and two for the others. E.g. `parallelism.pp_layers_per_stage=4`."""
     pp_first_stage_less: Count
-    """Layers that the first stage has fewer than its even share, because it holds the embedding.
-    E.g. `parallelism.pp_first_stage_less=1`."""
+    """Number of layers that the first pipeline stage has fewer than its even share, because it also holds the
+    embedding. E.g. `parallelism.pp_first_stage_less=1`."""
     pp_last_stage_less: Count
-    """Layers that the last stage has fewer than its even share, because it holds the head and computes the loss.
+    """Number of layers that the last pipeline stage has fewer than its even share, because it also holds the head and
+    computes the loss.
 
-    What does not divide evenly goes to stages in between first. E.g. `parallelism.pp_last_stage_less=1`."""
+    If layers do not divide evenly, the stages in between get the remainder first.
+    E.g. `parallelism.pp_last_stage_less=1`."""
     cp: Degree
-    """Context-parallel degree: ranks that share every sequence, each with a part of its tokens.
+    """Context parallelism: number of ranks that share every sequence. Each computes a part of its tokens.
 
-    They shard parameters like `dp_shard` ranks. E.g. `parallelism.cp=2`."""
+    Parameters are sharded over these ranks as over those of `dp_shard`. E.g. `parallelism.cp=2`."""
     cp_method: Literal["ring", "allgather", "ulysses"]
-    """Attention to the other ranks' parts of a sequence, with the same result: `ring` (least memory), `allgather`
-    (fewest messages) or `ulysses` (least to send; cp must divide query heads and kv heads).
+    """Context-parallel attention: `ring` takes the least memory, `allgather` sends the fewest messages, and `ulysses`
+    sends the fewest bytes (cp must then divide query heads and kv heads). All have the same result.
 
-    `ring` passes keys and values from rank to rank behind the attention to those before: cp - 1 messages a layer,
-    memory for two parts. `allgather` gathers them in one collective behind the attention to the own part: fewer and
-    larger messages, memory for the keys and values of the whole sequence. `ulysses` exchanges heads for sequence in two
-    all-to-alls that nothing hides, and has every kernel. Sequences are cut into 2 · cp pieces, one from the head and
-    one from the tail for each rank, so that causal work is even; where windows or chunks of the model's layers leave it
-    uneven, into segments first, and each of them into 2 · cp pieces; for `ulysses` into cp parts. The backward pass of
-    ring and allgather sends gradients in fp32. E.g. `parallelism.cp_method=allgather`."""
+    `ring` passes keys and values from rank to rank while attention to the part before is computed: it sends cp - 1
+    messages per layer, and holds two parts. `allgather` gathers them in one collective while attention to the rank's
+    own part is computed: it sends fewer and larger messages, and holds the keys and values of the whole sequence.
+    `ulysses` exchanges heads for sequence in two all-to-alls, which nothing hides, and works with every attention
+    kernel. So that causal attention is even work, ring and allgather cut a sequence into 2 · cp pieces, and a rank
+    takes one from the head and one from the tail (zigzag sharding). If windows or chunks of the model's layers leave
+    that uneven, they cut the sequence into segments first, and each of them into 2 · cp pieces. ulysses cuts a sequence
+    into cp parts. The backward pass of ring and allgather sends gradients in fp32.
+    E.g. `parallelism.cp_method=allgather`."""
     cp_ulysses: Degree
-    """With ring or allgather: size of groups of neighbours among the ranks of a sequence that exchange heads, as in
-    `ulysses`, while the groups exchange keys and values; divides cp and the kv heads of a rank.
+    """Ulysses degree inside `ring` or `allgather`: number of neighbouring ranks that exchange heads, while groups of
+    them exchange keys and values. It must divide cp and the kv heads of a rank.
 
-    Neighbours sit behind the fastest links, and a round of the ring is so many times shorter.
-    E.g. `parallelism.cp_ulysses=2`."""
+    Neighbours have the fastest links, and the ring becomes that many times shorter. E.g. `parallelism.cp_ulysses=2`."""
     ep: Degree
-    """Expert-parallel degree: ranks, out of those of tp, cp and dp_shard, that keep other experts each.
+    """Expert parallelism: number of ranks, out of those of tp, cp and dp_shard, that each keep different experts.
+    Tokens are sent to their experts and back.
 
-    Tokens are sent to their experts and sent back. It adds no processes: it regroups the ranks of tp (or etp does),
-    then of cp, then of dp_shard, whose product it divides, as it divides the experts. The ranks that are left shard the
-    same experts. E.g. `parallelism.ep=8`."""
+    It adds no processes. It takes the ranks of tp first (unless etp does), then those of cp, then those of dp_shard. It
+    must divide the product of these degrees, and the number of experts. The remaining ranks shard the same experts.
+    E.g. `parallelism.ep=8`."""
     etp: Degree
-    """Tensor-parallel degree inside experts: 1 keeps them whole on a rank, parallelism.tp divides their channels too,
-    for experts that are wide. E.g. `parallelism.etp=2`."""
+    """Tensor parallelism inside experts: 1 keeps every expert whole on a rank. For wide experts, the value of
+    parallelism.tp divides their channels as well. E.g. `parallelism.etp=2`."""
     token_exchange: Literal["all_to_all", "symmetric_memory"]
-    """Way of tokens to experts on other ranks: `all_to_all`, or `symmetric_memory`, through NVSHMEM on CUDA, which has
+    """Token dispatcher of expert parallelism: `all_to_all`, or `symmetric_memory`, which uses NVSHMEM on CUDA and has
     not run on a GPU yet.
 
-    `all_to_all` sends each rank its rows, for which the host waits once a layer, for their number. `symmetric_memory`
-    has ranks read each other's rows without the host: room for the worst case (every token of the ep ranks on one of
-    them) in every tensor of rows, instead of the rows that come. E.g. `parallelism.token_exchange=symmetric_memory`."""
+    With `all_to_all`, every rank sends the others their rows, and the host waits once per layer for the number of rows.
+    With `symmetric_memory`, ranks read each other's rows and the host does not wait. Every tensor of rows then has room
+    for the worst case, in which all tokens of the ep ranks go to one of them.
+    E.g. `parallelism.token_exchange=symmetric_memory`."""
     cpu_offload: bool
-    """Keep parameters, gradients and optimizer state in the CPU's memory and bring a block's parameters to the GPU when
-    it computes: the least GPU memory, at the speed of the link between the two. E.g. `parallelism.cpu_offload=true`."""
+    """True if parameters, gradients and optimizer state stay in CPU memory, and a block's parameters are copied to the
+    GPU when it computes. This takes the least GPU memory, and runs at the speed of the link between the two.
+    E.g. `parallelism.cpu_offload=true`."""
     prefetch_blocks: PositiveInt
-    """Blocks whose parameters are gathered ahead of the one that computes; more hide slow links and cost memory.
-    E.g. `parallelism.prefetch_blocks=2`."""
+    """Number of blocks whose parameters are gathered ahead of the block that computes. More of them hide slow links and
+    cost memory. E.g. `parallelism.prefetch_blocks=2`."""
     reshard_after_forward: Literal["auto", "always", "never", "all_but_last"]
-    """Time at which a block frees its gathered parameters: after each forward pass (`always`), `never` before backward,
-    or after each but the last block's, which backward needs next (`all_but_last`). `auto` is all_but_last without a
-    pipeline, and never with one.
+    """Policy of FSDP for a block's gathered parameters: `always` frees them after each forward pass, `never` keeps them
+    until backward, and `all_but_last` keeps only those of the last block, which backward needs next. `auto` is never
+    with a pipeline, and all_but_last without one.
 
-    With a pipeline, a stage's parameters would be gathered anew for each micro-batch: they stay for the whole step.
-    Other than with `never`, the embedding is freed after its lookup, and norm and head after their backward pass.
+    In a pipeline, freed parameters would be gathered again for each micro-batch, so never keeps them for the whole
+    step. With the other policies, the embedding is freed after its lookup, and norm and head after their backward pass.
     E.g. `parallelism.reshard_after_forward=always`."""
 
     @property
@@ -157,19 +165,25 @@ class ActivationCheckpointConfig:
     """Activations that backward recomputes."""
 
     mode: Literal["none", "full", "every_n", "selective", "budget"]
-    """Activation checkpointing: `none` keeps every activation; `full` keeps each block's input and recomputes the rest;
-    `every_n` does that to some blocks; `selective` keeps the outputs of chosen operators too; `budget` lets the
-    compiler choose. E.g. `activation_checkpoint.mode=full`."""
+    """Activation checkpointing: `none` keeps every activation, `full` keeps each block's input and recomputes the rest,
+    and `every_n` does so for every n-th block. `selective` also keeps the outputs of chosen operators, and `budget`
+    lets the compiler choose within a memory budget.
+
+    In blocks with experts, every mode keeps the choice of experts and the exchanged tokens. Compiled ones also keep
+    attention's output in modes full and every_n. E.g. `activation_checkpoint.mode=full`."""
     every: PositiveInt
-    """Mode `every_n`: 2 recomputes every second block. E.g. `activation_checkpoint.every=3`."""
+    """Interval of recomputed blocks in mode `every_n`: 2 recomputes every second block.
+    E.g. `activation_checkpoint.every=3`."""
     save: list[str]
-    """Mode `selective`: `[auto]` saves what attention and reducing collectives return, and within `budget` the matmuls
-    with the fewest bytes per recomputed FLOP; `[auto/3]` lets every third block save one matmul more if the budget of
-    three blocks has room for it. Or operators, named as in `torch.ops`; `aten.mm/2` saves every second call in a block,
-    the first included. E.g. `activation_checkpoint.save='[aten.mm/2]'`."""
+    """Operators whose outputs mode `selective` keeps. `[auto]` keeps those of attention and of reducing collectives,
+    and within `budget` those of the matmuls with the fewest bytes per recomputed FLOP. `[auto/3]` also lets every third
+    block keep one matmul more, if the budget of three blocks has room for it. A list of your own has names as in
+    `torch.ops`; `aten.mm/2` keeps every second call in a block, the first included.
+    E.g. `activation_checkpoint.save='[aten.mm/2]'`."""
     budget: Ratio
-    """Mode `budget`: memory for activations as a share of the compiler's default, 0 being `full`. Mode `selective` with
-    `[auto]`: bytes of saved matmuls as a share of all that backward needs. E.g. `activation_checkpoint.budget=0.3`."""
+    """Memory budget. In mode `budget` it is the memory for activations as a fraction of the compiler's default, and 0
+    is `full`. In mode `selective` with `[auto]` it is the bytes of kept matmuls as a fraction of all bytes that
+    backward needs. E.g. `activation_checkpoint.budget=0.3`."""
 
     @property
     def automatic(self) -> AutomaticSave | None:
@@ -190,28 +204,29 @@ class CompileConfig:
     """torch.compile, part by part."""
 
     enabled: Literal["auto", True, False]
-    """Compile the parts in `components`. `auto` does on a GPU, except where a part would be refused, as a line says
-    then; it runs eagerly on a CPU. A run's config holds what it chose. E.g. `compile.enabled=false`."""
+    """True if the parts in `components` are compiled. `auto` compiles on a GPU, and runs eagerly on a CPU, without
+    Triton, with a model of your own or of another library, and if training.fp32_modules names modules inside blocks. A
+    line says why, and the run's config.yaml has the choice. E.g. `compile.enabled=false`."""
     components: list[Literal["blocks", "loss"]]
     """Parts to compile: `blocks`, each transformer block (they share one compiled graph), and `loss`, the loss from
     logits. E.g. `compile.components=[loss]`."""
     backend: str
-    """torch.compile backend: `inductor`, or `aot_eager`, which traces without generating code.
+    """Backend of torch.compile: `inductor`, or `aot_eager`, which traces without generating code.
     E.g. `compile.backend=aot_eager`."""
     cuda_graphs: bool = False
-    """Record forward and backward of a micro-batch once and replay that, compiled or not: for models so small that
-    launching kernels takes longer than running them. One GPU.
+    """CUDA graphs: the forward and backward pass of a micro-batch is recorded once and then replayed, compiled or not.
+    It helps models so small that launching kernels takes longer than running them, and needs a single GPU.
 
-    The pass's activations stay reserved, and gradients are kept between steps. It has not been run on a GPU.
+    The activations of the pass stay reserved, and gradients are kept between steps. It has not run on a GPU yet.
     E.g. `compile.cuda_graphs=true`."""
 
     autotune_gemms: Literal["auto", "always", "never"] = "auto"
-    """Time cuBLAS and Triton kernels for each matmul of compiled blocks, and use the fastest: on CUDA with
-    `backend=inductor`, and not with `training.deterministic`. `auto` does on a single GPU; several ranks may choose
-    differently.
+    """GEMM autotuning: the compiler times cuBLAS and Triton kernels for each matmul of compiled blocks, and takes the
+    fastest. It needs CUDA and `backend=inductor`, and training.deterministic turns it off. `auto` tunes on a single GPU
+    only, because several ranks may choose differently.
 
-    Another kernel gives other bits. Timings are cached beside the runs; without them, the first step takes longer, as
-    the log says. It has not been run on a GPU. E.g. `compile.autotune_gemms=never`."""
+    Another kernel gives other bits. Timings are cached beside the runs. Without them the first step takes longer, as
+    the log says. It has not run on a GPU yet. E.g. `compile.autotune_gemms=never`."""
 
     def compiles(self, component: Literal["blocks", "loss"]) -> bool:
         """True if this part of a training step is compiled."""
@@ -245,20 +260,21 @@ class QuantizationConfig:
     nor modulations, which read one vector per sequence."""
 
     recipe: Literal["none", "float8_tensorwise", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8", "nvfp4"] = "none"
-    """Recipe of matmuls: `none`, in the type of `training.mixed_precision`; `float8_tensorwise`, one scale for a whole
-    tensor; `float8_rowwise`, one for every token and every output; `float8_rowwise_gw_hp`, the same with weight
-    gradients in high precision; `mxfp8`, one for every 32 numbers (OCP Microscaling); `nvfp4`, 4 bits and one for every
-    16 numbers (NVIDIA 2025).
+    """Low-precision recipe of the blocks' matmuls. `none` multiplies in the dtype of `training.mixed_precision`.
+    `float8_tensorwise` has one scale per tensor, `float8_rowwise` one per token and per output, and
+    `float8_rowwise_gw_hp` the same with weight gradients in high precision. `mxfp8` has one scale per 32 numbers (OCP
+    Microscaling). `nvfp4` has 4-bit numbers with one scale per 16 (NVIDIA 2025).
 
-    `float8_tensorwise` has gradients in e5m2, `float8_rowwise` all in e4m3. `nvfp4` has numbers in e2m1, with an e4m3
-    scale for every 16 and an fp32 one for the tensor, weights in blocks of 16 by 16, and weight gradients from
-    Hadamard-transformed tokens (arXiv:2509.25149). E.g. `quantization.recipe=none`."""
+    `float8_tensorwise` has gradients in e5m2, `float8_rowwise` has everything in e4m3, and `float8_rowwise_gw_hp` has
+    one scale per weight where it computes input gradients. `nvfp4` has numbers in e2m1 with an e4m3 scale per 16 and an
+    fp32 scale per tensor, weights in blocks of 16 by 16, and weight gradients from Hadamard-transformed tokens
+    (arXiv:2509.25149). E.g. `quantization.recipe=none`."""
     filter: list[str] = field(default_factory=list)
-    """Names or patterns of linear layers that stay in high precision, as in `blocks.*.attention.*`.
+    """Names or patterns of linear layers that stay in high precision.
     E.g. `quantization.filter='[blocks.*.attention.*]'`."""
     smallest_gemm: Count | None = 0
-    """Fewest inputs and outputs, unsharded, of a linear layer that is quantized: casting costs more than a small matmul
-    gains. null is 4096 on GPUs, and 0 if the recipe is emulated.
+    """Smallest linear layer that is quantized: it has at least this many inputs and outputs, unsharded. Casting costs
+    more than a smaller matmul gains. null is 4096 on a GPU, and 0 on a CPU or with emulate=true.
 
     The run's config.yaml has the number. E.g. `quantization.smallest_gemm=2048`."""
     high_precision_first: Count = 0
@@ -266,39 +282,41 @@ class QuantizationConfig:
     high_precision_last: Count = 0
     """Number of last blocks that stay in high precision. E.g. `quantization.high_precision_last=2`."""
     power_of_two_scales: bool = True
-    """Round scales to powers of two, so that the curve does not depend on the layout.
+    """True if scales are rounded to powers of two, so that the curve does not depend on the layout.
 
-    Of NVFP4 it is the tensor's scale. A number is then rounded to the same value whichever tensor it shares its scale
-    with, unless it, or of NVFP4 all of its block, is smaller than about 2^-14 of the largest there. Without, one
-    device's results are those of torchao's default, and depend on the micro-batch size, dp and cp.
+    For NVFP4 this is the tensor's scale. A number is then rounded to the same value whichever tensor it shares its
+    scale with, unless it (for NVFP4, all of its block) is smaller than about 2^-14 of the largest number there. With
+    false, one device's results are those of torchao's default, and depend on the micro-batch size, dp and cp.
     E.g. `quantization.power_of_two_scales=false`."""
     stochastic_rounding: bool = False
-    """Recipe `nvfp4`: round output gradients stochastically, so that they are unbiased; false rounds to nearest.
+    """Stochastic rounding of output gradients in recipe `nvfp4`, which makes them unbiased; false rounds to nearest.
 
-    The random numbers depend on the seed, the step, the data-parallel rank and the sharding of tokens and outputs: a
-    resumed run repeats them bit for bit, another layout draws others and its curve differs as with another seed.
+    The random numbers depend on the seed, the step, the data-parallel rank and the sharding of tokens and outputs. A
+    resumed run repeats them bit for bit. Another layout draws others, and its curve differs as with another seed.
     E.g. `quantization.stochastic_rounding=true`."""
     float8_all_gather: bool = False
-    """Recipe `float8_tensorwise`: quantize a shard before FSDP's all-gather, which sends half the bytes, and no rank
-    quantizes the whole weight.
+    """All-gather in float8, for recipe `float8_tensorwise`: FSDP quantizes each shard before the all-gather, which then
+    sends half the bytes, and no rank quantizes the whole weight. It needs precomputed_scales.
 
-    Results are the same. No effect without sharding. E.g. `quantization.float8_all_gather=false`."""
+    Results are the same. It has no effect without sharding. E.g. `quantization.float8_all_gather=false`."""
     precomputed_scales: bool = False
-    """Recipes with one scale per weight: compute all scales after each optimizer step, with one all-reduce, instead of
-    one by one at use.
+    """Precomputed scales, for recipes with one scale per weight: all of them are computed after each optimizer step
+    with one all-reduce, instead of one by one at use.
 
-    Results are the same. No effect for float8 at one data rank, which quantizes every weight once per optimizer step
-    and keeps it in float8 in both layouts. E.g. `quantization.precomputed_scales=false`."""
+    Results are the same. It has no effect for float8 on one data rank, which quantizes every weight once per optimizer
+    step and keeps it in float8 in both layouts. E.g. `quantization.precomputed_scales=false`."""
     fused_casts: Literal["auto", True, False] = "auto"
-    """Recipes `float8_tensorwise` and `float8_rowwise`, on GPUs: cast a gradient as it is and transposed, for both
-    matmuls that use it, in one pass. `auto` does so where the recipe is not emulated. Results are the same.
+    """Fused casts, for recipes `float8_tensorwise` and `float8_rowwise` on GPUs: one pass casts a gradient both as it
+    is and transposed, for the two matmuls that use it. `auto` fuses casts unless the recipe is emulated. Results are
+    the same.
 
-    A Triton kernel reads the gradient once; without compilation an activation too, which backward keeps transposed, one
-    byte a number. Compiled code casts an activation again in backward, with what recomputes it.
-    E.g. `quantization.fused_casts=false`."""
+    A Triton kernel reads the gradient once. Without compilation it also casts an activation, which backward keeps
+    transposed at one byte per number. Compiled code casts an activation again in backward, together with what
+    recomputes it. E.g. `quantization.fused_casts=false`."""
     emulate: Literal["auto", True, False] = "auto"
-    """Emulate the recipe on any device: round as it does and multiply in fp32, which is no faster than bf16. `auto`
-    emulates if the device lacks the instructions, and logs it. E.g. `quantization.emulate=true`."""
+    """Emulation of the recipe on any device: it rounds as the recipe does and multiplies in fp32, which is no faster
+    than bf16. `auto` emulates if the device lacks the instructions, and the log says so.
+    E.g. `quantization.emulate=true`."""
 
     @property
     def has_dual_casts(self) -> bool:

@@ -33,11 +33,11 @@ class _OwnLoader(ConfigSource):
         try:
             text = (read_file(file) if isinstance(file, Path) else file.read_bytes()).decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise yaml.YAMLError("not UTF-8 text") from error
+            raise yaml.YAMLError("it is not UTF-8 text") from error
         header = ConfigSource._get_header_dict(text[:512])
         node, values = load_node(text, StrictLoader)
         if values is not None and not isinstance(values, (dict, list, str)):
-            raise OSError(f"{file} holds the single value {values}")
+            raise OSError(f"{file} holds the single value {values} instead of lines of `key: value`")
         if node is not None:
             is_global = header.get("package") == "_global_" or "/" not in config_path
             _refuse_untyped(file, node, "" if is_global else config_path.rpartition("/")[0].replace("/", "."))
@@ -97,8 +97,8 @@ def _refuse_untyped(file: Any, node: yaml.Node, group: str) -> None:
         if key.partition(".")[0] != "hydra" and annotation_of(key) is None:
             line, meant = word.start_mark.line + 1, str(word.value.lower() in ("on", "yes")).lower()
             raise UserError(
-                f"{file}, line {line}: {path[-1] if path else ''}: {word.value} is a boolean to YAML 1.1, and text to "
-                f"YAML 1.2 and the command line. Write {meant}, or '{word.value}' in quotes for the text."
+                f"{file}, line {line}: {path[-1] if path else ''}: YAML 1.1 reads {word.value} as a boolean, YAML 1.2 "
+                f"and the command line as text. Write {meant}, or '{word.value}' in quotes if you mean the text."
             )
 
 
@@ -116,7 +116,7 @@ def quotient(dividend: int, divisor: int) -> int:
     """Exact division; a ValueError names the nearest divisors."""
     if divisor == 0 or dividend % divisor:
         near = listed(nearest_numbers(divisor, divisors(abs(int(dividend))), 2))
-        raise ValueError(f"{dividend} is not a multiple of {divisor}, but of {near}")
+        raise ValueError(f"{divisor} does not divide {dividend} (nearest: {near})")
     return int(dividend) // int(divisor)
 
 

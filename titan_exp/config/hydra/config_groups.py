@@ -105,22 +105,28 @@ def check_places(arguments: Arguments) -> None:
     """Raise UserError if a folder or file of `--config-dir`, `--config-path` or `--config-name` does not exist."""
     added = arguments.value_of("--config-dir", "-cd")
     if added is not None and not Path(added).is_dir():
-        raise UserError(f"--config-dir {added}: no such folder. It must hold groups, as {CONF_DIR} does.")
+        raise UserError(
+            f"--config-dir {added}: there is no such folder. Give one that holds groups, as {CONF_DIR} does."
+        )
     folder, name = arguments.value_of("--config-path", "-cp"), arguments.value_of("--config-name", "-cn")
     path = primary_file(arguments)
     if folder is not None and "://" in folder:
         return
     if not path.parent.is_dir():
-        raise UserError(f"--config-path {folder}: no such folder or file. It takes a run's folder, or its config.yaml.")
+        raise UserError(
+            f"--config-path {folder}: there is no such folder or file. Give a run's folder, or its config.yaml."
+        )
     if not path.is_file():
         option = f"--config-name {name}" if name is not None else f"--config-path {folder}"
         if runs := sorted(path.parent.glob(f"*/{path.name}")):
             offers = listed([f"--config-path {Path(folder or '', run.parent.name)}" for run in runs[:3]])
-            raise UserError(f"--config-path {folder}: it holds {len(runs)} runs. Name one, for example {offers}.")
+            raise UserError(
+                f"--config-path {folder}: this folder holds {len(runs)} runs. Name one, for example {offers}."
+            )
         known = sorted(other.stem for other in path.parent.glob("*.yaml"))
         raise UserError(
-            f"{option}: {path.parent} has no file {path.name}. It has {listed(known or ['none'], 'and')}; a "
-            "configuration elsewhere is given by --config-path FOLDER/FILE.yaml."
+            f"{option}: {path.parent} has no file {path.name}. It has {listed(known or ['none'], 'and')}. To "
+            "use a configuration elsewhere, type --config-path FOLDER/FILE.yaml."
         )
 
 

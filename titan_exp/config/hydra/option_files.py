@@ -36,7 +36,7 @@ def check_option_file(groups: Groups, group: str, option: str, tree: Mapping[str
     if problem:
         own = own_keys(group, (tree or {}).get(group))
         remedy = "give each a value in the file, in a line `key: value`" if own else file_remedy(groups, group)
-        remedy = "correct the file there" if begins_well else remedy
+        remedy = "correct this file" if begins_well else remedy
         yield Violation(f"{group}={option}", "", problem, remedy)
 
 
@@ -45,9 +45,9 @@ def file_remedy(groups: Groups, group: str) -> str:
     for option in groups.options(group):
         if option_path(groups, group, option) is None:
             if shipped_options(group)[option].read_text(encoding="utf-8").startswith(GLOBAL):
-                return f"the first line of a file of this group is {GLOBAL}; then defaults, and keys with their groups"
+                return f"begin the file with the line {GLOBAL}, then write defaults, and keys with their groups"
             return f"begin the file with defaults: [{option}, _self_], then set keys of {group}"
-    return "such a file holds a defaults list, and lines of `key: value`"
+    return "write a defaults list into the file, and lines of `key: value`"
 
 
 def option_path(groups: Groups, group: str, option: str) -> Path | None:
@@ -97,7 +97,7 @@ def _check_defaults(
         if not isinstance(pair[0], str | None) or not isinstance(
             pair[1], str if pair[0] is None else str | list | None
         ):
-            raise UserError(f"{path}: {entry!r} in defaults is neither an option nor `group: option`")
+            raise UserError(f"{path}: the entry {entry!r} of defaults is neither an option nor `group: option`")
         for name, option in _targets(group, *pair):
             below = option_path(groups, name, option)
             if below is not None and below in parents:
@@ -106,12 +106,12 @@ def _check_defaults(
                 _check_defaults(groups, name, below, read_yaml(below, "an option"), (*parents, below))
             elif name not in groups.names():
                 offer = did_you_mean(name, groups.names()) or f"the groups are {listed(groups.names(), 'and')}"
-                raise UserError(f"{path}: defaults name {name}={option}, and there is no such group; {offer}")
+                raise UserError(f"{path}: defaults name {name}={option}, and there is no such group ({offer})")
             elif option not in groups.options(name):
                 offer = (
                     did_you_mean(option, groups.options(name)) or f"{name} has {listed(groups.options(name), 'and')}"
                 )
-                raise UserError(f"{path}: defaults name {option}, which is no option of {name}; {offer}")
+                raise UserError(f"{path}: defaults name {option}, and {name} has no such option ({offer})")
 
 
 def _targets(group: str, key: str | None, value: str | list[Any] | None) -> Iterator[tuple[str, str]]:

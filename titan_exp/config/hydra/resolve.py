@@ -87,7 +87,7 @@ def _failure(node: Any, key: Any, field: str, error: Exception) -> Uncomputed:
     message = str(error).splitlines()[0].partition("while resolving interpolation: ")
     sources = tuple(_sources(str(raw), field.rpartition(".")[0]))
     remedy = f"give {field} a value of its own" + (f", or change {listed(sources)}" if sources else "")
-    violation = Violation(field, raw, f"it cannot be computed: {message[2] or message[0]}", remedy)
+    violation = Violation(field, raw, f"Hydra cannot compute it: {message[2] or message[0]}", remedy)
     unreadable = _unreadable_source(error)
     if unreadable is None:
         return Uncomputed(violation, sources)

@@ -118,7 +118,7 @@ def placement_of(orders: Schedule) -> dict[int, int]:
                 )
     missing = sorted(set(range(max(placement, default=0) + 1)) - set(placement))
     if missing:
-        raise MalformedSchedule(f"stage {missing[0]} does nothing; stages are numbered from 0 without a gap")
+        raise MalformedSchedule(f"stage {missing[0]} does nothing, and the numbers of stages run from 0 without a gap")
     return placement
 
 
@@ -155,7 +155,7 @@ def check_complete(orders: Schedule) -> None:
     seen: set[Action] = set()
     for action in (action for order in orders for action in order):
         if action in seen:
-            raise MalformedSchedule(f"{action} is there twice")
+            raise MalformedSchedule(f"{action} occurs twice")
         seen.add(action)
     for stage in sorted(placement_of(orders)):
         for microbatch in range(microbatches_of(orders)):
@@ -163,7 +163,7 @@ def check_complete(orders: Schedule) -> None:
             if kinds not in (["F", "B"], ["F", "I", "W"]):
                 found = ", ".join(f"{stage}{kind}{microbatch}" for kind in kinds) or "nothing"
                 raise MalformedSchedule(
-                    f"stage {stage} does {found} of micro-batch {microbatch}, and each is done once forward (F) and "
+                    f"stage {stage} does {found} of micro-batch {microbatch}, and it has to go once forward (F) and "
                     "once backward (B, or I and W)"
                 )
 
@@ -175,6 +175,6 @@ def _read_cell(cell: str, where: str) -> Sequence[Action]:
     for text in texts:
         found = _ACTION.fullmatch(text)
         if found is None:
-            raise MalformedSchedule(f"{where} is {text!r}, and an action is written like 2F0, 2B0, 2I0 or 2W0")
+            raise MalformedSchedule(f"{where} is {text!r}, which is not an action such as 2F0, 2B0, 2I0 or 2W0")
         actions.append(Action(int(found[1]), found[2], int(found[3])))
     return actions

@@ -272,10 +272,10 @@ def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
         return experiment
     others = world_size(replace(parallelism, dp_shard=1))
     if offered > others and offered % others:
-        reason = f"the other degrees multiply to {others}, which does not divide the {offered} devices offered"
-        remedy = f"make them multiply to {listed(divisors(offered))}, or give parallelism.dp_shard a number"
+        reason = f"the product of the other degrees is {others}, which does not divide the {offered} devices there are"
+        remedy = f"choose degrees whose product is {listed(divisors(offered))}, or give parallelism.dp_shard a number"
         violation = Violation("parallelism.dp_shard", -1, reason, remedy)
-        raise UserError("The layout does not fit.", [violation])
+        raise UserError("The layout does not fit the devices.", [violation])
     return replace(experiment, parallelism=replace(parallelism, dp_shard=max(1, offered // others)))
 
 
@@ -303,15 +303,15 @@ def with_automatic_kernels(experiment: Experiment) -> Experiment:
 def why_eager(experiment: Experiment) -> str | None:
     """Reason for which `compile.enabled=auto` compiles nothing; None if it compiles."""
     if device_type(experiment.cluster) == "cpu":
-        return "this run is on a CPU"
+        return "this run trains on the CPU"
     if not has_triton():
-        return "Triton, for which the compiler writes its kernels, is not installed"
+        return "the compiler writes its kernels for Triton, which is not installed"
     if not experiment.compile.components:
         return "compile.components names no part"
     if "blocks" not in experiment.compile.components:
         return None
     if import_paths(experiment, ["model.architecture"]) or not experiment.model.has_own_blocks:
-        return f"model.architecture={experiment.model.architecture} has code of its own; compile=blocks tries it"
+        return f"model.architecture={experiment.model.architecture} has code of its own (compile=blocks tries it)"
     inside = [pattern for pattern in experiment.training.fp32_modules if cuts_blocks(pattern)]
     return f"training.fp32_modules={shown(inside)} names modules inside blocks" if inside else None
 
@@ -323,7 +323,7 @@ def compilation(experiment: Experiment) -> Iterator[str]:
     reason = why_eager(experiment)
     if reason is None:
         parts = listed(experiment.compile.components, "and")
-        yield f"compile=auto compiles {parts}, as this run is on a GPU; compile=none runs eagerly, for debugging"
+        yield f"compile=auto compiles {parts}, since this run is on a GPU (compile=none runs eagerly, for debugging)"
     else:
         yield f"compile=auto runs eagerly: {reason}"
 

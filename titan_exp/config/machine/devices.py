@@ -146,7 +146,7 @@ def present_gpus() -> int:
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 """File that a loaded NVIDIA driver shows."""
 
-ON_PURPOSE = "cluster.device=cpu to train on the CPU on purpose"
+ON_PURPOSE = "use cluster.device=cpu to train on the CPU on purpose"
 """Override that asks for the CPU where a GPU was found."""
 
 _PROBE = """
@@ -207,32 +207,32 @@ def cuda_problem(facts: CudaFacts) -> tuple[str, str] | None:
     if facts.found is None:
         return None
     for reason, remedy in _problems(facts):
-        return f"this machine has {facts.found}, but {reason}", f"{remedy}; or {ON_PURPOSE}"
+        return f"this machine has {facts.found}, but {reason}", f"{remedy}, or {ON_PURPOSE}"
     return None
 
 
 def _problems(facts: CudaFacts) -> Iterator[tuple[str, str]]:
     driver = facts.driver
     if facts.torch_cuda is None:
-        yield f"torch {facts.torch} is built without CUDA", "install a CUDA build of torch"
+        yield f"torch {facts.torch} is a build without CUDA", "install a CUDA build of torch"
     if facts.mask is not None and not facts.visible:
         reason = f"CUDA_VISIBLE_DEVICES={facts.mask!r} hides every GPU"
-        yield reason, "unset CUDA_VISIBLE_DEVICES, or set it to indices of GPUs"
+        yield reason, "unset CUDA_VISIBLE_DEVICES, or set it to the indices of GPUs"
     if driver is None:
         return
     if driver.missing is not None:
         remedy = "start the container with its GPUs, or install the driver's libraries"
-        yield f"the driver's library cannot be loaded ({driver.missing})", remedy
+        yield f"torch cannot load the driver's library ({driver.missing})", remedy
     needed = int(facts.torch_cuda.split(".")[0]) if facts.torch_cuda else 0
     if driver.version and driver.version // 1000 < needed:
         runs = f"{driver.version // 1000}.{driver.version % 1000 // 10}"
-        reason = f"its driver runs CUDA {runs}, and torch {facts.torch} is built for CUDA {facts.torch_cuda}"
+        reason = f"its driver runs CUDA {runs}, and torch {facts.torch} needs CUDA {facts.torch_cuda}"
         yield reason, f"update the driver, or install a build of torch for CUDA {driver.version // 1000}"
     if driver.status:
         name = driver.name or "unknown error"
-        yield f"the CUDA driver does not start ({name}, code {driver.status})", "see nvidia-smi and dmesg"
+        yield f"the CUDA driver does not start ({name}, code {driver.status})", "look at what nvidia-smi and dmesg say"
     elif driver.missing is None and not driver.count:
-        yield "the CUDA driver shows no device", "see nvidia-smi -L; MIG needs compute instances"
+        yield "the CUDA driver shows no device", "look at what nvidia-smi -L lists (MIG needs compute instances)"
 
 
 @cache

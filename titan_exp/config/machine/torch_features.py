@@ -156,9 +156,9 @@ FLASH_PACKAGES = {
         "FA3",
         "flash_attn_interface",
         (9,),
-        "it is built from the folder hopper of github.com/Dao-AILab/flash-attention",
+        "build it from the folder hopper of github.com/Dao-AILab/flash-attention",
     ),
-    "fa4": FlashPackage("FlashAttention 4", "FA4", "flash_attn.cute", (9, 10), "pip install flash-attn-4"),
+    "fa4": FlashPackage("FlashAttention 4", "FA4", "flash_attn.cute", (9, 10), "type pip install flash-attn-4"),
 }
 """FlashAttention packages by `attention_backend`."""
 
@@ -177,8 +177,8 @@ def torchao_violations(recipe: str) -> list[Violation]:
     if least is None or installed is None or tuple(map(int, re.findall(r"\d+", installed)[:2])) >= least:
         return []
     version = ".".join(map(str, least))
-    reason = f"its kernels come with torchao {version}, and torchao {installed} is installed"
-    remedy = f"pip install 'torchao>={version}'; or quantization.emulate=true, which is slow"
+    reason = f"its kernels need torchao {version} or newer, and you have torchao {installed}"
+    remedy = f"type pip install 'torchao>={version}', or use quantization.emulate=true, which is slow"
     return [Violation("quantization.recipe", recipe, reason, remedy)]
 
 

@@ -80,7 +80,7 @@ def parse_checksums(content: bytes | str) -> dict[str, FileChecksum]:
         written = text(values.get("crc32"), key)
         # int() also accepts capitals, which a flipped bit may produce.
         if len(written) != 8 or set(written) - set("0123456789abcdef"):
-            raise UserError(f"{key} is {written[:20]!r}, and no checksum as it is written.")
+            raise UserError(f"{key} is {written[:20]!r}, which is not a checksum.")
         checksums[name] = FileChecksum(count(values.get("size"), f"size of {name}"), int(written, 16))
     return checksums
 
@@ -93,9 +93,9 @@ def parse_index(content: bytes | str, name: str) -> dict[str, str]:
 
 
 def missing_part(path: Path) -> str | None:
-    """What is missing of a checkpoint or a Hugging Face folder, by names and sizes; None if all of it is there.
+    """Missing part of a checkpoint or a Hugging Face folder, by names and sizes; None if it is complete.
 
-    Content is not read: whoever loads it does.
+    Reads no tensors.
     """
     try:
         expected = _checkpoint_sizes(path) if (path / METADATA_FILE).is_file() else _folder_sizes(path)
@@ -140,7 +140,7 @@ def _safetensors_size(path: Path) -> int:
     except OSError as error:
         raise UserError(f"{path.name} is missing" if isinstance(error, FileNotFoundError) else str(error)) from error
     except struct.error as error:
-        raise UserError(f"{path.name} has no header: it was not downloaded completely") from error
+        raise UserError(f"{path.name} has no header, so its download was not complete") from error
     end = 0
     for name, entry in header.items():
         if name != "__metadata__":

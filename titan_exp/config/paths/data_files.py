@@ -22,9 +22,9 @@ class Manifest(StoreManifest):
 
     store = "token store"
     verb = "tokenize"
-    example = "titan-exp tokenize data=text data.paths='[notes]' out=stores/mine writes one"
+    example = "write one with titan-exp tokenize data=text data.paths='[notes]' out=stores/mine"
     numbers = ("tokens", "documents")
-    repair = "titan-exp tokenize check={folder} checks the whole store; then copy or rebuild it"
+    repair = "check the whole store with titan-exp tokenize check={folder}, then copy it again or rebuild it"
     source: str
     """Fingerprint of the source text."""
     tokenizer: str
@@ -39,7 +39,7 @@ class Manifest(StoreManifest):
         """Fields of a token store."""
         tokenizer = table(values.get("tokenizer"), "tokenizer")
         if (token_bytes := values.get("token_bytes")) not in (2, 4):
-            raise UserError(f"token_bytes is {shown(token_bytes)[:60]}, and not 2 or 4.")
+            raise UserError(f"token_bytes is {shown(token_bytes)[:60]} instead of 2 or 4.")
         return {
             "source": text(values.get("source"), "source"),
             "tokenizer": text(tokenizer.get("fingerprint"), "tokenizer.fingerprint"),
@@ -97,7 +97,7 @@ def tokenizer_path(config: DataConfig) -> str:
     if config.tokenizer != "store":
         return config.tokenizer
     if not config.paths:
-        violation = Violation("data.paths", (), "no token store is given", "data.paths='[stores/mine]'")
+        violation = Violation("data.paths", (), "you gave no token store", "name one, as in data.paths='[stores/mine]'")
         raise UserError("There is no tokenizer.", [violation])
     manifest = read_manifest(config.paths[0])
     return "bytes" if manifest.tokenizer == "bytes" else str(manifest.path)
@@ -140,8 +140,8 @@ def unlimited_split(data: DataConfig) -> Violation:
     return Violation(
         "data.validation_documents",
         data.validation_documents,
-        "documents are held out of a stream, and all of it would have to be read to find them",
-        "data.validation_documents=1024 evaluates the first 1024; or training.evaluate_every=0",
+        "to hold documents out of a stream, the run would have to read all of it",
+        "use data.validation_documents=1024 to evaluate the first 1024, or evaluation.every=0",
     )
 
 
@@ -162,9 +162,9 @@ def no_such_file(entry: str, key: str) -> Violation:
     folder = Path(entry).expanduser().absolute().parent
     while not os.path.exists(folder):  # False below a closed folder, where Path.exists raises
         folder = folder.parent
-    remedy = f"paths are relative to the current folder; the deepest folder that exists is {folder}"
+    remedy = f"give a path relative to the current folder (of this one, {folder} exists)"
     if not os.access(folder, os.R_OK | os.X_OK):
-        remedy = f"it may exist: {folder} is closed to you, so ask its owner"
+        remedy = f"ask the owner of {folder}, which you may not open, so the file may exist"
     return Violation(key, entry, "no such file or folder", remedy)
 
 
@@ -222,24 +222,27 @@ def unit_hash(identity: str) -> float:
 
 def none_held_out(fraction: float, count: int, smallest: float, split_further: str | None) -> Violation:
     """Violation of a fraction that holds out none of `count` documents, of which `smallest` is the least hash."""
-    remedy = "training.evaluate_every=0 to train without evaluation"
+    remedy = "evaluation.every=0 to train without evaluation"
     if count > 1:
         enough = ceil((smallest + 1e-9) * 1000) / 1000
-        remedy = f"data.validation_fraction={enough:g} holds out at least one; {remedy}"
-    return _cannot_split(fraction, f"it holds out none of the {count} documents", remedy, split_further)
+        remedy = f"data.validation_fraction={enough:g} to hold out at least one, or {remedy}"
+    return _cannot_split(fraction, f"this fraction holds out none of the {count} documents", remedy, split_further)
 
 
 def none_to_train_on(fraction: float, count: int, split_further: str | None) -> Violation:
     """Violation of a fraction that holds out all of `count` documents."""
     return _cannot_split(
-        fraction, f"it leaves none of the {count} documents to train on", "a smaller fraction", split_further
+        fraction,
+        f"this fraction leaves none of the {count} documents to train on",
+        "a smaller fraction",
+        split_further,
     )
 
 
 def _cannot_split(fraction: float, reason: str, remedy: str, split_further: str | None) -> Violation:
     if split_further is not None:
-        remedy = f"{split_further} splits the same text into more documents; {remedy}"
-    return Violation("data.validation_fraction", fraction, reason, remedy)
+        remedy = f"{split_further} to cut the same text into more documents, or {remedy}"
+    return Violation("data.validation_fraction", fraction, reason, f"use {remedy}")
 
 
 def _walk(folder: Path, root: Path) -> Iterator[tuple[str, Path]]:

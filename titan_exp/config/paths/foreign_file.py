@@ -43,10 +43,10 @@ def open_file(path: Path) -> BinaryIO:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+        raise UserError(f"Cannot read {path}: {(error.strerror or str(error)).lower()}.") from error
     if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UserError(f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}. Move it away.")
+        raise UserError(f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'not a regular file'}. Move it away.")
     return os.fdopen(descriptor, "rb")
 
 
@@ -56,9 +56,11 @@ def read_file(path: Path) -> bytes:
         try:
             content = file.read(FILE_BYTES + 1)
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+            raise UserError(f"Cannot read {path}: {(error.strerror or str(error)).lower()}.") from error
     if len(content) > FILE_BYTES:
-        raise UserError(f"{path} has more than {FILE_BYTES // 2**20} MiB, which no such file has. Move it away.")
+        raise UserError(
+            f"{path} is larger than {FILE_BYTES // 2**20} MiB, so it cannot be what its name says. Move it away."
+        )
     return content
 
 
@@ -73,7 +75,9 @@ def read_lines(path: Path) -> Iterator[bytes]:
     with open_file(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES), b""), 1):
             if len(line) == LINE_BYTES:
-                raise UserError(f"{path}, line {number}: longer than {LINE_BYTES // 2**20} MiB. Remove that line.")
+                raise UserError(
+                    f"{path}, line {number}: this line is longer than {LINE_BYTES // 2**20} MiB. Remove it."
+                )
             yield line.removesuffix(b"\n")
 
 
@@ -86,8 +90,12 @@ def parse_json(text: bytes | str, kind: type[Kind] | Any = Any) -> Any:
 
 
 def of_kind(kind: type[Kind] | Any, value: Any) -> Any:
-    """JSON value as a type: a dataclass, whose fields are all known, a TypedDict, a tuple, a mapping, a union or a
-    scalar. Raises ValueError if it is of another."""
+    """JSON value as a type: a dataclass, a TypedDict, a tuple, a mapping, a union or a scalar. Raises ValueError if it
+    is of another.
+
+    Fields of a dataclass that are unknown are a newer release's, and left out; beside a missing one they are damaged
+    names, since every release writes all of its fields and keeps them.
+    """
     if kind is Any:
         return value
     origin, arguments = get_origin(kind) or kind, get_args(kind)
@@ -131,9 +139,9 @@ def _record(kind: Any, value: Any) -> Any:
         raise ValueError(f"without {', '.join(sorted(missing))}")
     if is_typeddict(kind):
         return {key: of_kind(hints.get(key, Any), item) for key, item in value.items()}
-    if unknown := value.keys() - hints.keys():
+    if (unknown := value.keys() - hints.keys()) and hints.keys() - value.keys():
         raise ValueError(f"with an unknown {', '.join(sorted(unknown))}")
-    return kind(**{key: of_kind(hints[key], item) for key, item in value.items()})
+    return kind(**{key: of_kind(hints[key], item) for key, item in value.items() if key in hints})
 
 
 @cache
@@ -162,14 +170,14 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         return parse_object(read_file(path), str(path))
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({(error.strerror or str(error)).lower()}).") from error
+        raise UserError(f"Cannot read {path} ({(error.strerror or str(error)).lower()}).") from error
 
 
 def parse_object(content: bytes | str, name: str) -> dict[str, Any]:
     """Object in JSON text; `name` names it in the UserError about anything else."""
     values = parse_value(content, name)
     if not isinstance(values, dict):
-        raise UserError(f"{name} cannot be read: it holds {_kind(values)} instead of keys and values. It is damaged.")
+        raise UserError(f"{name} is damaged: it holds {_kind(values)} instead of keys and values.")
     return values
 
 
@@ -178,7 +186,7 @@ def parse_value(content: bytes | str, name: str) -> Any:
     try:
         return parse_json(content)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{name} cannot be read as JSON ({error}). It is damaged.") from error
+        raise UserError(f"{name} is damaged: it is not JSON ({error}).") from error
 
 
 def _kind(value: object) -> str:
@@ -189,7 +197,7 @@ def _kind(value: object) -> str:
 def count(value: object, name: str, most: int = 2**63 - 1) -> int:
     """A whole number from 0 to `most`. Raises UserError that names anything else."""
     if type(value) is not int or not 0 <= value <= most:
-        raise UserError(f"{name} is {shown(value)[:60]}, and not a whole number from 0 to {most:,}.")
+        raise UserError(f"{name} is {shown(value)[:60]} instead of a whole number from 0 to {most:,}.")
     return value
 
 
@@ -223,7 +231,7 @@ def file_name(value: object, name: str) -> str:
     """Name of a file in its folder. Raises UserError that names anything else, a path that leads out of it too."""
     found = text(value, name)
     if not found or Path(found).is_absolute() or ".." in Path(found).parts:
-        raise UserError(f"{name} is {found[:60]!r}, and no name of a file in its folder.")
+        raise UserError(f"{name} is {found[:60]!r}, which does not name a file in its folder.")
     return found
 
 
@@ -274,7 +282,7 @@ class StrictLoader(Loader):
             if not isinstance(key, yaml.ScalarNode):
                 problem = "a list or mapping is used as a key"
             elif key.value in seen:
-                problem = f"{key.value} stands here twice"
+                problem = f"{key.value} occurs twice"
             else:
                 seen.add(key.value)
                 continue
@@ -303,7 +311,7 @@ def load_node(text: str, loader: Any = StrictLoader) -> tuple[yaml.Node | None, 
         value, depth = waiting.pop()
         left -= 1
         if depth > DEPTH or left < 0:
-            raise BoundsError("its values are nested too deeply, or an alias (*name) stands inside what it names")
+            raise BoundsError("its values are nested too deeply, or an alias (*name) lies inside what it names")
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         waiting += [(part, depth + 1) for part in parts]
     return node, values
@@ -332,11 +340,12 @@ def read_yaml(path: Path, holds: str, loader: Any = StrictLoader, *, content: by
         content = read_file(path) if content is None else content
         _, values = load_node(content.decode("utf-8-sig"), loader)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+        raise UserError(f"Cannot read {path}: {(error.strerror or str(error)).lower()}.") from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise UserError(
-            f"{path}, line {line}: not UTF-8 text (byte 0x{error.object[error.start]:02x}). Save the file as UTF-8."
+            f"{path}, line {line}: this is not UTF-8 text (byte 0x{error.object[error.start]:02x}). Save the "
+            "file as UTF-8."
         ) from error
     except BoundsError as error:
         raise UserError(f"{path}: {error}.") from error
@@ -346,7 +355,7 @@ def read_yaml(path: Path, holds: str, loader: Any = StrictLoader, *, content: by
         return {}
     if not isinstance(values, dict):
         found = "a list" if isinstance(values, list) else f"the single value {values!r}"
-        raise UserError(f"{path} holds {found} where {holds} is expected: lines of `key: value`.")
+        raise UserError(f"{path} holds {found} instead of {holds}, which is lines of `key: value`.")
     return values
 
 
@@ -356,9 +365,9 @@ def _explain(path: Path, error: yaml.YAMLError) -> str:
     context = getattr(error, "context", None)
     # libyaml and PyYAML word the same problem differently.
     if "\\t" in problem or "tab" in problem or _has_tab(path, mark):
-        problem, context = "a tab; YAML is indented with spaces", None
+        problem, context = "there is a tab, and YAML takes only spaces to indent", None
     where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else str(path)
-    return f"{where}: not YAML: {problem}{f' {context}' if context else ''}."
+    return f"{where}: this is not YAML: {problem}{f' {context}' if context else ''}."
 
 
 def _has_tab(path: Path, mark: Any) -> bool:
@@ -392,4 +401,4 @@ def named_errors(values: NotedKeys, name: str, whose: str) -> Iterator[None]:
         raise UserError(f"{name} has no {error.args[0]}, which {whose} has.") from error
     except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
         found = shown(values.get(values.last))[:60]
-        raise UserError(f"{name}: {values.last}={found} cannot be used ({error}).") from error
+        raise UserError(f"{name}: cannot use {values.last}={found} ({error}).") from error

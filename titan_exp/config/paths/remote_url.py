@@ -30,15 +30,15 @@ def problem_of_url(url: str) -> tuple[str, str] | None:
     The texts do not repeat the URL, which may contain a credential.
     """
     if "::" in url:
-        return "chains of protocols (a::b) are not supported", "use the URL of the store itself"
+        return "titan_exp does not support chains of protocols (a::b)", "use the URL of the store itself"
     match = _URL.match(url)
     if match is None:
-        return "it is not a URL", "s3://bucket/prefix, gs://bucket/prefix, file:///mnt/share/prefix"
+        return "this is not a URL", "write it as in s3://bucket/prefix, gs://bucket/prefix or file:///mnt/share/prefix"
     user, at, _ = match["rest"].partition("/")[0].rpartition("@")
     if (at and ":" in user) or "?" in url or "#" in url:
         return (
-            "a URL is written into the run folder, and user:password@ or ?key=… in it may be a credential",
-            "leave that out: credentials come from the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, "
+            "titan_exp writes the URL into the run folder, and user:password@ or ?key=… in it may be a credential",
+            "leave that part out, and give credentials in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, "
             "GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, …)",
         )
     return _problem_of_protocol(match["protocol"])
@@ -48,15 +48,18 @@ def _problem_of_protocol(protocol: str) -> tuple[str, str] | None:
     from fsspec.registry import known_implementations, registry
 
     if protocol in _IN_PROCESS:
-        return "its data ends with the process", "s3://…, gs://…, file:///…"
+        return "what this protocol stores ends with the process", "use s3://…, gs://… or file:///…"
     if protocol in registry:
         return None
     known = known_implementations.get(protocol)
     if known is None:
-        return f"fsspec knows no protocol {protocol}://", f"one of {', '.join(sorted(_usual(known_implementations)))}"
+        return (
+            f"fsspec knows no protocol {protocol}://",
+            f"use one of {', '.join(sorted(_usual(known_implementations)))}",
+        )
     module = str(known["class"]).partition(".")[0]
     if importlib.util.find_spec(module) is None:
-        return f"it needs the package {module}", f"pip install {_PIP.get(module, module)}"
+        return f"this protocol needs the package {module}", f"type pip install {_PIP.get(module, module)}"
     return None
 
 

@@ -44,8 +44,8 @@ class Field:
         try:
             found = file.stat().st_size
         except OSError as error:
-            return "it is missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
-        return "" if self.size in (None, found) else f"it has {found:,} bytes instead of {self.size:,}"
+            return "this file is missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
+        return "" if self.size in (None, found) else f"this file has {found:,} bytes instead of {self.size:,}"
 
 
 @dataclass(frozen=True)
@@ -94,26 +94,30 @@ class StoreManifest(ABC):
 
         def refusal(reason: str, remedy: str) -> UserError:
             violation = Violation("data.paths", str(folder), reason, remedy)
-            return UserError(f"The {cls.store} cannot be used.", [violation])
+            return UserError(f"Cannot use the {cls.store}.", [violation])
 
         try:
             if not path.is_dir():
-                raise refusal("no such folder", cls.example.format(folder=folder))
+                raise refusal("there is no such folder", cls.example.format(folder=folder))
             if not (path / MANIFEST).exists() and (path / UNFINISHED).is_dir():
-                raise refusal("this store is not complete yet", f"rerun the {verb} command that began it")
+                raise refusal("this store is not complete yet", f"finish it: run the same {verb} command again")
             if not (path / MANIFEST).exists():
-                raise refusal(f"it has no {MANIFEST}, so it is no {cls.store}", f"a folder that {verb} wrote")
+                raise refusal(
+                    f"this folder has no {MANIFEST}, so it is not a {cls.store}", f"give a folder that {verb} wrote"
+                )
             values = read_object(path / MANIFEST)
         except OSError as error:  # a folder on the way is closed
-            raise refusal(f"its {MANIFEST} cannot be read: {error}", "permission to read it") from error
+            raise refusal(
+                f"titan_exp cannot read its {MANIFEST}: {error}", "ask for the permission to read it"
+            ) from error
         except UserError as error:
             if error.violations:
                 raise
-            raise refusal(str(error), "permission to read it, or a new store") from error
+            raise refusal(str(error), "ask for the permission to read it, or make a new store") from error
         if values.get("format") != cls.format()["format"]:
-            raise refusal(f"its {MANIFEST} is not that of a {cls.store}", f"a folder that {verb} wrote")
+            raise refusal(f"its {MANIFEST} is not that of a {cls.store}", f"give a folder that {verb} wrote")
         if (version := values.get("version")) != VERSION:
-            reason = f"it has format version {version}, and this version of titan-exp reads {VERSION}"
+            reason = f"this store has format {version}, and this version of titan-exp reads format {VERSION}"
             raise refusal(reason, f"{cls.verb} again, or use the version of titan-exp that wrote it")
         try:
             own, splits = cls.parse(values), table(values.get("splits"), "splits")
@@ -164,4 +168,4 @@ class StoreManifest(ABC):
         for name, each in self.arrays():
             if problem := each.problem(self.path / name):
                 yield name, problem
-        yield from ((name, "it is missing") for name in self.files if not (self.path / name).is_file())
+        yield from ((name, "this file is missing") for name in self.files if not (self.path / name).is_file())

@@ -22,7 +22,7 @@ COMPILE_BACKENDS = ("inductor", "aot_eager", "eager", "cudagraphs")
 
 
 def objective_names() -> tuple[str, ...]:
-    """Values of `training.objective` that are no import paths."""
+    """Values of `training.objective` that are not import paths."""
     return (LANGUAGE_MODELING, *provided("objectives"))
 
 

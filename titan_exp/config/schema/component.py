@@ -34,7 +34,7 @@ def import_dotted(name: str, field: str) -> Any:
     """
     violation = find_dotted(name, field)
     if violation is not None:
-        raise UserError("This import path cannot be found.", [violation])
+        raise UserError("Cannot find this import path.", [violation])
     module, attributes, _ = locate(name)
     found: Any = import_module(module, name, field)
     try:
@@ -42,22 +42,19 @@ def import_dotted(name: str, field: str) -> Any:
             found = getattr(found, attribute)
     except AttributeError as error:
         offer = did_you_mean(attributes[0], dir(importlib.import_module(module)))
-        raise UserError("This import path cannot be found.", [_missing(name, field, module, offer)]) from error
+        raise UserError("Cannot find this import path.", [_missing(name, field, module, offer)]) from error
     return found
 
 
 def import_module(module: str, name: str, field: str) -> ModuleType:
-    """Import the module of an import path `name`, the value of the key `field`.
-
-    Raises:
-        UserError: the module fails to import; with the user's frames.
-    """
+    """Import the module of an import path `name`, the value of the key `field`. Raises UserError with the user's frames
+    if it fails to import."""
     try:
         return importlib.import_module(module)
     except Exception as error:
         frames = user_traceback(error, [package_prefix(name)])
         at = f"\n{frames}" if frames else f" with {type(error).__name__}: {error}"
-        raise UserError(f"{field}={name}: importing {module} fails{at}") from error
+        raise UserError(f"{field}={name}: cannot import {module}{at}") from error
 
 
 def find_dotted(name: str, field: str) -> Violation | None:
@@ -71,10 +68,9 @@ def find_dotted(name: str, field: str) -> Violation | None:
         return Violation(field, name, "this is not an import path", "write package.module.Name")
     module, attributes, spec = locate(name)
     if not module:
-        reason = f"there is no module {name.partition('.')[0]} here"
-        return Violation(
-            field, name, reason, "install its package, put its folder on PYTHONPATH, or start from the folder it is in"
-        )
+        reason = f"Python finds no module {name.partition('.')[0]}"
+        remedy = "install its package, put its folder on PYTHONPATH, or start in the folder that holds it"
+        return Violation(field, name, reason, remedy)
     if not attributes:
         return Violation(field, name, "this is a module", f"name something in it: {name}.Name")
     bound = _names_bound_by(spec)
@@ -87,9 +83,9 @@ def unknown_name(field: str, name: str, builtin: Sequence[str], example: str) ->
     """Violation of a name that is neither built in nor an import path."""
     group, _, key = field.partition(".")
     offer = did_you_mean(name, builtin)
-    remedy = f"{offer + ' ' if offer else ''}Built in: {listed(builtin, 'and')}. For your own give its import path, "
+    remedy = f"{offer + ' ' if offer else ''}Built in are {listed(builtin, 'and')}. For yours, give the import path, "
     reason = lacking(f"{field}={name}") or f"unknown {group if key == 'name' else key}"
-    return Violation(field, name, reason, f"{remedy}e.g. {field}={example}")
+    return Violation(field, name, reason, f"{remedy}for example {field}={example}")
 
 
 def search_current_directory() -> None:
@@ -180,7 +176,7 @@ def names_bound_by(file: Path) -> set[str]:
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_REFUSED = "This run cannot be started."
+_REFUSED = "This run cannot start."
 
 
 @dataclass(frozen=True)
@@ -215,7 +211,8 @@ def import_callable(name: str, key: str, call: Call) -> Any:
     """
     found = import_dotted(name, key)
     if not callable(found):
-        raise UserError(_REFUSED, [Violation(key, name, "it is no class or function", "name one of its module")])
+        reason, remedy = "this is neither a class nor a function", "name one that its module defines"
+        raise UserError(_REFUSED, [Violation(key, name, reason, remedy)])
     violations = call_violations(found, name, key, call)
     if violations:
         raise UserError(_REFUSED, violations)
@@ -227,7 +224,7 @@ def require_members(found: Any, name: str, key: str, members: Sequence[str], int
     missing = [member for member in members if not hasattr(found, member)] if isinstance(found, type) else []
     if missing:
         reason = f"the class defines no {listed(missing, 'and no')}"
-        raise UserError(_REFUSED, [Violation(key, name, reason, f"the interface is in {interface}")])
+        raise UserError(_REFUSED, [Violation(key, name, reason, f"define what {interface} describes")])
 
 
 def call_violations(function: Callable[..., Any], name: str, key: str, call: Call) -> list[Violation]:
@@ -244,12 +241,12 @@ def call_violations(function: Callable[..., Any], name: str, key: str, call: Cal
     except TypeError as error:
         needed = _missing_arguments(signature, call)
         if needed and call.options_key:
-            remedy = " ".join(f"+{call.options_key}.{option}=VALUE" for option in needed)
-            reason = f"{name} needs {listed(needed, 'and')}, without a default; it is called as ({call})"
+            remedy = "give " + " ".join(f"+{call.options_key}.{option}=VALUE" for option in needed)
+            reason = f"{name} needs {listed(needed, 'and')} without a default, and titan_exp calls it as ({call})"
             return [Violation(call.options_key, dict(call.options), reason, remedy)]
         called, _, own = name.rpartition(".")
-        reason = f"{own} cannot be called as ({call}): {error}"
-        return [Violation(key, name, reason, f"in {called}: {own}({call.definition})")]
+        reason = f"titan_exp calls {own} as ({call}), and that fails: {error}"
+        return [Violation(key, name, reason, f"define it in {called} as {own}({call.definition})")]
     return []
 
 
@@ -263,7 +260,7 @@ def _option_violations(signature: inspect.Signature, name: str, call: Call) -> l
     for option, value in call.options.items():
         option_key = f"{call.options_key}.{option}"
         if option in passed:
-            found.append(Violation(option_key, value, f"it is passed already: {name}({call})", "leave it out"))
+            found.append(Violation(option_key, value, f"we pass it already: {name}({call})", "leave it out"))
         elif option not in parameters and not takes_any:
             offer = did_you_mean(option, free) or (f"it takes {listed(free, 'and')}" if free else "it takes none")
             found.append(Violation(option_key, value, f"{name} takes no argument {option}", offer))
@@ -295,6 +292,8 @@ class ComponentKind:
     """Key of the group that selects the component."""
     public: tuple[str, ...]
     """Names defined by every component."""
+    guide: str
+    """Topic of `titan-exp help` about a component of your own."""
     plain: str | None = None
     """Module of the package that wraps a plain class or function, given by import path; None if only modules are
     components."""
@@ -311,6 +310,7 @@ KINDS = {
         "titan_exp.models",
         "architecture",
         ("Config", "spec", "block"),
+        "own-model",
         "plain",
         calls={
             "spec": Call(("config",)),
@@ -326,6 +326,7 @@ KINDS = {
         "titan_exp.optim",
         "name",
         ("Config", "build"),
+        "own-optimizer",
         "torch_optimizer",
         calls={"build": Call(("parameters", "config"))},
     ),
@@ -333,6 +334,7 @@ KINDS = {
         "titan_exp.models.parametrization",
         "name",
         ("Config", "parameter_scales"),
+        "parametrization",
         calls={"parameter_scales": Call(("spec", "model", "config"))},
     ),
 }
@@ -354,7 +356,7 @@ def component(group: str, name: str) -> ModuleType:
     search_current_directory()
     if found is None and not is_dotted(name) and not _is_own_module(name, kind.public):
         raise UserError(
-            "This configuration cannot be read.",
+            "Cannot read this configuration.",
             [unknown_name(key, name, [*builtin_components(group)], f"my_package.my_{group}")],
         )
     name = found or name
@@ -362,10 +364,10 @@ def component(group: str, name: str) -> ModuleType:
     if attributes or not module:
         violation = find_dotted(name, key)
         if violation is None and kind.plain is None:
-            remedy = f"name a module that defines {listed(kind.public, 'and')}, e.g. {key}=my_package.my_{group}"
-            violation = Violation(key, name, "this is no module", remedy)
+            remedy = f"name a module that defines {listed(kind.public, 'and')}, for example {key}=my_package.my_{group}"
+            violation = Violation(key, name, "this is not a module", remedy)
         if violation is not None:
-            raise UserError("This configuration cannot be read.", [violation])
+            raise UserError("Cannot read this configuration.", [violation])
         return importlib.import_module(f"{kind.package}.{kind.plain}")
     _require_interface(group, name)
     return import_module(name, name, key)
@@ -410,18 +412,18 @@ def _require_interface(group: str, name: str) -> None:
     if missing:
         reason = f"the module {name} defines no {listed(missing, 'and no')}"
         remedy = f"define {listed(kind.public, 'and')} there, or name a class in it: {name}.Name"
-        raise UserError("This configuration cannot be read.", [Violation(key, name, reason, remedy)])
+        raise UserError("Cannot read this configuration.", [Violation(key, name, reason, remedy)])
     base = get_type_hints(Experiment)[group]
     violations = []
     if not (isinstance(found.Config, type) and issubclass(found.Config, base) and is_frozen(found.Config)):
-        reason = f"{name}.Config is no frozen dataclass that extends {base.__name__}"
-        remedy = f"from {base.__module__} import {base.__name__}; @dataclass(frozen=True) class Config({base.__name__})"
+        reason = f"{name}.Config is not a frozen dataclass that extends {base.__name__}"
+        remedy = f"import {base.__name__} from {base.__module__}, and write a frozen class Config({base.__name__})"
         violations.append(Violation(key, name, reason, remedy))
     for function, call in kind.calls.items():
         if hasattr(found, function):
             violations += call_violations(getattr(found, function), f"{name}.{function}", key, call)
     if violations:
-        raise UserError("This configuration cannot be read.", violations)
+        raise UserError("Cannot read this configuration.", violations)
 
 
 def is_frozen(kind: type) -> bool:
@@ -445,7 +447,7 @@ def config_class(group: str, values: object) -> Any:
     """Dataclass of a config group with these values.
 
     Raises:
-        UserError: the key that selects the component is no text, or names none.
+        UserError: the key that selects the component is not text, or names none.
     """
     base = get_type_hints(Experiment)[group]
     if group not in KINDS or not isinstance(values, Mapping):
@@ -458,7 +460,7 @@ def config_class(group: str, values: object) -> Any:
             names = [] if isinstance(name, bool) else list(name)
             remedy = one_value(f"{group}.{key}", names, [*builtin_components(group)])
             raise UserError(
-                "This configuration cannot be read.", [Violation(f"{group}.{key}", name, "it must be text", remedy)]
+                "Cannot read this configuration.", [Violation(f"{group}.{key}", name, "it must be text", remedy)]
             )
         case name:
             return component_config(group, str(name))
@@ -470,14 +472,14 @@ def one_value(key: str, values: Sequence[Any], known: Sequence[str] = ()) -> str
 
     texts = [shown(value) for value in values]
     near = [other for text in texts for other in (text, *nearest(text, known)) if not known or other in known]
-    remedy = f"one value: {key}={next(iter(near or known or texts))}"
+    remedy = f"choose one: {key}={next(iter(near or known or texts))}"
     group, _, name = key.partition(".")
     swept = group if name in ("name", "source", "decay") and {*shipped_options(group)}.issuperset(texts) else key
     # The other keys of a component are those of its option.
     separate = swept in [f"{group}.{kind.key}" for group, kind in KINDS.items()]
     if len(texts) < 2 or separate or not all(re.fullmatch(r"[\w.+/-]+", text) for text in texts):
         return remedy
-    return f"{remedy}; for a run with each: titan-exp train -m {swept}={','.join(texts)}"
+    return f"{remedy}, or start a run with each: titan-exp train -m {swept}={','.join(texts)}"
 
 
 def config_classes(group: str) -> list[Any]:

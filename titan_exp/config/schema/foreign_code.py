@@ -83,27 +83,38 @@ _PURPOSE = b"titan_exp: config.yaml of a launched run\0"
 def signed(config: str, others: Path) -> str | None:
     """Content of the signature file of a configuration: the lines in the file `others` and this user's; None if this
     user has no key and can make none."""
-    key = _read_key() or _make_key()
-    if key is None:
+    line = signature(config.encode())
+    if line is None:
         return None
     try:
         lines = read_file(others).decode("ascii").split()
     except (OSError, UnicodeDecodeError, UserError):
         lines = []
-    return "\n".join(dict.fromkeys([*lines, _digest(key, config.encode())])) + "\n"
+    return "\n".join(dict.fromkeys([*lines, line])) + "\n"
 
 
 def is_own(config: bytes, signatures: Path) -> bool:
     """True if this user's key signed the content of a `config.yaml`."""
-    key = _read_key()
-    if key is None:
-        return False
     try:
         lines = read_file(signatures).split()
     except (OSError, UserError):
         return False
-    expected = _digest(key, config).encode()
-    return any(hmac.compare_digest(line, expected) for line in lines)
+    return any(is_signature(line.decode(errors="replace"), config) for line in lines)
+
+
+def signature(content: bytes, purpose: bytes = _PURPOSE) -> str | None:
+    """Signature of a content by this user's key, valid for one purpose; None if this user has no key and can make
+    none."""
+    key = _read_key() or _make_key()
+    return None if key is None else _digest(key, purpose + content)
+
+
+def is_signature(text: str, content: bytes, purpose: bytes = _PURPOSE) -> bool:
+    """True if a text is this user's signature of a content."""
+    key = _read_key()
+    return key is not None and hmac.compare_digest(
+        text.encode(errors="replace"), _digest(key, purpose + content).encode()
+    )
 
 
 def key_path() -> Path:
@@ -111,8 +122,8 @@ def key_path() -> Path:
     return user_folder("XDG_STATE_HOME", ".local/state") / "key"
 
 
-def _digest(key: bytes, config: bytes) -> str:
-    return hmac.new(key, _PURPOSE + config, hashlib.sha256).hexdigest()
+def _digest(key: bytes, content: bytes) -> str:
+    return hmac.new(key, content, hashlib.sha256).hexdigest()
 
 
 def _read_key() -> bytes | None:
@@ -152,9 +163,9 @@ def _make_key() -> bytes | None:
 Trust = bool | Collection[str]
 """True trusts a configuration; import paths in a collection are trusted, as those that the user has typed."""
 
-WHY = "it would be imported and run with your rights"
-_HYDRA = "it would change how Hydra composes, which can import and call anything"
-_READS = "it would be computed from your environment and files"
+WHY = "titan_exp would import this code and run it with your rights"
+_HYDRA = "this changes how Hydra composes, which can import and call anything"
+_READS = "this value would come from your environment and your files"
 
 
 class Untrusted(UserError):
@@ -192,8 +203,11 @@ def require_plain(path: Path) -> None:
     if is_own(text, path.with_name(SIGNATURE_FILE)):
         return
     found = [Violation(key, name, WHY, _remedy(name)) for key, name in import_paths_in(values).items()]
-    found += [Violation(key, "", _HYDRA, "a run's config.yaml has no such key") for key in _composing(text, values)]
-    remedy = "the config.yaml of a run holds values; replace it by the value"
+    found += [
+        Violation(key, "", _HYDRA, "remove it, since the config.yaml of a run has no such key")
+        for key in _composing(text, values)
+    ]
+    remedy = "replace it by its value, as in the config.yaml of a run"
     found += [Violation(key, value, _READS, remedy) for key, value in _interpolations(values)]
     if found:
         raise _refusal(path, found)
@@ -201,13 +215,16 @@ def require_plain(path: Path) -> None:
 
 def _refusal(path: Path, violations: list[Violation]) -> Untrusted:
     return Untrusted(
-        f"{path.parent}: you did not launch this run, or its {path.name} has changed since. It is not trusted with:",
+        (
+            f"{path.parent}: you did not launch this run, or its {path.name} has changed since. So we do not "
+            "trust it with:"
+        ),
         violations,
     )
 
 
 def _remedy(name: str) -> str:
-    return f"look at {name.partition('.')[0]}, and add --trust if you trust that folder"
+    return f"look at the code of {name.partition('.')[0]}, and add --trust if you trust that folder"
 
 
 def _composing(text: bytes, values: Mapping[Any, Any]) -> list[str]:

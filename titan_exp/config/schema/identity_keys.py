@@ -23,6 +23,7 @@ NOT_IN_RUN_ID = {
     "training.gc_every": "when Python collects garbage",
 }
 """Keys without effect on results, each with the reason. A group covers all of its keys."""
+NOT_IN_RUN_ID |= {key: reason for one in extensions().values() for key, reason in one.not_in_run_id.items()}
 
 IN_RUN_ID = (
     "checkpoint.initial",

@@ -11,8 +11,8 @@ from titan_exp.config.secrets import revealed
 
 
 def source_member(source: str, name: str) -> Any:
-    """What a built-in source, or an extension's, has by this name: its module, or the class that is its `build`. None
-    if it has none, and for a class of the user's. Imports the module."""
+    """Member of this name of a source of the core or of an extension: of its module, or else of its class `build`. None
+    without such a member, and for a user's own class. Imports the module."""
     if source not in sources():
         return None
     module = import_module(provided("sources").get(source, f"titan_exp.data.sources.{source}"))

@@ -4,6 +4,7 @@ pydantic checks types and bounds of the plain dataclasses; all errors are report
 """
 
 import dataclasses
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
@@ -15,6 +16,7 @@ from omegaconf import DictConfig
 
 from titan_exp.config.errors.explain_values import about, explained, from_pydantic, unknown_keys
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
+from titan_exp.config.groups.evaluation import with_current_keys
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.resolve import Uncomputed, consequences, resolve
 from titan_exp.config.paths.foreign_file import read_file
@@ -88,19 +90,21 @@ def readable_part(cfg: DictConfig, faults: Collection[str] = ()) -> tuple[list[V
 def _build_composed(cfg: DictConfig, names: Sequence[str]) -> dict[str, Any]:
     """Groups of a composed configuration; raises UserError without what is only computed from a wrong value."""
     values, uncomputed = resolve(cfg)
+    for sentence in with_current_keys(values)[1]:
+        _say(sentence)
     left_out = hints(Experiment).keys() - {*names}
     try:
         composed = {name: group for name, group in values.items() if name not in left_out}
-        return _build_groups(composed, uncomputed, "The configuration cannot be read.", names)
+        return _build_groups(composed, uncomputed, "Cannot read the configuration.", names)
     except UserError as error:
         fields = {violation.field for violation in error.violations}
         computed = consequences(
             cfg, fields - consequences(cfg, fields)
-        )  # keys that read each other are no consequences
+        )  # keys that read each other are not consequences
         found = [violation for violation in error.violations if violation.field not in computed]
         if len(found) == len(error.violations):
             raise
-        raise UserError("The configuration cannot be read.", found) from error
+        raise UserError("Cannot read the configuration.", found) from error
 
 
 def _readable_group(name: str, values: object, wrong: Collection[str]) -> Any:
@@ -135,7 +139,7 @@ def load_experiment(path: str | Path, trust: Trust = False) -> Experiment:
     """
     values, text = _read(Path(path))
     require_trust(Path(path), text, values, trust)
-    return _build(values, [], f"The configuration in {path} cannot be read.")
+    return _build(values, [], f"Cannot read the configuration in {path}.")
 
 
 def load_group(path: Path, group: str, imports: Collection[str] = IMPORT_PATH_KEYS, trust: Trust = False) -> Any:
@@ -145,8 +149,8 @@ def load_group(path: Path, group: str, imports: Collection[str] = IMPORT_PATH_KE
 
 
 def group_of(values: Mapping[str, Any], group: str, path: Path) -> Any:
-    """One group of the values of the `config.yaml` at `path`, validated. Raises UserError if it is no such group."""
-    message = f"The configuration in {path} cannot be read."
+    """One group of the values of the `config.yaml` at `path`, validated. Raises UserError if it is not such a group."""
+    message = f"Cannot read the configuration in {path}."
     return _build_groups({group: values.get(group)}, [], message, [group])[group]
 
 
@@ -160,8 +164,8 @@ def read_values(path: str | Path, imports: Collection[str] = (), trust: Trust = 
     values, text = _read(Path(path))
     require_trust(Path(path), text, values, trust, imports)
     if wrong := [name for name in hints(Experiment) if not isinstance(values.get(name, {}), dict)]:
-        raise UserError(f"{path}: {wrong[0]} is no group of keys, as in the config.yaml of a run.")
-    return {name: current_names(name, group) if isinstance(group, dict) else group for name, group in values.items()}
+        raise UserError(f"{path}: {wrong[0]} is not a group of keys, as it is in the config.yaml of a run.")
+    return _current(values)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -170,11 +174,23 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
     try:
         text = read_file(path)
     except FileNotFoundError as error:
-        raise UserError(f"{path} cannot be read: no such file or directory.") from error
+        raise UserError(f"Cannot read {path}: no such file or directory.") from error
     values = read_yaml(path, "a configuration", content=text)
     if not values:
-        raise UserError(f"{path} contains no configuration; a run's is config.yaml in its folder.")
+        raise UserError(f"{path} is empty. The configuration of a run is config.yaml in its folder.")
     return values, text
+
+
+def _current(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with the current names of keys and components."""
+    moved = with_current_keys(values)[0]
+    return {name: current_names(name, group) if isinstance(group, dict) else group for name, group in moved.items()}
+
+
+@cache
+def _say(sentence: str) -> None:
+    """Print a sentence once."""
+    print(sentence, file=sys.stderr)
 
 
 def validated(kind: Any, values: Mapping[str, Any], where: str) -> Any:
@@ -223,8 +239,7 @@ def _build_groups(
 ) -> dict[str, Any]:
     from pydantic import ValidationError
 
-    values = {name: current_names(name, group) if isinstance(group, dict) else group for name, group in values.items()}
-    found: dict[str, Violation] = {}
+    values, found = _current(values), dict[str, Violation]()
 
     def add(violation: Violation) -> None:
         # One per key; violations inside a wrong group are consequences.
@@ -263,7 +278,7 @@ def _build_groups(
             field = _key_at(group if names_key else detail["loc"])
             declared = _key_at(group[:-1]) if names_key else field
             if names := variables_in(detail["input"]):
-                remedy = "type the value, or use a variable with another name"
+                remedy = "type the value itself, or use a variable with another name"
                 add(Violation(field, detail["input"], f"{names[0]}: {SECRET}", remedy))
             else:
                 add(from_pydantic(detail, field, *declared_in(classes.get(declared.partition(".")[0]), declared)))
@@ -276,20 +291,32 @@ def _build_groups(
 
 
 def _unchosen(group: str, kind: Any, values: object) -> Violation | None:
-    """Violation of a built-in component that is named without an option of it: the keys are another component's."""
+    """Violation of a component that is named without an option of it: the keys are another component's."""
     if group not in KINDS or not isinstance(values, Mapping) or values.get(KINDS[group].key) is None:
         return None
     key, name, fields = f"{group}.{KINDS[group].key}", str(values[KINDS[group].key]), hints(kind)
     others, missing = values.keys() - fields.keys(), fields.keys() - values.keys() - {*optional_fields(kind)}
-    if not others or len(others) + len(missing) == 1 or name not in builtin_components(group):
+    if not others or len(others) + len(missing) == 1:
         return None
     if others - {field for other in config_classes(group) for field in hints(other)}:
         return None
+    if name not in builtin_components(group):
+        option, optional = name.rpartition(".")[2], optional_fields(kind)
+        needed = listed([field for field in fields if field not in optional and field != KINDS[group].key], "and")
+        remedy = (
+            f"write conf/{group}/{option}.yaml with {KINDS[group].key}: {name}, {needed} (titan-exp help "
+            f"{KINDS[group].guide}), and type --config-dir conf {group}={option}"
+        )
+        return Violation(key, name, "it has keys of its own, and those of another option are set", remedy)
     from titan_exp.config.extension import shipped_options
 
     texts = {option: path.read_text() for option, path in shipped_options(group).items()}
     options = [f"{group}={option}" for option, text in texts.items() if option == name or f"family/{name}@" in text]
-    return Violation(key, name, "the other keys are those of another", listed(options, "or")) if options else None
+    return (
+        Violation(key, name, "the other keys belong to another one", f"use {listed(options, 'or')}")
+        if options
+        else None
+    )
 
 
 def _key_at(location: Sequence[int | str]) -> str:
@@ -352,7 +379,7 @@ def typed_options(kind: type[Options], values: Mapping[str, Any], key: str) -> O
     """
     found, options = typed_values(kind, values, key)
     if found:
-        raise UserError("The options cannot be read.", found)
+        raise UserError("Cannot read these options.", found)
     return options
 
 
@@ -404,10 +431,10 @@ def _at_its_place(kind: Any, key: str, error: Mapping[str, Any]) -> Violation:
     reason, remedy = explained(error, place, _alternative(annotation))
     reason = "this key has no value" if error["type"] == "missing" else reason
     if key:
-        typed = f"+{place}=VALUE" if error["type"] == "missing" else remedy
+        typed = f"give +{place}=VALUE" if error["type"] == "missing" else remedy
         return Violation(place, value, reason, typed or about(place, ""))
     if not remedy or error["type"] not in ("literal_error", "value_error"):  # others are for the command line
-        remedy = f"for example {texts(owner)[name].example}; it means: {texts(owner)[name].meaning}"
+        remedy = f"for example {texts(owner)[name].example} (it means: {texts(owner)[name].meaning.rstrip('.')})"
     return Violation(place, value, reason, remedy)
 
 

@@ -1,13 +1,16 @@
 """Study points: product of the applicable axes and the seeds, without excluded points."""
 
+import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from hydra.core.override_parser.types import Override
 
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
-from titan_exp.config.study.study import Axis, Choice, Study, described, hold, override, split_override
+from titan_exp.config.study.labels import described, hold, names_all, spelled, split_override, text_override, words_of
+from titan_exp.config.study.ladder import LadderRung
+from titan_exp.config.study.study import Axis, Choice, Study
 
 SEED = "experiment.seed"
 NAME = "experiment.name"
@@ -31,6 +34,8 @@ class Point:
     """Reason for excluding the point; None if included."""
     round: int = 1
     """Rung of successive halving, or batch of Optuna, from 1."""
+    rung: LadderRung | None = None
+    """Size and length of a point of a ladder."""
 
 
 def values_of(override: Override) -> list[str]:
@@ -45,7 +50,7 @@ def values_of(override: Override) -> list[str]:
     if override.is_discrete_sweep():
         return [f"{key}={value}" for value in override.sweep_string_iterator()]
     raise UserError(
-        f"{override.input_line}: an interval has infinitely many values, and this sweep tries all. "
+        f"{override.input_line}: an interval has infinitely many values, and this sweep tries all values. "
         f"List them: {key}=1,2,3 or {key}=range(1,4)."
     )
 
@@ -59,7 +64,7 @@ def require_swept_once(typed: Sequence[Override]) -> None:
         merges = not change.is_sweep_override() and isinstance(change.value(), dict)
         if key in swept and not merges:
             values = f"{swept[key]},{text.partition('=')[2]}" if change.is_sweep_override() else swept[key]
-            raise UserError(f"{text}: {swept[key]} sweeps this key already. Give its values once: {values}")
+            raise UserError(f"{text}: {swept[key]} already sweeps this key. Give all its values at once: {values}")
         if change.is_sweep_override():
             swept[key] = text
 
@@ -71,7 +76,7 @@ def chosen_size(study: Study, size: str | None) -> str:
     if size in study.sizes:
         return size
     known = f"{study.name} has {listed(study.sizes, 'and')}" if study.sizes else f"{study.path} has no sizes"
-    raise UserError(f"size={size}: unknown size; {did_you_mean(size, study.sizes) or known}")
+    raise UserError(f"size={size}: the study has no such size ({did_you_mean(size, study.sizes) or known})")
 
 
 def folder_name(study: Study, size: str) -> str:
@@ -82,8 +87,9 @@ def folder_name(study: Study, size: str) -> str:
 def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str, ...]]:
     """Apply typed overrides to a study; returns it, and the overrides common to all points.
 
-    An override of an axis' key replaces its values, one of a `list` axis' name keeps the named choices; several values
-    of another key add an axis. A value for a range of a search fixes its key.
+    An override of an axis' key replaces its values, of which those of the study keep its spelling; one of a `list`
+    axis' name keeps the named choices; several values of another key add an axis. A value for a range of a search fixes
+    its key.
 
     Raises:
         UserError: an override would separate values that the study sets together, names no choice of a list, or gives
@@ -101,13 +107,20 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
             study = _fixed_range(study, change, key)
             fixed += texts
         elif axis is not None and (key == axis.name or axis.set_keys == (key,)):
-            chosen = {"list": _named(axis, values)} if axis.list else {"grid": {change.get_key_element(): values}}
+            if axis.list:
+                chosen = {"list": _named(axis, values)}
+            else:
+                (own,) = (axis.grid or axis.zip).values()
+                known = {spelled(value): value for value in own}
+                values = tuple(known.get(spelled(value), value) for value in values)
+                chosen = {"grid": {change.get_key_element(): values}, "zip": {}}
             narrow = [replace(one, **chosen) if key in (one.name, *one.keys) else one for one in study.axes]
             study = replace(study, axes=tuple(narrow))
         elif axis is not None:
             raise UserError(
-                f"{change.input_line}: this study varies {key} together with others ({listed(axis.keys, 'and')}). "
-                f"Change it in {study.path}, or in a copy of your own: sweeps/{study.name}.yaml."
+                f"{change.input_line}: this study varies several keys together ({listed(axis.keys, 'and')}), so you "
+                f"cannot change one alone. Change them in {study.path}, or in a copy of your own: "
+                f"sweeps/{study.name}.yaml."
             )
         elif change.is_sweep_override():
             study = replace(study, axes=(*study.axes, Axis(grid={change.get_key_element(): values})))
@@ -121,11 +134,9 @@ def _fixed_range(study: Study, change: Override, key: str) -> Study:
     assert study.search is not None
     left = {other: one for other, one in study.search.ranges.items() if other != key}
     if change.is_sweep_override() or not left:
-        reason = (
-            "it fixes the last range of the search" if not left else "a search draws one value of a key for a point"
-        )
+        reason = "this leaves the search no range" if not left else "a search draws the values of its keys itself"
         raise UserError(
-            f"{change.input_line}: {reason}. Give one value to fix a key, several seeds (experiment.seed=0,1), or "
+            f"{change.input_line}: {reason}. Give one value to fix a key, give several seeds (experiment.seed=0,1), or "
             "write a study with axes."
         )
     return replace(study, search=replace(study.search, ranges=left))
@@ -135,7 +146,7 @@ def _named(axis: Axis, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     for name in names:
         if name not in axis.list:
             offer = did_you_mean(name, axis.list) or f"it has {listed(axis.list, 'and')}"
-            raise UserError(f"{axis.name}={name}: no choice of this axis; {offer}")
+            raise UserError(f"{axis.name}={name}: this axis has no such choice ({offer})")
     return {name: axis.list[name] for name in names}
 
 
@@ -148,7 +159,7 @@ def study_points(study: Study, size: str, fixed: Sequence[str] = (), proposed: S
     Raises:
         UserError: no point is left, or two points have the same label.
     """
-    base = [override(NAME, folder_name(study, size)), *study.held_fixed, *study.sizes.get(size, ())]
+    base = [text_override(NAME, folder_name(study, size)), *study.held_fixed, *study.sizes.get(size, ())]
     combinations: list[tuple[tuple[Choice, ...], dict[str, str]]] = [((), dict(map(split_override, [*base, *fixed])))]
     axes = study.axes
     if study.search is not None:
@@ -169,16 +180,53 @@ def study_points(study: Study, size: str, fixed: Sequence[str] = (), proposed: S
     for choices, facts in combinations:
         variant = " ".join(_shortened(choice, leaves) for choice in choices) or "(nothing varies)"
         excluded = next((one for one in study.exclude if hold(one.conditions, facts)), None)
-        reason = excluded and f"excluded by the study: {excluded.reason or described(excluded.conditions)}"
+        reason = excluded and f"the study excludes it: {excluded.reason or described(excluded.conditions)}"
         varied = [text for choice in choices for text in choice.overrides]
         _require_set_once(study, varied)
         for seed in study.seeds or (None,):
             seeded = [] if seed is None else [f"{SEED}={seed}"]
-            overrides = _last_wins([*base, *varied, *seeded, *fixed])
+            overrides = last_wins([*base, *varied, *seeded, *fixed])
             label = variant if seed is None else f"{variant} seed={seed}"
             found.append(Point(overrides, label, variant, seed, facts, reason))
     _require_different(study, found)
     return found
+
+
+class FilePoints:
+    """Points that a study's file has, for runs of earlier calls."""
+
+    def __init__(self, points: Iterable[Point]) -> None:
+        self._by_keys: dict[frozenset[str], dict[frozenset[str], set[_Values]]] = {}
+        for point in points:
+            if point.excluded is None:
+                values = _values(point.overrides)
+                keys = frozenset(key for key, _ in values)
+                self._by_keys.setdefault(keys, {}).setdefault(keys, set()).add(values)
+
+    def has(self, overrides: Sequence[str], typed: Set[str] = frozenset()) -> bool:
+        """True if the file has the point of a run, whose other overrides the command line added, as it set the `typed`
+        keys to values that the file does not have."""
+        values = _values(overrides)
+        for keys, points in self._by_keys.items():
+            left = keys - typed
+            if left not in points:
+                points[left] = {_restricted(each, left) for each in points[keys]}
+            if _restricted(values, left) in points[left]:
+                return True
+        return False
+
+
+_Values = frozenset[tuple[str, str]]
+
+
+def _values(overrides: Sequence[str]) -> _Values:
+    """Keys with their values in one spelling, without the name of the folder."""
+    found = map(split_override, overrides)
+    return frozenset((key, spelled(value)) for key, value in found if key != NAME)
+
+
+def _restricted(values: _Values, keys: Set[str]) -> _Values:
+    return frozenset(pair for pair in values if pair[0] in keys)
 
 
 def baseline_of(study: Study, points: Sequence[Point]) -> str | None:
@@ -192,9 +240,9 @@ def baseline_of(study: Study, points: Sequence[Point]) -> str | None:
         return None
     variants = {point.variant: point for point in points}
     if isinstance(baseline, str):
-        if baseline in variants:
-            return baseline
-        matching = [name for name, point in variants.items() if baseline in point.facts.values()]
+        words = words_of(baseline)
+        matching = [name for name in variants if names_all(baseline, words_of(name)) and names_all(name, words)]
+        matching = matching or [name for name, point in variants.items() if baseline in point.facts.values()]
         text = baseline
     else:
         matching = [name for name, point in variants.items() if hold(baseline, point.facts)]
@@ -203,11 +251,12 @@ def baseline_of(study: Study, points: Sequence[Point]) -> str | None:
         return matching[0]
     if matching:
         raise UserError(
-            f"{study.path}: the baseline {text} means {len(matching)} points ({listed(matching[:4], 'and')}). "
-            "Give more of its keys."
+            f"{study.path}: the baseline {text} fits {len(matching)} points ({listed(matching[:4], 'and')}). Name one "
+            f"of them: write baseline: {json.dumps(matching[0], ensure_ascii=False)}."
+            + (f" As the study tunes {study.tune}, its whole group is the baseline then." if study.tune else "")
         )
     offer = did_you_mean(text, variants) or f"The points are {listed(list(variants)[:8], 'and')}."
-    raise UserError(f"{study.path}: the baseline {text} is none of the study's points. {offer[:1].upper()}{offer[1:]}")
+    raise UserError(f"{study.path}: no point of the study fits the baseline {text}. {offer[:1].upper()}{offer[1:]}")
 
 
 def _shortened(choice: Choice, leaves: Mapping[str, int]) -> str:
@@ -222,7 +271,7 @@ def _shortened(choice: Choice, leaves: Mapping[str, int]) -> str:
     return " ".join(parts)
 
 
-def _last_wins(overrides: Sequence[str]) -> tuple[str, ...]:
+def last_wins(overrides: Sequence[str]) -> tuple[str, ...]:
     """Overrides, keeping the last of each key, and objects before it, with which it is merged."""
     kept, final = list[str](), set[str]()
     for text in reversed(overrides):
@@ -240,7 +289,7 @@ def _require_set_once(study: Study, varied: Sequence[str]) -> None:
     for text in varied:
         key, value = split_override(text)
         if key in texts and not value.startswith("{"):
-            remedy = "Put its values into one axis, or let the axes exclude each other by when and unless."
+            remedy = "Put its values into one axis, or let the axes exclude each other with when and unless."
             raise UserError(f"{study.path}: two axes set {key} in one point: {texts[key]} and {text}. {remedy}")
         texts[key] = text
 
@@ -248,6 +297,6 @@ def _require_set_once(study: Study, varied: Sequence[str]) -> None:
 def _require_different(study: Study, points: Sequence[Point]) -> None:
     label, count = Counter(point.label for point in points).most_common(1)[0]
     if count > 1:
-        raise UserError(f"{study.path}: two points have the label {label!r}. Give the axes different names.")
+        raise UserError(f"{study.path}: two points have the label {label!r}. Give their axes different names.")
     if all(point.excluded for point in points):
         raise UserError(f"{study.path}: the study excludes all of its {len(points)} points.")

@@ -11,34 +11,23 @@ from typing import Annotated, Any, Literal, get_args
 from annotated_types import Ge, Le, MinLen
 
 from titan_exp.config.errors.explain_values import Check, Read, Unfit
-from titan_exp.config.errors.user_error import did_you_mean, in_quotes, listed, shown
+from titan_exp.config.errors.user_error import did_you_mean, listed, shown
 from titan_exp.config.extension import extensions
+from titan_exp.config.study.labels import hold, override, split_override, text_of
+from titan_exp.config.study.ladder import Ladder, Share
 
-METRICS = ("loss", "validation_loss", "validation_perplexity", "grad_norm", "tokens_per_second")
-METRICS += ("tokens_per_second_per_device", "tflops", "mfu", "memory", "memory_reserved")
+METRICS = ("loss", "validation_loss", "validation_bits_per_byte", "validation_perplexity", "grad_norm")
+METRICS += ("tokens_per_second", "tokens_per_second_per_device", "tflops", "mfu", "memory", "memory_reserved")
 METRICS += tuple(name for one in extensions().values() for name in one.metrics)
-"""Metrics logged by runs, and by those of extensions. Metrics of a mixture's source (`validation_loss/NAME`) are also
-comparable."""
+"""Metrics logged by runs, and by those of extensions. Names with a slash (`validation_loss/code`) are metrics, too."""
 MOST_SEEDS = MOST_POINTS = 10_000
 """Largest numbers of seeds of a study, and of points of a search; larger ones are typos."""
+FEWEST_PAIRS, MOST_PAIRS = 3, 100
+"""Fewest pairs of runs that a verdict is given of, and the most."""
+ANYTIME = "anytime"
+"""Value of `pairs.looks` that looks after every pair."""
 DIGITS = 4
 """Significant digits of a drawn value, so that labels and run ids are short."""
-
-
-def override(key: str, value: Any) -> str:
-    """Override for a key and a YAML value, quoted if Hydra would parse the text differently."""
-    return f"{key}={_text(value)}"
-
-
-def split_override(text: str) -> tuple[str, str]:
-    """Key and value of an override; the key without `+` or `~`."""
-    key, _, value = text.partition("=")
-    return key.lstrip("+~"), value
-
-
-def _text(value: Any) -> str:
-    """YAML value as that of an override."""
-    return shown(value, lambda text: in_quotes(text) if not text or set(text) & set(" ,()[]{}'\"\\=#\t\n") else text)
 
 
 def _override(value: Any) -> str:
@@ -50,13 +39,13 @@ def _override(value: Any) -> str:
 
 def _texts(values: Any) -> tuple[str, ...]:
     if not isinstance(values, list) or not values:
-        raise Unfit("must be a list of values", "" if isinstance(values, list | None) else f"write [{_text(values)}]")
-    return tuple(map(_text, values))
+        raise Unfit("must be a list of values", "" if isinstance(values, list | None) else f"write [{text_of(values)}]")
+    return tuple(map(text_of, values))
 
 
 def _conditions(value: Any) -> dict[str, tuple[str, ...]]:
     several = {shown(key): found if isinstance(found, list) else [found] for key, found in _keys(value).items()}
-    return {key: tuple(map(_text, values)) for key, values in several.items()}
+    return {key: tuple(map(text_of, values)) for key, values in several.items()}
 
 
 def _baseline(value: Any) -> Any:
@@ -79,7 +68,7 @@ def _seeds(value: Any) -> Sequence[int]:
         return ()
     if not isinstance(seeds, list | range) or not seeds or any(type(seed) is not int or seed < 0 for seed in seeds):
         reason = f"must be a number of seeds up to {MOST_SEEDS}, or a list of them"
-        raise Unfit(reason, "seeds: 3, or seeds: [0, 1, 2]")
+        raise Unfit(reason, "write seeds: 3, or seeds: [0, 1, 2]")
     return tuple(dict.fromkeys(seeds))
 
 
@@ -89,47 +78,59 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _fraction(value: Any) -> Any:
-    try:
-        return Fraction(str(value))
-    except (ValueError, ZeroDivisionError):
-        raise Unfit("must be a number, or a fraction such as 1/3") from None
-
-
 def _rise(rungs: Sequence[Fraction]) -> None:
-    remedy = "rungs: [100, 300, 900], or fractions of training.steps: [1/9, 1/3, 1]"
+    remedy = "write rungs: [100, 300, 900], or fractions of training.steps: [1/9, 1/3, 1]"
     if len(rungs) < 2 or rungs[0] <= 0:
-        raise Unfit("must be two or more steps above 0, in their order", remedy)
+        raise Unfit("must be at least two steps above 0, in their order", remedy)
     if any(later <= earlier for earlier, later in pairwise(rungs)):
-        raise Unfit("rungs are not increasing", f"rungs: [{', '.join(map(str, sorted(set(rungs))))}]")
+        raise Unfit(
+            "each rung must be larger than the one before", f"write rungs: [{', '.join(map(str, sorted(set(rungs))))}]"
+        )
     if rungs[-1] != 1 and any(rung.denominator != 1 for rung in rungs):
-        raise Unfit("fractions of training.steps end at 1, and steps are whole", remedy)
+        raise Unfit("must be whole steps, or fractions of training.steps of which the last is 1", remedy)
 
 
 def _is_part(keep: Fraction) -> None:
     if not 0 < keep < 1:
-        raise Unfit("must be a fraction between 0 and 1", "keep: 1/3")
+        raise Unfit("must be a fraction between 0 and 1", "write keep: 1/3")
+
+
+def _looks(value: Any) -> Any:
+    return [] if value == ANYTIME else [value] if type(value) is int else value
+
+
+def _are_looks(looks: tuple[int, ...]) -> None:
+    remedy = f"looks: [3, 5, 8], or looks: {ANYTIME}"
+    if any(later <= earlier for earlier, later in pairwise(looks)):
+        raise Unfit("numbers of pairs are not increasing", remedy)
+    if looks and not FEWEST_PAIRS <= looks[0] <= looks[-1] <= MOST_PAIRS:
+        raise Unfit(f"a verdict takes from {FEWEST_PAIRS} to {MOST_PAIRS} pairs", remedy)
+
+
+def _is_error_rate(alpha: float) -> None:
+    if not 0 < alpha < 0.5:
+        raise Unfit("must be an error rate between 0 and 0.5", "alpha: 0.05")
 
 
 def _have_width(bounds: tuple[float, float]) -> None:
     if bounds[0] >= bounds[1]:
-        raise Unfit("must be a lower and a higher number", f"write {sorted(bounds)}")
+        raise Unfit("must be a lower and then a higher number", f"write {sorted(bounds)}")
 
 
 def _are_above_zero(bounds: tuple[float, float]) -> None:
     if bounds[0] <= 0:
-        raise Unfit("a logarithm has no value at 0 or below", "a lower bound above 0, or uniform")
+        raise Unfit("a logarithm has no value at 0 or below", "give a lower bound above 0, or use uniform")
 
 
 def _are_side_by_side(values: Mapping[str, Sequence[str]]) -> None:
     if len({len(texts) for texts in values.values()}) > 1:
         counts = listed([f"{key} has {len(texts)}" for key, texts in values.items()], "and")
-        raise Unfit(f"values are taken side by side, and {counts}", "give each the same number")
+        raise Unfit(f"zip takes values side by side, and {counts}", "give each key the same number of values")
 
 
 def _is_asked(question: str) -> None:
     if not question.strip():
-        raise Unfit("a study asks something", "question: Which learning rate is best?")
+        raise Unfit("a study needs a question", "write one, for example question: Which learning rate is best?")
 
 
 def _is_logged(metric: str) -> None:
@@ -138,9 +139,16 @@ def _is_logged(metric: str) -> None:
         raise Unfit("no run logs this metric", offer)
 
 
+def usual_direction(metric: str) -> Literal["min", "max"] | None:
+    """Better direction of a metric by its name: `min` of losses, perplexities, bits per byte, `max` of accuracies."""
+    if any(word in metric for word in ("loss", "perplexity", "bits_per_byte")):
+        return "min"
+    return "max" if metric.rpartition("/")[2].startswith("acc") else None
+
+
 def _one_of(kinds: Sequence[str], block: Any, what: str, example: str) -> None:
     if sum(bool(getattr(block, kind)) for kind in kinds) != 1:
-        raise Unfit(f"{what} is one of {listed(kinds)}", example)
+        raise Unfit(f"{what} has exactly one of {listed(kinds)}", example)
 
 
 def _keys(value: Any) -> Any:
@@ -151,7 +159,7 @@ def _keys(value: Any) -> Any:
 
 def _ranges(value: Any) -> Any:
     if not isinstance(value, dict) or not value:
-        raise Unfit("must be keys with a range each")
+        raise Unfit("must be keys, each with a range")
     return value
 
 
@@ -164,29 +172,11 @@ Conditions = Annotated[dict[str, tuple[str, ...]], Read(_conditions)]
 """Values by key, or by the `name` of a list; any value of a key fulfils it."""
 Whole = Annotated[int, Read(_number)]
 Number = Annotated[float, Read(_number)]
-Share = Annotated[Fraction, Read(_fraction)]
 Bounds = Annotated[tuple[Number, Number], Check(_have_width)]
 Direction = Literal["min", "max"]
 """Better direction of a metric."""
 Method = Literal["random", "sobol", "optuna"]
 RangeKind = Literal["log_uniform", "uniform", "integer", "choice"]
-
-
-def hold(conditions: Mapping[str, Sequence[str]], facts: Mapping[str, str]) -> bool:
-    """True if a point with these values by key fulfils all conditions."""
-    return all(key in facts and any(_same(facts[key], value) for value in values) for key, values in conditions.items())
-
-
-def _same(value: str, other: str) -> bool:
-    try:
-        return value == other or float(value) == float(other)
-    except ValueError:
-        return False
-
-
-def described(conditions: Mapping[str, Sequence[str]]) -> str:
-    """Conditions as text."""
-    return " ".join(f"{key}={','.join(values)}" for key, values in conditions.items())
 
 
 @dataclass(frozen=True)
@@ -204,25 +194,25 @@ class Axis:
     """Axis of a study, of one kind; its points are the product of the axes."""
 
     grid: Annotated[dict[Name, Texts], _NOTHING] = field(default_factory=dict)
-    """Values of a key; several keys are an axis each. E.g. `grid: {optimizer.lr: [1e-3, 3e-3]}`."""
+    """Values by key. With several keys, each is an axis. E.g. `grid: {optimizer.lr: [1e-3, 3e-3]}`."""
     zip: Annotated[dict[Name, Texts], _NOTHING, Check(_are_side_by_side)] = field(default_factory=dict)
     """Values of several keys, taken side by side.
     E.g. `zip: {optimizer.lr: [1e-3, 2e-3], training.steps: [200, 100]}`."""
     list: Annotated[dict[Name, Overrides], _NOTHING] = field(default_factory=dict)
     """Overrides by the name of a point. E.g. `list: {plain: [], slow: [optimizer.lr=1e-4]}`."""
     name: Annotated[str, Read(lambda value: "" if value is None else value)] = ""
-    """Name of a list, by which conditions and the command line choose its points. E.g. `name: balance`."""
+    """Name of a `list`, by which conditions and the command line choose its points. E.g. `name: balance`."""
     when: Conditions = field(default_factory=dict)
-    """Conditions on the axes above and on what is held fixed, all of which a point must fulfil for the axis to apply.
+    """Conditions on the axes above and on what is held fixed. The axis applies to the points that fulfil all of them.
     E.g. `when: {parallelism.cp: [2, 4]}`."""
     unless: Conditions = field(default_factory=dict)
-    """Conditions, any of which excludes a point from the axis. E.g. `unless: {parallelism.cp: 1}`."""
+    """Conditions that exclude a point from the axis if it fulfils any of them. E.g. `unless: {parallelism.cp: 1}`."""
 
     def __post_init__(self) -> None:
         _one_of(("grid", "zip", "list"), self, "an axis", "for example grid: {optimizer.lr: [1e-3, 3e-3]}")
         if self.name and not self.list:
             kind = "grid" if self.grid else "zip"
-            raise Unfit(f"the axes of a {kind} are named by their keys", f"leave the name {self.name} out")
+            raise Unfit(f"the axes of a {kind} have the names of their keys", f"leave the name {self.name} out")
 
     @property
     def set_keys(self) -> tuple[str, ...]:
@@ -268,7 +258,7 @@ class Exclusion:
     conditions: Conditions
     """Conditions, all of which an excluded point fulfils."""
     reason: Annotated[str, Read(lambda value: "" if value is None else shown(value))] = ""
-    """Reason, printed by the plan."""
+    """Reason, which the plan prints."""
 
 
 @dataclass(frozen=True)
@@ -276,13 +266,13 @@ class Range:
     """Values of one key of a search, of one kind."""
 
     log_uniform: Annotated[Bounds, Check(_are_above_zero)] | None = None
-    """Numbers between two bounds, evenly spread in their logarithm. E.g. `{log_uniform: [1e-4, 1e-1]}`."""
+    """Bounds of numbers that are spread evenly in their logarithm. E.g. `{log_uniform: [1e-4, 1e-1]}`."""
     uniform: Bounds | None = None
-    """Numbers evenly spread between two bounds. E.g. `{uniform: [0, 0.2]}`."""
+    """Bounds of numbers that are spread evenly. E.g. `{uniform: [0, 0.2]}`."""
     integer: Annotated[tuple[Whole, Whole], Check(_have_width)] | None = None
-    """Whole numbers between two bounds, both included. E.g. `{integer: [2, 8]}`."""
+    """Bounds of whole numbers, both included. E.g. `{integer: [2, 8]}`."""
     choice: Annotated[Texts, MinLen(2)] | None = None
-    """Two listed values or more. E.g. `{choice: [linear, sqrt]}`."""
+    """Listed values, two or more. E.g. `{choice: [linear, sqrt]}`."""
 
     def __post_init__(self) -> None:
         _one_of(get_args(RangeKind), self, "a range", "for example {log_uniform: [1e-4, 1e-1]}")
@@ -329,19 +319,20 @@ class Search:
     """Points drawn from ranges, in place of axes."""
 
     method: Method
-    """Independent random points, a Sobol sequence, or Optuna's proposals. E.g. `method: sobol`."""
+    """Method that draws points: independent random ones (`random`), a Sobol sequence (`sobol`), or Optuna's proposals
+    (`optuna`). E.g. `method: sobol`."""
     points: Annotated[Whole, Ge(1), Le(MOST_POINTS)]
-    """Number of points; a larger one keeps the first points of `random` and `sobol`, and whole batches of `optuna`.
+    """Number of points. A larger one keeps the first points of `random` and `sobol`, and whole batches of `optuna`.
     E.g. `points: 16`."""
     ranges: Annotated[dict[Name, Range], Read(_ranges)]
-    """Range of each varied key. E.g. `ranges: {optimizer.lr: {log_uniform: [1e-4, 1e-1]}}`."""
+    """Range of each key that varies. E.g. `ranges: {optimizer.lr: {log_uniform: [1e-4, 1e-1]}}`."""
     seed: Annotated[Whole, Ge(0), Le(2**31)] = 0
     """Seed of the points, not of the runs. E.g. `seed: 1`."""
     batch: Annotated[Whole, Ge(1), Le(MOST_POINTS)] | None = None
-    """Points that Optuna draws at a time, each batch from the results of those before: 8 by default.
+    """Number of points that Optuna draws at a time, each batch from the results of those before; 8 by default.
     E.g. `batch: 4`."""
     metric: str | None = None
-    """Metric that Optuna improves: the study's first by default. E.g. `metric: validation_loss`."""
+    """Metric that Optuna improves; the study's first by default. E.g. `metric: validation_loss`."""
 
 
 @dataclass(frozen=True)
@@ -349,11 +340,12 @@ class Halving:
     """Successive halving (Jamieson and Talwalkar 2016): the best points of each rung continue to the next."""
 
     rungs: Annotated[tuple[Share, ...], Check(_rise)]
-    """Step at which each rung ends; fractions of `training.steps` if the last one is 1. E.g. `rungs: [1/9, 1/3, 1]`."""
+    """Step at which each rung ends. They are fractions of `training.steps` if the last one is 1.
+    E.g. `rungs: [1/9, 1/3, 1]`."""
     metric: str | None = None
-    """Metric at the end of a rung, by which points are ranked: the study's first by default. E.g. `metric: loss`."""
+    """Metric at the end of a rung that ranks the points; the study's first by default. E.g. `metric: loss`."""
     keep: Annotated[Share, Check(_is_part)] = Fraction(1, 3)
-    """Fraction of the points of a rung that continues, rounded down, at least one point. E.g. `keep: 1/4`."""
+    """Fraction of a rung's points that continues, rounded down, and at least one point. E.g. `keep: 1/4`."""
 
     @property
     def is_relative(self) -> bool:
@@ -378,40 +370,81 @@ class Halving:
         return max(1, math.floor(count * self.keep))
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """Test of a study's two points by pairs of runs with equal seeds, registered before the first run.
+
+    The error rate is the chance of a wrong `better` or `worse`, over all looks.
+    """
+
+    looks: Annotated[tuple[Whole, ...], Read(_looks), Check(_are_looks)] = (3, 5, 8)
+    """Numbers of pairs after which the study may end; `anytime` looks after every pair from the third on, by
+    an e-value.
+    E.g. `looks: [3, 5]`."""
+    most: Annotated[Whole, Ge(FEWEST_PAIRS), Le(MOST_PAIRS)] | None = None
+    """Most pairs with `looks: anytime`, 12 by default. E.g. `most: 20`."""
+    metric: str | None = None
+    """Metric at the end of a run: the study's first by default. E.g. `metric: validation_loss`."""
+    alpha: Annotated[Number, Check(_is_error_rate)] = 0.05
+    """Error rate of the study, over all of its looks. E.g. `alpha: 0.01`."""
+    futility: bool = True
+    """Stop at a look where the candidate is not ahead, however little, and between looks once it is behind by more than
+    a standard error. Half of the changes that do nothing end at the first look. This adds no wrong verdict, but leaves
+    the interval wide. E.g. `futility: false`."""
+    tries: Annotated[Whole, Ge(1), Le(MOST_POINTS)] = 1
+    """Number of questions, this one included, among which `better` is looked for; each has its share of `alpha`.
+    E.g. `tries: 10`."""
+
+    def __post_init__(self) -> None:
+        if self.looks and self.most is not None:
+            raise Unfit("planned looks end with the last of them", f"leave most out, or looks: {ANYTIME}")
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Number of pairs at each look."""
+        return self.looks or tuple(range(FEWEST_PAIRS, (self.most or 12) + 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class StudyFile:
     """Content of a study file."""
 
     question: Annotated[str, Check(_is_asked)]
-    """Question of the study, in a sentence. E.g. `question: Which learning rate is best?`."""
+    """Question that the study answers, in a sentence. E.g. `question: Which learning rate is best?`."""
     held_fixed: Overrides = ()
     """Overrides of every point. E.g. `held_fixed: [model=llama_debug, training.steps=100]`."""
     sizes: Annotated[dict[Name, Overrides], _NOTHING] = field(default_factory=dict)
-    """Additional overrides by size name; the first is the default, `size=NAME` selects another.
+    """Further overrides by the name of a size. The first size is the default, and `size=NAME` selects another.
     E.g. `sizes: {laptop: [training.steps=100]}`."""
     axes: Annotated[tuple[Axis, ...], _NONE] = ()
-    """Varied axes, of which every combination is a point. E.g. `axes: [{grid: {optimizer.lr: [1e-3, 3e-3]}}]`."""
+    """Axes that vary. Every combination of their values is a point.
+    E.g. `axes: [{grid: {optimizer.lr: [1e-3, 3e-3]}}]`."""
     search: Annotated[Search | None, _NOTHING] = None
-    """Ranges that the points are drawn from, instead of axes.
+    """Ranges from which the points are drawn, instead of axes.
     E.g. `search: {method: sobol, points: 16, ranges: {optimizer.lr: {log_uniform: [1e-4, 1e-1]}}}`."""
     exclude: Annotated[tuple[Annotated[Exclusion, Read(_exclusion)], ...], _NONE] = ()
-    """Excluded points: values by key, and a `reason`. E.g. `exclude: [{parallelism.tp: 4, parallelism.pp: 4}]`."""
+    """Points to leave out: values by key, and a `reason`. E.g. `exclude: [{parallelism.tp: 4, parallelism.pp: 4}]`."""
     seeds: Annotated[tuple[int, ...], Read(_seeds)] = ()
-    """Seeds of every point, or their number; none keeps `experiment.seed`. E.g. `seeds: 3`."""
+    """Seeds of every point, or their number. Without any, `experiment.seed` stays. E.g. `seeds: 3`."""
     halving: Annotated[Halving | None, _NOTHING] = None
-    """Successive halving over the points, of which otherwise every one is trained to its end.
+    """Successive halving over the points. Without it, every point is trained to its end.
     E.g. `halving: {metric: validation_loss, rungs: [100, 300, 900], keep: 1/3}`."""
+    pairs: Annotated[Pairs | None, _NOTHING] = None
+    """Test of the study's point that is not the baseline, with an error rate. E.g. `pairs: {looks: [3, 5, 8]}`."""
+    ladder: Annotated[Ladder | None, _NOTHING] = None
+    """Sizes and lengths of every point, from which `compare` fits a scaling law. The axes then have at most two points,
+    or there are none. E.g. `ladder: {multiples: [1/4, 1/2, 1], tokens_per_parameter: [10, 20, 40]}`."""
     baseline: Annotated[dict[str, tuple[str, ...]] | str | None, Read(_baseline)] = None
     """Point that the others are compared with: its label, a list's point by name, or values that only it has.
     E.g. `baseline: {optimizer.lr: 1e-3}`."""
     metrics: Annotated[dict[Annotated[Name, Check(_is_logged)], Direction], _NOTHING] = field(default_factory=dict)
-    """Compared metrics, with the better direction of each. E.g. `metrics: {validation_loss: min}`."""
+    """Metrics to compare, with the better direction of each. E.g. `metrics: {validation_loss: min}`."""
     tune: str | None = None
     """Key over which each group of the comparison is tuned. E.g. `tune: optimizer.lr`."""
 
     def better(self, metric: str) -> Direction | None:
-        """Better direction of a metric: the study's, or `min` for a loss; None if neither says."""
-        return self.metrics.get(metric) or ("min" if "loss" in metric or "perplexity" in metric else None)
+        """Better direction of a metric: the study's, or that of its name."""
+        return self.metrics.get(metric) or usual_direction(metric)
 
 
 @dataclass(frozen=True, kw_only=True)

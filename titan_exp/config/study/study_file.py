@@ -10,7 +10,8 @@ from titan_exp.config.errors.user_error import UserError, Violation, did_you_mea
 from titan_exp.config.extension import extension_folders, lacking
 from titan_exp.config.paths.foreign_file import StudyLoader, read_yaml
 from titan_exp.config.schema.typed_config import GapError, typed_values
-from titan_exp.config.study.study import Axis, Conditions, Study, StudyFile, hold, split_override
+from titan_exp.config.study.labels import hold, split_override
+from titan_exp.config.study.study import Axis, Conditions, Study, StudyFile
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 SWEEPS_DIR = next(
@@ -35,8 +36,10 @@ def find_study(name: str) -> Path:
         path = Path(name).expanduser()
         if path.is_file():
             return path
-        known = f"titan-exp sweep {path.stem} is the study of this name. " if path.stem in study_files() else ""
-        what = "this is a folder" if path.is_dir() else "no such file"
+        known = (
+            f"To run the study of this name, type titan-exp sweep {path.stem}. " if path.stem in study_files() else ""
+        )
+        what = "this is a folder" if path.is_dir() else "there is no such file"
         raise UserError(f"{name}: {what}. {known}A study is a YAML file, such as those in {SWEEPS_DIR}.")
     files = study_files()
     if name in files:
@@ -45,8 +48,8 @@ def find_study(name: str) -> Path:
         raise UserError(f"{name}: {reason}.")
     offer = did_you_mean(name, files)
     raise UserError(
-        f"{name}: unknown study. {offer[:1].upper()}{offer[1:]}{' ' if offer else ''}"
-        f"The studies are {listed(files or ['none'], 'and')}; your own go into sweeps/ where you type the command."
+        f"{name}: unknown study. {offer[:1].upper()}{offer[1:]}{' ' if offer else ''}The studies are "
+        f"{listed(files or ['none'], 'and')}. Put your own into the folder sweeps/ where you type the command."
     )
 
 
@@ -58,17 +61,16 @@ def read_study(path: Path) -> Study:
     """
     content = read_yaml(path, "a study", StudyLoader)
     if not content:
-        raise UserError(
-            f"{path} contains no study. A study has {listed([one.name for one in fields(StudyFile)], 'and')}."
-        )
+        raise UserError(f"{path} is empty. A study has {listed([one.name for one in fields(StudyFile)], 'and')}.")
     found, study = typed_values(StudyFile, content)
-    for check in (_points, _metrics, _conditions, _tuned):
+    for check in (_points, _pairs, _ladder, _metrics, _conditions, _tuned):
         with suppress(GapError):
             found += check(study)
     if found:
-        raise UserError(f"{path}: this study cannot be read.", found)
+        raise UserError(f"{path}: cannot read this study.", found)
     read = Study(path=path, **vars(study))
-    search, halving, first = read.search, read.halving, next(iter(read.metrics), "validation_loss")
+    search, halving, pairs = read.search, read.halving, read.pairs
+    first = next(iter(read.metrics), "validation_loss")
     if search is not None and search.method == "optuna":
         search = replace(search, batch=search.batch or min(8, search.points), metric=search.metric or first)
     return replace(
@@ -77,6 +79,8 @@ def read_study(path: Path) -> Study:
         axes=tuple(one for axis in read.axes for one in _of_one_key(axis)),
         search=search,
         halving=halving and replace(halving, metric=halving.metric or first),
+        pairs=pairs and replace(pairs, metric=pairs.metric or first),
+        ladder=read.ladder and replace(read.ladder, metric=read.ladder.metric or first),
     )
 
 
@@ -90,38 +94,87 @@ def _of_one_key(axis: Axis) -> Iterator[Axis]:
 def _points(study: StudyFile) -> list[Violation]:
     """Mistakes about where the points come from."""
     search, halving, found = study.search, study.halving, list[Violation]()
-    if search is None and not study.axes:
+    if search is None and not study.axes and study.ladder is None:
         example = "axes: [{grid: {optimizer.lr: [1e-3, 3e-3]}}]"
-        found.append(Violation("axes", "", "a study has axes, or a search", f"for example {example}"))
+        found.append(Violation("axes", "", "a study needs axes or a search", f"write them, for example {example}"))
     if search is None:
         return found
     if study.axes:
-        remedy = "one of the two; a range {choice: [a, b]} takes the values of an axis"
+        remedy = "leave out one of the two (a range {choice: [a, b]} takes the values of an axis)"
         found.append(
-            Violation("search", "", "a study has either axes, all of whose points are run, or a search", remedy)
+            Violation("search", "", "a study has either axes, of which it runs all points, or a search", remedy)
         )
     if study.baseline is not None:
-        reason = "points of a search are drawn, so that none is known before"
-        found.append(Violation("baseline", "", reason, "leave it out; compare takes the best point, or --baseline"))
+        reason = "a search draws its points, so no baseline exists before it runs"
+        found.append(
+            Violation(
+                "baseline",
+                "",
+                reason,
+                "leave it out (compare takes the best point, or the one that you name with --baseline)",
+            )
+        )
     for key in ("batch", "metric"):
         if search.method != "optuna" and (value := getattr(search, key)) is not None:
-            reason = f"{search.method} draws all points at once, whatever their results"
-            found.append(Violation(f"search.{key}", value, reason, "leave it out, or method: optuna"))
+            reason = f"{search.method} draws all points at once and ignores their results"
+            found.append(Violation(f"search.{key}", value, reason, "leave it out, or write method: optuna"))
     if search.method == "optuna" and halving is not None:
-        reason = "Optuna proposes points from the results of whole runs"
-        remedy = "search.method: sobol or random with halving, or optuna without it"
+        reason = "Optuna proposes points from the results of whole runs, and halving stops runs early"
+        remedy = "write method: sobol or random with halving, or leave halving out"
         found.append(Violation("halving", "", reason, remedy))
     return found
+
+
+def _pairs(study: StudyFile) -> list[Violation]:
+    """Mistakes of a study whose two points are tested by pairs."""
+    if study.pairs is None:
+        return []
+    found = list[Violation]()
+    if study.baseline is None:
+        reason = "pairs test a point against the baseline"
+        found.append(Violation("baseline", "", reason, "baseline: NAME, the name or values of the point to beat"))
+    reasons = {
+        "seeds": "the pairs draw their seeds, the same for both runs of a pair and others for each pair",
+        "search": "pairs test one point against another, and a search draws many",
+        "halving": "halving keeps the best of many points, without an error rate",
+        "tune": "a point that is tuned on the runs that test it gains by luck",
+    }
+    return found + [
+        Violation(key, "", reason, f"leave {key} out, or pairs")
+        for key, reason in reasons.items()
+        if getattr(study, key)
+    ]
+
+
+def _ladder(study: StudyFile) -> list[Violation]:
+    """Mistakes of a study whose points are trained at several sizes."""
+    reasons = {
+        "search": "a ladder takes one point, or a baseline and a candidate, to every size",
+        "halving": "a law needs the whole ladder, and halving stops runs early",
+        "pairs": "pairs decide at one size, and a ladder has several",
+        "tune": "a ladder takes every point to every size as it is",
+    }
+    if (ladder := study.ladder) is None:
+        return []
+    metric = ladder.metric or next(iter(study.metrics), "validation_loss")
+    found = [Violation("ladder.metric", metric, "a law is of a loss, and more of this metric is better",
+                       "write metric: validation_loss")] if study.better(metric) == "max" else []  # fmt: skip
+    return found + [
+        Violation(key, "", reason, f"leave {key} out, or ladder")
+        for key, reason in reasons.items()
+        if getattr(study, key)
+    ]
 
 
 def _metrics(study: StudyFile) -> list[Violation]:
     """Metrics of which it is unknown whether more or less is better."""
     by_optuna = study.search is not None and study.search.method == "optuna"
-    used = {"search": study.search if by_optuna else None, "halving": study.halving}
+    used = {"search": study.search if by_optuna else None, "halving": study.halving, "pairs": study.pairs}
+    used["ladder"] = study.ladder
     named = {key: block.metric for key, block in used.items() if block is not None and block.metric is not None}
-    reason = "neither direction is known to be better (min or max)"
+    reason = "titan_exp does not know whether less or more of this metric is better"
     return [
-        Violation(f"{key}.metric", metric, reason, f"metrics: {{{metric}: max}}")
+        Violation(f"{key}.metric", metric, reason, f"write metrics: {{{metric}: max}}")
         for key, metric in named.items()
         if study.better(metric) is None
     ]
@@ -149,11 +202,16 @@ def _misfits(field: str, conditions: Conditions, axes: Sequence[Axis], fixed: se
     for key, values in conditions.items():
         if key not in known:
             offer = did_you_mean(key, known) or (f"there are {listed(known, 'and')}" if known else "leave it out")
-            yield Violation(f"{field}.{key}", "", "neither an axis (above this one) nor held fixed", offer)
+            yield Violation(
+                f"{field}.{key}",
+                "",
+                "no axis above this one varies this key, and the study does not hold it fixed",
+                offer,
+            )
         there = [axis.facts(choice)[key] for axis in axes if key in axis.names for choice in axis.choices]
         for value in values if key in names else ():
             if not any(hold({key: (value,)}, {key: other}) for other in there):
-                offer = did_you_mean(value, there) or listed(dict.fromkeys(there))
+                offer = did_you_mean(value, there) or f"use {listed(dict.fromkeys(there))}"
                 yield Violation(f"{field}.{key}", value, "this axis has no such value", offer)
 
 
@@ -163,4 +221,4 @@ def _tuned(study: StudyFile) -> list[Violation]:
     if study.tune is None or study.tune in varied:
         return []
     offer = did_you_mean(study.tune, varied) or f"the study varies {listed(varied, 'and')}"
-    return [Violation("tune", study.tune, "the study varies no such key", offer)]
+    return [Violation("tune", study.tune, "the study does not vary this key", offer)]

@@ -2,9 +2,9 @@
 
 `data.source` takes the import path of a class with either interface (`data.source=my_package.data.Source`), or of a
 function that returns one. A class with a nested dataclass `Options` is called as `(config, options)`, others as
-`(config, **data.options)`. Its options join its `fingerprint` unless they are at their defaults or are a
-`field(compare=False)`. A built-in one may have a static method `open_files`, called in the same way, which returns the
-`FileSource` of the files that its documents are made of, or None; its objects then have the same `content`.
+`(config, **data.options)`. Options join the `fingerprint` unless they have their default or are a
+`field(compare=False)`. A built-in source may have a static method `open_files` with the same arguments. It returns the
+`FileSource` of the files that the documents come from, or None; its objects then have the same `content`.
 """
 
 import contextlib
@@ -30,10 +30,9 @@ from titan_exp.config.secrets import revealed
 WHOLE_BYTES, WHOLE_FILES = 256 * 2**20, 20_000
 """Maximum size and number of files of a corpus that is read completely; a larger one is sampled."""
 SAMPLES, SAMPLE_BYTES = 512, 2**16
-"""Number and size of the samples, spaced evenly over the concatenated files; the first and last bytes are among
-them."""
+"""Number and size of the samples, spaced evenly over the concatenated files and including the first and last bytes."""
 SETTLED = 2.0
-"""Seconds without a change after which a checksum is cached: a write within a tick of the clock keeps the times."""
+"""Seconds without a change after which a checksum is cached, because a write within a clock tick keeps the times."""
 
 
 class CorpusContent:
@@ -49,7 +48,7 @@ class CorpusContent:
         """Newest modification time of a file, in Unix time."""
 
     def add(self, key: str, path: Path, stat: os.stat_result) -> None:
-        """Append a file; `key` is its path relative to the corpus."""
+        """Append a file under `key`, its path relative to the corpus."""
         self._keys.append(key)
         self._paths.append(path)
         self._ends.append(self._ends[-1] + stat.st_size)
@@ -65,7 +64,7 @@ class CorpusContent:
 
     @property
     def stamp(self) -> str:
-        """Digest of places, sizes, times and inodes of the files, which any change of a file changes too."""
+        """Digest of paths, sizes, times and inodes of the files; it changes with any change of a file."""
         return self._stamp.hexdigest()
 
     @property
@@ -74,7 +73,7 @@ class CorpusContent:
         return self.size > WHOLE_BYTES or len(self._paths) > WHOLE_FILES
 
     def fingerprint(self) -> str:
-        """Numbers of files and bytes, and the checksum."""
+        """Identity in words: numbers of files and bytes, and the checksum."""
         with contextlib.suppress(OSError):
             return self._cache_file().read_text(encoding="utf-8")
         settled = time.time() - self._changed > SETTLED
@@ -111,7 +110,7 @@ class CorpusContent:
 
 
 def _spaced(total: int) -> Sequence[int]:
-    """Offsets of the samples; duplicates in a small corpus of many files are left out."""
+    """Offsets of the samples, without duplicates, which a small corpus of many files would have."""
     last = max(0, total - SAMPLE_BYTES)
     return sorted({last * number // (SAMPLES - 1) for number in range(SAMPLES)})
 
@@ -156,8 +155,8 @@ class PartReader(Protocol):
 class StreamingSource(Protocol):
     """Documents read in order, in independently readable parts (e.g. files of a large data set).
 
-    Provide at least `data.virtual_shards` parts if possible: each shard that shares a part reads all of it. Optional
-    member: `fingerprint: str`, as for random access.
+    Provide at least `data.virtual_shards` parts if you can, because each shard that shares a part reads all of it.
+    Optional member: `fingerprint: str`, as for random access.
     """
 
     @property
@@ -174,17 +173,17 @@ Source = RandomAccessSource | StreamingSource
 
 
 CONTENT, REVISION = "data.content", "data.revision"
-"""Keys of a corpus identity: content of local files; fingerprint of a data set of the hub, which also changes with
-files that are not read."""
+"""Keys of a corpus identity: the content of local files, and the fingerprint of a data set on the hub, which also
+changes with files that are not read."""
 STREAMING, SHARDS = "data.streaming", "data.virtual_shards"
-"""Keys of a corpus identity in one order alone: windows of a text's token store; virtual shards, tokenized while
-training."""
+"""Keys of a corpus identity that exist in one order only: windows of a text's token store, and virtual shards tokenized
+while training."""
 MIXTURE = "data.mixture"
-"""Key of a corpus identity: order of a mixture whose shares are exact, where earlier versions rounded them."""
+"""Key of a corpus identity: the order of a mixture with exact shares; earlier versions rounded shares."""
 
 
 def content_identity(source: Source) -> dict[str, str]:
-    """Content checksum of a source that reads local files, or revision of a data set of the hub, by key."""
+    """Content checksum of a source that reads local files, or revision of a data set on the hub, by key."""
     content, revision = getattr(source, "content", None), getattr(source, "revision", None)
     if isinstance(content, CorpusContent):
         return {CONTENT: content.fingerprint()}
@@ -202,8 +201,8 @@ def require_same_data(
         Violation(
             key,
             present.get(key),
-            f"the checkpoint was made with {saved.get(key)}",
-            f"{'the former files' if key == CONTENT else 'that one'}, or {restart}",
+            f"this checkpoint read {saved.get(key)}",
+            f"use {'the former files' if key == CONTENT else 'that one'}, or {restart}",
         )
         for key in sorted(keys)
         if saved.get(key) != present.get(key)
@@ -222,7 +221,7 @@ def fingerprint(source: Source, config: DataConfig) -> str:
 
 
 def _chosen_options(kind: Any, config: DataConfig) -> str:
-    """Options that choose documents, where they are not at their defaults; a `field(compare=False)` chooses none."""
+    """Options that choose documents and differ from their defaults; a `field(compare=False)` chooses none."""
     if not is_dataclass(kind):
         return ""
     chosen = {}
@@ -248,22 +247,22 @@ def build_source(config: DataConfig) -> Source:
         given = revealed(config, "data")
         source = build(given, **given.options)
     if not isinstance(source, RandomAccessSource | StreamingSource):
-        reason = "its objects are neither a random-access nor a streaming source"
-        remedy = f"a class with __len__ and __getitem__, or with parts and open; see {INTERFACE}"
+        reason = "an object of it is neither a random-access nor a streaming source"
+        remedy = f"write a class with __len__ and __getitem__, or with parts and open (see {INTERFACE})"
         raise _refusal(config, reason, remedy)
     if isinstance(source, RandomAccessSource) and len(source) == 0:
-        raise _refusal(config, "it has no documents", "a source whose __len__ is 1 or more")
+        raise _refusal(config, "this source has no documents", "give a source whose __len__ is 1 or more")
     return source
 
 
 def known_identity(config: DataConfig) -> tuple[dict[str, Any], CorpusContent | None]:
-    """Identity of the data as far as it is known without opening the source: entries of `Sampler.corpus`, and the local
-    files, if any. Imports no torch. Raises UserError if files are missing."""
+    """Identity of the data, as far as it is known without opening the source: entries of `Sampler.corpus`, and the
+    local files, if any. Imports no torch. Raises UserError if files are missing."""
     identity: dict[str, Any] = {}
     if described(config.source).holds == "tokens":
         return {"data.paths": [read_manifest(path).fingerprint for path in config.paths]}, None
     if config.tokenizer != "bytes":
-        from titan_exp.data.tokenizers import build_tokenizer  # imports numpy
+        from titan_exp.data.tokenizers import build_tokenizer  # this imports numpy
 
         identity["data.tokenizer"] = build_tokenizer(config).fingerprint
     if (files := open_files(config)) is None:
@@ -277,7 +276,7 @@ def has_validation_split(config: DataConfig) -> bool:
 
 
 def held_out_fraction(config: DataConfig) -> float:
-    """Fraction of the training documents that is held out: 0 beside a separate validation split."""
+    """Fraction of the training documents that is held out; 0 with a separate validation split."""
     return 0.0 if has_validation_split(config) else config.validation_fraction
 
 
@@ -287,11 +286,11 @@ def build_validation_source(config: DataConfig) -> Source | None:
 
 
 def own_source(config: DataConfig) -> Any:
-    """Import a user's class, without opening its data.
+    """Import your source class without opening its data.
 
     Raises:
-        UserError: it cannot be imported, takes other arguments than `(config, options)`, with `Options`, or else
-            `(config, **options)`, or is no source.
+        UserError: it cannot be imported, takes other arguments than `(config, options)`, with `Options`, or
+            otherwise `(config, **options)`, or is not a source.
     """
     typed = is_dataclass(getattr(import_dotted(config.source, "data.source"), "Options", None))
     call = Call(("config", "options")) if typed else Call(("config",), (), "data.options", config.options)
@@ -302,4 +301,4 @@ def own_source(config: DataConfig) -> Any:
 
 
 def _refusal(config: DataConfig, reason: str, remedy: str) -> UserError:
-    return UserError("The data source cannot be used.", [Violation("data.source", config.source, reason, remedy)])
+    return UserError("Cannot use this data source.", [Violation("data.source", config.source, reason, remedy)])

@@ -1,4 +1,4 @@
-"""Source `huggingface`: data sets of `datasets.load_dataset`, as a random-access table or streamed by file."""
+"""Source `huggingface`: data sets of `datasets.load_dataset`, as a random-access table or streamed file by file."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
 """Values of `data.dataset` that are file loaders."""
 _HUB_TIMEOUT_SECONDS = 5.0
 _COMPRESSIONS = {"zstd": "zstandard", "lz4": "lz4"}
-"""Packages by the compressions that the library names when it lacks them."""
+"""Packages to install, by the compression that the library names when it lacks them."""
 
 
 def load_split(config: DataConfig, split: str) -> Any:
     """Load a `Dataset`, or an `IterableDataset` with `data.streaming`. Raises UserError if it cannot be loaded."""
     if config.dataset is None:
-        remedy = "data.dataset=allenai/c4, or data.dataset=json data.data_files='[corpus.jsonl]'"
-        raise UserError("There is no text to read.", [Violation("data.dataset", None, "no data set is given", remedy)])
+        remedy = "name one, as in data.dataset=allenai/c4, or data.dataset=json data.data_files='[corpus.jsonl]'"
+        raise UserError("There is no text to read.", [Violation("data.dataset", None, "you named no data set", remedy)])
     import datasets
     import datasets.config
 
@@ -56,15 +56,15 @@ def load_split(config: DataConfig, split: str) -> Any:
             split=split,
             streaming=config.streaming,
         )
-    except Exception as error:  # the library and its dependencies raise many types
+    except Exception as error:  # the library and its dependencies raise many types of errors
         raise explain(config, split, error, offline=offline) from error
 
 
 def _needs_hub(config: DataConfig) -> bool:
-    """True if the hub may be needed: not for a local folder or a loader with local files."""
+    """True if the hub may be needed; False for a local folder, or a loader with local files."""
     assert config.dataset is not None
     if any("://" in file for file in config.data_files):
-        return False  # another server, independent of the hub
+        return False  # data on another server, independent of the hub
     return config.dataset not in LOADERS and not Path(config.dataset).expanduser().exists()
 
 
@@ -88,7 +88,7 @@ def _hub_answers() -> bool:
 
 
 def explain(config: DataConfig, split: str, error: Exception, *, offline: bool = False) -> UserError:
-    """Error of a data set that cannot be loaded or read."""
+    """Make the error for a data set that cannot be loaded or read."""
     import datasets.exceptions
 
     # The error that the library raises about a file says only that there was one.
@@ -97,28 +97,28 @@ def explain(config: DataConfig, split: str, error: Exception, *, offline: bool =
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     if offline:
         remedy = (
-            "a machine that reaches the hub; or the same command once on such a machine, to fill the cache of "
-            "HF_HOME (streaming=false); or local files: data.dataset=parquet data.data_files='[part-*.parquet]'; "
+            "use a machine that reaches the hub, or type the same command once on such a machine, to fill the cache of "
+            "HF_HOME (streaming=false), or use local files: data.dataset=parquet data.data_files='[part-*.parquet]', "
             "or data=python_stdlib"
         )
-        reason = f"the hub cannot be reached, and the cache lacks it ({message})"
+        reason = f"the hub does not answer, and the cache lacks the data set ({message})"
         return _failure(Violation("data.dataset", config.dataset, reason, remedy))
     if "split" in message.lower():
-        return _failure(Violation("data.split", split, message, "a split of the data set"))
+        return _failure(Violation("data.split", split, message, "name a split of the data set"))
     if "config" in message.lower():
-        return _failure(Violation("data.subset", config.subset, message, "one of the data set's configurations"))
+        return _failure(Violation("data.subset", config.subset, message, "name one of the data set's configurations"))
     if (
         package := next((name for kind, name in _COMPRESSIONS.items() if f"type {kind} not" in message), None)
     ) is not None:
         key = "data.data_files" if config.data_files else "data.dataset"
         value = list(config.data_files) or config.dataset
-        return _failure(Violation(key, value, f"its files are unpacked by {package}", f"pip install {package}"))
+        return _failure(Violation(key, value, f"it takes {package} to unpack its files", f"type pip install {package}"))
     if config.data_files and not isinstance(error, FileNotFoundError):
         empty = isinstance(error, StopIteration)
         reason = "there are no rows" if empty else f"{type(error).__name__}: {message}"
         return _failure(
             Violation(
-                "data.data_files", list(config.data_files), reason, f"files that the loader {config.dataset} reads"
+                "data.data_files", list(config.data_files), reason, f"give files that the loader {config.dataset} reads"
             )
         )
     remedy = (
@@ -129,7 +129,7 @@ def explain(config: DataConfig, split: str, error: Exception, *, offline: bool =
 
 
 def _failure(violation: Violation) -> UserError:
-    return UserError("The data set cannot be loaded.", [violation])
+    return UserError("Cannot load the data set.", [violation])
 
 
 def build(config: DataConfig) -> Source:
@@ -144,7 +144,7 @@ def build_validation(config: DataConfig) -> Source:
 
 
 def local_entries(config: DataConfig) -> tuple[str, ...]:
-    """Files, folders and globs on this machine; empty for data of the hub and of another server."""
+    """Files, folders and globs on this machine; empty for data on the hub or on another server."""
     if config.dataset is None or any("://" in entry for entry in config.data_files):
         return ()
     folder = Path(config.dataset).expanduser()
@@ -154,14 +154,15 @@ def local_entries(config: DataConfig) -> tuple[str, ...]:
 
 
 def violations(config: DataConfig) -> Iterator[Violation]:
-    """The data set is named, its local files exist and have rows, and they can be unpacked here."""
+    """Check that the data set is named, that its local files exist and have rows, and that they can be unpacked
+    here."""
     files = "data.data_files='[corpus.jsonl]'"
     if config.dataset is None:
-        remedy = f"data.dataset=NAME on the hub, or data.dataset=json {files}"
-        yield Violation("data.dataset", None, "source huggingface needs a data set", remedy)
+        remedy = f"name one of the hub, data.dataset=NAME, or use data.dataset=json {files}"
+        yield Violation("data.dataset", None, "the source huggingface needs a data set", remedy)
         return
     if config.dataset in LOADERS and not config.data_files:
-        yield Violation("data.data_files", (), f"the loader {config.dataset} reads files, and none is named", files)
+        yield Violation("data.data_files", (), f"the loader {config.dataset} reads files, and you named none", files)
     local = config.dataset.startswith((".", "/", "~"))
     if local and not Path(config.dataset).expanduser().exists():
         yield no_such_file(config.dataset, "data.dataset")
@@ -176,7 +177,7 @@ def violations(config: DataConfig) -> Iterator[Violation]:
     sizes = [path.stat().st_size for entry in entries for _, path in matching_files(entry)]
     if sizes and not any(sizes):
         key, value = ("data.data_files", entries) if config.data_files else ("data.dataset", config.dataset)
-        yield Violation(key, value, "there are no rows", f"files that the loader {config.dataset} reads")
+        yield Violation(key, value, "there are no rows", f"give files that the loader {config.dataset} reads")
 
 
 _DECOMPRESSORS = {".zst": "zstandard", ".lz4": "lz4"}
@@ -187,17 +188,17 @@ def _missing_decompressor(file: str, key: str) -> Violation | None:
     """Violation of a compressed file that cannot be read in this environment."""
     suffix = Path(file).suffix.lower()
     if suffix == ".lzma":
-        remedy = "xz --format=xz compresses it anew, or unlzma unpacks it"
+        remedy = "compress it anew with xz --format=xz, or unpack it with unlzma"
         return Violation(key, file, "the datasets library does not read .lzma", remedy)
     package = _DECOMPRESSORS.get(suffix)
     if package is None or find_spec(package) is not None:
         return None
-    remedy = f"pip install {package}; or the file unpacked, or as .gz, .bz2, .xz or .zip"
-    return Violation(key, file, f"{suffix} is unpacked by {package}, which is not installed here", remedy)
+    remedy = f"type pip install {package}, or give the file unpacked, or as .gz, .bz2, .xz or .zip"
+    return Violation(key, file, f"it takes {package} to unpack {suffix}, which is not installed here", remedy)
 
 
 def open_files(config: DataConfig) -> FileSource | None:
-    """List the local files of a data set; None for one of the hub or of another server."""
+    """List the local files of a data set; None for a data set on the hub or on another server."""
     if not (entries := local_entries(config)):
         return None
     return FileSource("huggingface", sorted({file for entry in entries for file in matching_files(entry)}))
@@ -221,7 +222,7 @@ class HuggingFaceTable:
         return _text(self._dataset[index][self._column], self._config)
 
     def _sample_digest(self) -> str:
-        """Digest of a few documents: reading all may take hours, and file names differ between machines."""
+        """Digest of a few documents; reading all may take hours, and file names differ between machines."""
         count = len(self)
         sample = sorted({0, count // 3, count // 2, count - 1}) if count else []
         return _digest("\0".join(self[index] for index in sample))
@@ -239,7 +240,7 @@ class HuggingFaceStream:
         self.content, _ = _identity(config, None)
         try:
             first = next(self.open(0, None), "")
-        except ValueError as error:  # of a compression
+        except ValueError as error:  # raised by a decompression package
             raise explain(config, split, error) from error
         self.fingerprint = f"{_name(config, split)}: streamed in {self.parts} parts, {_digest(first)}"
 
@@ -302,18 +303,18 @@ def _digest(text: str) -> str:
 
 def _check_column(columns: list[str], config: DataConfig) -> None:
     if config.text_column not in columns:
-        raise _wrong_column(config, "the data set lacks this column", f"one of {', '.join(columns)}")
+        raise _wrong_column(config, "the data set has no such column", f"use one of {', '.join(columns)}")
 
 
 def _text(value: object, config: DataConfig) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise _wrong_column(config, f"it holds {type(value).__name__}, not text", "a text column")
+        raise _wrong_column(
+            config, f"this column holds {type(value).__name__} instead of text", "name a column of text"
+        )
     return value
 
 
 def _wrong_column(config: DataConfig, reason: str, remedy: str) -> UserError:
-    return UserError(
-        "The data set cannot be read.", [Violation("data.text_column", config.text_column, reason, remedy)]
-    )
+    return UserError("Cannot read the data set.", [Violation("data.text_column", config.text_column, reason, remedy)])

@@ -30,8 +30,8 @@ class PythonStdlibSource(FileSource):
     def __init__(self, config: DataConfig | None = None) -> None:
         super().__init__(f"python_stdlib {python_version()}", _modules(Path(sysconfig.get_path("stdlib"))))
         if len(self) == 0:
-            remedy = "data=text data.paths='[your/files]', or a Python installed with its library source"
-            reason = "this Python is installed without the source of its library"
+            remedy = "use data=text data.paths='[your/files]', or a Python that has the source of its library"
+            reason = "this Python comes without the source of its library"
             raise UserError("There is no text to read.", [Violation("data.source", "python_stdlib", reason, remedy)])
 
 

@@ -1,4 +1,4 @@
-"""Source `text`: the user's files, folders (recursive, without hidden entries) and globs."""
+"""Source `text`: your files, folders (recursive, without hidden entries) and globs."""
 
 import os
 import weakref
@@ -33,7 +33,7 @@ class FileSource:
     def __init__(self, name: str, files: Iterable[tuple[str, Path]]) -> None:
         digest, size = blake2b(digest_size=8), 0
         self.content = CorpusContent()
-        """Checksum of the files, by `content.fingerprint()`."""
+        """Checksum of the files; see `content.fingerprint()`."""
         self._keys: list[str] = []
         self._paths: list[Path] = []
         for key, path in sorted(files):
@@ -85,7 +85,9 @@ class SplitFileSource:
         self._offsets = np.concatenate([np.empty(0, dtype=np.int64), *offsets])
         if len(self._offsets) == 0:
             reason = "all files of data.paths are blank"
-            raise UserError("There is no text to read.", [Violation("data.document", unit, reason, "files with text")])
+            raise UserError(
+                "There is no text to read.", [Violation("data.document", unit, reason, "give files with text")]
+            )
         self._first_document: list[int] = np.cumsum([0, *map(len, offsets)]).tolist()
         self._open = lru_cache(maxsize=_OPEN_FILES)(lambda number: _OpenFile(files.path(number)))
         self.fingerprint = f"{files.fingerprint}, {len(self)} documents, each a {unit}"
@@ -139,13 +141,13 @@ def _document_offsets(path: Path, unit: Granularity) -> "np.ndarray":
                 offsets.append(offset)
             follows_text = is_text
             offset += len(line)
-    import numpy as np  # rules ask this module, and refusals import no NumPy
+    import numpy as np  # rules use this module, and refusals must not import NumPy
 
     return np.frombuffer(offsets, dtype=np.int64)
 
 
 _NAMED = 5
-"""Skipped files that are named."""
+"""Number of skipped files that a warning names."""
 
 
 def build(config: DataConfig) -> "TextSource | SplitFileSource":
@@ -171,11 +173,11 @@ class TextSource(FileSource):
 
     def __init__(self, paths: Sequence[str]) -> None:
         if not paths:
-            raise _refusal(paths, "no file is given", "data.paths='[notes,books/*.txt]'")
+            raise _refusal(paths, "you gave no file", "data.paths='[notes,books/*.txt]'")
         for entry in paths:
             if next(matching_files(entry), None) is None:
-                reason = f"it matches no file (working directory {Path.cwd()})"
-                raise _refusal(entry, reason, "an existing file, folder or glob")
+                reason = f"this matches no file (the current folder is {Path.cwd()})"
+                raise _refusal(entry, reason, "give a file, a folder or a glob that exists")
         found = distinct_files(paths)
         texts = {path: key for path, key in found.items() if not is_binary(path)}
         if len(texts) < len(found):
@@ -183,10 +185,10 @@ class TextSource(FileSource):
             more = [f"{len(skipped) - _NAMED} more"] if len(skipped) > _NAMED else []
             named = listed([*skipped[:_NAMED], *more], "and")
             count = f"{len(skipped)} binary file{'s' * (len(skipped) != 1)} of {len(found)} files"
-            warn(f"data.paths: skipped {count}, {named}; a narrower glob excludes them")
+            warn(f"data.paths: skipped {count}, {named}. To leave them out, use a narrower glob")
         super().__init__("text", ((key, path) for path, key in texts.items()))
         if len(self) == 0:
-            raise _refusal(list(paths), "no file there contains text", "text files")
+            raise _refusal(list(paths), "none of these files contains text", "give text files")
 
 
 def _refusal(value: object, reason: str, remedy: str) -> UserError:

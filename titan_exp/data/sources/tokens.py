@@ -15,16 +15,16 @@ build_sampler = build_store_sampler
 
 
 def validation_splits(config: DataConfig, all_documents: bool) -> dict[str, Callable[[], TokenSequence]]:
-    """Openers of each store's validation split, or of both splits, by store name (empty for a single store). Raises
-    UserError if a store has no validation documents."""
+    """Openers of each store's validation split, by store name (empty for a single store); with `all_documents`, of
+    every split, by store and split. Raises UserError if a store has no validation documents."""
     names = store_names(config.paths) if len(config.paths) > 1 else [""]
     found: dict[str, Callable[[], TokenSequence]] = {}
     for name, path in zip(names, config.paths, strict=True):
         manifest = read_manifest(path)
         splits = [split for split, tokens in manifest.tokens.items() if tokens >= 2]
         if not all_documents and "validation" not in splits:
-            reason = "this store was built without validation documents"
-            violation = Violation("data.paths", path, reason, "training.evaluate_every=0, or another store")
+            reason = "this store has no validation documents"
+            violation = Violation("data.paths", path, reason, "use evaluation.every=0, or another store")
             raise UserError("There is nothing to evaluate on.", [violation])
         for split in splits if all_documents else ["validation"]:
             tokens = TokenSplit(manifest, split)

@@ -1,1 +1,2 @@
-"""Token stores: documents tokenized once into memory-mapped shards, with O(1) random access for any number of ranks."""
+"""Token stores: documents are tokenized once into memory-mapped shards, with O(1) random access for any number of
+ranks."""

@@ -1,7 +1,7 @@
-"""Token store construction: the parts of a corpus are tokenized into shards by worker processes.
+"""Token store construction: worker processes tokenize the parts of a corpus into shards.
 
-Parts are cut into shards by token count, so that a store's content does not depend on the number of processes or
-restarts. The journal has one file per cut, with its complete shards and the position to resume from.
+Parts are cut into shards by token count, so a store's content does not depend on the number of processes or restarts.
+The journal has one file per cut, with the complete shards and the position to resume from.
 """
 
 import multiprocessing
@@ -83,7 +83,7 @@ class TokenizeJob:
 
 
 _Writers = dict[str, tuple[ShardWriter, "array[int]"]]
-"""Files of a shard and the beginnings of its documents, by split."""
+"""Files of a shard and the offsets of its documents, by split."""
 
 
 class PartTokenizer:
@@ -94,7 +94,9 @@ class PartTokenizer:
         self._report = report
         self._corpus = Corpus(job.data, job.parts, job.shuffle)
         if self._corpus.fingerprint != job.source:
-            raise UserError("The text changed during tokenization. Remove the store's folder and start again.")
+            raise UserError(
+                "The text has changed since tokenization began. Remove the folder of the store and start again."
+            )
         self._tokenizer = build_tokenizer(job.data)
 
     def run(self, part: CorpusPart) -> None:
@@ -130,7 +132,7 @@ class PartTokenizer:
             counted += 1
             if document.text:
                 tokens = encode_document(document.text, self._tokenizer)
-                # Training from text also skips documents without tokens.
+                # Training from text skips documents without tokens, too.
                 if len(tokens) > 1 or document.split == "validation":
                     if document.split not in writers:
                         fields = token_fields(token_bytes(self._tokenizer))
@@ -261,13 +263,13 @@ def _killed(process: BaseProcess) -> UserError:
     cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return UserError(
         f"A tokenizer process died ({cause}). If memory ran out, use fewer processes: workers=1.\n"
-        "  Finished shards are kept; type the same command to continue."
+        "  To continue, type the same command: it keeps the finished shards."
     )
 
 
 def _serve(connection: Connection, job: TokenizeJob) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
-    warnings.simplefilter("ignore", DataWarning)  # it has warned already
+    warnings.simplefilter("ignore", DataWarning)  # the worker has warned already
 
     def send(kind: str, value: Any = None) -> None:
         connection.send((kind, value))
@@ -308,8 +310,8 @@ def build_store(
 
 
 def write_store(job: TokenizeJob, corpus: Corpus, out: str, workers: int, *, announce: bool = False) -> bool:
-    """Write what is missing of a store, and its manifest; print first how much that is if `announce`. Returns True
-    unless it was complete. Raises UserError if its folder was begun with other settings."""
+    """Write the missing part of a store, and its manifest; `announce` first prints how much is missing. Returns False
+    if it was complete. Raises UserError if its folder was begun with other settings."""
     tokenizer = build_tokenizer(job.data)
     settings = {
         "source": corpus.fingerprint,
@@ -331,7 +333,7 @@ def write_store(job: TokenizeJob, corpus: Corpus, out: str, workers: int, *, ann
         return False
     with store.lock():
         _copy_tokenizer(job.data, job.folder)
-        # Tokenize with the copy, so that tokens and copy agree.
+        # We tokenize with the copy, so that tokens and copy agree.
         own = job.data if job.data.tokenizer == "bytes" else replace(job.data, tokenizer=str(job.folder))
         _tokenize(replace(job, data=own), corpus, out if announce else "", workers)
         splits: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}

@@ -1,4 +1,4 @@
-"""Corpus to tokenize, in independently readable and resumable parts."""
+"""Corpus to tokenize, divided into independently readable and resumable parts."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,14 +42,14 @@ class Document:
     """Document of a corpus part."""
 
     text: str
-    """May be empty."""
+    """Text; may be empty."""
     split: str
     next_position: Callable[[], Any]
     """Returns the JSON-serializable position after this document; valid only for the latest document."""
 
 
 class Corpus:
-    """Text of a `data` group, divided into at most `max_parts` parts (a stream keeps its parts).
+    """Text of the `data` group, divided into at most `max_parts` parts (a stream keeps its own parts).
 
     The held-out documents are the same as in `TrainLoader` and `ValidationLoader`. A non-zero `shuffle` seed permutes
     the training documents (held-out ones included), as a function of seed and number of documents. Raises UserError if
@@ -65,10 +65,10 @@ class Corpus:
         if shuffle:
             documents = self._sources["train"]
             if not isinstance(documents, RandomAccessSource):
-                reason = "the source is a stream, which is read in its own order"
+                reason = "this source is a stream, which has an order of its own"
                 downloaded = ", or data.streaming=false" if data.streaming else ""
-                remedy = f"shuffle=0 (training still shuffles windows){downloaded}"
-                raise UserError("The documents cannot be shuffled.", [Violation("shuffle", shuffle, reason, remedy)])
+                remedy = f"use shuffle=0 (training still shuffles windows){downloaded}"
+                raise UserError("Cannot shuffle the documents.", [Violation("shuffle", shuffle, reason, remedy)])
             self._order = Permutation(max(1, len(documents)), "documents", shuffle)
         self._fraction = 0.0 if own is not None else data.validation_fraction
         self._counts = {
@@ -79,7 +79,7 @@ class Corpus:
         self.content = [content_identity(source).get(CONTENT) for source in self._sources.values()]
         """Content of local files, per split; None if there are none."""
         self.held_out = f"split {data.validation_split}" if own is not None else self._fraction
-        """Validation documents: a share of the documents, or a separate split."""
+        """Choice of validation documents: a share of the documents, or a separate split."""
 
     @property
     def parts(self) -> list[CorpusPart]:
@@ -93,7 +93,7 @@ class Corpus:
         return sum(lengths) if len(lengths) == len(self._sources) else None
 
     def read(self, part: CorpusPart, position: Any) -> Iterator[Document]:
-        """Documents of a part from a position on (None: the beginning)."""
+        """Read the documents of a part from a position on (None: the beginning)."""
         source = self._sources[part.split]
         fraction = self._fraction if part.split == "train" else 1.0
         if not isinstance(source, RandomAccessSource):

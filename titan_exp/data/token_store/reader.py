@@ -17,7 +17,7 @@ from titan_exp.data.sampler import Permutation, RowSampler, SamplerState
 from titan_exp.data.sources.base import MIXTURE
 
 ReadWindow = Callable[[int, np.ndarray], list[int]]
-"""Fills a window with the tokens from an offset on; returns its document starts, except at the first token."""
+"""Fills a window with the tokens from an offset on; returns its document starts, excluding the first token."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TokenSplit(StoreSplit):
     """Tokens of a split, concatenated."""
 
     def read(self, begin: int, window: np.ndarray) -> list[int]:
-        """Fill `window` with the tokens from `begin` on; returns its document starts, except at the first token. Raises
+        """Fill `window` with the tokens from `begin` on; returns its document starts, excluding the first token. Raises
         UserError if a shard is damaged."""
         filled, starts = 0, []
         number = self.shard_of(begin)
@@ -79,12 +79,12 @@ def open_split(split: TokenSplit, documents: int | None) -> TokenSequence:
 
 
 ROUNDED_PERIOD = 2**16
-"""Longest period of earlier versions, which rounded other shares to multiples of its inverse."""
+"""Longest period in earlier versions, which rounded other shares to multiples of its inverse."""
 
 
 class Mixture:
-    """Assignment of rows to sources by `weights`, in any unit, whose shares are exact. With `rounded`, shares that need
-    a period above `ROUNDED_PERIOD` are rounded as by earlier versions, to one row per period or more."""
+    """Mixture: assigns rows to sources with shares exactly proportional to `weights`. With `rounded`, shares that need
+    a period above `ROUNDED_PERIOD` are rounded as in earlier versions, to one row per period or more."""
 
     def __init__(self, weights: Sequence[float], *, rounded: bool = False) -> None:
         exact = [Fraction(str(weight)) for weight in weights]
@@ -100,14 +100,14 @@ class Mixture:
         self._spacings = [common // quota for quota in self.quotas]
 
     def __getitem__(self, row: int) -> tuple[int, int]:
-        """Source of a row, and the number of that source's rows before it."""
+        """Source of a row, and how many rows of that source precede it."""
         counts = self.counts(row)
         source = self._next(counts)
         return source, counts[source]
 
     def counts(self, rows: int) -> list[int]:
         """Number of rows of each source among the first `rows` rows."""
-        # At the time t / P of a period, sources have had their quota times that, rounded: at most half a row too many.
+        # After t of P rows, each source has had its quota times t / P, rounded: at most half a row too many.
         time = rows - len(self.quotas) // 2
         counts = [max(0, (2 * quota * time + self.period) // (2 * self.period)) for quota in self.quotas]
         for _ in range(rows - sum(counts)):
@@ -115,18 +115,18 @@ class Mixture:
         return counts
 
     def _next(self, counts: Sequence[int]) -> int:
-        """Source of the next row after these."""
+        """Source of the next row, after these counts."""
         times = [(2 * count + 1) * spacing for count, spacing in zip(counts, self._spacings, strict=True)]
         return times.index(min(times))
 
 
 STATE = "store"
-"""Name of the position in a sampler's state."""
+"""Key of the position in a sampler's state."""
 
 
 class WindowSampler(RowSampler):
     """`Sampler` over the windows of one or several token stores, in the order of a mixture. `corpus` is the identity of
-    the data; windows of several stores have names."""
+    the data, and windows of several stores have names."""
 
     state_name = STATE
     store = Manifest.store
@@ -183,7 +183,7 @@ def build_store_sampler(
 
 
 class Windows(Protocol):
-    """Windows of one store, numbered over all epochs."""
+    """Windows of one store, numbered through all epochs."""
 
     @property
     def rows(self) -> float:
@@ -206,8 +206,8 @@ class ShuffledWindows:
         self._seq_len = seq_len
         self.rows, self._rest = divmod(len(self._tokens) - 1, seq_len)
         if self.rows < 1:
-            reason = f"{manifest.path} has {len(self._tokens)} training tokens, and a row takes {seq_len + 1}"
-            violation = Violation("training.seq_len", seq_len, reason, "a shorter one, or a larger store")
+            reason = f"{manifest.path} has {len(self._tokens)} tokens to train on, and one row takes {seq_len + 1}"
+            violation = Violation("training.seq_len", seq_len, reason, "use a shorter one, or a larger store")
             raise UserError("The token store is too small.", [violation])
         self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(self.rows, "windows", seed, number, epoch))
         self._shift = lru_cache(maxsize=4)(
@@ -215,14 +215,14 @@ class ShuffledWindows:
         )
 
     def read(self, number: int, window: np.ndarray) -> list[int]:
-        """Fill `window` [seq_len + 1] with the window of index `number` over all epochs; returns its document starts
+        """Fill `window` [seq_len + 1] with window `number`, counted through all epochs; returns its document starts
         (each in 1..seq_len)."""
         epoch, rank = divmod(number, self.rows)
         return self._tokens.read(self._shift(epoch) + self._order(epoch)[rank] * self._seq_len, window)
 
 
 class RepeatedTokens:
-    """Windows of a split that is shorter than one, read over and over in its own order."""
+    """Windows of a split that is shorter than a window, read over and over in its own order."""
 
     def __init__(self, tokens: TokenSplit, seq_len: int) -> None:
         self._tokens, self._seq_len = tokens, seq_len

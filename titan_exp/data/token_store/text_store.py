@@ -1,8 +1,8 @@
-"""Token store of a text, in the user's cache folder: documents are tokenized once, by the first rank of the first run.
+"""Token store of a text, in your cache folder: the first rank of the first run tokenizes its documents, once.
 
-A store is found by what it was made from (documents, tokenizer, held-out fraction), so that a changed text or tokenizer
-gets another one. Under that digest lie `lock`, held while the store is written; `unfinished`, which a rank that was
-killed leaves for the next one to continue; and `store`, to which it is renamed.
+A digest of documents, tokenizer and held-out fraction names a store, so a changed text or tokenizer gets a new one. Its
+folder has `lock`, held while the store is written; `unfinished`, which a killed rank leaves for the next one to
+continue; and `store`, to which it is renamed.
 """
 
 import fcntl
@@ -39,8 +39,8 @@ from titan_exp.data.token_store.corpus import Corpus
 from titan_exp.data.tokenizers import Tokenizer
 
 PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS = 2**26, 2**22, 2**27
-"""Bytes of text for which another process is worth its start, with the tokenizer `bytes` and with one that merges;
-tokens of a shard."""
+"""Bytes of text per further process that make starting it worthwhile, with the tokenizer `bytes` and with one that
+merges; tokens of a shard."""
 _SAMPLES = 64
 _LOGGER = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class StoredText:
             return found
         problems = list[str]()
         for place in _places(make=True):
-            if self._parts > 1:  # by every rank, since rank 0 may be one that waits
+            if self._parts > 1:  # every rank logs, since rank 0 may be one that waits
                 megabytes, folder = self.size / 1e6, place / self.digest
                 _LOGGER.info("tokenizing %.0f MB of text, once for this and later runs, in %s", megabytes, folder)
             try:
@@ -84,12 +84,12 @@ class StoredText:
                     with explain_disk_errors(place):
                         raise
                 problems.append(f"{place}: {error.strerror or error}")
-                _LOGGER.warning("%s; each machine keeps its tokens of the text elsewhere, if it can", problems[-1])
-        reason = f"the tokens of the text can be written nowhere ({'; '.join(problems)})"
+                _LOGGER.warning("%s. So each machine keeps its tokens of the text elsewhere, if it can", problems[-1])
+        reason = f"there is no folder to write the tokens of the text to ({'; '.join(problems)})"
         remedy = (
-            f"{STREAMING}=true, which tokenizes while training; or XDG_CACHE_HOME=/scratch/$USER in the environment"
+            f"use {STREAMING}=true to tokenize while training, or set XDG_CACHE_HOME=/scratch/$USER in the environment"
         )
-        raise UserError("The text cannot be tokenized.", [Violation(STREAMING, False, reason, remedy)])
+        raise UserError("Cannot tokenize the text.", [Violation(STREAMING, False, reason, remedy)])
 
     def _make(self, folder: Path) -> Manifest:
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,20 +105,20 @@ class StoredText:
             try:
                 write_store(job, corpus, str(unfinished), len(os.sched_getaffinity(0)))
             except OSError as error:
-                if _is_of(folder, error):  # a full disk keeps nothing of it
+                if _is_of(folder, error):  # a full disk must not keep a part of it
                     shutil.rmtree(unfinished, ignore_errors=True)
                 raise
             content, files = getattr(self.source, "content", None), open_files(data)
             if content is not None and files is not None and content.stamp != files.content.stamp:
                 shutil.rmtree(unfinished)
-                raise UserError("The text changed while it was tokenized. Type the same command again.")
+                raise UserError("The text has changed since tokenization began. Type the same command again.")
             unfinished.rename(store)
         return read_manifest(store)
 
 
 def stored_text(data: DataConfig, source: Source, tokenizer: Tokenizer) -> StoredText | None:
-    """Identify a text; None if its documents are tokenized while training: a stream, a text larger than
-    `LARGEST_TEXT`, and a source of the user's without a fingerprint, whose documents may change without a sign."""
+    """Identify a text. None if its documents are tokenized while training: a stream, a text larger than `LARGEST_TEXT`,
+    or your own source without a fingerprint, whose documents may change without notice."""
     own = data.source not in sources()
     if data.streaming or not isinstance(source, RandomAccessSource):
         return None
@@ -134,7 +134,7 @@ def stored_text(data: DataConfig, source: Source, tokenizer: Tokenizer) -> Store
         [data.source, sorted(data.options.items()), list(data.paths), len(source)] if own else [],
         fingerprint(source, data),
         content_identity(source),
-        # A checksum of samples misses edits between them.
+        # A checksum of samples would miss edits between them.
         files.stamp if files is not None and files.is_sampled else "",
         tokenizer.fingerprint,
         held_out_fraction(data),
@@ -150,7 +150,7 @@ def _estimated_size(source: RandomAccessSource) -> int:
 
 
 def _places(*, make: bool = False) -> Iterator[Path]:
-    """Folders for stores: the user's cache, then this machine's temporary folder."""
+    """Folders for stores: your cache folder, then this machine's temporary folder."""
     with suppress(OSError):  # no home folder
         yield user_folder("XDG_CACHE_HOME", ".cache") / "tokens"
     folder = Path(tempfile.gettempdir()) / f"titan_exp-{os.getuid()}"
@@ -158,13 +158,13 @@ def _places(*, make: bool = False) -> Iterator[Path]:
         if make:
             folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
-        # Everybody may write beside it: another user's folder of this name is not read.
+        # Everybody can write here, so we never read another user's folder of this name.
         if S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
             yield folder / "tokens"
 
 
 def _is_of(place: Path, error: OSError) -> bool:
-    """True if an error is of a place for stores or a folder that it would be in, and not of a file of the text."""
+    """True if an error concerns a folder for stores, or a parent of it, rather than a file of the text."""
     return error.filename is None or str(error.filename).startswith(str(place)) or Path(error.filename) in place.parents
 
 

@@ -1,4 +1,4 @@
-"""Document stream over a streaming source, shuffled within blocks.
+"""Block shuffling: document stream over a streaming source, shuffled within blocks.
 
 With P parts and V shards: if P >= V, shard s reads the parts at ranks s, s + V, ... of each epoch's order. If P < V,
 shards at equal ranks (mod P) share a part in every epoch and alternate on its documents; each reads all of it. A shard
@@ -31,7 +31,7 @@ _JOIN_TIMEOUT_SECONDS = 2.0
 
 
 class DaemonThreadPool:
-    """Runs tasks in daemon threads. `close` cancels queued tasks; running tasks poll `check_open`."""
+    """Thread pool that runs tasks in daemon threads. `close` cancels queued tasks; running tasks poll `check_open`."""
 
     def __init__(self, threads: int) -> None:
         self._tasks: SimpleQueue[_Task] = SimpleQueue()
@@ -52,7 +52,7 @@ class DaemonThreadPool:
         return future
 
     def check_open(self) -> None:
-        """Raise CancelledError once the pool is closed; for tasks to call regularly."""
+        """Raise CancelledError once the pool is closed; tasks call it regularly."""
         if self._closed.is_set():
             raise CancelledError
 
@@ -100,7 +100,7 @@ class StreamSpec:
     shards: int
     """Number of virtual shards of the run."""
     shuffle_buffer: int
-    """Documents per block."""
+    """Number of documents per block."""
     held_out: float
     """Held-out fraction of documents, by hash of their text."""
 
@@ -111,11 +111,11 @@ class _BlockStart:
 
     epoch: int = 0
     part: int = 0
-    """Parts finished in this epoch."""
+    """Number of parts finished in this epoch."""
     seen: int = 0
-    """Documents of the part before the block, including other shards' documents."""
+    """Number of documents of the part before the block, including other shards' documents."""
     alone: bool = False
-    """True if the shard takes the whole part, because it has no documents in it otherwise."""
+    """True if the shard takes the whole part, because it would otherwise have no documents in it."""
     reader: Mapping[str, Any] | None = None
     """Reader state; None at the beginning of the part."""
 
@@ -128,7 +128,7 @@ class _Block:
 
 
 class BlockShuffledStream:
-    """`DocumentStream` whose position is the start of its block and `document`, an index within the block."""
+    """`DocumentStream` whose position is the start of a block and `document`, the index within the block."""
 
     start = 0.0
 
@@ -145,13 +145,13 @@ class BlockShuffledStream:
         self.seek(None)
 
     def prefetch(self) -> None:
-        """Read the next block in the pool, so that all shards load their first block concurrently."""
+        """Start reading the next block in the pool, so that all shards load their first blocks concurrently."""
         if self._next is None:
             blocks = self._blocks
             self._next = self._pool.submit(lambda: next(blocks))
 
     def tokens(self) -> np.ndarray:
-        """Tokens of the current document and its end-of-text."""
+        """Tokens of the current document, including its end-of-text."""
         if self._tokens is None:
             self._tokens = encode_document(self._current_block().texts[self._document], self._spec.tokenizer)
         return self._tokens
@@ -179,7 +179,7 @@ class BlockShuffledStream:
         self._tokens: np.ndarray | None = None
 
     def epochs(self, position: Mapping[str, Any]) -> float:
-        """Parts finished at `position`, in epochs over the corpus (of unknown length)."""
+        """Number of parts finished at `position`, in epochs over the corpus, whose length is unknown."""
         return position.get("epoch", 0) + position.get("part", 0) / self._parts
 
     def _current_block(self) -> _Block:
@@ -191,7 +191,7 @@ class BlockShuffledStream:
         return self._block
 
     def _read_blocks(self, start: _BlockStart) -> Iterator[_Block]:
-        """Endless blocks, read in the pool's threads, one task per shard at a time."""
+        """Yield blocks endlessly; the pool's threads read them, one task per shard at a time."""
         empty = 0
         while True:
             found, seen = yield from self._read_part(start)
@@ -206,7 +206,7 @@ class BlockShuffledStream:
                 start = _BlockStart(start.epoch + 1)
 
     def _read_part(self, start: _BlockStart) -> Generator[_Block, None, tuple[bool, int]]:
-        """Blocks of one part; returns True if it has any, and the number of documents in the part."""
+        """Yield the blocks of one part; returns True if it has any, and the number of documents in the part."""
         spec = self._spec
         turn, turns = (0, 1) if start.alone else (self._turn, self._turns)
         part = spec.order.item(start.epoch, self._shard + start.part * spec.shards)

@@ -1,8 +1,9 @@
 """Virtual-shard sampler: rows of documents tokenized during training.
 
 Row j of the run comes from virtual shard j mod V, in every layout. With g = gcd(V, dp), a rank reads all rows of V / g
-shards and keeps one of each dp / g rows. If dp divides V, no other rank reads them. Otherwise dp / g ranks do, and are
-at the same position after each dp rows of the run. A checkpoint of all shards resumes under any dp degree.
+shards and keeps one of every dp / g rows. If dp divides V, no other rank reads these shards. Otherwise dp / g ranks
+read each shard, and are at the same position after every dp rows of the run. A checkpoint of all shards resumes under
+any dp degree.
 """
 
 import math
@@ -56,7 +57,7 @@ class VirtualShardSampler:
     ) -> None:
         self._shards, self._dp_rank = data.virtual_shards, dp_rank
         self._stride = math.gcd(self._shards, dp_degree)
-        self._readers = dp_degree // self._stride  # ranks that read each shard
+        self._readers = dp_degree // self._stride  # number of ranks that read each shard
         self._seq_len = seq_len
         tokenizer = build_tokenizer(data)
         source = build_source(data) if source is None else source
@@ -80,21 +81,22 @@ class VirtualShardSampler:
 
     @property
     def guarantee(self) -> str:
-        """Sentence about what an epoch reads."""
+        """Sentence about the tokens that an epoch reads."""
         unit = "documents" if self._pool is None else "files"
         return (
-            f"data: tokenized while training, in {self._shards} virtual shards. Each reads its {unit} once before any "
-            "again; those with fewer tokens begin again earlier, so that an epoch is no exact pass and its count an "
-            f"estimate. {self._exact}"
+            f"data: this run tokenizes while it trains, in {self._shards} virtual shards. Each reads all its {unit} "
+            "before it repeats one, and those with fewer tokens repeat sooner. So an epoch is not an exact pass, and "
+            f"its number an estimate. {self._exact}"
         )
 
     def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
-        """Positions of the shards that this rank reads."""
+        """Select the positions of the shards that this rank reads."""
         row = _check_complete(states, self._shards)
         return {str(shard): dict(states[str(shard)]) for shard in self._own_shards(row)}
 
     def open(self, state: SamplerState) -> NextRow:
-        """Open a reader of one row per shard in turn. Only one may be in use: it moves this rank's streams."""
+        """Open a reader that takes one row per shard in turn. Only one may be in use, because it moves this rank's
+        streams."""
         shards = sorted(map(int, state))
         packed = {shard: PackedStream(self._stream(shard), self._seq_len) for shard in shards}
         for shard in shards:
@@ -104,7 +106,7 @@ class VirtualShardSampler:
         rows = sum(position["rows"] for position in state.values())
         readers, own_turn = self._readers, self._dp_rank // self._stride
 
-        # No reference to the sampler: its collection closes the pool that a reading thread may wait for.
+        # The reader must not refer to the sampler, whose collection closes the pool that a reading thread may wait for.
         def next_row(window: np.ndarray) -> tuple[list[int], SamplerState]:
             nonlocal rows
             starts: list[int] = []
@@ -120,15 +122,15 @@ class VirtualShardSampler:
         return next_row
 
     def _own_shards(self, row: int) -> range:
-        """Shards that this rank reads if the ranks begin at a row of the run."""
+        """Shards that this rank reads if the ranks start at this row of the run."""
         return range((row + self._dp_rank) % self._stride, self._shards, self._stride)
 
     def state_at(self, rows: int) -> SamplerState | None:
-        """Initial state for 0 rows; None otherwise, since positions require reading."""
+        """Initial state for 0 rows; otherwise None, since only reading can tell the positions."""
         return None if rows else self.initial_state
 
     def source_name(self, row: int) -> str:
-        """Empty, since there is one source."""
+        """Empty, because there is one source."""
         return ""
 
     def epochs(self, state: SamplerState) -> dict[str, float]:
@@ -150,7 +152,7 @@ def _stream_builder(
     seed: int,
     held_out: float,
 ) -> Callable[[int], DocumentStream]:
-    """Document stream of each virtual shard, built on first use."""
+    """Return a function that builds the document stream of a virtual shard, on first use."""
     shards = data.virtual_shards
     if isinstance(source, RandomAccessSource):
         documents = TokenizedDocuments(training_subset(source, held_out), tokenizer)
@@ -159,9 +161,9 @@ def _stream_builder(
     assert pool is not None
     if source.parts < shards:
         warn(
-            f"data.virtual_shards={shards}, but the stream has {source.parts} independent parts, each of which is read "
-            f"{math.ceil(shards / source.parts)} times; data.virtual_shards={source.parts} or less reads it once (in "
-            f"another order){', and so does data.streaming=false' if data.streaming else ''}",
+            f"data.virtual_shards={shards}, but the stream has {source.parts} independent parts, so the run reads each "
+            f"of them {math.ceil(shards / source.parts)} times. To read it once, in another order, use "
+            f"data.virtual_shards={source.parts} or less{', or data.streaming=false' if data.streaming else ''}",
         )
     order = EpochShuffle(source.parts, seed)
     spec = StreamSpec(source, tokenizer, order, seed, shards, data.shuffle_buffer, held_out)
@@ -169,27 +171,27 @@ def _stream_builder(
 
 
 def _exact_remedy(data: DataConfig, source: Source) -> str:
-    """Setting with which an epoch is an exact pass."""
+    """Setting that makes an epoch an exact pass."""
     if not isinstance(source, RandomAccessSource):
-        return "titan-exp tokenize makes a store, of which an epoch reads each token once"
+        return "Make a store with titan-exp tokenize: an epoch of it reads each token once"
     if data.streaming:
         return "With data.streaming=false it reads each token once"
     if data.source not in sources() and not isinstance(getattr(source, "fingerprint", None), str):
         return (
-            f"Give {data.source} a fingerprint that changes with its documents: they are then tokenized once, and an "
-            "epoch reads each token once (titan-exp help own-data)"
+            f"Give {data.source} a fingerprint that changes with its documents. Then the run tokenizes them once, and "
+            "an epoch reads each token once (titan-exp help own-data)"
         )
-    return "titan-exp tokenize makes a store of a text of this size, of which an epoch reads each token once"
+    return "Make a store with titan-exp tokenize, as for any text of this size: an epoch of it reads each token once"
 
 
 def _check_complete(states: Mapping[str, dict[str, Any]], shards: int) -> int:
-    """Check that all shards are present and stopped at the same row of the run; returns that row."""
+    """Check that all shards are present and at the same row of the run; returns that row."""
     if set(states) != set(map(str, range(shards))):
-        raise UserError(f"The checkpoint's data state holds {len(states)} of {shards} virtual shards.")
+        raise UserError(f"The checkpoint has the positions of {len(states)} of {shards} virtual shards.")
     row = sum(state["rows"] for state in states.values())
     wrong = [shard for shard, state in states.items() if state["rows"] != len(range(int(shard), row, shards))]
     if wrong:
         raise UserError(
-            f"The checkpoint's data state is inconsistent: virtual shard {wrong[0]} stopped at another row."
+            f"The positions in the checkpoint contradict each other: virtual shard {wrong[0]} stopped at another row."
         )
     return row

@@ -1,4 +1,4 @@
-"""Streams of documents: in order, packed into rows, shuffled by epoch, found by index."""
+"""Streams of documents: read in order, packed into rows, shuffled by epoch, found by index."""
 
 import weakref
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ from titan_exp.data.tokenizers import Tokenizer, encode_document
 
 
 class DocumentStream(Protocol):
-    """Endless tokenized documents of one virtual shard, positioned at a non-empty document."""
+    """Endless stream of one virtual shard's tokenized documents, positioned at a non-empty document."""
 
     start: float
-    """Skipped fraction of the shard's first document, in which another shard starts."""
+    """Fraction of the shard's first document that is skipped, because another shard starts there."""
 
     def prefetch(self) -> None:
         """Start fetching the current document without waiting for it."""
         ...
 
     def tokens(self) -> np.ndarray:
-        """Tokens of the current document and its end-of-text, [at least 2]."""
+        """Tokens of the current document, including its end-of-text; at least 2."""
         ...
 
     def advance(self) -> None:
@@ -40,7 +40,7 @@ class DocumentStream(Protocol):
         ...
 
     def epochs(self, position: Mapping[str, Any]) -> float:
-        """Epochs over the whole corpus if all shards have progressed like this one at `position`; 0 for `{}`."""
+        """Epochs over the whole corpus if all shards have progressed as far as this one at `position`; 0 for `{}`."""
         ...
 
 
@@ -64,7 +64,7 @@ class PackedStream:
         self._stream = stream
         self._seq_len = seq_len
         self._rows = 0
-        self._offset: int | None = None  # tokens into the current document; None before the first read
+        self._offset: int | None = None  # number of tokens into the current document; None before the first read
 
     def next_row(self, window: np.ndarray) -> list[int]:
         """Fill `window` [seq_len + 1] with the next row; returns its document starts (each in 1..seq_len)."""

@@ -1,1 +1,1 @@
-"""What experts learned, loss by position, coordinate checks and rounding errors."""
+"""Analysis: specialization of experts, loss by position, coordinate checks and rounding errors."""

@@ -2,7 +2,7 @@
 appendix D.1), as a table and a picture.
 
 Models of several widths take a few optimizer steps. In the maximal update parametrization, activations and their change
-by training stay of one size at every width; in the standard one the change grows with the width.
+by training have one size at every width; in the standard parametrization the change grows with the width.
 """
 
 import contextlib
@@ -59,9 +59,9 @@ class Coordinates:
     """Activations of a model on one batch, after each step."""
 
     sizes: tuple[Sizes, ...]
-    """Mean |x|, of initial weights and after every step."""
+    """Mean |x| with initial weights, then after every step."""
     changes: tuple[Sizes, ...]
-    """Mean |x - x of initial weights|, after every step."""
+    """Mean |x - x of initial weights| after every step."""
 
 
 def measure_coordinates(experiment: Experiment, batches: Sequence[Batch], device: torch.device) -> Coordinates:
@@ -166,7 +166,7 @@ def _mean_sizes(activations: Mapping[str, Tensor]) -> Sizes:
 
 
 SEEDS = 2
-"""Seeds whose sizes are averaged."""
+"""Number of seeds whose sizes are averaged."""
 
 
 def coordinates_command(arguments: Sequence[str]) -> int:
@@ -202,7 +202,7 @@ def coordinates_command(arguments: Sequence[str]) -> int:
 
 
 def _points(words: Sequence[str]) -> list[list[str]]:
-    """Overrides of every width."""
+    """Overrides of each width."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(words))
     except HydraException as error:
@@ -219,8 +219,8 @@ def _points(words: Sequence[str]) -> list[list[str]]:
     if WIDTH not in lists or len(lists[WIDTH]) < 2 or len({len(values) for values in lists.values()}) > 1:
         lengths = ", ".join(f"{key} {len(values)}" for key, values in lists.items())
         raise UserError(
-            f"The lists have different lengths, or {WIDTH} has none ({lengths}). Give every list as many values as "
-            f"widths, at least two: {' '.join(LLAMA_WIDTHS[:2])}"
+            f"The coordinate check needs a list of at least two widths, {WIDTH}=A,B, and every other list of the same "
+            f"length (yours: {lengths}). For example: {' '.join(LLAMA_WIDTHS[:2])}"
         )
     return [
         [*fixed, *(f"{key}={values[place]}" for key, values in lists.items())] for place in range(len(lists[WIDTH]))
@@ -278,7 +278,7 @@ def _print(title: str, widths: Sequence[int], found: Sequence[Coordinates], slop
         table.add_row("", "change", *(f"{value:.4f}" for value in values), verdict, end_section=True)
     console = Terminal()
     console.print(table)
-    console.print(f"A slope is that of log2 size against log2 width; a change passes within ±{LARGEST_SLOPE}.")
+    console.print(f"A slope is that of log2 size against log2 width. A change passes if it is within ±{LARGEST_SLOPE}.")
 
 
 def _draw(title: str, widths: Sequence[int], found: Sequence[Coordinates]) -> "Figure":

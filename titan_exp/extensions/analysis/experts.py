@@ -1,5 +1,5 @@
-"""Specialization of experts: token classes (line breaks, keywords, word starts, digits, brackets, ...) of the tokens
-that are routed to each, measured on held-out text."""
+"""Specialization of experts: classes (line breaks, keywords, word starts, digits, brackets, ...) of the tokens that are
+routed to each expert, measured on held-out text."""
 
 import keyword
 import re
@@ -46,7 +46,7 @@ PATTERNS = {
     "punctuation": r"[.,:;?#$\\]",
     "other characters": r"(?s:.)",
 }
-"""Regular expression of each class; the first that matches counts."""
+"""Regular expression of each class; the first match counts."""
 
 CLASSES = (*PATTERNS, "ends of text")
 """Names of the classes, in the plural."""
@@ -55,9 +55,9 @@ _CODE = re.compile(r"^[ \t]*(?:def|class) \w+.*:[ \t]*$", re.MULTILINE)
 
 
 class TokenClassifier:
-    """Classifies tokens by their text; a token of several characters has the class of its first that is no space.
+    """Classifies tokens by their text; a token of several characters has the class of its first non-space character.
 
-    Keywords are Python's, and only in rows that have Python's definitions: English has the words too.
+    Keywords are Python's, and count only in rows with Python definitions, because English has the same words.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -77,7 +77,7 @@ class TokenClassifier:
         row = "".join(texts)
         classes = self._classify_text(row)
         lengths = np.array([len(text) for text in texts])
-        # Place of the first character that is no space, or of the last one.
+        # Place of the first non-space character, else of the last character.
         lead = np.array([min(len(text) - len(text.lstrip(" ")), len(text) - 1) for text in texts])
         places = np.cumsum(lengths) - lengths + np.maximum(lead, 0)
         if not row:
@@ -94,26 +94,26 @@ class TokenClassifier:
 
 
 def _compiled(*, code: bool) -> re.Pattern[str]:
-    """All patterns as alternatives, a group each; without `code` that of keywords matches nothing."""
+    """All patterns as alternatives, one group each; without `code`, the group of keywords matches nothing."""
     return re.compile(
         "|".join(f"({'(?!)' if name == 'keywords' and not code else pattern})" for name, pattern in PATTERNS.items())
     )
 
 
 MAX_CELLS = 2**24
-"""Layers · experts · vocabulary up to which the tokens of each expert are counted one by one."""
+"""Layers · experts · vocabulary up to which each expert's tokens are counted individually."""
 
 FEW_TOKENS = 50
-"""Tokens below which an expert has no favourite."""
+"""Number of tokens below which an expert has no favourite class."""
 
 
 @dataclass(frozen=True)
 class Specialization:
-    """Favourite class of one expert: that which adds most to its divergence from all tokens."""
+    """Favourite class of one expert: the class that adds most to its divergence from all tokens."""
 
     expert: int
     tokens: int
-    """Tokens routed to it."""
+    """Number of tokens routed to it."""
     favourite: str
     """Name of the class."""
     share: float
@@ -139,9 +139,9 @@ class LayerSpecialization:
     information: float
     """Mutual information of expert and class over the entropy of the class: 0 if experts ignore the class."""
     experts: list[Specialization]
-    """The most specialized first; experts with few tokens are left out."""
+    """Experts, most specialized first; experts with few tokens are left out."""
     unused: int
-    """Experts that were left out."""
+    """Number of experts that were left out."""
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "LayerSpecialization":
@@ -163,16 +163,16 @@ class ExpertClasses:
             layer: torch.zeros(router.moe.experts, width, dtype=torch.int64, device=device)
             for layer, router in self._routers.items()
         }
-        """Choices [experts, classes + vocabulary] by layer."""
+        """Counts of choices [experts, classes + vocabulary] by layer."""
         self._device = device
         self._classes = np.zeros(0, dtype=np.int64)
         self._tokens = np.zeros(0, dtype=np.int64)
-        # A letter's class depends on its place, so a token's is that which it mostly has.
+        # A letter's class depends on its place, so a token has the class that it mostly has.
         self._classes_of_tokens = np.zeros((vocab_size if self._vocab else 0, len(CLASSES)), dtype=np.int64)
 
     @contextmanager
     def observe(self, batches: Mapping[str, Iterable[Batch]], most: int = 0) -> Iterator[dict[str, Iterable[Batch]]]:
-        """Batches that are counted while the model runs on them; `most` limits the tokens, 0 does not."""
+        """Count the batches while the model runs on them; `most` limits the number of tokens, 0 means no limit."""
         hooks = [
             router.register_forward_hook(lambda _, __, routing, layer=layer: self._count(layer, cast(Routing, routing)))
             for layer, router in self._routers.items()
@@ -184,7 +184,7 @@ class ExpertClasses:
                 hook.remove()
 
     def take(self, batch: Batch) -> int:
-        """Classify the tokens of the next forward pass; returns how many count."""
+        """Classify the tokens of the next forward pass; returns the number that counts."""
         rows, valid = batch.tokens.tolist(), (batch.labels != IGNORE_INDEX).flatten().numpy()
         classes = np.concatenate([self._classifier.classify(row) for row in rows])
         self._classes = np.where(valid, classes, -1)
@@ -221,7 +221,7 @@ class ExpertClasses:
         by_class = counts[:, : len(CLASSES)].astype(float)
         tokens, overall = by_class.sum(1), by_class.sum(0) / max(by_class.sum(), 1)
         shares = by_class / np.maximum(tokens, 1)[:, None]
-        # Divergence of each expert's classes from those of all tokens, class by class.
+        # Divergence of each expert's classes from all tokens' classes, class by class.
         gains = shares * np.log(np.where(shares > 0, shares, 1) / np.where(overall > 0, overall, 1))
         entropy = -sum(share * np.log(share) for share in overall if share > 0)
         information = float((tokens / max(tokens.sum(), 1) * gains.sum(1)).sum() / entropy) if entropy else 0.0
@@ -240,14 +240,14 @@ class ExpertClasses:
     def _most_frequent(
         self, tokens: np.ndarray, classes_of_tokens: np.ndarray, wanted: int, most: int = 4
     ) -> list[str]:
-        """Texts of the most frequent tokens that are mostly of the wanted class."""
+        """Texts of the most frequent tokens that mostly have the wanted class."""
         ordered = (token for token in np.argsort(-tokens, kind="stable").tolist() if tokens[token])
         found = (token for token in ordered if classes_of_tokens[token].argmax() == wanted)
         return [self._classifier.text(token) for token in islice(found, most)]
 
 
 class _Watched:
-    """Batches of a source, each classified before it is handed out."""
+    """Batches of a source; each is classified before it is handed out."""
 
     def __init__(self, source: Iterable[Batch], classes: ExpertClasses, most: int) -> None:
         self._source, self._classes, self._most = source, classes, most
@@ -269,23 +269,25 @@ class Experts:
 
     def __init__(self, most_tokens: int = 0) -> None:
         self._most = most_tokens
-        """Tokens after which the evaluation ends, on one device; 0 is all."""
+        """Number of tokens after which the evaluation ends, on one device; 0 means all."""
 
     def require(self, experiment: Experiment) -> None:
         """Raise UserError if the model has no experts, or a rank would not see all tokens."""
         if not has_experts(experiment.model):
-            raise UserError(f"--experts: {experiment.model.name} has no experts. Leave the flag out for its loss.")
+            raise UserError(
+                f"--experts: {experiment.model.name} has no experts. Leave the flag out to see its loss alone."
+            )
         require_whole_sequences(experiment, "--experts", "tp", "cp")
 
     def begin(
         self, model: nn.Module, source: OpenCheckpoint, objective: LanguageModeling, mesh: Mesh
     ) -> LanguageModeling:
-        """Prepare for a model; the objective stays."""
+        """Prepare for a model; returns the same objective."""
         self._classes = ExpertClasses(model, TokenClassifier(tokenizer_of(source)), mesh.device)
         return objective
 
     def watch(self, batches: Mapping[str, Iterable[Batch]]) -> AbstractContextManager[Mapping[str, Iterable[Batch]]]:
-        """Batches that are counted while the model runs on them."""
+        """Count the batches while the model runs on them."""
         return self._classes.observe(batches, self._most)
 
     def values(self, mesh: Mesh) -> list[dict[str, Any]]:
@@ -294,17 +296,17 @@ class Experts:
 
     @staticmethod
     def lines(values: Sequence[dict[str, Any]], tokens: int, *, most: int | None = None) -> Iterator[str]:
-        """Text of the values; of at most `most` experts per layer, each with another favourite."""
+        """Text of the values, with at most `most` experts per layer, each with another favourite."""
         return lines([LayerSpecialization.from_json(layer) for layer in values], tokens, most=most)
 
 
 def lines(layers: Sequence[LayerSpecialization], tokens: int, *, most: int | None = None) -> Iterator[str]:
-    """Text of the specialization; of at most `most` experts per layer, each with another favourite."""
+    """Text of the specialization, with at most `most` experts per layer, each with another favourite."""
     yield f"experts on {tokens:,} tokens of held-out text, the most specialized first:"
     for layer in layers:
         name = layer.layer.replace("_", " ")
         yield f"  {name}: the choice of experts tells {layer.information:.0%} of a token's class"
-        # The first of each favourite class, which is the most specialized.
+        # Keep the first expert of each favourite class, which is the most specialized.
         distinct = {expert.favourite: expert for expert in reversed(layer.experts)}
         shown = (
             layer.experts
@@ -317,10 +319,10 @@ def lines(layers: Sequence[LayerSpecialization], tokens: int, *, most: int | Non
 
 
 TOKENS = 2**15
-"""Held-out tokens that are classified, about."""
+"""Approximate number of held-out tokens that are classified."""
 
 EXPERTS = 4
-"""Experts per layer that are named."""
+"""Number of experts per layer that are named."""
 
 
 def learned_experts(run_folder: Path) -> Iterator[str]:
@@ -333,7 +335,7 @@ def learned_experts(run_folder: Path) -> Iterator[str]:
             mesh = build_mesh(experiment.parallelism, device, experts=True)
             observed = Experts(TOKENS)
             found = evaluate_source(source, experiment, mesh, observed={"experts": observed})
-    except UserError as error:  # no checkpoint or no held-out text: the run itself is complete
-        yield f"what its experts learned is not measured: {str(error).splitlines()[0]}"
+    except UserError as error:  # without checkpoint or held-out text, the run itself is complete
+        yield f"we could not measure what its experts learned: {str(error).splitlines()[0]}"
         return
     yield from observed.lines(found.observed["experts"], found.result.tokens, most=EXPERTS)

@@ -1,4 +1,4 @@
-"""Loss by position: mean loss of tokens with equally many tokens of context, in octaves."""
+"""Loss by position: mean loss of tokens that have equally many tokens of context, in octaves."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,10 +19,10 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.trainer.objective import LanguageModeling, Loss
 
 OCTAVES = 32
-"""Octaves of positions; the last begins at 2³⁰."""
+"""Number of octaves of positions; the last begins at 2³⁰."""
 
 CHUNK = 4096
-"""Tokens whose logits are in memory at once, where the model computes the loss itself."""
+"""Number of tokens whose logits are in memory at once, if the model computes the loss itself."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class PositionLoss:
     """Mean loss of an octave of positions."""
 
     first: int
-    """First position: tokens of its document before the token that predicts."""
+    """First position: the number of tokens of its document before the predicting token."""
     last: int
     tokens: int
     loss: float
@@ -39,18 +39,20 @@ class PositionLoss:
 
 @dataclass(frozen=True)
 class LossByPosition(LanguageModeling):
-    """Language modeling that also sums losses by position. For evaluation; a rank must have whole sequences."""
+    """Language modeling that also sums losses by position. It is for evaluation, and a rank must have whole
+    sequences."""
 
     sums: Tensor = field(default_factory=lambda: torch.zeros(2, OCTAVES, dtype=torch.float64))
-    """Summed loss and predicted tokens by octave, on the model's device; filled by calls."""
+    """Summed loss and number of predicted tokens by octave, on the model's device; calls fill it."""
 
     def __call__(self, model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Loss:
-        """Compute the loss of a batch and add it by position."""
+        """Compute the loss of a batch and add it to the sums by position."""
         self.sums.data = self.sums.to(batch.tokens.device)
         return super().__call__(model, batch, hidden)
 
     def chunked_loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSum:
-        """Loss in chunks, from the last hidden states [batch, seq, dim] and the head's weight [vocab, dim]."""
+        """Compute the loss chunk by chunk from the last hidden states [batch, seq, dim] and the head's weight [vocab,
+        dim]."""
         hidden, labels, octaves = hidden.flatten(0, 1), batch.labels.flatten(), octave(positions(batch)).flatten()
         chunks = [slice(start, start + CHUNK) for start in range(0, len(labels), CHUNK)]
         total = sum(self._add(hidden[chunk] @ weight.T, labels[chunk], octaves[chunk]) for chunk in chunks)
@@ -58,7 +60,8 @@ class LossByPosition(LanguageModeling):
         return LossSum(total, total)
 
     def loss(self, logits: Tensor, batch: Batch) -> Loss:
-        """Loss of logits [batch, seq, vocab]; of this rank's vocabulary shard under loss parallelism."""
+        """Compute the loss from logits [batch, seq, vocab], or from this rank's vocabulary shard of them under loss
+        parallelism."""
         total = self._add(logits.flatten(0, 1), batch.labels.flatten(), octave(positions(batch)).flatten())
         return self.with_metrics(LossSum(total, total))
 
@@ -90,18 +93,20 @@ class Positions:
     def require(self, experiment: Experiment) -> None:
         """Raise UserError if the model reads no tokens, or a rank would not see whole sequences."""
         if not experiment.model.vocab_size:
-            raise UserError(f"--positions: {experiment.model.name} reads no tokens. Leave the flag out for its loss.")
+            raise UserError(
+                f"--positions: {experiment.model.name} does not read tokens. Leave the flag out to see its loss alone."
+            )
         require_whole_sequences(experiment, "--positions", "cp")
 
     def begin(
         self, model: nn.Module, source: OpenCheckpoint, objective: LanguageModeling, mesh: Mesh
     ) -> LossByPosition:
-        """Objective that sums the losses."""
+        """Return the objective that sums the losses."""
         self._loss = LossByPosition(objective.chunk_tokens, vocab_shard=objective.vocab_shard)
         return self._loss
 
     def watch(self, batches: Mapping[str, Iterable[Batch]]) -> AbstractContextManager[Mapping[str, Iterable[Batch]]]:
-        """Batches as they are."""
+        """Return the batches as they are."""
         return nullcontext(batches)
 
     def values(self, mesh: Mesh) -> list[dict[str, Any]]:
@@ -115,7 +120,7 @@ class Positions:
 
 
 def positions(batch: Batch) -> Tensor:
-    """Tokens before each token that it may attend to: those of its document, or of its row, int64 [batch, seq]."""
+    """Number of earlier tokens that each token may attend to, in its document or its row, int64 [batch, seq]."""
     if batch.positions is not None:
         return batch.positions
     index = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
@@ -127,13 +132,13 @@ def positions(batch: Batch) -> Tensor:
 
 
 def octave(positions: Tensor) -> Tensor:
-    """Octave of each position: 0 of 0, 1 of 1, 2 of 2 and 3, 3 of 4 to 7."""
+    """Octave of each position: position 0 is in octave 0, 1 in 1, 2 and 3 in 2, 4 to 7 in 3."""
     return torch.frexp(positions.double()).exponent.long()
 
 
 def lines(octaves: Sequence[PositionLoss]) -> Iterator[str]:
     """Text of the losses, a line for each octave."""
-    yield "loss by position, the number of tokens before in the same document:"
+    yield "loss by position (the number of earlier tokens of the same document):"
     for found in octaves:
         span = f"{found.first:,}" if found.first == found.last else f"{found.first:,} to {found.last:,}"
         yield f"  {span:>20}  {found.loss:.4f}  of {found.tokens:,} tokens"

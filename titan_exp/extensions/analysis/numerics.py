@@ -1,7 +1,7 @@
 """`titan-exp doctor --numerics`: quantization error of a recipe per linear layer.
 
-One batch runs in fp32 and with the recipe, from the same weights. The recipe's rounding is emulated on every device and
-the rest is fp32, which isolates the recipe's error.
+One batch runs in fp32 and with the recipe, from the same weights. Rounding is emulated on every device, and everything
+else is in fp32, which isolates the recipe's error.
 """
 
 import contextlib
@@ -76,7 +76,8 @@ class NumericsReport:
 
 
 class HighPrecision(GroupedLinearImpl):
-    """Grouped matmul as it is, in the place of a recipe's: experts whose outputs are weighted, not their inputs."""
+    """Grouped matmul left as it is, instead of a recipe's, for experts whose outputs rather than inputs are
+    weighted."""
 
 
 @dataclass
@@ -236,7 +237,7 @@ def _compose_single_device(
             training = dataclasses.replace(training, seq_len=training_length(path, source))
         experiment = dataclasses.replace(experiment, model=source.model, data=data, training=training)
     if experiment.quantization.recipe == "none":
-        raise UserError(f"no recipe is given: quantization.recipe=none\n{NUMERICS}")
+        raise UserError(f"Name a recipe, for example quantization=float8_rowwise.\n{NUMERICS}")
     rows = experiment.training.micro_batch_size or DEFAULT_SEQUENCES
     experiment = dataclasses.replace(
         experiment,
@@ -258,11 +259,11 @@ def _print_report(report: NumericsReport, title: str) -> None:
     console = Terminal()
     console.print(table)
     console.print(
-        "Signal-to-noise ratio in dB, worst gradient first; 20 dB is an error of 10 %, 40 dB of 1 %. "
-        "'own output' counts the layer's own rounding, 'output' that of all earlier layers too."
+        "Signal-to-noise ratio in dB, worst gradient first. 20 dB is an error of 10 %, and 40 dB of 1 %. "
+        "'own output' counts the layer's own rounding, and 'output' also that of all earlier layers."
     )
     if any(error.output is None for error in report.projections):
-        console.print("'routed': rounding before it made a router send tokens to other experts.")
+        console.print("'routed': rounding before this layer made a router send tokens to other experts.")
     console.print(f"loss {report.loss:.5f}, with the recipe {report.recipe_loss:.5f}")
 
 

@@ -1,19 +1,19 @@
-"""Help of the verbs, and the numbers that it names; imports no torch."""
+"""Help of the verbs, and the numbers that it mentions; imports no torch."""
 
 STEPS = 5
-"""Optimizer steps of a coordinate check."""
+"""Number of optimizer steps in a coordinate check."""
 LARGEST_SLOPE = 0.25
 """Largest |slope| of log2 change against log2 width that passes. muP's slopes are 0 in the limit of large widths; the
 standard parametrization's are 0.5 to 1."""
 WIDTH = "model.dim"
-"""Key of the width."""
+"""Key of the model's width."""
 SMALL_LLAMA = ("model=llama_debug", "training.seq_len=64", "training.global_batch_size=4")
-"""Model and batch of a check without lists of the user's own."""
+"""Model and batch of a check if you give no lists."""
 LLAMA_WIDTHS = (
     *(f"{WIDTH}=64,128,256,512", "model.heads=4,8,16,32", "model.kv_heads=2,4,8,16"),
     "model.ffn_dim=256,512,1024,2048",
 )
-"""Its widths, with heads of 16 features."""
+"""Widths of that model, with heads of 16 features."""
 EXPERT_WIDTHS = (
     *("model=qwen3_moe_debug", f"{WIDTH}=64,128,256", "model.heads=4,8,16", "model.kv_heads=2,4,8"),
     "model.moe.ffn_dim=64,128,256",
@@ -24,9 +24,9 @@ NUMERICS = """\
 titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE [--trust] [key=value ...]
   for example: titan-exp doctor --numerics runs/first/6c43198cf79b quantization=float8_rowwise data=text
 
-  Runs the first training batch in fp32 and with the recipe, through the weights of a run (or any folder that generate
-  reads; the default is the model's initial weights), and lists the linear layers by their quantization error.
-  training.micro_batch_size is the number of sequences, default 4. --trust imports the model or data source of a run
+  Runs the first training batch in fp32 and with the recipe, and lists the linear layers by their quantization error.
+  It takes the weights of a run or of any folder that generate reads, and without one the model's initial weights.
+  training.micro_batch_size is the number of sequences, 4 by default. --trust imports the model or data source of a run
   that another user launched."""
 
 COORDINATES = f"""\
@@ -35,8 +35,8 @@ titan-exp doctor --coordinates [--output FILE.png] [key=value ...]
   or: titan-exp doctor --coordinates parametrization=mup {" ".join(EXPERT_WIDTHS)}
 
   The coordinate check of a parametrization: models of several widths take {STEPS} steps at optimizer.lr, without
-  warm-up and clipping, and the sizes of their activations are drawn against the width. It passes if the change of every
-  kind of layer since the initial weights grows or shrinks no faster than width^{LARGEST_SLOPE}; exit status 3 if not.
-  Lists with commas are the values at each width, all as long as that of {WIDTH}. Without one, a small Llama is
-  {LLAMA_WIDTHS[0].partition("=")[2]} wide.
-    --output FILE.png   picture, default coordinates.png"""
+  warm-up and clipping, and a picture shows the sizes of their activations against the width. The check passes if the
+  change of every kind of layer since the initial weights grows or shrinks no faster than width^{LARGEST_SLOPE}. The
+  exit status is 3 if not. Give the values at each width as a list with commas, as long as that of {WIDTH}. Without a
+  list, the check takes a small Llama that is {LLAMA_WIDTHS[0].partition("=")[2]} wide.
+    --output FILE.png   picture, coordinates.png by default"""

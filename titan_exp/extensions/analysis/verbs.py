@@ -1,4 +1,4 @@
-"""Verbs and report of the extension; they import torch when they run."""
+"""Verbs and reports of the extension, which import torch when they run."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.extensions.analysis.usage import COORDINATES, NUMERICS
 
 SMALL_MODEL = 50_000_000
-"""Parameters up to which a run ends with a summary of its experts, which takes seconds."""
+"""Number of parameters up to which a run ends with a summary of its experts, since this takes only seconds."""
 
 
 def numerics(argv: Sequence[str]) -> int:
@@ -39,7 +39,7 @@ def coordinates(argv: Sequence[str]) -> int:
 
 
 def report_experts(experiment: Experiment, folder: Path) -> Iterator[str]:
-    """Lines about what the experts learned, or the command that measures it if loading the model takes long."""
+    """Lines about the specialization of experts, or the command that measures it if loading the model takes long."""
     from titan_exp.models.spec.lookup import has_experts, model_spec
 
     spec = model_spec(experiment.model)

@@ -1,1 +1,1 @@
-"""Diffusion models (FLUX.1), and the verb that encodes images for them."""
+"""Diffusion models (FLUX.1), and the verb that encodes images to train them."""

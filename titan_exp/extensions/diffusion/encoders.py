@@ -1,5 +1,5 @@
 """Frozen encoders of captioned images: image codecs (pixels, an autoencoder), text encoders (hashed words, T5 and
-CLIP), and the order of samples. Networks of diffusers and transformers are of local folders."""
+CLIP), and the order of samples. Networks of diffusers and transformers come from local folders."""
 
 import logging
 import re
@@ -35,7 +35,7 @@ from titan_exp.extensions.diffusion.latent_format import (
 
 @contextmanager
 def loading(option: str, folder: str, contents: str) -> Iterator[None]:
-    """Name the folder of an option in errors of packages and files in the `with` block; `contents` is the remedy.
+    """Add the folder of an option to errors of packages and files in the `with` block; `contents` is the remedy.
 
     Raises:
         UserError: a package is not installed, or a file is missing, damaged or of something else.
@@ -46,11 +46,11 @@ def loading(option: str, folder: str, contents: str) -> Iterator[None]:
         yield
     except ImportError as error:
         remedy = "pip install 'titan_exp[diffusion]'"
-        raise _refusal(option, folder, f"a package that reads it is not installed: {error}", remedy) from error
+        raise _refusal(option, folder, f"you have not installed a package that reads it: {error}", remedy) from error
     except UserError:
         raise
     except Exception as error:  # files of many formats
-        reason = f"it cannot be loaded: {shorten(str(error), 160, placeholder=' ...')}"
+        reason = f"it does not load: {shorten(str(error), 160, placeholder=' ...')}"
         raise _refusal(option, folder, reason, contents) from error
     finally:
         logging.disable(level)
@@ -58,7 +58,8 @@ def loading(option: str, folder: str, contents: str) -> Iterator[None]:
 
 @contextmanager
 def encoders_of_samples() -> Iterator[None]:
-    """Say of an encoder that cannot be loaded that the samples of a store or a run name it: options cannot replace it.
+    """Explain, for an encoder that cannot be loaded, that the samples of a store or a run name it, so options cannot
+    replace it.
 
     Raises:
         UserError: an encoder cannot be loaded.
@@ -66,13 +67,13 @@ def encoders_of_samples() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        remedy = "the folder that the samples were encoded with, back in this place (a link will do)"
+        remedy = "put the folder that encoded the samples back in this place (a link will do)"
         found = [replace(violation, remedy=remedy) for violation in error.violations]
-        raise UserError("An encoder of the samples cannot be loaded.", found) from error
+        raise UserError("We cannot load an encoder of the samples.", found) from error
 
 
 def load_network(kind: Any, path: Path) -> Any:
-    """Network of a class with `from_pretrained`, in evaluation mode on the GPU, if there is one.
+    """Load a network of a class with `from_pretrained`, in evaluation mode, on the GPU if there is one.
 
     Raises:
         ValueError: weights are missing, for which the class would take random ones.
@@ -82,12 +83,12 @@ def load_network(kind: Any, path: Path) -> Any:
     disable_progress_bar()
     network, found = kind.from_pretrained(path, local_files_only=True, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"{path.name} has no weights of {missing[0]} and {len(missing) - 1:,} others")
+        raise ValueError(f"{path.name} has no weights for {missing[0]} and {len(missing) - 1:,} others")
     return network.eval().to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Tokenizer of a folder.
+    """Load the tokenizer of a folder.
 
     Raises:
         ValueError: its vocabulary is missing, for which transformers would take a few special tokens.
@@ -103,7 +104,7 @@ def load_tokenizer(path: Path) -> Any:
 
 
 def _refusal(option: str, folder: str, reason: str, remedy: str) -> UserError:
-    return UserError("A frozen network cannot be used.", [Violation(option, folder, reason, remedy)])
+    return UserError("We cannot use this frozen network.", [Violation(option, folder, reason, remedy)])
 
 
 class Pixels:
@@ -117,33 +118,33 @@ class Pixels:
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """Entry of the manifest."""
+        """Entry in the manifest."""
         return {"name": PIXELS, "patch": self.token_size}
 
     def encode(self, images: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Images [n, height, width, 3] in uint8 to tokens [n, rows · columns, channels] in fp32."""
+        """Encode images [n, height, width, 3] in uint8 as tokens [n, rows · columns, channels] in fp32."""
         return (to_tokens(images / np.float32(127.5) - 1, self.token_size),)
 
     def decode(self, tokens: np.ndarray, rows: int, columns: int) -> np.ndarray:
-        """Tokens [n, rows · columns, channels] to images [n, height, width, 3] in uint8."""
+        """Decode tokens [n, rows · columns, channels] to images [n, height, width, 3] in uint8."""
         return to_uint8(from_tokens(tokens, rows, columns, self.token_size))
 
 
 def to_tokens(images: np.ndarray, patch: int) -> np.ndarray:
-    """Images [n, height, width, channels] to patches [n, rows · columns, channels · patch²], fp32."""
+    """Cut images [n, height, width, channels] into patches [n, rows · columns, channels · patch²], fp32."""
     n, height, width, channels = images.shape
     patches = images.reshape(n, height // patch, patch, width // patch, patch, channels).transpose(0, 1, 3, 5, 2, 4)
     return patches.reshape(n, -1, channels * patch * patch).astype(np.float32)
 
 
 def from_tokens(tokens: np.ndarray, rows: int, columns: int, patch: int) -> np.ndarray:
-    """Patches [n, rows · columns, channels · patch²] to images [n, height, width, channels]."""
+    """Join patches [n, rows · columns, channels · patch²] to images [n, height, width, channels]."""
     patches = tokens.reshape(len(tokens), rows, columns, -1, patch, patch).transpose(0, 1, 4, 2, 5, 3)
     return patches.reshape(len(tokens), rows * patch, columns * patch, -1)
 
 
 def to_uint8(images: np.ndarray) -> np.ndarray:
-    """Images in [-1, 1] to uint8; others are clipped."""
+    """Convert images in [-1, 1] to uint8; other values are clipped."""
     return ((images + 1) * 127.5).round().clip(0, 255).astype(np.uint8)
 
 
@@ -156,9 +157,9 @@ class Autoencoder:
 
     def __init__(self, folder: str) -> None:
         self.description: Mapping[str, Any] = autoencoder_description(folder, autoencoder_config(folder))
-        """Entry of the manifest."""
+        """Entry in the manifest."""
         self._shift, self._scale = self.description["shift"], self.description["scale"]
-        with loading("latents", folder, "the folder vae of a FLUX.1 pipeline, or latents=pixels"):
+        with loading("latents", folder, "give the folder vae of a FLUX.1 pipeline, or use latents=pixels"):
             from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
             self._model = load_network(AutoencoderKL, Path(folder).expanduser())
@@ -170,13 +171,13 @@ class Autoencoder:
         """Features of a token."""
 
     def encode(self, images: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Means and standard deviations [n, rows · columns, channels] in fp32 of images [n, height, width, 3]."""
-        # One by one: kernels round other batch sizes differently, and samples would depend on the layout.
+        """Means and standard deviations [n, rows · columns, channels] in fp32 for images [n, height, width, 3]."""
+        # Images go one by one: kernels round other batch sizes differently, and samples would depend on the layout.
         moments = zip(*(self._moments(image) for image in images), strict=True)
         return tuple(to_tokens(np.stack(moment), LATENT_PATCH) for moment in moments)
 
     def decode(self, tokens: np.ndarray, rows: int, columns: int) -> np.ndarray:
-        """Tokens [n, rows · columns, channels] to images [n, height, width, 3] in uint8."""
+        """Decode tokens [n, rows · columns, channels] to images [n, height, width, 3] in uint8."""
         latents = from_tokens(tokens, rows, columns, LATENT_PATCH)
         return np.stack([self._image(latent) for latent in latents])
 
@@ -207,21 +208,21 @@ class ImageCodec(Protocol):
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """Entry of the manifest, from which `image_codec` builds it again."""
+        """Entry in the manifest, from which `image_codec` builds it again."""
         ...
 
     def encode(self, images: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Tokens of images whose height and width are multiples of `token_size`: the latents, or the means and the
-        standard deviations of their posterior."""
+        """Encode images whose height and width are multiples of `token_size`: as latents, or as means and standard
+        deviations of their posterior."""
         ...
 
     def decode(self, tokens: np.ndarray, rows: int, columns: int) -> np.ndarray:
-        """Images of tokens."""
+        """Decode tokens to images."""
         ...
 
 
 def image_codec(description: Mapping[str, Any]) -> ImageCodec:
-    """Codec of a manifest's entry `latents`.
+    """Build the codec from a manifest's entry `latents`.
 
     Raises:
         UserError: its package or files are missing.
@@ -232,7 +233,7 @@ def image_codec(description: Mapping[str, Any]) -> ImageCodec:
 
 
 class HashedWords:
-    """Encoder of captions; words are letters and digits, in any case."""
+    """Caption encoder by hashed words; words are letters and digits, in any case."""
 
     def __init__(self, tokens: int, dim: int, pooled_dim: int, seed: int) -> None:
         self.tokens, self.dim, self.pooled_dim, self.seed = tokens, dim, pooled_dim, seed
@@ -242,12 +243,12 @@ class HashedWords:
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """Entry of the manifest."""
+        """Entry in the manifest."""
         return {"name": HASHED_WORDS, "seed": self.seed}
 
     def __call__(self, caption: str) -> tuple[np.ndarray, np.ndarray]:
-        """States [tokens, dim] of the first words, zeros behind the last one, and the sum of all words' vectors over
-        the root of their number [pooled_dim], in fp32."""
+        """States [tokens, dim] of the first words, with zeros after the last one; and the sum of all words' vectors
+        over the root of their number [pooled_dim], in fp32."""
         words = re.findall(r"\w+", caption.lower())
         states, pooled = np.zeros((self.tokens, self.dim)), np.zeros(self.pooled_dim)
         for place, word in enumerate(words[: self.tokens]):
@@ -261,7 +262,8 @@ class HashedWords:
 
 
 class T5AndCLIP:
-    """Encoder of captions, frozen; `tokens` is the number of T5's states, padding included, which is not masked.
+    """Frozen caption encoder by T5 and CLIP; `tokens` is the number of T5's states, including padding, which is not
+    masked.
 
     Raises:
         UserError: the package or the files are missing.
@@ -270,7 +272,7 @@ class T5AndCLIP:
     def __init__(self, folder: str, tokens: int) -> None:
         clip, clip_tokenizer, t5, t5_tokenizer = text_folders(folder)
         self._folder = absolute(folder)
-        with loading("texts", folder, "the folder of a FLUX.1 pipeline of diffusers, or texts=hashed_words"):
+        with loading("texts", folder, "give the folder of a FLUX.1 pipeline of diffusers, or use texts=hashed_words"):
             from transformers import CLIPTextModel, T5EncoderModel
 
             self._tokenizers: list[Any] = [load_tokenizer(path) for path in (clip_tokenizer, t5_tokenizer)]
@@ -280,7 +282,7 @@ class T5AndCLIP:
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """Entry of the manifest."""
+        """Entry in the manifest."""
         return {"name": T5_AND_CLIP, "folder": self._folder}
 
     @torch.no_grad()
@@ -300,7 +302,7 @@ class TextEncoder(Protocol):
     """Frozen encoder of texts."""
 
     tokens: int
-    """States of a text."""
+    """Number of states per text."""
     dim: int
     """Width of a state."""
     pooled_dim: int
@@ -308,7 +310,7 @@ class TextEncoder(Protocol):
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """Entry of the manifest, from which `text_encoder` builds it again."""
+        """Entry in the manifest, from which `text_encoder` builds it again."""
         ...
 
     def __call__(self, caption: str) -> tuple[np.ndarray, np.ndarray]:
@@ -317,7 +319,7 @@ class TextEncoder(Protocol):
 
 
 def text_encoder(encoded: LatentFormat) -> TextEncoder:
-    """Encoder of a store, or of images encoded in training.
+    """Build the text encoder of a store, or of images encoded in training.
 
     Raises:
         UserError: its package or files are missing.
@@ -347,7 +349,8 @@ class Encoders:
         return cls(image_codec(encoded.latents), text_encoder(encoded))
 
     def encode(self, images: CaptionedImages, indices: Sequence[int], bucket: Bucket) -> tuple[np.ndarray, ...]:
-        """Latents, text states and pooled embeddings of images of a bucket, and standard deviations of a posterior.
+        """Latents, text states and pooled embeddings for images of a bucket, and standard deviations if there is a
+        posterior.
 
         Raises:
             UserError: an image is damaged.

@@ -20,6 +20,6 @@ EXTENSION = Extension(
     usage={
         "generate": """
                titan-exp generate runs/flux_laptop/0d5f6c8e2a91 prompt="blue heart" prompt="red apple" guidance=3""",
-        "evaluate": "  A diffusion model is evaluated at eight fixed times, with and without its texts.\n",
+        "evaluate": "  The loss of a diffusion model is that at eight fixed times, with and without its texts.\n",
     },
 )

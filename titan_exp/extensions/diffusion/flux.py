@@ -24,12 +24,12 @@ class Config(DiffusionConfig):
 
 
 def spec(config: Config) -> ModelSpec:
-    """Double blocks, then single ones."""
+    """Spec: double blocks, then single blocks."""
     return diffusion_spec(config)
 
 
 def block(config: Config, layer: int, backend: "AttentionBackend") -> "nn.Module":
-    """Double or single block."""
+    """Build a double or a single block."""
     from titan_exp.extensions.diffusion.transformer import DoubleBlock, SingleBlock
 
     kind = DoubleBlock if layer < config.double_layers else SingleBlock
@@ -37,7 +37,7 @@ def block(config: Config, layer: int, backend: "AttentionBackend") -> "nn.Module
 
 
 def model(config: Config, *, seq_len: int, backend: "AttentionBackend") -> "DiffusionTransformer":
-    """Blocks between embedded inputs and the modulated output."""
+    """Build the model: blocks between embedded inputs and the modulated output."""
     from titan_exp.extensions.diffusion.transformer import DiffusionTransformer
 
     blocks = {layer: block(config, layer, backend) for layer in range(config.layers)}
@@ -45,7 +45,7 @@ def model(config: Config, *, seq_len: int, backend: "AttentionBackend") -> "Diff
 
 
 def violations(config: Config) -> Iterator[Violation]:
-    """Shape violations of a FLUX.1."""
+    """Violations by shapes that a FLUX.1 cannot have."""
     yield from diffusion_violations(config)
 
 
@@ -77,7 +77,7 @@ def _to_config_json(config: Config) -> dict[str, Any]:
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
     guidance, double = bool(values.get("guidance_embeds", False)), int(values.get("num_layers", 19))
     heads, width = int(values.get("num_attention_heads", 24)), int(values.get("attention_head_dim", 128))
-    text_tokens = 512 if guidance else 256  # of the published pipelines; the file does not say
+    text_tokens = 512 if guidance else 256  # as in the published pipelines; the file does not say
     return Config(
         name=name,
         architecture="flux",
@@ -103,7 +103,7 @@ def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
 def _export_violations(config: Config) -> Iterator[Violation]:
     for key, only in (("rope_theta", 10_000.0), ("norm_eps", 1e-6)):
         if (value := getattr(config, key)) != only:
-            yield Violation(f"model.{key}", value, "diffusers has no other", f"model.{key}={only:g}")
+            yield Violation(f"model.{key}", value, f"diffusers only has {only:g}", f"use model.{key}={only:g}")
 
 
 diffusers = Diffusers(
@@ -131,8 +131,8 @@ def from_bfl_shapes(shapes: Mapping[str, tuple[int, ...]], name: str) -> Config:
         (_, pooled_dim), (width,) = shapes["vector_in.in_layer.weight"], shapes["single_blocks.0.norm.key_norm.scale"]
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"{name} does not hold the tensors of a FLUX.1 by Black Forest Labs: {error}. Files of Hugging Face are "
-            "read by their folder, with config.json."
+            f"{name} does not hold the tensors of a FLUX.1 by Black Forest Labs: {error}. For files of Hugging Face, "
+            "give their folder, which has a config.json."
         ) from error
     values = {
         "in_channels": patch_dim,

@@ -1,4 +1,4 @@
-"""Images from prompts: weights of a diffusion model, with the encoders of the latent store that it was trained on."""
+"""Images from prompts: runs a diffusion model with the encoders of the latent store that it was trained on."""
 
 import math
 import re
@@ -45,41 +45,41 @@ from titan_exp.trainer.forward_backward import whole_outputs
 if TYPE_CHECKING:
 
     class Options(DrawOptions, GenerateOptions):
-        """Options of the verb with those for images."""
+        """Options of the verb, including those for images."""
 
 else:
     Options = GenerateOptions
 
 ROWS = 16
-"""Images that are sampled together."""
+"""Number of images that are sampled together."""
 GRID_COLUMNS = 8
-"""Images in a row of the grid, where prompts have a single one each."""
+"""Number of images in a row of the grid, if each prompt has a single one."""
 
 
 @dataclass(frozen=True)
 class SamplingSetup:
-    """Encoders of a latent store, and the shape of the images that are drawn."""
+    """Encoders of a latent store, and the shape of the images to draw."""
 
     encoder: TextEncoder
-    """Reads prompts."""
+    """Encoder that reads prompts."""
     codec: ImageCodec
-    """Decodes latents."""
+    """Codec that decodes latents."""
     rows: int
     """Rows of image tokens."""
     columns: int
     """Columns of image tokens."""
     shift: bool
-    """Shift times by the number of image tokens."""
+    """True if times are shifted by the number of image tokens."""
 
 
 class Images:
-    """Images, with their scores, of `titan-exp generate`."""
+    """Generator of images, with their scores, for `titan-exp generate`."""
 
     options = frozenset(field.name for field in fields(DrawOptions))
     averaged = True
 
     def prepared(self, source: OpenCheckpoint, options: Options, prompts: Sequence[str]) -> Sequence[str]:
-        """Captions instead of prompts, if a split's are drawn.
+        """Return the captions instead of prompts, if a split's captions are drawn.
 
         Raises:
             UserError: the encoders are missing, or ranks cannot share a sequence.
@@ -93,15 +93,15 @@ class Images:
     def lines(
         self, path: Path, source: OpenCheckpoint, options: Options, prompts: Sequence[str], mesh: Mesh | None
     ) -> list[str]:
-        """Files and scores."""
+        """Paths of files, and scores."""
         return generate_images(source, options, prompts, mesh=mesh)
 
 
 def generate_images(
     source: OpenCheckpoint, options: Options, prompts: Sequence[str], *, mesh: Mesh | None = None
 ) -> list[str]:
-    """Draw images and write them, each in a file, and the grid of all in the last one; returns lines to print, the
-    files and the scores.
+    """Draw images and write each to a file, and the grid of all to a last file; returns lines to print about files and
+    scores.
 
     All ranks of a `mesh` must call it, and rank 0 writes; None is one device. Raises UserError if the
     latent store, or an encoder of it, is missing.
@@ -137,8 +137,8 @@ def draw(
     prompts: Sequence[str],
     mesh: Mesh | None = None,
 ) -> Iterator[np.ndarray]:
-    """Images [height, width, 3] in uint8, `options.samples` of each prompt. The samples of a prompt begin with noise
-    that is a function of the seed and the sample's number alone; captions of a split have noise of their own."""
+    """Draw images [height, width, 3] in uint8, `options.samples` for each prompt. A sample's initial noise is a
+    function of the seed and the sample's number only; captions of a split each have their own noise."""
     latents, device = _inputs(model.spec), next(model.parameters()).device
     image_tokens = setup.rows * setup.columns
     scale = options.model_guidance if latents.guidance else None
@@ -158,16 +158,16 @@ def draw(
 
 
 def require_even_shares(text: int, image: int, cp: int) -> None:
-    """Check that context-parallel ranks can have as many of the text tokens, and of the image tokens.
+    """Check that context-parallel ranks can have equally many text tokens, and equally many image tokens.
 
     Raises:
         UserError: they cannot.
     """
     common = math.gcd(text, image)
     if common % cp:
-        reason = f"a sequence has {text} text and {image} image tokens, which it cannot both divide"
+        reason = f"a sequence has {text} text and {image} image tokens, and cp must divide both"
         near = listed(nearest_numbers(cp, divisors(common)))
-        raise UserError("The images cannot be drawn.", [Violation("cp", cp, reason, f"nearest: cp={near}")])
+        raise UserError("We cannot draw these images.", [Violation("cp", cp, reason, f"nearest: cp={near}")])
 
 
 def sampling_setup(source: OpenCheckpoint, options: Options) -> SamplingSetup:
@@ -185,10 +185,11 @@ def sampling_setup(source: OpenCheckpoint, options: Options) -> SamplingSetup:
     }
     for key, (own, stored) in sizes.items():
         if own != stored:
-            reason, remedy = f"it has {key}={stored}, and {source.model.name} {own}", "the store of its training"
+            reason = f"the store has {key}={stored}, and {source.model.name} needs {own}"
+            remedy = "give the store that the model was trained on: store=FOLDER"
             violations.append(Violation("store", options.store, reason, remedy))
     if violations:
-        raise UserError("The images cannot be drawn.", violations)
+        raise UserError("We cannot draw these images.", violations)
     with encoders_of_samples():
         codec, encoder = image_codec(encoded.latents), text_encoder(encoded)
     grid = [encoded.rows, encoded.columns]
@@ -200,7 +201,7 @@ def sampling_setup(source: OpenCheckpoint, options: Options) -> SamplingSetup:
         elif pixels:
             grid[place] = pixels // codec.token_size
     if violations:
-        raise UserError("The images cannot be drawn.", violations)
+        raise UserError("We cannot draw these images.", violations)
     shift = options.shift == "on" or (options.shift == "training" and _trained_shift(run))
     return SamplingSetup(encoder, codec, grid[0], grid[1], shift)
 
@@ -215,17 +216,19 @@ def encoders_of(source: OpenCheckpoint, options: Options) -> LatentFormat:
         return read_latent_manifest(options.store)
     run = _run_of(source)
     if run is None:
-        reason, remedy = "these weights are of no run", "store=FOLDER, a latent store of the encoders that they go with"
-        raise UserError("The prompts cannot be encoded.", [Violation("store", "", reason, remedy)])
+        reason = "these weights do not come from a run that names their encoders"
+        remedy = "name a latent store with the encoders that they need: store=FOLDER"
+        raise UserError("We cannot encode the prompts.", [Violation("store", "", reason, remedy)])
     data = _data_of(run)
     try:
         return format_of(data)
     except UserError as error:
         if data.source == "images":
             raise
-        reason, remedy = f"the store of {run}, which names its encoders, is not there", "store=FOLDER, where it is now"
+        reason = f"{run} trained on this store, which names the encoders, and it is not there"
+        remedy = "say where it is now: store=FOLDER"
         raise UserError(
-            "The prompts cannot be encoded.", [Violation("store", str(data.paths[0]), reason, remedy)]
+            "We cannot encode the prompts.", [Violation("store", str(data.paths[0]), reason, remedy)]
         ) from error
 
 
@@ -238,7 +241,7 @@ def captions_of(source: OpenCheckpoint, options: Options) -> list[str]:
     split = "train" if options.captions == "training" else "validation"
     captions = _latents_of(source, options).splits[split].captions()
     if not captions:
-        reason, remedy = "no image was held out", "captions=training"
+        reason, remedy = "the run held out no image", "use captions=training"
         raise UserError("There is nothing to draw.", [Violation("captions", options.captions, reason, remedy)])
     return captions[: options.limit or None]
 
@@ -258,7 +261,7 @@ def _data_of(run: Path) -> DataConfig:
 
 
 def _trained_shift(run: Path | None) -> bool:
-    """True if the run shifted times by the number of image tokens; weights of no run are taken as if they were."""
+    """True if the run shifted times by the number of image tokens; also True for weights without a run."""
     if run is None:
         return True
     training = load_group(run / "config.yaml", "training", imports=())

@@ -1,7 +1,7 @@
-"""Scores of generated images by networks in local files: CLIP score (Hessel et al. 2021), the agreement of images with
-their prompts, and Fréchet inception distance (Heusel et al. 2017) between two sets of images.
+"""Scores of generated images by networks in local files: CLIP score (Hessel et al. 2021) for the agreement of images
+with their prompts, and Fréchet inception distance (Heusel et al. 2017) between two sets of images.
 
-FID = |μ_a - μ_b|² + tr(Σ_a + Σ_b - 2 (Σ_a Σ_b)^½), of Gaussians with the means and covariances of the features.
+FID = |μ_a - μ_b|² + tr(Σ_a + Σ_b - 2 (Σ_a Σ_b)^½), for Gaussians with the means and covariances of the features.
 """
 
 import warnings
@@ -20,35 +20,35 @@ from titan_exp.extensions.diffusion.encoders import ImageCodec, load_network, lo
 from titan_exp.extensions.diffusion.samples import LatentSamples
 
 BATCH = 32
-"""Images in a call of the network."""
+"""Number of images per call of the network."""
 
 Features = Callable[[Sequence[np.ndarray]], np.ndarray]
-"""Features [n, width] in fp64 of images [height, width, 3] in uint8."""
+"""Computes features [n, width] in fp64 of images [height, width, 3] in uint8."""
 
 
 def inception_features(file: str) -> Features:
-    """Features of a TorchScript module, which takes images [n, 3, height, width] in uint8.
+    """Feature function of a TorchScript module that takes images [n, 3, height, width] in uint8.
 
     Published distances use inception-2015-12-05.pt of NVIDIA's StyleGAN, which resizes images itself; its argument
     `return_features` is set.
 
     Raises:
-        UserError: there is no such file, or it is no TorchScript.
+        UserError: there is no such file, or it is not TorchScript.
     """
     path = Path(file).expanduser()
-    remedy = "the path of inception-2015-12-05.pt, as NVIDIA publishes it, or of another TorchScript module"
+    remedy = "give the path of inception-2015-12-05.pt, as NVIDIA publishes it, or of another TorchScript module"
     if not path.is_file():
         reason = "it is a folder" if path.is_dir() else "there is no such file"
-        raise UserError("FID cannot be computed.", [Violation("fid", file, reason, remedy)])
+        raise UserError("We cannot compute FID.", [Violation("fid", file, reason, remedy)])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         with warnings.catch_warnings():
-            # Published networks are TorchScript, which torch advises against for new ones.
+            # Published networks are TorchScript, although torch advises against it for new ones.
             warnings.simplefilter("ignore", DeprecationWarning)
             network: Any = torch.jit.load(str(path), map_location=device).eval()
     except RuntimeError as error:
-        reason = f"it is no TorchScript module: {shorten(str(error), 100, placeholder=' ...')}"
-        raise UserError("FID cannot be computed.", [Violation("fid", file, reason, remedy)]) from error
+        reason = f"it is not a TorchScript module: {shorten(str(error), 100, placeholder=' ...')}"
+        raise UserError("We cannot compute FID.", [Violation("fid", file, reason, remedy)]) from error
     takes = {argument.name for argument in network.forward.schema.arguments}
     options = {"return_features": True} if "return_features" in takes else {}
 
@@ -72,7 +72,7 @@ def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
         UserError: a set has fewer than two.
     """
     if min(len(a), len(b)) < 2:
-        raise UserError("FID cannot be computed: a covariance needs two images, generated and real ones.")
+        raise UserError("FID needs at least two generated and two real images, since it compares covariances.")
     (mean_a, covariance_a), (mean_b, covariance_b) = (
         (features.mean(axis=0), np.atleast_2d(np.cov(features, rowvar=False))) for features in (a, b)
     )
@@ -84,13 +84,13 @@ def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 MISSING = {
-    "clip": "CLIP score: not computed; clip=FOLDER of a CLIPModel as transformers saves it, with its tokenizer",
-    "fid": "FID: not computed; fid=FILE of a TorchScript Inception, such as inception-2015-12-05.pt",
+    "clip": "CLIP score: not computed. Give a CLIPModel and its tokenizer as transformers saves them: clip=FOLDER",
+    "fid": "FID: not computed. Give a TorchScript Inception, such as inception-2015-12-05.pt: fid=FILE",
 }
 
 
 class ImageScores:
-    """Networks of `options.clip` and `options.fid`, each None if it is not given.
+    """Scores by the networks `options.clip` and `options.fid`; each is None if it is not given.
 
     Raises:
         UserError: a network is missing or cannot be read.
@@ -104,7 +104,7 @@ class ImageScores:
     def lines(
         self, images: Sequence[np.ndarray], prompts: Sequence[str], real: Callable[[], Sequence[np.ndarray]]
     ) -> list[str]:
-        """Lines to print about images of prompts, beside the `real` images. An evaluation says what it lacks.
+        """Lines to print about images of prompts, compared with the `real` images. They say what an evaluation lacks.
 
         Raises:
             UserError: there are too few images.
@@ -118,7 +118,7 @@ class ImageScores:
             generated, theirs = self._features(images), self._features(real())
             count = f"{len(generated):,} images and {len(theirs):,} real ones"
             width = generated.shape[1]
-            few = f"; fewer than {width:,} features, so it is biased" if len(generated) <= width else ""
+            few = f" (biased, because {width:,} features need more images)" if len(generated) <= width else ""
             found.append(f"FID: {frechet_distance(generated, theirs):.3f} between {count}{few}")
         elif self._evaluates:
             found.append(MISSING["fid"])
@@ -130,8 +130,8 @@ def real_images(samples: LatentSamples, codec: ImageCodec) -> list[np.ndarray]:
     return [codec.decode(samples[index].latents[None], *samples.shape(index))[0] for index in range(len(samples))]
 
 
-CONTENTS = "the folder of a CLIPModel with its tokenizer and image processor, as transformers saves it"
-"""Remedy where there is none."""
+CONTENTS = "give the folder of a CLIPModel with its tokenizer and image processor, as transformers saves it"
+"""Remedy if the folder has no CLIP model."""
 
 
 class CLIPScore:
@@ -144,8 +144,8 @@ class CLIPScore:
     def __init__(self, folder: str) -> None:
         path = Path(folder).expanduser()
         if not (path / "config.json").is_file():
-            reason = "there is no config.json in it" if path.is_dir() else "no such folder"
-            raise UserError("The CLIP score cannot be computed.", [Violation("clip", folder, reason, CONTENTS)])
+            reason = "there is no config.json in it" if path.is_dir() else "there is no such folder"
+            raise UserError("We cannot compute the CLIP score.", [Violation("clip", folder, reason, CONTENTS)])
         with loading("clip", folder, CONTENTS):
             from transformers import CLIPImageProcessor, CLIPModel
 

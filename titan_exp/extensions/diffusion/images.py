@@ -1,4 +1,4 @@
-"""Images in folders, WebDatasets and Hugging Face data sets, opened one by one and checked."""
+"""Images in folders, WebDatasets and Hugging Face data sets; they are opened one by one and checked."""
 
 import csv
 import io
@@ -46,10 +46,10 @@ class CaptionedImages(Protocol):
 
 
 def open_image(file: Path | IO[bytes], name: str) -> Any:
-    """Image of Pillow, whose pixels are not read yet.
+    """Open an image with Pillow, without reading its pixels.
 
     Raises:
-        UserError: it is no image.
+        UserError: it is not an image.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -60,7 +60,7 @@ def open_image(file: Path | IO[bytes], name: str) -> Any:
 
 
 def to_rgb(image: Any, name: str) -> np.ndarray:
-    """Image of Pillow as [height, width, 3] in uint8; transparent parts become white.
+    """Convert a Pillow image to [height, width, 3] in uint8; transparent parts become white.
 
     Raises:
         UserError: it cannot be decoded.
@@ -78,18 +78,18 @@ def to_rgb(image: Any, name: str) -> np.ndarray:
 def damaged(
     name: str, error: Exception, part: str = "the image", remedy: str = "replace or remove the file"
 ) -> UserError:
-    """Error of an image, or another part of a data set, that cannot be decoded."""
-    violation = Violation("paths", name, f"{part} cannot be read: {error}", remedy)
-    return UserError("This cannot be encoded.", [violation])
+    """Make the error for an image, or another part of a data set, that cannot be decoded."""
+    violation = Violation("paths", name, f"we cannot read {part}: {error}", remedy)
+    return UserError("We cannot encode this.", [violation])
 
 
 def no_images(paths: str, reason: str, remedy: str) -> UserError:
-    """Error of a source without images."""
-    return UserError("This cannot be encoded.", [Violation("paths", paths, reason, remedy)])
+    """Make the error for a source without images."""
+    return UserError("We cannot encode this.", [Violation("paths", paths, reason, remedy)])
 
 
 class Bucket(NamedTuple):
-    """Shape in image tokens."""
+    """Aspect bucket: a shape in image tokens."""
 
     rows: int
     """Rows of image tokens."""
@@ -98,7 +98,8 @@ class Bucket(NamedTuple):
 
 
 def aspect_buckets(side: int, max_aspect: float) -> list[Bucket]:
-    """Shapes with side² tokens and at most this ratio of their sides, from wide to high; with 1 only the square.
+    """Shapes with side² tokens and at most this ratio of their sides, from wide to high; a ratio of 1 gives only the
+    square.
 
     Sides with many divisors have many shapes: 48 tokens have 36 × 64 (9:16) and 32 × 72 besides 48 × 48.
     """
@@ -108,12 +109,12 @@ def aspect_buckets(side: int, max_aspect: float) -> list[Bucket]:
 
 
 def nearest_bucket(height: int, width: int, buckets: list[Bucket]) -> Bucket:
-    """Bucket whose ratio of sides is nearest, as a factor."""
+    """Bucket with the nearest ratio of sides, measured as a factor."""
     return min(buckets, key=lambda shape: abs(math.log(shape.rows / shape.columns * width / height)))
 
 
 def fit(image: np.ndarray, bucket: Bucket, token_size: int) -> np.ndarray:
-    """Image [height, width, 3] in uint8, scaled to cover the bucket, and its middle."""
+    """Scale an image [height, width, 3] in uint8 to cover the bucket, and crop its middle."""
     from PIL import Image
 
     height, width = bucket.rows * token_size, bucket.columns * token_size
@@ -152,9 +153,9 @@ def open_images(source: ImageSource, options: ImageOptions) -> CaptionedImages:
 MARGIN = 4
 """Pixels between images."""
 TEXT_HEIGHT = 11
-"""Pixels of a line of a caption."""
+"""Height in pixels of a line of a caption."""
 LEAST_WIDTH = 96
-"""Narrower images are enlarged by a whole factor to at least this, so that captions can be read."""
+"""Width in pixels below which images are enlarged by a whole factor, so that captions can be read."""
 
 
 def save_image(path: Path, image: np.ndarray, description: Mapping[str, Any]) -> None:
@@ -169,7 +170,7 @@ def save_image(path: Path, image: np.ndarray, description: Mapping[str, Any]) ->
 
 
 def image_grid(images: Sequence[np.ndarray], captions: Sequence[str], columns: int) -> np.ndarray:
-    """Images [height, width, 3] in uint8, in rows of `columns`, each above its caption, as one image."""
+    """Lay out images [height, width, 3] in uint8 in rows of `columns`, each above its caption, as one image."""
     from PIL import Image, ImageDraw, ImageFont
 
     height, width = (max(image.shape[axis] for image in images) for axis in (0, 1))
@@ -191,7 +192,7 @@ def image_grid(images: Sequence[np.ndarray], captions: Sequence[str], columns: i
 
 
 def _wrapped(caption: str, font: Any, width: int) -> list[str]:
-    """Lines of a caption that are no wider than an image, but for single words."""
+    """Lines of a caption, no wider than the image except for single words."""
     lines = [""]
     for word in caption.split():
         longer = f"{lines[-1]} {word}".strip()
@@ -203,13 +204,13 @@ def _wrapped(caption: str, font: Any, width: int) -> list[str]:
 
 
 class _ListedImages(ABC):
-    """Images that are opened one by one; `_pairs` has what opens each, and its caption."""
+    """Images that are opened one by one; `_pairs` has an opener for each, and its caption."""
 
     _pairs: list[tuple[Any, str]]
 
     @abstractmethod
     def _open(self, image: Any) -> tuple[Any, str]:
-        """Image of Pillow, and its name in messages."""
+        """Open an image with Pillow; returns it with its name for messages."""
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -219,7 +220,7 @@ class _ListedImages(ABC):
         return self._pairs[index][1]
 
     def size(self, index: int) -> tuple[int, int]:
-        """Height and width, from the header of a file."""
+        """Height and width, read from the header of a file."""
         image, _ = self._open(self._pairs[index][0])
         with image:
             return image.height, image.width
@@ -232,7 +233,7 @@ class _ListedImages(ABC):
 
 
 class _Member(NamedTuple):
-    """A file in a shard."""
+    """File inside a shard."""
 
     shard: Path
     name: str
@@ -246,7 +247,7 @@ class _Member(NamedTuple):
 
 
 class WebDatasetImages(_ListedImages):
-    """Images of uncompressed tar files that have a caption in KEY.txt, or under `caption_key` of KEY.json.
+    """Images in uncompressed tar files that have a caption in KEY.txt, or under `caption_key` in KEY.json.
 
     `paths` is a shard or a pattern, as in `shards/*.tar`. Raises UserError if there are none, or one is damaged.
     """
@@ -254,7 +255,8 @@ class WebDatasetImages(_ListedImages):
     def __init__(self, paths: str, caption_key: str) -> None:
         shards = [Path(path) for path in sorted(glob(str(Path(paths).expanduser())))]
         if not shards:
-            raise no_images(paths, "no file has this name", "images=webdataset paths='shards/*.tar'")
+            remedy = "give tar files, as in images=webdataset paths='shards/*.tar'"
+            raise no_images(paths, "no file has this name", remedy)
         self._pairs = []
         digest, seen = blake2b(digest_size=8), 0
         for shard in shards:
@@ -265,7 +267,8 @@ class WebDatasetImages(_ListedImages):
                     digest.update(json.dumps([image.name, image.size, caption]).encode())
         if not self._pairs:
             reason = f"none of {seen} images in {len(shards)} shards has a caption"
-            raise no_images(paths, reason, f"KEY.txt beside KEY.jpg, or {caption_key} in KEY.json (caption_key=...)")
+            remedy = f"write KEY.txt beside KEY.jpg, or {caption_key} in KEY.json, or name its key: caption_key=NAME"
+            raise no_images(paths, reason, remedy)
         left_out = seen - len(self._pairs)
         self.name = f"{len(self._pairs)} images of tar files, {left_out} without caption left out, {digest.hexdigest()}"
 
@@ -275,7 +278,7 @@ class WebDatasetImages(_ListedImages):
 
 
 def _samples(shard: Path, caption_key: str) -> Iterator[tuple[_Member, str]]:
-    """Images of a shard with their captions, empty without one."""
+    """Images of a shard with their captions; the caption is empty if there is none."""
     samples = dict[str, dict[str, _Member]]()
     try:
         with tarfile.open(shard, "r:") as archive:
@@ -286,7 +289,9 @@ def _samples(shard: Path, caption_key: str) -> Iterator[tuple[_Member, str]]:
                     member = _Member(shard, info.name, info.offset_data, info.size)
                     samples.setdefault(f"{folder}/{key}", {})[f".{suffix.lower()}"] = member
     except (tarfile.TarError, OSError) as error:
-        remedy = "copy it again, or remove it" if shard.suffix == ".tar" else "an uncompressed tar file, as of gunzip"
+        remedy = (
+            "copy it again, or remove it" if shard.suffix == ".tar" else f"unpack it to a plain tar: gunzip {shard}"
+        )
         raise damaged(str(shard), error, "the shard", remedy) from error
     for files in samples.values():
         image = next((files[suffix] for suffix in SUFFIXES if suffix in files), None)
@@ -312,7 +317,7 @@ FILE_KEY = "file_name"
 
 
 class FolderImages(_ListedImages):
-    """Images of a folder and the folders in it that have a caption, sorted by path.
+    """Images with a caption in a folder and its subfolders, sorted by path.
 
     Captions are in NAME.txt, or under `caption_key` of a line of `*.jsonl` or `*.csv`, whose `file_name` is relative to
     it.
@@ -324,7 +329,7 @@ class FolderImages(_ListedImages):
     def __init__(self, folder: str, caption_key: str) -> None:
         root = Path(folder).expanduser()
         if not root.is_dir():
-            raise no_images(folder, "no such folder", "images=folder paths=FOLDER")
+            raise no_images(folder, "there is no such folder", "give another: images=folder paths=FOLDER")
         files = sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES)
         listed = {
             (file.parent / row[FILE_KEY]).resolve(): row[caption_key]
@@ -335,7 +340,7 @@ class FolderImages(_ListedImages):
         self._pairs = [(path, caption) for path, caption in captions.items() if caption]
         if not self._pairs:
             reason = f"none of its {len(files)} images has a caption"
-            remedy = f"NAME.txt beside NAME.png, or a metadata.jsonl with {FILE_KEY} and {caption_key}"
+            remedy = f"write NAME.txt beside NAME.png, or a metadata.jsonl with {FILE_KEY} and {caption_key}"
             raise no_images(folder, reason, remedy)
         digest = blake2b(digest_size=8)
         for path, caption in self._pairs:
@@ -368,17 +373,18 @@ def _rows(file: Path, caption_key: str) -> Iterator[Mapping[str, str]]:
             if row is None:
                 return
             if not isinstance(row, dict):
-                raise damaged(str(file), TypeError("it is no JSON object"), f"row {number}", "correct it, or remove it")
+                wrong = TypeError("it is not a JSON object")
+                raise damaged(str(file), wrong, f"row {number}", "correct it, or remove it")
             missing = [key for key in (FILE_KEY, caption_key) if not isinstance(row.get(key), str)]
             if missing:
-                reason = f"row {number} has no text under {' and '.join(missing)}; it has {', '.join(map(str, row))}"
-                remedy = "caption_key=NAME of the captions"
-                raise UserError("This cannot be encoded.", [Violation("paths", str(file), reason, remedy)])
+                reason = f"row {number} has no text under {' and '.join(missing)}, only {', '.join(map(str, row))}"
+                remedy = "name the key of the captions: caption_key=NAME"
+                raise UserError("We cannot encode this.", [Violation("paths", str(file), reason, remedy)])
             yield row
 
 
 class HuggingFaceImages(_ListedImages):
-    """Images and captions of two columns; rows without a caption are left out.
+    """Images and captions from two columns of a data set; rows without a caption are left out.
 
     Raises:
         UserError: the data set cannot be loaded, or has no such column.
@@ -386,17 +392,19 @@ class HuggingFaceImages(_ListedImages):
 
     def __init__(self, path: str, split: str, image_key: str, caption_key: str) -> None:
         if not path:
-            raise no_images(path, "no data set is given", "images=huggingface paths=OWNER/NAME, or a local folder")
+            remedy = "name one, images=huggingface paths=OWNER/NAME, or a local folder"
+            raise no_images(path, "you named no data set", remedy)
         data = _load(path, split)
         for option, key in (("image_key", image_key), ("caption_key", caption_key)):
             if key not in data.column_names:
                 reason = f"{path} has no such column"
-                remedy = f"{option}= one of {listed(data.column_names)}"
-                raise UserError("This cannot be encoded.", [Violation(option, key, reason, remedy)])
+                remedy = f"use {option}={listed(data.column_names)}"
+                raise UserError("We cannot encode this.", [Violation(option, key, reason, remedy)])
         captions = [str(text or "").strip() for text in data.select_columns([caption_key])[caption_key]]
         self._pairs = [(index, caption) for index, caption in enumerate(captions) if caption]
         if not self._pairs:
-            raise no_images(path, f"no row has a caption under {caption_key}", "caption_key=... of the captions")
+            remedy = f"name the column of the captions: caption_key={listed(data.column_names)}"
+            raise no_images(path, f"no row has a caption under {caption_key}", remedy)
         self._data, self._key, self._path = data, image_key, path
         left_out = len(captions) - len(self._pairs)
         self.name = f"{len(self._pairs)} images of {path}, {left_out} without caption left out, {data._fingerprint}"
@@ -405,7 +413,7 @@ class HuggingFaceImages(_ListedImages):
         try:
             return self._data[image][self._key], f"{self._path}: row {image}"
         except Exception as error:  # decoders of many formats
-            reason = f"row {image} cannot be decoded: {error}"
+            reason = f"we cannot decode row {image}: {error}"
             raise no_images(self._path, reason, "remove the row from the data set") from error
 
 
@@ -419,5 +427,5 @@ def _load(path: str, split: str) -> Any:
             return found if isinstance(found, Dataset) else found[split]
         return load_dataset(str(local) if local.exists() else path, split=split)
     except Exception as error:  # the hub, its cache, and files of many formats
-        reason = f"it cannot be loaded with split={split}: {str(error).strip().partition(chr(10))[0]}"
-        raise no_images(path, reason, "OWNER/NAME on the hub, or a local folder, and split=...") from error
+        reason = f"it does not load with split={split}: {str(error).strip().partition(chr(10))[0]}"
+        raise no_images(path, reason, "give OWNER/NAME on the hub or a local folder, and one of its splits") from error

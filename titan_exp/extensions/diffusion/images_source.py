@@ -1,4 +1,4 @@
-"""Source `images`: captioned images encoded while training, with the samples, order and splits of a latent store."""
+"""Source `images`: captioned images encoded during training, with the samples, order and splits of a latent store."""
 
 from collections.abc import Iterator
 
@@ -17,12 +17,12 @@ __all__ = ["Options", "build_sampler", "further_metrics", "slower_options", "val
 
 
 def slower_options(data: DataConfig) -> Iterator[str]:
-    """Encoders that training runs anew in every epoch."""
+    """Encoders that training runs again in every epoch."""
     built_in = {"latents": PIXELS, "texts": HASHED_WORDS}
     given = [key for key, name in built_in.items() if data.options.get(key, name) != name]
     if given:
         yield (
-            f"{listed([f'data.options.{key}={data.options[key]}' for key in given], 'and')} encodes each sample on "
-            "every rank that has it, in every epoch, and in memory that titan-exp plan does not count; "
-            f"titan-exp encode images={images_of(data)} out=STORE does it once, for data=latents data.paths='[STORE]'"
+            f"{listed([f'data.options.{key}={data.options[key]}' for key in given], 'and')} encodes each sample in "
+            "every epoch, on every rank that has it, and in memory that titan-exp plan does not count. To encode once, "
+            f"use titan-exp encode images={images_of(data)} out=STORE, then data=latents data.paths='[STORE]'"
         )

@@ -1,9 +1,9 @@
 """Latent format: encoders and sizes of samples, from options or from a store's manifest, without loading an encoder.
 
-A shard is NAME.captions.json and arrays of one row per sample: NAME.latents.npy [samples, image tokens, channels],
-NAME.text.npy [samples, text tokens, text_dim] and NAME.pooled.npy [samples, pooled_dim]. Latents of an autoencoder are
-means, and NAME.deviations.npy has standard deviations. `empty.text.npy` and `empty.pooled.npy` are the states of the
-empty text.
+A shard consists of NAME.captions.json and arrays with one row per sample: NAME.latents.npy [samples, image tokens,
+channels], NAME.text.npy [samples, text tokens, text_dim] and NAME.pooled.npy [samples, pooled_dim]. Latents of an
+autoencoder are means, and NAME.deviations.npy has standard deviations. `empty.text.npy` and `empty.pooled.npy` are the
+states of the empty text.
 """
 
 import re
@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.foreign_file import NotedKeys, count, items, named_errors, read_object, table, text
+from titan_exp.config.paths.foreign_file import NotedKeys, count, digests, items, named_errors, read_object, table, text
 from titan_exp.config.paths.store_manifest import Field, Shard, StoreManifest
 from titan_exp.config.schema.typed_config import typed_options
 from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource
@@ -26,7 +26,7 @@ PIXELS, AUTOENCODER, HASHED_WORDS, T5_AND_CLIP = "pixels", "autoencoder_kl", "ha
 COLOURS = 3
 """Red, green and blue."""
 LATENT_PATCH = 2
-"""Height and width of a token in latent pixels of an autoencoder."""
+"""Height and width of a token, in latent pixels of an autoencoder."""
 TEXT_FOLDERS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 """Subfolders of a FLUX.1 pipeline, as diffusers saves it: CLIP, then T5."""
 
@@ -40,13 +40,13 @@ class LatentFormat:
     texts: Mapping[str, Any]
     """Encoder of texts: its name and arguments."""
     rows: int
-    """Rows of image tokens of a square image."""
+    """Rows of image tokens in a square image."""
     columns: int
-    """Columns of image tokens of a square image."""
+    """Columns of image tokens in a square image."""
     channels: int
     """Features of an image token."""
     text_tokens: int
-    """Text tokens of a sample."""
+    """Text tokens per sample."""
     text_dim: int
     """Width of their states."""
     pooled_dim: int
@@ -58,7 +58,7 @@ class LatentFormat:
         return self.text_tokens + self.rows * self.columns
 
     def shard_fields(self, dtype: str, samples: int, rows: int, columns: int) -> list[Field]:
-        """Fields of a shard; standard deviations are those of a posterior, whose means are the latents."""
+        """Fields of a shard; standard deviations exist if there is a posterior, and then the latents are its means."""
         latents = (samples, rows * columns, self.channels)
         shapes = {
             "latents": latents,
@@ -70,10 +70,10 @@ class LatentFormat:
 
 
 def latent_format(options: ImageOptions) -> LatentFormat:
-    """Format of samples of these options.
+    """Format of samples with these options.
 
     Raises:
-        UserError: the folder of an encoder lacks files, or the size is no multiple of a token's.
+        UserError: the folder of an encoder lacks files, or the size is not a multiple of a token's.
     """
     if options.latents == PIXELS:
         token_size, channels = options.patch, COLOURS * options.patch**2
@@ -89,7 +89,7 @@ def latent_format(options: ImageOptions) -> LatentFormat:
         near = max(1, round(options.size / token_size)) * token_size
         reason = f"image tokens are {token_size} pixels wide"
         violation = Violation("size", options.size, reason, f"nearest: size={near}")
-        raise UserError("This cannot be encoded.", [violation])
+        raise UserError("We cannot encode this.", [violation])
     text_dim, pooled_dim = options.text_dim, options.pooled_dim
     texts: Mapping[str, Any] = {"name": HASHED_WORDS, "seed": options.seed}
     if options.texts != HASHED_WORDS:
@@ -117,17 +117,17 @@ def autoencoder_config(folder: str) -> Mapping[str, Any]:
         UserError: there is none.
     """
     path = Path(folder).expanduser()
-    remedy = "the folder vae of a FLUX.1 pipeline, or latents=pixels"
+    remedy = "give the folder vae of a FLUX.1 pipeline, or use latents=pixels"
     if (path / "config.json").is_file():
         config = _config(path, "latents", folder)
         if (kind := config.get("_class_name", "AutoencoderKL")) == "AutoencoderKL":
             return config
         reason = f"it is a {kind}, not an AutoencoderKL"
     elif (path / "vae" / "config.json").is_file():
-        reason, remedy = "it is a whole pipeline", f"latents={folder}/vae"
+        reason, remedy = "it is a whole pipeline", f"use latents={folder}/vae"
     else:
-        reason = "it has no config.json" if path.is_dir() else "no such folder"
-    raise UserError("The images cannot be coded.", [Violation("latents", folder, reason, remedy)])
+        reason = "it has no config.json" if path.is_dir() else "there is no such folder"
+    raise UserError("We cannot encode or decode images.", [Violation("latents", folder, reason, remedy)])
 
 
 def autoencoder_description(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def autoencoder_description(folder: str, config: Mapping[str, Any]) -> dict[str,
 
 
 def absolute(folder: str) -> str:
-    """Absolute path of an encoder's folder, by which every working directory finds it."""
+    """Absolute path of an encoder's folder, so that every working directory finds it."""
     return str(Path(folder).expanduser().absolute())
 
 
@@ -151,9 +151,10 @@ def text_folders(folder: str) -> list[Path]:
     """
     found = [Path(folder).expanduser() / name for name in TEXT_FOLDERS]
     if missing := [path.name for path in found if not path.is_dir()]:
-        reason = f"it lacks {', '.join(missing)}" if found[0].parent.is_dir() else "no such folder"
-        remedy = f"the folder of a FLUX.1 pipeline of diffusers, with {', '.join(TEXT_FOLDERS)}; or texts=hashed_words"
-        raise UserError("The texts cannot be encoded.", [Violation("texts", folder, reason, remedy)])
+        reason = f"it lacks {', '.join(missing)}" if found[0].parent.is_dir() else "there is no such folder"
+        remedy = f"give the folder of a FLUX.1 pipeline of diffusers, with {listed(TEXT_FOLDERS, 'and')}, or use "
+        remedy += "texts=hashed_words"
+        raise UserError("We cannot encode the texts.", [Violation("texts", folder, reason, remedy)])
     return found
 
 
@@ -161,25 +162,25 @@ def _config(path: Path, field: str, folder: str) -> Mapping[str, Any]:
     try:
         return read_object(path / "config.json")
     except UserError as error:
-        reason, remedy = str(error), "the folder as diffusers saves it"
-        raise UserError("A frozen network cannot be used.", [Violation(field, folder, reason, remedy)]) from error
+        reason, remedy = str(error), "give the folder as diffusers saves it"
+        raise UserError("We cannot use this frozen network.", [Violation(field, folder, reason, remedy)]) from error
 
 
 SIZES = ("rows", "columns", "channels", "text_tokens", "text_dim", "pooled_dim")
-"""Numbers of a latent format."""
+"""Sizes in a latent format."""
 DTYPES = {"fp16": "<f2", "fp32": "<f4"}
 """Types of arrays by option."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentManifest(LatentFormat, StoreManifest):
-    """Manifest of a complete latent store; a shard has `samples` of `rows` by `columns` image tokens."""
+    """Manifest of a complete latent store; a shard has `samples` samples of `rows` by `columns` image tokens."""
 
     store = "latent store"
     verb = "encode"
-    example = "titan-exp encode images=emoji out={folder} writes one, or images=glyphs, which needs no font"
+    example = "write one: titan-exp encode images=emoji out={folder} (or images=glyphs, which needs no font)"
     numbers = ("samples", "rows", "columns")
-    repair = "copy or encode it again"
+    repair = "titan-exp encode check={folder} checks the whole store. Then copy or encode it again"
     images: str
     """Source of the images, and their size in pixels."""
     options: Mapping[str, Any]
@@ -192,6 +193,7 @@ class LatentManifest(LatentFormat, StoreManifest):
             **{key: count(values.get(key), key, 2**31) for key in SIZES},
             **{key: table(values.get(key), key) for key in ("latents", "texts", "options")},
             "images": text(values.get("images"), "images"),
+            "files": digests(values.get("files", {}), "files"),
         }
 
     @cached_property
@@ -235,7 +237,7 @@ def image_options(data: DataConfig) -> ImageOptions:
 
 @contextmanager
 def in_keys_of_data() -> Iterator[None]:
-    """Name options of `titan-exp encode` in errors by their keys of the data group."""
+    """Replace option names of `titan-exp encode` in errors by their keys in the data group."""
     try:
         yield
     except UserError as error:
@@ -243,7 +245,7 @@ def in_keys_of_data() -> Iterator[None]:
             replace(each, field=_KEYS.get(each.field, each.field), remedy=re.sub(r"\w+(?==)", _key, each.remedy))
             for each in error.violations
         ]
-        raise UserError("The images cannot be used.", found) from error
+        raise UserError("We cannot use these images.", found) from error
 
 
 def _key(option: re.Match[str]) -> str:

@@ -1,6 +1,6 @@
 """Latent store: shards of encoded images and captions, and its reader.
 
-A complete shard has its entry of the manifest in the journal, so that the same command resumes after it.
+The journal has the manifest entry of each complete shard, so the same command resumes after it.
 """
 
 import json
@@ -29,11 +29,11 @@ from titan_exp.extensions.diffusion.latent_format import DTYPES, LatentFormat, L
 from titan_exp.extensions.diffusion.samples import LatentSamples, Sample
 
 ENCODED_TOGETHER = 16
-"""Images in a call of the codec."""
+"""Number of images per call of the codec."""
 
 
 STORED = ("size", "max_aspect", "validation_fraction", "shard_samples", "dtype", "seed")
-"""Options of the content of a store, besides those of its encoders."""
+"""Options that determine a store's content, besides those of its encoders."""
 
 
 def write_latent_store(
@@ -43,9 +43,9 @@ def write_latent_store(
     options: EncodeOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LatentManifest:
-    """Write or resume a store, or return a complete one of these arguments.
+    """Write or resume a store, or return a complete store with these arguments.
 
-    `progress` is called with the number of samples encoded, and of all.
+    `progress` is called with the number of encoded samples and the number of all samples.
 
     Raises:
         UserError: the folder holds something else, or a store of other arguments; it cannot be written, or another
@@ -75,7 +75,7 @@ def write_latent_store(
                 np.save(out / name, array.astype(DTYPES[options.dtype]))
                 empty[name] = file_checksum(out / name)
             splits = _write_shards(store, encoded, images, encoders, options=options, progress=progress)
-            store.finish(splits, [plan, splits, empty])
+            store.finish(splits, [plan, splits, empty], files=empty)
     return read_latent_manifest(out)
 
 
@@ -88,7 +88,7 @@ def _write_shards(
     options: EncodeOptions,
     progress: Callable[[int, int], None],
 ) -> dict[str, list[dict[str, Any]]]:
-    """Write the shards that are missing; returns the entries of all in the manifest, by split."""
+    """Write the missing shards; returns the manifest entries of all shards, by split."""
     splits, done = {split: list[dict[str, Any]]() for split in SPLITS}, 0
     for split, name, bucket, indices in _shards(images, aspect_buckets(encoded.rows, options.max_aspect), options):
         record = store.journal / f"{name}.json"
@@ -111,7 +111,7 @@ def _write_shards(
 def _shards(
     images: CaptionedImages, buckets: list[Bucket], options: EncodeOptions
 ) -> Iterator[tuple[str, str, Bucket, Sequence[int]]]:
-    """Split, name, bucket and images of each shard."""
+    """Split, name, bucket and image indices of each shard."""
     for split, groups in order_samples(images, buckets, options.validation_fraction, options.seed).items():
         chunks = ((bucket, chunk) for bucket, group in groups for chunk in _chunks(group, options.shard_samples))
         for number, (bucket, chunk) in enumerate(chunks):
@@ -124,7 +124,7 @@ def _chunks(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 
 class LatentSplit(StoreSplit, LatentSamples):
-    """Samples of a split of a store."""
+    """Samples of one split of a store."""
 
     def __init__(self, manifest: LatentManifest, split: str) -> None:
         StoreSplit.__init__(self, manifest, split)

@@ -1,9 +1,9 @@
 """Source `latents`: a latent store written by `titan-exp encode`.
 
 The source `images` shares the sampler and the validation. The order is a function of seed and row number, and the
-sampler's state is a number of rows: any dp degree resumes from it without reading. Validation has every held-out
-sample at fixed times, with noise of its own that never changes. Loss at fixed times correlates with image quality
-(Esser et al. 2024), and is the same number in every layout.
+sampler's state is a number of rows, from which any dp degree resumes without reading. Validation uses every held-out
+sample at fixed times, with its own noise that never changes. Loss at fixed times correlates with image quality (Esser
+et al. 2024), and is the same number in every layout.
 """
 
 import json
@@ -36,13 +36,13 @@ from titan_exp.extensions.diffusion.latent_store import LatentSplit
 from titan_exp.extensions.diffusion.samples import EncodedImages, LatentBatch, LatentSamples, noise_of
 
 TIMES = tuple((index + 0.5) / 8 for index in range(8))
-"""Times of evaluation."""
+"""Times at which evaluation measures the loss."""
 _SEED = 0
 
 
 @dataclass(frozen=True)
 class FixedTimeBatches:
-    """Batches of one data rank at one time; every rank has as many, and each sample is on exactly one."""
+    """Batches of one data rank at one time. Every rank has equally many, and each sample is on exactly one rank."""
 
     split: LatentSamples
     samples: int
@@ -89,7 +89,7 @@ def further_metrics(
     row: Mapping[str, float | int],
     evaluate: Callable[[Mapping[str, WithoutText]], Mapping[str, float | int]],
 ) -> dict[str, float | int]:
-    """Loss with the empty text, and how much lower it is with the texts."""
+    """Loss with the empty text, and the reduction that the texts bring."""
     without = evaluate({name: WithoutText(batches) for name, batches in sources.items()})["validation_loss"]
     return {"validation_loss_without_text": without, "validation_text_gain": without - row["validation_loss"]}
 
@@ -97,7 +97,7 @@ def further_metrics(
 def validation_batches(
     data: DataConfig, *, dp_rank: int, dp_degree: int, micro_batch_size: int, all_documents: bool
 ) -> dict[str, FixedTimeBatches]:
-    """Batches by time. With `all_documents` the samples are those of the training split.
+    """Validation batches by time. With `all_documents`, the samples are the training split's.
 
     Raises:
         UserError: there are no validation samples.
@@ -113,10 +113,10 @@ def validation_batches(
 
 def _none_held_out(data: DataConfig) -> Violation:
     if data.source == "images":
-        reason, remedy = "no image is held out", "a larger data.validation_fraction, or training.evaluate_every=0"
+        reason, remedy = "it holds out no image", "use a larger one, or evaluation.every=0"
         return Violation("data.validation_fraction", data.validation_fraction, reason, remedy)
-    reason = "this store was made without validation samples"
-    return Violation("data.paths", data.paths[0], reason, "training.evaluate_every=0, or another store")
+    reason = "this store has no validation samples"
+    return Violation("data.paths", data.paths[0], reason, "use evaluation.every=0, or another store")
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _open_images(source: ImageSource, options: ImageOptions, validation_fraction
 
 
 class LatentSampler(RowSampler):
-    """`Sampler` over the training samples of the data group, which are permuted anew in every epoch.
+    """`Sampler` over the training samples of the data group, with a new permutation in every epoch.
 
     Raises:
         UserError: the store or the images cannot be used, or there is nothing to train on.
@@ -186,7 +186,10 @@ class LatentSampler(RowSampler):
         super().__init__({**found.identity, "experiment.seed": seed}, dp_rank, dp_degree)
         self._split = found.splits["train"]
         if not len(self._split):
-            raise UserError("There is nothing to train on: every image is held out. A smaller validation_fraction.")
+            raise UserError(
+                "There is nothing to train on, because the data hold out every image. Use a smaller "
+                "validation_fraction."
+            )
         self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(len(self._split), "latents", seed, epoch))
 
     def rows(self, count: int) -> "LatentRows":
@@ -205,7 +208,7 @@ class LatentSampler(RowSampler):
 
 
 class LatentRows:
-    """Rows of a micro-batch: iterating yields functions that fill them, from an index in the split and a number."""
+    """Rows of a micro-batch: iterates over functions that fill a row from an index in the split and a number."""
 
     def __init__(self, split: LatentSamples, count: int) -> None:
         self._split, self._count = split, count

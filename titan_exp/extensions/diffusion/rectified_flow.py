@@ -1,5 +1,5 @@
-"""Rectified flow (Liu et al. 2022; Esser et al. 2024): squared error of the velocity between data and noise; and its
-Euler sampler, from noise at time 1 to data at 0, with classifier-free guidance (Ho and Salimans 2022).
+"""Rectified flow (Liu et al. 2022; Esser et al. 2024): squared error of the velocity between data and noise. Also its
+Euler sampler, from noise at time 1 to data at time 0, with classifier-free guidance (Ho and Salimans 2022).
 
 x_t = (1 - t) · x + t · ε for data x and noise ε; the target is ε - x. The loss is the mean over all elements of the
 latents of the global batch. All random numbers are keyed by seed, sample and purpose.
@@ -29,7 +29,7 @@ from titan_exp.trainer.objective import Loss, Reduction
 MODE_SCALE = 1.29
 """Scale s of SD3's distribution with a mode."""
 SHIFTS = ((256, 0.5), (4096, 1.15))
-"""Image tokens and their shift μ, between which Flux's is linear."""
+"""Numbers of image tokens with their shift μ; Flux's shift is linear between them."""
 
 
 def velocity_errors(velocity: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
@@ -39,9 +39,9 @@ def velocity_errors(velocity: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RectifiedFlow:
-    """Rectified flow, which trains models of latents.
+    """Rectified flow objective for models of latents.
 
-    A batch that has times, as in evaluation, keeps its noise, times and texts.
+    A batch that already has times, as in evaluation, keeps its noise, times and texts.
     """
 
     options: RectifiedFlowOptions = field(default_factory=RectifiedFlowOptions)
@@ -69,21 +69,21 @@ class RectifiedFlow:
         return replace(objective, errors=compiled)
 
     def bind(self, spec: ModelSpec) -> Self:
-        """The objective of a model: guided if the model reads a guidance scale."""
+        """Return the objective for a model; it is guided if the model reads a guidance scale."""
         latents = latent_inputs(spec)
         return self if latents is None else replace(self, guided=latents.guidance)
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:
-        """None beside the loss."""
+        """No metrics beside the loss."""
         return {}
 
     def count(self, batch: LatentBatch) -> int:
-        """Text and image tokens, as speed and FLOPs count them."""
+        """Number of text and image tokens, by which speed and FLOPs are counted."""
         return int(batch.weights.sum()) * _tokens(batch)
 
     def prepare(self, batch: LatentBatch, seed: int) -> LatentBatch:
-        """Draw noise, times and dropped texts of a CPU batch."""
+        """Draw noise, times and dropped texts for a CPU batch."""
         samples = batch.samples.tolist()
         dropped = {
             name: torch.tensor(
@@ -108,7 +108,7 @@ class RectifiedFlow:
         )
 
     def prepare_evaluation(self, batch: LatentBatch) -> LatentBatch:
-        """Give a batch of an evaluation, which has times and noise, the mean guidance if the model reads one."""
+        """Give an evaluation batch, which has times and noise, the mean guidance if the model reads one."""
         if not self.guided:
             return batch
         return replace(batch, guidance=torch.full_like(batch.weights, sum(self.options.guidance) / 2))
@@ -142,16 +142,16 @@ def _tokens(batch: LatentBatch) -> int:
 
 
 def shifted(time: float, image_tokens: int) -> float:
-    """Time moved towards noise: e^μ / (e^μ + 1/t - 1), with μ by the number of image tokens."""
+    """Shift a time towards noise: e^μ / (e^μ + 1/t - 1), where μ depends on the number of image tokens."""
     (few, low), (many, high) = SHIFTS
     factor = math.exp(low + (high - low) * (image_tokens - few) / (many - few))
     return factor * time / (1 + (factor - 1) * time)
 
 
 Velocity = Callable[[Tensor, float], Tensor]
-"""Velocity [rows, image, channels] of noisy latents at a time."""
+"""Predicts the velocity [rows, image, channels] of noisy latents at a time."""
 Outputs = Callable[[LatentBatch], Tensor]
-"""Outputs of a model in fp32 for whole rows, as `Model.outputs`."""
+"""Computes a model's outputs in fp32 for whole rows, like `Model.outputs`."""
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,10 @@ class Conditions:
     positions: Tensor
     """Positions of text and image tokens [1, text + image, 3]."""
     guidance: float | None = None
-    """Guidance scale that the model reads; None for a model that reads none."""
+    """Guidance scale that the model reads; None if it reads none."""
 
     def to(self, device: torch.device) -> "Conditions":
-        """The same on a device."""
+        """Move the conditions to a device."""
         text, pooled, positions = self.text.to(device), self.pooled.to(device), self.positions.to(device)
         return Conditions(text, pooled, positions, self.guidance)
 
@@ -182,7 +182,7 @@ def conditions(
 
 
 def velocity(outputs: Outputs, given: Conditions) -> Velocity:
-    """Velocity that a model predicts, in fp32."""
+    """Function that predicts the velocity by a model, in fp32."""
 
     def predict(noisy: Tensor, time: float) -> Tensor:
         rows, device = len(noisy), noisy.device
@@ -204,7 +204,8 @@ def velocity(outputs: Outputs, given: Conditions) -> Velocity:
 
 
 def guided_velocity(outputs: Outputs, given: Conditions, empty: Conditions, scale: float) -> Velocity:
-    """Velocity v_u + scale · (v_c - v_u), with v_u for the conditions of the `empty` text; with scale 1 it is v_c."""
+    """Function for the velocity v_u + scale · (v_c - v_u), where v_u is under the conditions of the `empty` text; with
+    scale 1 it is v_c."""
     if scale == 1:
         return velocity(outputs, given)
     rows = len(given.text)
@@ -223,14 +224,15 @@ def guided_velocity(outputs: Outputs, given: Conditions, empty: Conditions, scal
 
 
 def sampling_times(steps: int, image_tokens: int, *, shift: bool) -> list[float]:
-    """Times of `steps` steps, from 1 to 0, shifted towards noise by the number of image tokens with `shift`."""
+    """Times of `steps` steps, from 1 to 0; with `shift`, shifted towards noise by the number of image tokens."""
     times = [1 - step / steps for step in range(steps)]
     return [*(shifted(time, image_tokens) if shift else time for time in times), 0.0]
 
 
 @torch.no_grad()
 def euler(predict: Velocity, noise: Tensor, times: Sequence[float]) -> Tensor:
-    """Latents [rows, image, channels] after a step between each two times, from noise at the first."""
+    """Integrate from noise at the first time, one Euler step to each next time; returns latents [rows, image,
+    channels]."""
     latents = noise
     for time, after in pairwise(times):
         latents = latents + (after - time) * predict(latents, time)
@@ -238,7 +240,7 @@ def euler(predict: Velocity, noise: Tensor, times: Sequence[float]) -> Tensor:
 
 
 def sampling_noise(seed: int, samples: Sequence[int], image_tokens: int, channels: int) -> Tensor:
-    """Noise [samples, image tokens, channels] in fp32, keyed by seed and number of the sample."""
+    """Noise [samples, image tokens, channels] in fp32, keyed by seed and sample number."""
     shape = (image_tokens, channels)
     arrays = [keyed_generator(seed, number, "sampling noise").standard_normal(shape, np.float32) for number in samples]
     return torch.from_numpy(np.stack(arrays))

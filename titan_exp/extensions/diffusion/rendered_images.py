@@ -1,5 +1,5 @@
 """Captioned images without a network: emoji of the Debian package fonts-noto-color-emoji, by their Unicode names, and
-characters in the faces of the fonts that matplotlib brings along."""
+characters in the font faces that matplotlib includes."""
 
 import string
 import unicodedata
@@ -14,7 +14,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 """Font of the package (Open Font License)."""
 BITMAP_SIZE = 109
-"""The one size of the font's bitmaps."""
+"""The only size of the font's bitmaps."""
 SKIN_TONES = {
     chr(0x1F3FB): "light",
     chr(0x1F3FC): "medium light",
@@ -22,11 +22,11 @@ SKIN_TONES = {
     chr(0x1F3FE): "medium dark",
     chr(0x1F3FF): "dark",
 }
-"""Modifiers of faces, hands and people."""
+"""Skin-tone modifiers of faces, hands and people."""
 
 
 class EmojiImages:
-    """Images of all emoji of one character, and of those in five skin tones, on white.
+    """Images of all single-character emoji, and of their variants in five skin tones, on white.
 
     Raises:
         UserError: the font is missing, or Pillow cannot combine characters.
@@ -36,11 +36,11 @@ class EmojiImages:
         from PIL import features
 
         if not FONT.is_file():
-            remedy = "apt-get install fonts-noto-color-emoji, or images=glyphs, which needs no package"
-            raise UserError("This cannot be encoded.", [Violation("images", "emoji", f"there is no {FONT}", remedy)])
+            remedy = "apt-get install fonts-noto-color-emoji, or use images=glyphs, which needs no package"
+            raise UserError("We cannot encode this.", [Violation("images", "emoji", f"there is no {FONT}", remedy)])
         if not features.check("raqm"):
-            reason, remedy = "Pillow was built without raqm, which combines characters", "pip install pillow"
-            raise UserError("This cannot be encoded.", [Violation("images", "emoji", reason, remedy)])
+            reason, remedy = "your Pillow lacks raqm, which combines characters", "pip install --force-reinstall pillow"
+            raise UserError("We cannot encode this.", [Violation("images", "emoji", reason, remedy)])
         self._size = size
         self._texts = self._drawn_texts()
         self.name = f"{len(self._texts)} emoji of {FONT.name}, {size}x{size}"
@@ -78,7 +78,7 @@ class EmojiImages:
         return ImageFont.truetype(str(FONT), BITMAP_SIZE)
 
     def _drawn_texts(self) -> list[str]:
-        """Characters with a name that the font draws, each followed by its variants in skin tones."""
+        """Characters that have a name and that the font draws, each followed by its skin-tone variants."""
         from matplotlib.ft2font import FT2Font
 
         texts = list[str]()
@@ -98,11 +98,11 @@ class EmojiImages:
 CHARACTERS = string.ascii_letters + string.digits + "".join(map(chr, range(0x3B1, 0x3CA)))
 """Latin letters, digits and small Greek letters."""
 FAMILIES = ("DejaVu",)
-"""Beginnings of the families whose faces are drawn; the others are of mathematical symbols."""
+"""First words of the font families whose faces are drawn; the other families have mathematical symbols."""
 
 
 class GlyphImages:
-    """Images of each character in each face, black on white, with their captions."""
+    """Images of each character in each face, black on white, with captions."""
 
     def __init__(self, size: int) -> None:
         from matplotlib import get_data_path

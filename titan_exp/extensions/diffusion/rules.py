@@ -1,4 +1,4 @@
-"""Diffusion rules: model, objective and latent store belong together, and their sizes agree."""
+"""Diffusion rules: model, objective and latent store must fit together, and their sizes agree."""
 
 import math
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from glob import glob
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
+from titan_exp.config.groups.evaluation import EvaluationConfig
 from titan_exp.config.groups.parallelism import BLOCK, ParallelismConfig, QuantizationConfig
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
@@ -21,29 +22,33 @@ from titan_exp.rules.rule import Refuse, rules
 
 _OBJECTIVE = "rectified_flow"
 _EXAMPLES = {
-    "folder": "data.images=folder data.paths='[photos]'",
-    "huggingface": "data.images=huggingface data.paths='[OWNER/NAME]', or a local folder",
-    "webdataset": "data.images=webdataset data.paths='[shards/*.tar]'",
+    "folder": "use data.images=folder data.paths='[photos]'",
+    "huggingface": "use data.images=huggingface data.paths='[OWNER/NAME]', or a local folder",
+    "webdataset": "use data.images=webdataset data.paths='[shards/*.tar]'",
 }
 
 
 def options_are_known(training: TrainingConfig) -> Iterator[Violation]:
-    """Options of the objective have its names and types."""
+    """Options of the objective must have its names and types."""
     try:
         typed_options(RectifiedFlowOptions, training.objective_options, "training.objective_options")
     except UserError as error:
         yield from error.violations
 
 
-def store_fits(spec: ModelSpec, data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
-    """The store is complete, or the encoders' folders are; samples have the sizes that the model takes, and a store has
-    a validation split if the run evaluates."""
+def store_fits(
+    spec: ModelSpec, data: DataConfig, training: TrainingConfig, evaluation: EvaluationConfig
+) -> Iterator[Violation]:
+    """The store, or the encoders' folders, must be complete. Samples must have the sizes that the model takes, and a
+    store needs a validation split if the run evaluates."""
     latents = latent_inputs(spec)
     if latents is None:
-        yield Violation("data.source", data.source, "the model takes tokens", "data=tokens, or model=flux_laptop")
+        remedy = "use data=tokens, or model=flux_laptop"
+        yield Violation("data.source", data.source, "it holds latents, and the model takes tokens", remedy)
         return
     if data.source == "latents" and len(data.paths) != 1:
-        yield Violation("data.paths", data.paths, "one latent store is read", "data.paths='[stores/glyphs]'")
+        reason = "a run reads exactly one latent store"
+        yield Violation("data.paths", data.paths, reason, "name one, as in data.paths='[stores/glyphs]'")
         return
     try:
         encoded = format_of(data)
@@ -59,13 +64,13 @@ def store_fits(spec: ModelSpec, data: DataConfig, training: TrainingConfig) -> I
     name = f"the store {data.paths[0]}" if data.source == "latents" else f"data.images={images_of(data)}"
     for key, (own, stored) in sizes.items():
         if own != stored:
-            yield Violation(f"model.{key}", own, f"{name} has {stored}", f"model.{key}={stored}")
+            yield Violation(f"model.{key}", own, f"{name} has {stored}", f"use model.{key}={stored}")
     if training.seq_len != encoded.tokens:
         reason = f"a sample of {name} has {encoded.text_tokens} text and {encoded.rows}x{encoded.columns} image tokens"
-        yield Violation("training.seq_len", training.seq_len, reason, f"training.seq_len={encoded.tokens}")
-    if isinstance(encoded, LatentManifest) and training.evaluate_every and not encoded.samples["validation"]:
-        reason = f"{data.paths[0]} was made without validation samples"
-        yield Violation("training.evaluate_every", training.evaluate_every, reason, "training.evaluate_every=0")
+        yield Violation("training.seq_len", training.seq_len, reason, f"use training.seq_len={encoded.tokens}")
+    if isinstance(encoded, LatentManifest) and evaluation.enabled and not encoded.samples["validation"]:
+        reason = f"{data.paths[0]} has no validation samples"
+        yield Violation("evaluation.every", evaluation.every, reason, "use evaluation.every=0")
 
 
 def _has_latents(data: DataConfig) -> bool:
@@ -77,16 +82,16 @@ def _reads_images(data: DataConfig) -> bool:
 
 
 def images_are_given(data: DataConfig) -> Iterator[Violation]:
-    """Images have a kind, and a path if they are read from one."""
+    """Images need a kind, and a path if they are read from one."""
     images = images_of(data)
     example = _EXAMPLES.get(images or "", "")
     if images is None:
-        yield Violation("data.images", None, "source images reads some", "data.images=folder data.paths='[photos]'")
+        yield Violation("data.images", None, "the source images needs a kind of images", _EXAMPLES["folder"])
     elif images not in READ_FROM_PATHS and data.paths:
-        remedy = f"data.paths='[]', or {_EXAMPLES['folder']}"
-        yield Violation("data.paths", data.paths, f"{images} are rendered, not read", remedy)
+        remedy = f"use data.paths='[]', or {_EXAMPLES['folder'].removeprefix('use ')}"
+        yield Violation("data.paths", data.paths, f"titan_exp draws {images} itself, and reads no files", remedy)
     elif images in READ_FROM_PATHS and len(data.paths) != 1:
-        yield Violation("data.paths", data.paths, f"data.images={images} is read from one", example)
+        yield Violation("data.paths", data.paths, f"data.images={images} reads exactly one path", example)
     elif images in READ_FROM_PATHS and not _may_exist(images, data.paths[0]):
         yield Violation("data.paths", data.paths[0], "no file or folder has this name", example)
 
@@ -97,7 +102,7 @@ def _may_exist(images: str, path: str) -> bool:
 
 
 def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
-    """Every rank that shares a sequence has as many of its text tokens, and of its image tokens."""
+    """Ranks that share a sequence must have equally many of its text tokens, and of its image tokens."""
     latents = latent_inputs(spec)
     if latents is None:
         return
@@ -109,8 +114,8 @@ def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: Tra
         used = {f"parallelism.{axis}": degree for axis, degree in axes.items() if degree > 1}
         named = listed([f"{field}={degree}" for field, degree in used.items()], "and")
         reason = f"a sequence has {text} text and {image} image tokens, which {named} cannot both share evenly"
-        remedy = f"degrees whose product divides {common}"
-        remedy += "; or parallelism.sequence_parallel=false" if axes["tp"] > 1 else ""
+        remedy = f"use degrees whose product divides {common}"
+        remedy += ", or parallelism.sequence_parallel=false" if axes["tp"] > 1 else ""
         field, degree = next(iter(used.items()))
         yield Violation(field, degree, reason, remedy)
 
@@ -118,7 +123,7 @@ def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: Tra
 def quantized_streams_divide(
     spec: ModelSpec, quantization: QuantizationConfig, layout: ResolvedLayout, device: str
 ) -> Iterator[Violation]:
-    """Tokens that a quantized linear layer reads, of text, image or both, form whole scaling blocks."""
+    """Tokens that a quantized linear reads (text, image or both) must form whole scaling blocks."""
     config, latents = quantization, latent_inputs(spec)
     if latents is None or config.recipe in ("none", "float8_rowwise_gw_hp"):
         return
@@ -128,26 +133,26 @@ def quantized_streams_divide(
     text, image = latents.text_tokens, seq_len - latents.text_tokens
     counts = [round(span.share(seq_len) * seq_len) for span in spans]
     if config.recipe == "nvfp4":
-        # Gathered for a layer that reads both, tokens come by rank: text and image of the first, then of the second.
+        # For a layer that reads both, gathered tokens come by rank: text and image of the first, then of the second.
         axes = {"cp": cp, "tp": layout.parallelism.tp if layout.parallelism.sequence_parallel else 1}
         shares = math.prod(axes.values()) if EVERY_TOKEN in spans else cp
         runs = (text, image) if EVERY_TOKEN in spans else counts
         if any(run % (BLOCK["nvfp4"] * shares) for run in runs):
             degrees = listed([f"parallelism.{axis}={degree}" for axis, degree in axes.items() if degree > 1], "and")
             among = f", divided by {degrees}" if degrees else ""
-            reason = f"it transforms {BLOCK['nvfp4']} consecutive tokens of a sequence together, which has {text} text "
-            reason += f"and {image} image tokens{among}"
-            remedy = f"both a multiple of {BLOCK['nvfp4'] * shares} (model.text_tokens, size of the images)"
-            remedy += ", or fewer ranks that share a sequence" if among else ""
-            yield Violation(RECIPE, "nvfp4", reason, f"{remedy}; or quantization=mxfp8")
+            reason = f"it transforms {BLOCK['nvfp4']} consecutive tokens together, and a sequence has {text} text and "
+            reason += f"{image} image tokens{among}"
+            remedy = f"make both a multiple of {BLOCK['nvfp4'] * shares} (model.text_tokens, size of the images)"
+            remedy += ", let fewer ranks share a sequence" if among else ""
+            yield Violation(RECIPE, "nvfp4", reason, f"{remedy}, or use quantization=mxfp8")
             return
     if any(rows * count % (block * cp) for count in counts):
         among = f" on each of parallelism.cp={cp} ranks" if cp > 1 else ""
         reason = f"{config.recipe} quantizes blocks of {block} tokens{among}, and {rows} sequences have {rows * text} "
         few = block * cp // math.gcd(block * cp, *counts)
-        remedy = f"a multiple of {few}"
+        remedy = f"use a multiple of {few}"
         if len(spans) > 1 and EVERY_TOKEN in spans and rows * seq_len % (block * cp) == 0:
-            remedy += "; or quantization.filter=['*.text.*', '*.image.*']"
+            remedy += ", or quantization.filter=['*.text.*', '*.image.*']"
         yield Violation("training.micro_batch_size", rows, f"{reason}of text and {rows * image} of the image", remedy)
 
 
@@ -164,31 +169,31 @@ RULES = (
                 latent_inputs(spec) is not None and not _has_latents(data) and training.objective == _OBJECTIVE
             ),
             "it has documents, and {model.name} takes latents",
-            "data=latents data.paths='[stores/glyphs]', which titan-exp encode writes, or data=images",
+            "use data=latents data.paths='[stores/glyphs]', which titan-exp encode writes, or data=images",
         ),
         Refuse(
             "training.objective",
             lambda training, spec: training.objective == _OBJECTIVE and latent_inputs(spec) is None,
             "it is for latents, and {model.name} takes tokens",
-            "training.objective=language_modeling, or model=flux_laptop",
+            "use training.objective=language_modeling, or model=flux_laptop",
         ),
         Refuse(
             "tracking.images_every",
             lambda tracking, training: tracking.images_every and training.objective != _OBJECTIVE,
-            "{training.objective} trains no model of images",
-            "tracking.images_every=0",
+            "{training.objective} does not train a model of images",
+            "use tracking.images_every=0",
         ),
         Refuse(
             "compile.cuda_graphs",
             lambda compile, spec: compile.cuda_graphs and latent_inputs(spec) is not None,
-            "batches of latents are not captured",
-            "compile.cuda_graphs=false",
+            "we cannot capture batches of latents in a CUDA graph",
+            "use compile.cuda_graphs=false",
         ),
         Refuse(
             "data.preview",
             lambda data, spec: data.preview and latent_inputs(spec) is not None,
-            "it decodes tokens",
-            "data.preview=null",
+            "a preview decodes tokens, and {model.name} takes latents",
+            "use data.preview=null",
         ),
     ),
 )

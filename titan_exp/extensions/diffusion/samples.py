@@ -1,4 +1,4 @@
-"""Samples of a split by number, from a store or encoded on demand, and micro-batches of them."""
+"""Samples of a split by number, from a store or encoded on demand, and their micro-batches."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from titan_exp.extensions.diffusion.latent_format import in_keys_of_data
 
 @dataclass(frozen=True)
 class LatentBatch(MicroBatch):
-    """Rows of samples; tensors are fp32 but for `positions` and `samples`."""
+    """Micro-batch of samples; tensors are fp32 except `positions` and `samples`."""
 
     latents: Tensor
     """Data [rows, image, channels]."""
@@ -34,18 +34,19 @@ class LatentBatch(MicroBatch):
     positions: Tensor
     """Positions of text and image tokens [rows, text + image, 3], int64; see `grid_positions`."""
     samples: Tensor
-    """Number of each sample in the run [rows], int64, which random numbers are keyed by."""
+    """Number of each sample in the run [rows], int64, by which random numbers are keyed."""
     weights: Tensor
-    """1 for samples, 0 for rows that fill the batch up [rows]."""
+    """1 for samples, 0 for rows that pad the batch [rows]."""
     noise: Tensor | None = None
-    """Noise [rows, image, channels]; None until the objective draws it, and in sampling, where `latents` are noisy."""
+    """Noise [rows, image, channels]. None until the objective draws it, and in sampling, where `latents` are already
+    noisy."""
     times: Tensor | None = None
     """Times [rows]; None until the objective draws them."""
     guidance: Tensor | None = None
-    """Guidance scales [rows] for a model that reads one, which the objective draws; None for another."""
+    """Guidance scales [rows] for a model that reads one, drawn by the objective; None for other models."""
     deviations: Tensor | None = None
     """Standard deviations of the latents' posterior [rows, image, channels], whose means are `latents`, until the
-    objective draws from it; None for latents without a posterior."""
+    objective draws from it. None for latents without a posterior."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -60,7 +61,7 @@ class LatentBatch(MicroBatch):
         return LatentBatch(**mapped)
 
     def inputs(self, hidden: Tensor | None = None) -> Inputs:
-        """Noisy latents at their times, or hidden states, and their conditions."""
+        """Arguments: noisy latents at their times, or hidden states, with their conditions."""
         assert self.times is not None, "drawn by the objective's `prepare`"
         noisy, times = self.latents, self.times[:, None, None]
         if self.noise is not None:
@@ -69,7 +70,7 @@ class LatentBatch(MicroBatch):
         return Inputs((noisy if hidden is None else hidden, self.text), named)
 
     def sharded(self, part: SequencePart) -> "LatentBatch":
-        """This rank's part of the text tokens and of the image tokens."""
+        """Take this rank's part of the text tokens and of the image tokens."""
         length = self.text.shape[1]
         positions = [part.take(tokens) for tokens in (self.positions[:, :length], self.positions[:, length:])]
         return replace(
@@ -97,7 +98,7 @@ class Sample(NamedTuple):
 
 
 class LatentSamples(ABC):
-    """Samples of a split by number; `empty` is the states and the pooled embedding of the empty text."""
+    """Samples of a split by number; `empty` holds the states and the pooled embedding of the empty text."""
 
     def __init__(self, empty: tuple[np.ndarray, np.ndarray]) -> None:
         self._empty = [torch.from_numpy(array.astype(np.float32))[None] for array in empty]
@@ -124,7 +125,7 @@ class LatentSamples(ABC):
         return self.read([index])[0]
 
     def batch(self, indices: list[int], samples: list[int], weights: list[float]) -> LatentBatch:
-        """Batch of samples by index in the split, with their numbers in the run and their weights."""
+        """Make a batch of samples by index in the split, with their numbers in the run and their weights."""
         found = dict(zip(Sample._fields, zip(*self.read(indices), strict=True), strict=True))
         stacked = {kind: torch.from_numpy(np.stack(arrays)) for kind, arrays in found.items() if arrays[0] is not None}
         return LatentBatch(
@@ -138,11 +139,12 @@ class LatentSamples(ABC):
 
 
 KEPT_BYTES = 2**28
-"""Most bytes of samples that a split keeps."""
+"""Maximum size, in bytes, of the samples that a split keeps."""
 
 
 class EncodedImages(LatentSamples):
-    """Samples of a split; `groups` has the indices of its images by bucket, and `keep` holds on to encoded samples."""
+    """Samples of a split, encoded on demand. `groups` has the indices of its images by bucket; with `keep`, encoded
+    samples stay in memory."""
 
     def __init__(
         self,
@@ -161,7 +163,7 @@ class EncodedImages(LatentSamples):
         return len(self._places)
 
     def read(self, indices: Sequence[int]) -> list[Sample]:
-        """Samples by index; those of one bucket are encoded together."""
+        """Samples by index; samples of one bucket are encoded together."""
         found = {index: self._kept[index] for index in indices if index in self._kept}
         missing = [index for index in dict.fromkeys(indices) if index not in found]
         for bucket in dict.fromkeys(self._places[index][0] for index in missing):
@@ -191,7 +193,7 @@ class EncodedImages(LatentSamples):
 
 
 def noise_of(batch: LatentBatch, seed: int, purpose: str) -> torch.Tensor:
-    """Noise of each sample of a CPU batch [rows, image, channels], fp32."""
+    """Noise for each sample of a CPU batch [rows, image, channels], fp32."""
     shape = batch.latents.shape[1:]
     return torch.from_numpy(
         np.stack(

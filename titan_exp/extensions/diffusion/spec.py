@@ -1,7 +1,7 @@
 """Diffusion transformer of double and single blocks (FLUX.1): config fields, spec and shape rules.
 
-Double blocks have weights of their own for text and image tokens, which meet in attention. Single blocks have weights
-for both, and compute attention and feed-forward side by side. A conditioning vector per sequence (time, guidance,
+Double blocks have separate weights for text and image tokens, which meet in attention. Single blocks share weights
+between both, and compute attention and feed-forward side by side. A conditioning vector per sequence (time, guidance,
 pooled text) modulates every block.
 """
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from titan_exp.extensions.diffusion.samples import LatentBatch
 
 FFN_RATIO = 4
-"""Width of the feed-forward by that of the residual stream."""
+"""Ratio of the feed-forward's width to the residual stream's."""
 TIME_FEATURES = 256
-"""Sines and cosines of a time or a guidance scale."""
+"""Number of sines and cosines of a time or a guidance scale."""
 
 
 @dataclass(frozen=True)
@@ -51,38 +51,39 @@ class DiffusionConfig(ModelConfig):
     layers: PositiveBlockCount
     """Number of double and single blocks together. E.g. `model=flux_debug model.layers=6`."""
     dim: PositiveInt
-    """Width of the residual stream; feed-forwards are 4 times as wide.
+    """Width of the residual stream. Feed-forwards are 4 times as wide.
     E.g. `model=flux_debug model.dim=96 model.rope_axes='[16,16,16]'`."""
     context: PositiveInt = field(metadata=MAY_BE_MEANT)
     """Longest sequence of text and image tokens. E.g. `model=flux_debug model.context=1024`."""
     double_layers: BlockCount
-    """First blocks, with weights of their own for text and image. E.g. `model=flux_debug model.double_layers=1`."""
+    """Number of first blocks that have weights of their own for text and image (double blocks).
+    E.g. `model=flux_debug model.double_layers=1`."""
     heads: PositiveInt
-    """Heads of queries, keys and values, `dim / heads` wide.
+    """Number of heads of queries, keys and values, each `dim / heads` wide.
     E.g. `model=flux_debug model.heads=4 model.rope_axes='[4,6,6]'`."""
     patch_dim: PositiveInt
-    """Numbers of an image token: a patch of 2 x 2 pixels of a latent with 16 channels has 64.
+    """Width of an image token: a patch of 2 x 2 pixels of a latent with 16 channels has 64 numbers.
     E.g. `model=flux_debug model.patch_dim=64`."""
     text_dim: PositiveInt
     """Width of the text encoder's states, one per text token. E.g. `model=flux_debug model.text_dim=64`."""
     text_tokens: PositiveInt
-    """Text tokens of a sequence, padding included; they precede the image's.
+    """Number of text tokens of a sequence, padding included. They precede the image's.
     E.g. `model=flux_debug model.text_tokens=32`."""
     pooled_dim: PositiveInt
     """Width of the pooled text embedding, one per sequence. E.g. `model=flux_debug model.pooled_dim=48`."""
     guidance_embedding: bool
-    """True if the model reads the scale of guidance that it is distilled for, as FLUX.1 dev.
+    """True if the model reads the guidance scale that it is distilled for, as FLUX.1 dev does.
     E.g. `model=flux_debug model.guidance_embedding=false`."""
     rope_axes: tuple[PositiveInt, ...]
-    """Rotated features of a head by axis (index, row, column); together the head's width.
+    """Numbers of rotated features of a head by axis (index, row, column). Together they are the head's width.
     E.g. `model=flux_debug model.rope_axes='[4,14,14]'`."""
     rope_theta: PositiveFloat
-    """Base of RoPE's frequencies. E.g. `model=flux_debug model.rope_theta=1000`."""
+    """Base of the frequencies of RoPE. E.g. `model=flux_debug model.rope_theta=1000`."""
     norm_eps: PositiveFloat
-    """Added to the variance in norms. E.g. `model=flux_debug model.norm_eps=1e-5`."""
+    """Epsilon of norms, which is added to the variance. E.g. `model=flux_debug model.norm_eps=1e-5`."""
     init_std: PositiveFloat = field(metadata=NO_CHANGE)
-    """Standard deviation of initial weights that embed time, guidance and pooled text. Others are Xavier's; modulations
-    and the output begin at zero. E.g. `model=flux_debug model.init_std=0.01`."""
+    """Standard deviation of the initial weights that embed time, guidance and pooled text. Others are Xavier's, and
+    modulations and the output begin at zero. E.g. `model=flux_debug model.init_std=0.01`."""
     attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"] = field(
         metadata=NO_CHANGE
     )
@@ -132,24 +133,25 @@ def end_linears(config: DiffusionConfig) -> tuple[LinearSpec, ...]:
 
 
 def diffusion_violations(config: DiffusionConfig) -> Iterator[Violation]:
-    """Numbers of blocks, heads and rotated features that the model cannot compute."""
+    """Violations by numbers of blocks, heads and rotated features that the model cannot compute."""
     if config.vocab_size:
-        reason = "a diffusion transformer reads states of text encoders, and no tokens"
-        yield Violation("model.vocab_size", config.vocab_size, reason, "model.vocab_size=0")
+        reason = "a diffusion transformer reads states of text encoders instead of tokens"
+        yield Violation("model.vocab_size", config.vocab_size, reason, "use model.vocab_size=0")
     if config.double_layers > config.layers:
         reason = f"the model has model.layers={config.layers} blocks, the single ones included"
-        yield Violation("model.double_layers", config.double_layers, reason, f"at most {config.layers}")
+        remedy = f"use model.double_layers={config.layers} or less"
+        yield Violation("model.double_layers", config.double_layers, reason, remedy)
     if config.dim % config.heads:
-        reason = f"model.dim={config.dim} cannot be divided into {config.heads} heads"
+        reason = f"it must divide model.dim={config.dim}"
         near = listed(nearest_numbers(config.heads, divisors(config.dim)))
         yield Violation("model.heads", config.heads, reason, f"nearest: model.heads={near}")
     elif sum(config.rope_axes) != config.dim // config.heads or any(width % 2 for width in config.rope_axes):
-        reason = f"the axes rotate pairs of features, together the {config.dim // config.heads} of a head"
-        remedy = "even widths with that sum, as 16,56,56 of 128"
+        reason = f"the axes rotate pairs of features, and all {config.dim // config.heads} features of a head"
+        remedy = f"use even widths that sum to {config.dim // config.heads}, such as [16,56,56] for 128"
         yield Violation("model.rope_axes", config.rope_axes, reason, remedy)
     elif len(config.rope_axes) != 3:
         reason = "positions have three axes: index, row and column"
-        yield Violation("model.rope_axes", config.rope_axes, reason, "three widths, as 16,56,56 of 128")
+        yield Violation("model.rope_axes", config.rope_axes, reason, "use three widths, such as [16,56,56] for 128")
 
 
 def _double_layer(config: DiffusionConfig) -> LayerSpec:
@@ -188,7 +190,7 @@ def _attention(config: DiffusionConfig) -> AttentionSpec:
 
 
 def modulation_style(config: DiffusionConfig) -> Colwise:
-    """Tensor-parallel sharding of a modulation, a quarter of FLUX.1's parameters in all."""
+    """Tensor-parallel sharding of a modulation; modulations hold a quarter of FLUX.1's parameters."""
     return replace(_by_heads(config), vector=True)
 
 
@@ -207,7 +209,7 @@ def _head_norms(config: DiffusionConfig, name: str = "") -> list[VectorSpec]:
 
 
 def _spans(config: DiffusionConfig) -> tuple[TokenSpan, TokenSpan]:
-    """Text tokens, then image tokens."""
+    """Spans of text tokens, then of image tokens."""
     return TokenSpan(stop=config.text_tokens), TokenSpan(start=config.text_tokens)
 
 
@@ -236,8 +238,8 @@ def _tensors(linear: LinearSpec) -> tuple[TensorSpec, TensorSpec]:
 
 @dataclass(frozen=True)
 class LatentInputs(ModelInputs):
-    """Noisy image tokens and the states of their texts: sizes by the key of the model's configuration, and optional
-    inputs."""
+    """Inputs of a model of latents: noisy image tokens and the states of their texts. Sizes go by the key of the
+    model's configuration."""
 
     positional: ClassVar[tuple[str, ...]] = ("image", "text")
     named: ClassVar[tuple[str, ...]] = ("pooled", "times", "positions", "guidance")
@@ -245,9 +247,9 @@ class LatentInputs(ModelInputs):
     makes: ClassVar[str] = "images"
 
     patch_dim: int
-    """Numbers per image token."""
+    """Elements per image token."""
     text_tokens: int
-    """Text tokens of a sample; the rest of a sequence are image tokens."""
+    """Text tokens per sample; the rest of a sequence is image tokens."""
     text_dim: int
     """Width of their states."""
     pooled_dim: int
@@ -256,7 +258,7 @@ class LatentInputs(ModelInputs):
     """True if the model reads a guidance scale."""
 
     def streams(self, seq_len: int) -> tuple[int, ...]:
-        """Text tokens, then image tokens."""
+        """Number of text tokens, then of image tokens."""
         text = min(self.text_tokens, seq_len)
         return text, seq_len - text
 
@@ -276,5 +278,5 @@ class LatentInputs(ModelInputs):
 
 
 def latent_inputs(spec: ModelSpec | None) -> LatentInputs | None:
-    """Inputs of a model of latents; None for another."""
+    """Inputs of a model of latents; None for other models."""
     return spec.inputs if spec is not None and isinstance(spec.inputs, LatentInputs) else None

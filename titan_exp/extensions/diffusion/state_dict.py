@@ -1,7 +1,8 @@
-"""State-dict maps of a diffusion transformer: names of diffusers and of Black Forest Labs, with their fused weights.
+"""State-dict maps of a diffusion transformer for the names and fused weights of diffusers and Black Forest Labs.
 
-Ours hold queries, keys and values by head, their features as RoPE rotates halves; theirs rotate neighbours. The output
-of a single block reads attention and feed-forward of a head side by side; theirs reads attention of all heads first.
+Our weights hold queries, keys and values by head, with features in the order in which RoPE rotates halves; theirs
+rotate neighbours. The output of our single block reads a head's attention and feed-forward side by side; theirs reads
+the attention of all heads first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,18 +15,18 @@ from titan_exp.models.spec.tp_plan import FusedRows
 
 @dataclass(frozen=True)
 class DiffusionNames:
-    """Names of another tool, without `.weight` and `.bias`; a fused weight of ours may be several of theirs."""
+    """Names in another tool, without `.weight` and `.bias`; one of our fused weights may be several of theirs."""
 
     double: str
     """Prefix of double blocks, `{}` for the number."""
     single: str
     """Prefix of single blocks, counted from 0."""
     norm: str
-    """Name of a norm's weight in it."""
+    """Name of a norm's weight inside the norm."""
     swaps_output: bool
     """True if the last modulation is (scale, shift)."""
     parts: Mapping[str, str | tuple[str, ...]]
-    """Their name by ours; those of a double block under `double.`, of a single one under `single.`."""
+    """Their name by ours; double blocks are under `double.`, single blocks under `single.`."""
 
 
 DIFFUSERS = DiffusionNames(
@@ -159,7 +160,7 @@ def _fused_rows(spec: ModelSpec, module: str) -> FusedRows | None:
 
 
 def _by_head(layer: LayerSpec) -> Iterator[int]:
-    """Their column of each of ours: inputs of a single block's output, by head."""
+    """Column order of a single block's output, whose inputs are by head: their column for each of ours."""
     assert layer.attention is not None, "the layer has attention"
     heads, width = layer.attention.heads, layer.attention.v_dim
     channels = layer.linear("out").inputs // heads - width
@@ -169,7 +170,7 @@ def _by_head(layer: LayerSpec) -> Iterator[int]:
 
 
 def _fused_ranges(rows: FusedRows, outputs: int, names: Sequence[str]) -> Iterator[RowRange]:
-    """Row ranges of projections by head, from one tensor of theirs per projection or from one of all."""
+    """Row ranges of projections by head, from one of their tensors per projection, or from a single one."""
     heads, start = outputs // rows.unit, 0
     for head in range(heads):
         before = 0

@@ -1,4 +1,4 @@
-"""Grids of images during training: fixed captions and noise, drawn with the averaged weights where the run has some."""
+"""Grids of images during training: fixed captions and noise, drawn with the averaged weights if the run has them."""
 
 import os
 from collections.abc import Iterator
@@ -32,13 +32,13 @@ from titan_exp.trainer.part import Part, Phase, Run, Step
 from titan_exp.trainer.train_state import TrainState
 
 SAMPLES = 8
-"""Captions of each split, which are a row of the grid."""
+"""Number of captions per split, which form a row of the grid."""
 STEPS, GUIDANCE = 25, 4.0
 """Euler steps, and scale of classifier-free guidance."""
 
 
 def parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
-    """Images of a run that draws some.
+    """Part that draws a run's images, if it draws any.
 
     Raises:
         UserError: the samples or the packages of their decoder are missing.
@@ -49,7 +49,7 @@ def parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
 
 
 class TrainingImages(Part):
-    """Images of the first captions of training and of the held-out ones, whose noise is the same each time.
+    """Draws images for the first training captions and the first held-out captions, with the same noise each time.
 
     Every rank computes all of them, and rank 0 decodes and writes. Raises UserError if the samples or the packages of
     their decoder are missing.
@@ -85,7 +85,7 @@ class TrainingImages(Part):
             self._codec = image_codec(encoded.latents) if dist.get_rank() == 0 else None
 
     def begin(self, run: Run) -> None:
-        """Write to the run's folder and sinks."""
+        """Get the run's folder and sinks to write to."""
         self._folder, self._report = run.folder, run.report
 
     def due(self, step: int, *, last: bool) -> bool:
@@ -113,7 +113,7 @@ class TrainingImages(Part):
             save_image(part, grid, {"step": step, "guidance": GUIDANCE, "averaged": averaged})
             os.replace(part, target)
         except OSError as error:
-            get_logger().warning("%s cannot be written (%s); training continues.", target, error)
+            get_logger().warning("could not write %s (%s), and training continues", target, error)
         self._report.image("images", step, grid)
 
     def latents(self, model: Model) -> torch.Tensor:

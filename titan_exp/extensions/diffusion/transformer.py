@@ -29,17 +29,17 @@ def modulate(
     scale: Float[Tensor, "batch 1 dim"],
     eps: float,
 ) -> Float[Tensor, "batch seq dim"]:
-    """LayerNorm without weights, then (1 + scale) · x + shift."""
+    """Normalize by a LayerNorm without weights, then compute (1 + scale) · x + shift."""
     return F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale) + shift
 
 
 def modulation(module: nn.Module, conditioning: Float[Tensor, "batch dim"], parts: int) -> tuple[Tensor, ...]:
-    """Shifts, scales and gates [batch, 1, dim] of a sequence, in this order, from its conditioning."""
+    """Shifts, scales and gates [batch, 1, dim] of a sequence, in this order, computed from its conditioning."""
     return module(conditioning)[:, None].chunk(parts, dim=-1)
 
 
 class JointAttention(nn.Module):
-    """Full attention over text and image tokens, with RoPE; without linears."""
+    """Full attention over text and image tokens, with RoPE and without linears."""
 
     def __init__(self, layer: LayerSpec, backend: AttentionBackend) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class JointAttention(nn.Module):
         value: Float[Tensor, "batch seq heads width"],
         rope: Rope,
     ) -> Float[Tensor, "batch seq heads width"]:
-        """Heads of every token."""
+        """Attend; returns the heads of every token."""
         heads = (rotate(query, *rope), rotate(key, *rope), value)
         return self.core(*(part.transpose(1, 2) for part in heads)).transpose(1, 2)
 
 
 class _Heads(nn.Module):
-    """Fused projection to queries, keys, values and more by head, with QK norm."""
+    """Fused projection to queries, keys, values and more, by head, with QK norm."""
 
     def __init__(self, layer: LayerSpec, prefix: str, projection: str, eps: float) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class _Heads(nn.Module):
         return {self.projection: self.rows}
 
     def heads(self, x: Float[Tensor, "batch seq dim"]) -> list[Float[Tensor, "batch seq heads _"]]:
-        """Queries and keys after their norms, values, and what else the rows hold."""
+        """Queries and keys after their norms, values, and all further rows."""
         fused = self.get_submodule(self.projection)(x).unflatten(-1, (-1, self.rows.unit))
         query, key, *others = fused.split([piece.width for piece in self.rows.pieces], dim=-1)
         return [self.q_norm(query), self.k_norm(key), *others]
@@ -109,7 +109,7 @@ class Stream(_Heads):
 
 
 class DoubleBlock(nn.Module):
-    """Attention of text and image tokens together, between linears and feed-forwards of their own."""
+    """Double block: text and image tokens attend together, between separate linears and feed-forwards."""
 
     def __init__(self, layer: LayerSpec, eps: float, backend: AttentionBackend) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class DoubleBlock(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch seq dim"], conditioning: Float[Tensor, "batch dim"], rope: Rope, text_tokens: int
     ) -> Float[Tensor, "batch seq dim"]:
-        """One layer."""
+        """Run the block."""
         streams, lengths = (self.text, self.image), (text_tokens, x.shape[1] - text_tokens)
         parts = x.split(lengths, dim=1)
         modulations = [modulation(stream.modulation, conditioning, 6) for stream in streams]
@@ -138,9 +138,9 @@ class DoubleBlock(nn.Module):
 
 
 class SingleBlock(_Heads):
-    """Attention and feed-forward of all tokens side by side, between one linear before and one after.
+    """Single block: attention and feed-forward of all tokens run side by side, between one linear before and one after.
 
-    Both linears hold a head's attention beside its channels of the feed-forward, so that heads can be divided.
+    Both linears keep a head's attention beside its feed-forward channels, so that heads can be divided.
     """
 
     def __init__(self, layer: LayerSpec, eps: float, backend: AttentionBackend) -> None:
@@ -158,7 +158,7 @@ class SingleBlock(_Heads):
     def forward(
         self, x: Float[Tensor, "batch seq dim"], conditioning: Float[Tensor, "batch dim"], rope: Rope, text_tokens: int
     ) -> Float[Tensor, "batch seq dim"]:
-        """One layer; text and image tokens are computed alike."""
+        """Run the block; text and image tokens are computed alike."""
         shift, scale, gate = modulation(self.modulation, conditioning, 3)
         query, key, value, up = self.heads(modulate(x, shift, scale, self.eps))
         rope = self.rope_order(rope, text_tokens)
@@ -171,7 +171,8 @@ TIME_FACTOR = 1000.0
 
 
 class DiffusionTransformer(nn.Module):
-    """Velocity of a noisy latent image, given its time, its text, and where the model reads it the guidance scale.
+    """Diffusion transformer: predicts the velocity of a noisy latent image from its time, its text, and the guidance
+    scale if the model reads one.
 
     `seq_len` is the longest sequence of text and image tokens.
     """
@@ -199,12 +200,12 @@ class DiffusionTransformer(nn.Module):
         positions: Int[Tensor, "batch_or_1 seq 3"],
         guidance: Float[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch patches patch_dim"] | Float[Tensor, "batch seq_and_conditioning dim"]:
-        """Predicted velocity of every patch.
+        """Predict the velocity of every patch.
 
-        Pipeline stages send each other hidden states, then the conditioning as one token more: a later stage
-        gets them as `image`, and all but the last one return them.
+        Pipeline stages send each other hidden states followed by the conditioning as one more token. A later stage gets
+        them as `image`, and all but the last stage return them.
 
-        `times` are 0 for data and 1 for noise, in fp32 as `guidance`. `positions` are those of text and image tokens,
+        `times` are 0 for data and 1 for noise, in fp32 like `guidance`. `positions` are those of text and image tokens;
         see `grid_positions`.
         """
         text = self.shard(text)
@@ -220,11 +221,11 @@ class DiffusionTransformer(nn.Module):
         return self.output(x[:, text.shape[1] :], conditioning)
 
     def pp_plan(self) -> PipelinePlan:
-        """Children that only the first or the last stage holds."""
+        """Plan that names the children that only the first or the last stage holds."""
         return self.spec.pipeline
 
     def reset_buffers(self) -> None:
-        """Compute the RoPE caches, once memory is real."""
+        """Compute the RoPE caches once they have memory."""
         self.rope.reset()
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -233,23 +234,23 @@ class DiffusionTransformer(nn.Module):
 
 
 class Embedder(nn.Module):
-    """Linear, SiLU, linear: features of a sequence to a part of its conditioning."""
+    """Embedder (linear, SiLU, linear) of a sequence's features into a part of its conditioning."""
 
     def __init__(self, linears: Mapping[str, Linear], name: str) -> None:
         super().__init__()
         self.hidden, self.out = linears[f"{name}.hidden"], linears[f"{name}.out"]
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Replicated linears; the conditioning modulates this rank's tokens."""
+        """Tensor-parallel sharding: linears are replicated; the conditioning modulates this rank's tokens."""
         return {"hidden": SEQUENCE_PARALLEL, "out": SEQUENCE_PARALLEL}
 
     def forward(self, x: Float[Tensor, "batch features"]) -> Float[Tensor, "batch dim"]:
-        """Embedding, in the dtype of the weights."""
+        """Embed the features, in the dtype of the weights."""
         return self.out(F.silu(self.hidden(x.to(self.hidden.weight.dtype))))
 
 
 class Inputs(nn.Module):
-    """First hidden states of text and image tokens, and the conditioning of their sequence."""
+    """Embeds text and image tokens as the first hidden states, and computes the conditioning of their sequence."""
 
     def __init__(self, linears: Mapping[str, Linear]) -> None:
         super().__init__()
@@ -258,13 +259,13 @@ class Inputs(nn.Module):
         self.guidance = Embedder(linears, "inputs.guidance") if "inputs.guidance.out" in linears else None
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Replicated linears over this rank's tokens."""
+        """Tensor-parallel sharding: linears are replicated, over this rank's tokens."""
         return {"image": SEQUENCE_PARALLEL, "text": SEQUENCE_PARALLEL}
 
     def forward(
         self, image: Tensor, text: Tensor, pooled: Tensor, times: Tensor, guidance: Tensor | None
     ) -> tuple[Float[Tensor, "batch seq dim"], Float[Tensor, "batch dim"]]:
-        """Text tokens, then image tokens, and SiLU of the conditioning, which every modulation reads.
+        """Return text tokens followed by image tokens, and SiLU of the conditioning, which every modulation reads.
 
         Raises:
             ValueError: a guidance scale is missing, or given to a model that reads none.
@@ -281,7 +282,7 @@ class Inputs(nn.Module):
 
 
 class Output(nn.Module):
-    """Modulated norm and linear to the numbers of a patch."""
+    """Output layer: modulated norm, then a linear to the elements of a patch."""
 
     def __init__(self, linears: Mapping[str, Linear], style: TPStyle, eps: float) -> None:
         super().__init__()
@@ -290,19 +291,19 @@ class Output(nn.Module):
         self.eps, self._style = eps, style
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Sharded modulation, and a replicated linear over this rank's tokens."""
+        """Tensor-parallel sharding: the modulation is sharded, and the linear replicated over this rank's tokens."""
         return {"modulation": self._style, "linear": SEQUENCE_PARALLEL}
 
     def forward(
         self, x: Float[Tensor, "batch patches dim"], conditioning: Float[Tensor, "batch dim"]
     ) -> Float[Tensor, "batch patches patch_dim"]:
-        """Velocity of the patches."""
+        """Compute the velocity of the patches."""
         shift, scale = modulation(self.modulation, conditioning, 2)
         return self.gather(self.linear(modulate(x, shift, scale, self.eps)))
 
 
 def sinusoid(x: Float[Tensor, " batch"]) -> Float[Tensor, "batch features"]:
-    """Cosines, then sines of x at `TIME_FEATURES / 2` frequencies from 1 down to almost 1 / 10,000, in fp32."""
+    """Cosines, then sines, of x at `TIME_FEATURES / 2` frequencies from 1 down to almost 1 / 10,000, in fp32."""
     half = TIME_FEATURES // 2
     exponent = -math.log(10_000) * torch.arange(half, dtype=torch.float32, device=x.device) / half
     angles = x.float()[:, None] * exponent.exp()
@@ -323,8 +324,8 @@ class AxialRotaryEmbedding(nn.Module):
 
     def forward(
         self, positions: Int[Tensor, "batch_or_1 seq axes"]
-    ) -> tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 half"]]:
-        """Cosines and sines of the axes, one after the other, for `rotate`."""
+    ) -> tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 2 half"]]:
+        """Cosines and sines of the axes, one axis after the other, for `rotate`."""
         pairs = [axis(positions.shape[1], column) for axis, column in zip(self.axes, positions.unbind(-1), strict=True)]
         cos, sin = (torch.cat(parts, dim=-1) for parts in zip(*pairs, strict=True))
         return cos, sin

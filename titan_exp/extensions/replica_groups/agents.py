@@ -1,8 +1,8 @@
-"""Agent of a replica group in a SLURM job: a child of the group's rank 0, which ends with it.
+"""Agent of a replica group in a SLURM job: a child of the group's rank 0 that ends together with it.
 
 `python -m titan_exp.extensions.replica_groups.agents RUN_FOLDER ATTEMPT LOGS NUMBER PORT PORT` forwards to the
-lighthouse, serves it if no other group does, and tells others that the group lives. It prints its ports, of which 0
-asks for a free one.
+lighthouse, serves it if no other group does, and tells other groups that this one lives. It prints its ports; a port of
+0 asks for a free one.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from titan_exp.tracking.run_folder.attempts import STOPPED
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 END_LIMIT = 10.0
-"""Seconds for a group to end after the attempt has ended; a newcomer has no group to heal from."""
+"""Seconds that a group has to end after the attempt has ended; a newcomer would have no group to heal from."""
 ADDRESS_LIMIT = 10.0
 """Seconds that a connection waits for a lighthouse."""
 CHUNK = 65536
@@ -42,18 +42,18 @@ class Ports:
     """Ports of an agent."""
 
     lighthouse: int = 0
-    """Forwards to the lighthouse, on the loopback interface."""
+    """Port that forwards to the lighthouse, on the loopback interface."""
     life_sign: int = 0
 
 
 def start_agent(folder: RunFolder, attempt: int, logs: str, number: int) -> Ports:
-    """Start the agent of a start of group `number`, and again whenever it fails, at the same ports. Once the attempt is
-    over, this process ends. Raises UserError if it does not start."""
+    """Start the agent for a start of group `number`, and restart it at the same ports whenever it fails. Once the
+    attempt is over, this process ends. Raises UserError if the agent does not start."""
 
     def start(ports: Ports) -> tuple[subprocess.Popen[str], Ports]:
         words = [str(folder.path), str(attempt), logs, str(number), str(ports.lighthouse), str(ports.life_sign)]
         command = [sys.executable, "-m", "titan_exp.extensions.replica_groups.agents", *words]
-        # A lighthouse logs several lines in every step otherwise.
+        # Otherwise a lighthouse logs several lines in every step.
         variables = {**os.environ, "RUST_LOG": os.environ.get("RUST_LOG", "warn")}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=variables)
         assert process.stdout is not None
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     while os.getppid() == parent:
         try:
             if not candidate.poll():
-                return 1  # with its lighthouse; rank 0 starts it again
+                return 1  # its lighthouse ends with it; rank 0 starts it again
             forwarder.drop_others(lighthouse_address(shared))
             over_since = (over_since or time.monotonic()) if _is_over(folder, attempt) else None
         except (OSError, UserError) as error:  # a network disk may be away for a while
@@ -106,7 +106,7 @@ def _is_over(folder: RunFolder, attempt: int) -> bool:
 
 
 class Server(ABC):
-    """Accepts connections on a host's port, 0 for a free one, each in a thread of its own."""
+    """Accepts connections on a host's port (0 for a free one), each in its own thread."""
 
     def __init__(self, host: str, port: int) -> None:
         self._listener = socket.create_server((host, port))
@@ -115,7 +115,7 @@ class Server(ABC):
 
     @abstractmethod
     def handle(self, connection: socket.socket) -> None:
-        """Serve one connection, which is closed afterwards."""
+        """Serve one connection; it is closed afterwards."""
 
     def _accept(self) -> None:
         while True:
@@ -130,7 +130,7 @@ class Server(ABC):
 class Forwarder(Server):
     """Forwards local connections to the lighthouse's present address, which `address` returns.
 
-    The servers of torchft keep the address with which they are created, and connect again when a connection breaks.
+    torchft's servers keep the address with which they were created, and reconnect when a connection breaks.
     """
 
     def __init__(self, port: int, address: Callable[[], tuple[str, int] | None]) -> None:
@@ -139,7 +139,7 @@ class Forwarder(Server):
         super().__init__("127.0.0.1", port)
 
     def drop_others(self, address: tuple[str, int] | None) -> None:
-        """Break connections to former addresses: a lost node does not close them."""
+        """Break connections to former addresses, because a lost node does not close them."""
         for connection, target in list(self._open.items()):
             if target != address:
                 with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ class Forwarder(Server):
 
 
 class LifeSign(Server):
-    """Tells every client the name of this start of the group."""
+    """Tells every client the name of this group's present start."""
 
     def __init__(self, port: int, name: str) -> None:
         self._name = name
@@ -177,7 +177,7 @@ class LifeSign(Server):
 
 
 def read_name(host: str, port: int) -> str | None:
-    """Name that a `LifeSign` tells; None if no one answers."""
+    """Name that a `LifeSign` tells; None if nobody answers."""
     try:
         with socket.create_connection((host, port), CONNECT_LIMIT) as connection:
             return b"".join(iter(lambda: connection.recv(CHUNK), b"")).decode(errors="replace")
@@ -195,7 +195,7 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    # Without the destructors of the server's threads.
+    # This skips the destructors of the server's threads.
     code = main(sys.argv[1:])
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Commits of replica groups: every step together, or training alone between synchronizations."""
+"""Commits of replica groups: groups take every step together, or train alone between synchronizations."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -37,7 +37,8 @@ STOP, SAVE = "stop requested", "checkpoint asked for"
 
 
 class GroupCommit(Commit):
-    """Replica groups divide the micro-batches of every step, sum their gradients, and commit the step or repeat it."""
+    """Replica groups that divide the micro-batches of every step, sum their gradients, and commit the step or repeat
+    it."""
 
     sums = True
 
@@ -53,11 +54,11 @@ class GroupCommit(Commit):
 
     @property
     def restores(self) -> bool:  # type: ignore[override]
-        """True in one group, before the attempt's first step."""
+        """True in one group before the attempt's first step."""
         return self._groups.restores
 
     def takes_over(self) -> bool:
-        """True if another group knows a step."""
+        """True if another group has a step."""
         trainer = self._trainer
         return not self.restores and bool(trainer.checkpointer.from_leader(known_step(trainer.folder)))
 
@@ -69,13 +70,13 @@ class GroupCommit(Commit):
     def divide(
         self, step: int, batches: Sequence[MicroBatch], flags: Flags
     ) -> tuple[Sequence[MicroBatch], tuple[int, ...]]:
-        """The tokens are those of all groups, over which the loss is a mean."""
+        """Divide the micro-batches. The tokens are those of all groups, because the loss is a mean over them."""
         batches, tokens = super().divide(step, batches, flags)
         self._step = step
         return self._groups.share(batches, self._trainer.layout.indivisible_microbatches), tokens
 
     def reduce(self, parameters: Iterable[nn.Parameter], metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Reduce gradients, numbers of parts and metrics over the groups, then vote."""
+        """Reduce gradients, numbers of parts and metrics over the groups, then vote on the step."""
         trainer, groups = self._trainer, self._groups
         reducer, parts = trainer.report.reducer, trainer.parts
         metrics = {**metrics, **reducer.module_metrics()}
@@ -92,7 +93,7 @@ class GroupCommit(Commit):
         return sums
 
     def rows(self, numbers: Callable[[], Numbers], *, due: bool) -> list[Row]:
-        """Rows tell of the groups, too."""
+        """Rows of the committed steps, which also have numbers of the groups."""
         rows = super().rows(numbers, due=due)
         for row in rows:
             if row.row is not None:
@@ -100,17 +101,17 @@ class GroupCommit(Commit):
         return rows
 
     def finishes(self) -> bool:
-        """True in the leader, which others wait for: one of them takes over after its death."""
+        """True in the leader. The other groups wait for it, and one of them takes over if it dies."""
         groups = self._groups
         while not groups.leads:
             leader = groups.leader
-            self._join()  # the leader joins when it has finished, or is dead
+            self._join()  # the leader joins once it has finished, or it is dead
             if groups.leader == leader:
                 return False
         return True
 
     def leave(self) -> None:
-        """Meet the groups that wait for the end."""
+        """Meet the groups that wait for the end of training."""
         self._join()
 
     def _join(self) -> None:
@@ -128,11 +129,12 @@ class GroupCommit(Commit):
 
     @property
     def _position(self) -> int | None:
-        """Progress in quorums, if it is not the step."""
+        """Progress for quorums, if it is not the step."""
         return None
 
     def _heal(self, *, behind: bool) -> bool:
-        """Send the state to groups that are behind, or take over another's. Returns False if that has not arrived."""
+        """Send the state to groups that are behind, or take over another group's state. Returns False if that did not
+        arrive."""
         trainer, groups = self._trainer, self._groups
         parts, optimizer = trainer.model.parts, trainer.optimizer
         free_gathered(parts)
@@ -154,11 +156,11 @@ class GroupCommit(Commit):
         trainer.report.last_rows = progress["rows"]
         self._after_healing(progress)
         trainer.state.refresh()
-        get_logger().info("healed: continuing after step %d", trainer.step)
+        get_logger().info("healed, and continues after step %d", trainer.step)
         return True
 
     def _after_healing(self, progress: Mapping[str, Any]) -> None:
-        """Take over what else another group has sent."""
+        """Take over the rest of another group's progress."""
 
 
 class SemiSyncCommit(GroupCommit):
@@ -174,20 +176,20 @@ class SemiSyncCommit(GroupCommit):
             if isinstance(part, Routing):
                 part.shares = self._config.groups
         self._batch_tokens = 0
-        """Predicted tokens of the step's whole batch, of which this rank has read its part."""
+        """Predicted tokens of the step's whole batch, in the part that this rank has read."""
 
     @property
     def worlds(self) -> int:  # type: ignore[override]
-        """Living groups: each counts tokens of its own."""
+        """Number of living groups; each counts its own tokens."""
         return self._groups.size
 
     @property
     def states(self) -> Mapping[str, Tensor]:  # type: ignore[override]
-        """States of groups from the last `collect`."""
+        """States of the groups, from the last `collect`."""
         return self._semi_sync.states
 
     def restored(self) -> None:
-        """Begin a round with the state of a checkpoint, and with this group's own optimizer state."""
+        """Begin a round with the state of a checkpoint and this group's own optimizer state."""
         trainer = self._trainer
         self._semi_sync = SemiSync(
             self._config,
@@ -202,22 +204,22 @@ class SemiSyncCommit(GroupCommit):
             self._load_own_state()
 
     def meet(self) -> Flags | None:
-        """Before the first step, meet the other groups."""
+        """Meet the other groups before the first step."""
         return self._synchronize() if self._groups.quorum is None else None
 
     def divide(
         self, step: int, batches: Sequence[MicroBatch], flags: Flags
     ) -> tuple[Sequence[MicroBatch], tuple[int, ...]]:
-        """The tokens are those of this group's share, over which its loss is a mean."""
+        """Take this group's share. The tokens are this share's, because the loss is a mean over them."""
         self._batch_tokens = sum(token_counts(self._trainer.model.objective, batch)[0] for batch in batches)
         return Commit.divide(self, step, self._semi_sync.share(batches), flags)
 
     def reduce(self, parameters: Iterable[nn.Parameter], metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Nothing is sent."""
+        """Send nothing."""
         return metrics
 
     def settle(self, result: StepResult, *, logs: bool) -> Flags | None:
-        """Keep the row of a step until the groups synchronize, and synchronize them if due."""
+        """Keep the row of a step until the groups synchronize; synchronize them if it is due."""
         trainer, semi_sync = self._trainer, self._semi_sync
         save = self._flags.save or trainer.checkpointer.due(trainer.step)
         semi_sync.add_step(self._batch_tokens, stop=self._flags.stop, save=save)
@@ -241,19 +243,19 @@ class SemiSyncCommit(GroupCommit):
         self._semi_sync.collect_states(self._trainer.model.parts, self._trainer.optimizer)
 
     def resume(self, flags: Flags) -> None:
-        """Train on with this group's own weights."""
+        """Continue training with this group's own weights."""
         if self._trainer.is_over:
             return
-        self._semi_sync.states = {}  # the save has copies
+        self._semi_sync.states = {}  # the save has copies of them
         if not flags.stop:
             self._use_agreed_weights(False)
 
     def progress(self) -> dict[str, Any]:
-        """The group that writes, and the round."""
+        """Progress: the group that writes, and the round."""
         return {WRITER: self._groups.group.number, "semi_sync": self._semi_sync.progress()}
 
     def _synchronize(self) -> Flags | None:
-        """Join the groups until they are synchronized after this step, or have met to begin, which returns None."""
+        """Join the groups until they are synchronized after this step; returns None if they only met to begin."""
         trainer, semi_sync = self._trainer, self._semi_sync
         while True:
             if not semi_sync.in_flight:
@@ -273,7 +275,7 @@ class SemiSyncCommit(GroupCommit):
         return Flags(agreement.stop, agreement.save)
 
     def _use_agreed_weights(self, agreed: bool) -> None:
-        """Evaluate, save and export the outer optimizer's weights, if this group trains others."""
+        """Put the outer optimizer's weights in place for evaluation, save and export, if this group trains others."""
         if self._config.keeps_own_weights and self._outer.swapped != agreed:
             self._outer.swap()
 
@@ -282,7 +284,7 @@ class SemiSyncCommit(GroupCommit):
         return self._semi_sync.position(self._trainer.step)
 
     def _after_healing(self, progress: Mapping[str, Any]) -> None:
-        """Take over the round of another group; before the first, load this group's own state from the checkpoint."""
+        """Take over another group's round; before the first round, load this group's own state from the checkpoint."""
         trainer = self._trainer
         self._semi_sync.heal(trainer.step, progress["semi_sync"])
         if self._semi_sync.synchronized == trainer.step and not trainer.is_over:
@@ -291,20 +293,21 @@ class SemiSyncCommit(GroupCommit):
             self._load_own_state()
 
     def _load_own_state(self) -> None:
-        """Load this group's own state from the checkpoint after a step, if there is one; else it has another's."""
+        """Load this group's own state from the checkpoint after a step. Without one, the group keeps another group's
+        state."""
         trainer, number = self._trainer, self._groups.group.number
         path = trainer.checkpointer.folder.path_of(trainer.step)
         saved = trainer.checkpointer.from_leader(path.exists())
         weights, parts = self._config.keeps_own_weights, trainer.model.parts
         if not saved or not load_own_state(path, number, parts, trainer.optimizer, weights=weights):
             get_logger().warning(
-                "group %d begins after step %d with the optimizer state of another", number, trainer.step
+                "group %d begins after step %d with another group's optimizer state", number, trainer.step
             )
         self._outer.after_move()
 
 
 def commit_of(experiment: Experiment) -> type[Commit] | None:
-    """Commit of a run with replica groups; None without."""
+    """Commit class of a run with replica groups; None without groups."""
     if semi_sync_of(experiment).enabled:
         return SemiSyncCommit
     return None if experiment.cluster.worlds == 1 else GroupCommit

@@ -1,5 +1,5 @@
-"""Keys of replica groups in the group `cluster`, and group `semi_sync`: replica groups that train alone for some steps,
-and then average what they have learnt."""
+"""Keys of replica groups in the group `cluster`, and the group `semi_sync` for replica groups that train alone for some
+steps and then average what they have learnt."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,25 +18,27 @@ class ReplicaGroupsConfig:
     """Replica groups, each a world of the run."""
 
     replica_groups: PositiveInt = 1
-    """Groups of processes that each train in the layout of `parallelism` and divide every step among those alive; a
-    group that fails costs no step, and comes back alone.
+    """Number of replica groups: each trains in the layout of `parallelism`, and the living ones divide every step among
+    them. A group that fails costs no step, and comes back by itself.
 
-    Groups of GPUs, too, exchange tensors over host memory and the network by TCP: a death then closes connections, and
+    Groups exchange tensors over host memory and the network by TCP, also on GPUs: a death then closes connections, and
     no communicator of GPUs must be aborted. More than 1 needs `pip install titan_exp[replica-groups]`.
     E.g. `cluster.replica_groups=2`."""
     min_groups: PositiveInt = 1
-    """Living replica groups below which training waits. E.g. `cluster.min_groups=2`."""
+    """Smallest number of living replica groups that train on. With fewer, training waits.
+    E.g. `cluster.min_groups=2`."""
     group_heartbeat_seconds: PositiveFloat = 5.0
     """Seconds without a heartbeat after which a replica group counts as dead.
     E.g. `cluster.group_heartbeat_seconds=1`."""
     group_timeout_seconds: PositiveFloat = 300.0
-    """Timeout of a collective between replica groups; above the difference between their step times, below the 20
-    minutes of a collective within a group. E.g. `cluster.group_timeout_seconds=60`."""
+    """Timeout in seconds of a collective between replica groups. It must be at least two heartbeats, longer than the
+    difference between the groups' step times, and shorter than `cluster.hang_kill_minutes` and the 20 minutes of a
+    collective within a group. E.g. `cluster.group_timeout_seconds=60`."""
     group_history: str | None = None
     """Run folder whose history of replica groups is replayed: every step is divided as it was there, so that the same
     layout gives the same bits; null replays none.
 
-    Needs at least as many of `replica_groups` as were alive there.
+    It needs at least as many of `replica_groups` as were alive there.
     E.g. `cluster.group_history=runs/default/20261126-abcdef`."""
 
     @property
@@ -51,42 +53,44 @@ class SemiSyncConfig:
     another experiment than synchronous training: part of the run id."""
 
     mode: Literal["none", "local_sgd", "diloco", "streaming_diloco"] = "none"
-    """Training alone between synchronizations: `none`; `local_sgd` averages the weights of the groups (Stich 2019);
-    `diloco` steps an outer SGD with their mean pseudo-gradient (Douillard et al. 2023), and `streaming_diloco` does so
-    fragment by fragment, in the background of training (Douillard et al. 2025).
+    """Mode of semi-synchronous training. `none` synchronizes every step. `local_sgd` averages the weights of the groups
+    (Stich 2019). `diloco` steps an outer SGD with their mean pseudo-gradient (Douillard et al. 2023), and
+    `streaming_diloco` does so fragment by fragment, in the background of training (Douillard et al. 2025).
 
-    The pseudo-gradient is the way that a group's weights have moved since the last synchronization. The state of the
-    optimizer stays in its group. It takes 4 bytes per parameter, and 4 more for an outer momentum, sharded like the
-    weights. E.g. `semi_sync.mode=diloco`."""
+    The pseudo-gradient is the change of a group's weights since the last synchronization. The state of the optimizer
+    stays in its group. Each mode but none takes 4 bytes per parameter, and 4 more for an outer momentum, sharded like
+    the weights. E.g. `semi_sync.mode=diloco`."""
     groups: PositiveInt = 2
-    """Number of groups, among which every step's batch is divided once and for all; as many as
+    """Number of groups, among which every step's batch is divided once and for all. It must equal
     `cluster.replica_groups`. E.g. `semi_sync=diloco semi_sync.groups=4`."""
     interval: PositiveInt = 50
-    """Steps between synchronizations of the same weights; evaluations, checkpoints and the last step are multiples of
-    it. E.g. `semi_sync=diloco semi_sync.interval=100`."""
+    """Steps between synchronizations of the same weights. Evaluations, checkpoints, exports and the last step are
+    multiples of it. E.g. `semi_sync=diloco semi_sync.interval=100`."""
     outer_lr: PositiveFloat = 0.7
-    """Modes `diloco` and `streaming_diloco`: learning rate of the outer SGD.
+    """Learning rate of the outer SGD in modes `diloco` and `streaming_diloco`.
     E.g. `semi_sync=diloco semi_sync.outer_lr=0.5`."""
     outer_momentum: Share = 0.9
-    """Modes `diloco` and `streaming_diloco`: decay rate of its momentum; 0 keeps none.
+    """Decay rate of the outer SGD's momentum in modes `diloco` and `streaming_diloco`; 0 keeps none.
     E.g. `semi_sync=diloco semi_sync.outer_momentum=0.8`."""
     outer_nesterov: bool = True
-    """Modes `diloco` and `streaming_diloco`: Nesterov momentum; without effect if there is none.
-    E.g. `semi_sync=diloco semi_sync.outer_nesterov=false`."""
+    """True if the outer momentum is Nesterov's, in modes `diloco` and `streaming_diloco`. It has no effect without a
+    momentum. E.g. `semi_sync=diloco semi_sync.outer_nesterov=false`."""
     fragments: PositiveInt = 1
-    """Mode `streaming_diloco`: fragments of the blocks, which are synchronized one after another within an interval.
+    """Number of fragments of the blocks in mode `streaming_diloco`. They are synchronized one after another within an
+    interval.
 
     A weight outside of the blocks (embedding, final norm, head) is in the fragment of the block before it in the
     model's order, or of the first. E.g. `semi_sync=streaming_diloco semi_sync.fragments=2`."""
     fragment_pattern: Literal["strided", "sequential"] = "strided"
-    """Mode `streaming_diloco`: fragment i has the blocks i, i + fragments, i + 2·fragments and so on, or consecutive
-    blocks. E.g. `semi_sync=streaming_diloco semi_sync.fragment_pattern=sequential`."""
+    """Division of blocks into fragments in mode `streaming_diloco`: with `strided`, fragment i has the blocks i, i +
+    fragments, i + 2·fragments and so on, and with `sequential` it has consecutive blocks.
+    E.g. `semi_sync=streaming_diloco semi_sync.fragment_pattern=sequential`."""
     delay: Count = 0
-    """Mode `streaming_diloco`: steps (τ) that a group trains on between sending what a fragment has learnt and the
-    outer step with the mean of all groups. E.g. `semi_sync=streaming_diloco semi_sync.delay=5`."""
+    """Delay τ in steps in mode `streaming_diloco`: a group trains on for so long between sending what a fragment has
+    learnt and the outer step with the mean of all groups. E.g. `semi_sync=streaming_diloco semi_sync.delay=5`."""
     mixing: Share = 0.0
-    """Mode `streaming_diloco`: share (α) of a group's own weights after that outer step, θ ← α·θ_own + (1 − α)·θ_outer;
-    0 takes the outer optimizer's. E.g. `semi_sync=streaming_diloco semi_sync.mixing=0`."""
+    """Mixing factor α in mode `streaming_diloco`: the share of a group's own weights after that outer step, θ ← α·θ_own
+    + (1 − α)·θ_outer. 0 takes the outer optimizer's weights. E.g. `semi_sync=streaming_diloco semi_sync.mixing=0`."""
 
     @property
     def enabled(self) -> bool:
@@ -106,7 +110,7 @@ class SemiSyncConfig:
         return self.fragments > 1 or self.mixing > 0
 
     def applied_fragment(self, step: int) -> int | None:
-        """Fragment whose outer step follows a step; the last one's follows multiples of the interval."""
+        """Fragment whose outer step follows a step; the last fragment's follows multiples of the interval."""
         within = (step - 1) % self.interval + 1
         for fragment in range(self.fragments):
             if step and within == (fragment + 1) * self.interval // self.fragments:
@@ -121,7 +125,7 @@ class SemiSyncConfig:
 if TYPE_CHECKING:
 
     class GroupedCluster(ReplicaGroupsConfig, ClusterConfig):
-        """Group `cluster` with the keys of replica groups, as it is where this extension is installed."""
+        """Group `cluster` with the keys of replica groups, as it looks where this extension is installed."""
 
 
 def cluster_of(experiment: "Experiment | ResolvedLayout") -> "GroupedCluster":
@@ -136,8 +140,8 @@ def semi_sync_of(experiment: "Experiment") -> SemiSyncConfig:
 
 
 def fragments_of(names: Iterable[str], config: SemiSyncConfig, blocks: int) -> dict[str, int]:
-    """Fragment of streaming DiLoCo of each parameter of a model, whose full names come in the model's order and whose
-    blocks are `blocks.NUMBER`."""
+    """Fragment of each parameter in streaming DiLoCo. Names are full names in the model's order, with blocks at
+    `blocks.NUMBER`."""
     block, found = 0, {}
     for name in names:
         first, _, rest = name.partition(".")

@@ -1,6 +1,6 @@
 """groups.jsonl: starts and ends of replica groups and of the lighthouse, and the quorums between them.
 
-From it come the history that a replay reads, the summary in tables, and the lines of the console.
+Its readers are the replay of a history, the summary in tables, and the console.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class ReplicaGroup(World):
-    """One start of a replica group, handed from the launcher to its ranks through the environment."""
+    """One start of a replica group; the launcher hands it to the ranks through the environment."""
 
     lighthouse: str
     """Address of the lighthouse, with its scheme."""
@@ -36,26 +36,26 @@ class ReplicaGroup(World):
     loader: int = 0
     """Number of the group that loads the run's checkpoint before the attempt's first step."""
     patience: float = 0.0
-    """Seconds that a newcomer waits at least for a group with the run's newest step."""
+    """Minimum seconds that a newcomer waits for a group with the run's newest step."""
 
     def to_environment(self) -> dict[str, str]:
-        """Variables for the ranks. torchft logs several lines in every step otherwise."""
+        """Environment variables for the ranks. They also silence torchft, which logs several lines in every step."""
         return {**super().to_environment(), "RUST_LOG": os.environ.get("RUST_LOG", "warn")}
 
 
 def replica_id(group: ReplicaGroup, joined: float) -> str:
-    """Name of a group in quorums that it first joined at a Unix time. Names sort by it, so that the oldest living group
-    comes first in every quorum, and none is given twice."""
+    """Name in quorums of a group that first joined at a Unix time. Names sort by that time, so the oldest living group
+    comes first in every quorum, and no name is given twice."""
     return f"{int(joined * 1e6):018d}-{group.start}-{group.number}"
 
 
 def group_number(name: str) -> int:
-    """Number of the group with a name of `replica_id`."""
+    """Number of the group with a name from `replica_id`."""
     return int(name.rpartition("-")[2])
 
 
 class GroupEvent(TypedDict):
-    """Fields of every event in groups.jsonl."""
+    """Fields that every event in groups.jsonl has."""
 
     event: str
     attempt: int
@@ -72,18 +72,18 @@ class Quorum(GroupEvent):
 
 
 class OfGroup(GroupEvent):
-    """Fields of the event of one group."""
+    """Fields of an event of one group."""
 
     group: int
     start: NotRequired[int]
 
 
 KINDS = {"quorum": Quorum, "lighthouse started": GroupEvent}
-"""Fields by event; others are of one group."""
+"""Fields by event; all other events are of one group."""
 
 
 def record_event(folder: RunFolder, attempt: int, *, event: str, **fields: Any) -> None:
-    """Append an event; an error is logged and ends nothing."""
+    """Append an event; an error is logged and stops nothing."""
     path = _path(folder)
     line = json.dumps({"time": time.time(), "attempt": attempt, "event": event, **fields})
     try:
@@ -94,11 +94,11 @@ def record_event(folder: RunFolder, attempt: int, *, event: str, **fields: Any) 
         finally:
             os.close(descriptor)
     except OSError as error:
-        get_logger().error("%s cannot be written (%s)", path, error.strerror or error)
+        get_logger().error("could not write %s (%s)", path, error.strerror or error)
 
 
 def read_events(folder: RunFolder, attempt: int | None = None) -> list[dict[str, Any]]:
-    """Events of one attempt or of all, oldest first; torn and damaged lines are left out."""
+    """Read events of one attempt or of all, oldest first; torn and damaged lines are left out."""
     events = []
     with contextlib.suppress(FileNotFoundError):
         for line in read_lines(_path(folder)):
@@ -109,7 +109,7 @@ def read_events(folder: RunFolder, attempt: int | None = None) -> list[dict[str,
 
 
 def newest_quorum(folder: RunFolder) -> list[int]:
-    """Numbers of the groups of the newest quorum; none before the first."""
+    """Numbers of the groups in the newest quorum; none before the first."""
     quorums = [event for event in read_events(folder) if event["event"] == "quorum"]
     return quorums[-1]["groups"] if quorums else []
 
@@ -119,11 +119,11 @@ def _path(folder: RunFolder) -> Path:
 
 
 class GroupHistory:
-    """Numbers of groups among which each step that a run kept was divided. Its steps after the last quorum are divided
-    like the last one.
+    """Number of groups that divided each step that a run kept. Steps after the last quorum are divided like the last
+    one.
 
-    Group j of n takes the micro-batches j, j + n, j + 2n and so on, and all groups hold the same weights. So the
-    numbers of groups, not their names, determine the sums of a step, bit by bit.
+    Group j of n takes the micro-batches j, j + n, j + 2n and so on, and all groups hold the same weights. So the number
+    of groups, not their names, determines the sums of a step, bit by bit.
     """
 
     def __init__(self, run_folder: str | Path) -> None:
@@ -133,14 +133,14 @@ class GroupHistory:
         self._groups: list[int] = []
         for event in read_events(RunFolder(self._path)):
             if event["event"] == "quorum":
-                # A quorum after an earlier step, or the same, replaces what followed: a refused step is repeated, and a
+                # A quorum after an earlier step, or the same, replaces later ones: a refused step is repeated, and a
                 # later attempt begins at its checkpoint.
                 first = bisect_left(self._steps, event["step"])
                 self._steps[first:], self._groups[first:] = [event["step"]], [len(event["groups"])]
 
     @property
     def largest(self) -> int:
-        """Most groups of a step; 0 if the run had no quorum."""
+        """Largest number of groups in a step; 0 if the run had no quorum."""
         return max(self._groups, default=0)
 
     def groups_of(self, step: int) -> int:
@@ -148,29 +148,29 @@ class GroupHistory:
         index = bisect_left(self._steps, step) - 1
         if index < 0:
             raise UserError(
-                f"cluster.group_history={self._path}: its replica groups begin after step {step}, so this step "
-                "cannot be replayed. Give the run that trained it, or cluster.group_history=null."
+                f"cluster.group_history={self._path}: its replica groups begin after step {step}, so we cannot replay "
+                "this step. Give the run that trained it, or use cluster.group_history=null."
             )
         return self._groups[index]
 
 
 @dataclass(frozen=True)
 class GroupSummary(WorldsSummary):
-    """What happened to the replica groups of a run, in all attempts."""
+    """Summary of a run's replica groups, over all attempts."""
 
     living: int
-    """Groups of the newest quorum."""
+    """Number of groups in the newest quorum."""
     groups: int
-    """All groups."""
+    """Number of all groups."""
     quorum: int | None
     """Number of the newest quorum; None before the first."""
     heals: int
-    """Groups that took over the state of another."""
+    """Number of times that a group took over another's state."""
     stall: float
     """Seconds that training waited for other groups or computed a step again."""
     restarts: float
-    """Seconds from a start of the whole fleet to its first quorum, and of the steps that it computed again, over all
-    attempts but the first."""
+    """Seconds from starts of the whole fleet to their first quorums, plus the steps computed again, over all attempts
+    but the first."""
 
     @property
     def lost(self) -> float:
@@ -178,7 +178,7 @@ class GroupSummary(WorldsSummary):
         return self.stall + self.restarts
 
     def cells(self) -> dict[str, str]:
-        """Cells of `titan-exp status` by column."""
+        """Cells of the `titan-exp status` table, by column."""
         return {
             "groups": f"{self.living}/{self.groups}",
             "quorum": "-" if self.quorum is None else str(self.quorum),
@@ -188,7 +188,7 @@ class GroupSummary(WorldsSummary):
 
 
 def summarize_groups(folder: RunFolder) -> GroupSummary | None:
-    """Summary of the run's replica groups; None without any."""
+    """Summary of the run's replica groups; None if there are none."""
     events = read_events(folder)
     if not events:
         return None
@@ -229,7 +229,7 @@ def _repeated_seconds(folder: RunFolder) -> float:
 
 
 class GroupEventLines:
-    """New events of an attempt as lines of the console: deaths, starts, heals and groups that stay away."""
+    """New events of an attempt as console lines: deaths, starts, heals, and groups that stay away."""
 
     def __init__(self, folder: RunFolder, attempt: int) -> None:
         self._tail, self._attempt = FileTail(_path(folder), from_now=True), attempt
@@ -253,14 +253,14 @@ class GroupEventLines:
         if kind == "started":
             again = event["group"] in self._started
             self._started.add(event["group"])
-            return f"{group} is started again, log {event['start']}" if again else None
+            return f"{group} starts again, log {event['start']}" if again else None
         if kind == "ended" and event["exit"] == 0:
             return None
         return {
-            "lighthouse started": "the lighthouse of the replica groups died and is started again",
+            "lighthouse started": "the lighthouse of the replica groups died and starts again",
             "ended": f"{group} ended: {event.get('reason')}",
-            "not started": f"{group} could not be started: {event.get('reason')}",
-            "given up": f"{group} is given up and stays away; the others train on",
+            "not started": f"{group} did not start: {event.get('reason')}",
+            "given up": f"{group} stays away for good, and the others train on",
         }.get(kind)
 
     def _describe_quorum(self, event: dict[str, Any]) -> str | None:

@@ -1,7 +1,8 @@
-"""Replica groups: living groups divide the sequences of a step, sum their gradients, and commit the step or repeat it.
+"""Replica groups: the living groups divide the sequences of a step, sum their gradients, and commit the step or repeat
+it.
 
 The work is divided, not the data: group j of n takes the micro-batches j, j + n, j + 2n and so on of every step; with a
-pipeline, the passes.
+pipeline, it takes passes.
 """
 
 import time
@@ -48,11 +49,11 @@ T = TypeVar("T")
 
 
 NEWCOMER_LIMIT = 60.0
-"""Seconds that a new group waits for one with the run's newest step."""
+"""Seconds that a new group waits for a group with the run's newest step."""
 
 
 class ReplicaGroups:
-    """The groups of a run, as one rank sees them. All ranks of a group call the methods together."""
+    """Replica groups of a run, as one rank sees them. All ranks of a group call the methods together."""
 
     def __init__(
         self, group: ReplicaGroup, cluster: "GroupedCluster", mesh: Mesh, folder: RunFolder, *, by_number: bool = False
@@ -61,27 +62,28 @@ class ReplicaGroups:
         self._by_number = by_number
         self._error: Exception | None = None
         self._has_state = True
-        """False if the state of another group has arrived in part."""
+        """False if another group's state has arrived only in part."""
         self._lost_since = time.monotonic()
-        """Begin of what is lost if the commit is refused."""
+        """Time from which work is lost if the commit is refused."""
         self.quorum: Quorum | None = None
         """Quorum of the step being trained; None before the first."""
         self.stall = 0.0
-        """Seconds since the last row spent waiting for other groups and on refused steps."""
+        """Seconds since the last row that were spent waiting for other groups and on refused steps."""
         self.changed = False
-        """True if the last `join` brought other members than the one before."""
+        """True if the last `join` brought other members than the previous one."""
         self.joined: list[int] = []
-        """Numbers of the groups that it added; empty before the second quorum."""
+        """Numbers of the groups that the last `join` added; empty before the second quorum."""
 
     @cached_property
     def _client(self) -> QuorumClient:
-        """Connected at the first `join`: the others wait for every group that has a heartbeat."""
+        """Quorum client, connected at the first `join`, because the others wait for every group that has a
+        heartbeat."""
         return QuorumClient(self.group, self._cluster, self._mesh, by_number=self._by_number)
 
     @cached_property
     def restores(self) -> bool:
-        """True if this group loads the run's checkpoint: one of them, before the attempt's first step. Others heal
-        from it, so that no two groups clean up the same folder."""
+        """True if this group loads the run's checkpoint, which one group does before the attempt's first step. The
+        others heal from it, so that no two groups clean up the same folder."""
         return self._from_first_rank(self.group.number == self.group.loader and committed_step(self._folder) == 0)
 
     @property
@@ -106,7 +108,7 @@ class ReplicaGroups:
 
     @property
     def quorum_id(self) -> int | None:
-        """Number of the quorum by the lighthouse, which counts changes of members and repetitions."""
+        """Number of the quorum from the lighthouse, which counts changes of members and repetitions."""
         return None if self.quorum is None else self.quorum.id
 
     def row(self) -> dict[str, float | int | None]:
@@ -115,8 +117,8 @@ class ReplicaGroups:
         return {"participants": self.size, "quorum": self.quorum_id, "stall": stall}
 
     def join(self, step: int, position: int | None = None) -> Quorum:
-        """Wait for the quorum of the step after `step`, the last that this group has committed. Groups with a smaller
-        `position`, by default the step, are behind.
+        """Wait for the quorum of the step after `step`, which is the last step that this group has committed. Groups
+        with a smaller `position`, by default the step, are behind.
 
         Raises:
             UserError: no living group offers a state, and the run knows a later step or this group has a part of one.
@@ -135,7 +137,7 @@ class ReplicaGroups:
             may_train = self._has_state or quorum.source is not None
             if may_train and step >= known and not self._may_be_behind(before, quorum, waited):
                 break
-            # A newcomer whose peers are starting, too, or dead: it never trains from its own state. Or the others took
+            # A newcomer whose peers are starting, too, or are dead, never trains from its own state. Or the others took
             # a step without this group: a lighthouse that has just started does not know them yet.
             self._client.vote(step, False)
             limit = max(NEWCOMER_LIMIT, self.group.patience)
@@ -143,38 +145,41 @@ class ReplicaGroups:
             if is_behind and waited > limit:
                 own = f"the state after step {step}" if self._has_state else "a part of another group's state"
                 raise UserError(
-                    f"replica group {self.group.number} has {own}, the run is after step {known}, and within "
-                    f"{limit:.0f} s no living group offered its state. Start the run again: all groups then continue "
-                    "from its newest checkpoint."
+                    f"Replica group {self.group.number} has {own}, and the run is after step {known}. In {limit:.0f} s "
+                    "no living group offered its state. Start the run again, and all groups continue from its newest "
+                    "checkpoint."
                 )
             time.sleep(1.0 if is_behind else self._cluster.group_heartbeat_seconds / 10)
-        # A group that was away heals, though it may know these members already.
+        # A group that was away heals, even if it already knows these members.
         returns = before is not None and quorum.source is not None
         self.quorum, self.changed = quorum, before is None or returns or before.members != quorum.members
         known_members = quorum.members if before is None else before.members
         self.joined = [group_number(member) for member in quorum.members if member not in known_members]
         self.joined += [self.group.number] if returns else []
         if self._error is not None:
-            get_logger().warning("step %d: groups cannot be connected (%s)", step + 1, _first_line(self._error))
+            get_logger().warning(
+                "step %d: could not connect to the other groups (%s)", step + 1, _first_line(self._error)
+            )
         return quorum
 
     def share(self, items: Sequence[T], unit: int) -> list[T]:
-        """This group's part of the micro-batches of a step, which are divided by `unit` of them. In a replay, groups
-        beyond its history repeat the part of another, which is not counted."""
+        """This group's part of the micro-batches of a step, which are divided in units of `unit`. In a replay, groups
+        beyond its history repeat another group's part, which does not count."""
         assert self.quorum is not None
         first, stride = self.quorum.rank % self.quorum.shares * unit, self.quorum.shares * unit
         return [item for start in range(first, len(items), stride) for item in items[start : start + unit]]
 
     def send_state(self, progress: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Send the state after the last committed step to the groups that are behind. A failure refuses the step."""
+        """Send the state after the last committed step to the groups that are behind. A failure makes the step
+        refused."""
         assert self.quorum is not None
         for rank in self.quorum.behind:
             self._attempt(lambda rank=rank: self._send(rank, progress, tensors))
 
     def receive_state(self, prepare: Callable[[Any], Sequence[Tensor]]) -> Any:
-        """Receive the state of a living group into the tensors that `prepare` returns for its progress, which all ranks
-        of this group call; returns the progress. None if it did not arrive as a whole on every rank of this group,
-        which then has no state, and joins again to heal from another."""
+        """Receive a living group's state into the tensors that `prepare` returns for its progress; returns the
+        progress. All ranks of this group call it. Returns None if the state did not fully arrive on every rank; the
+        group then has no state, and joins again to heal from another group."""
         assert self.quorum is not None
         source, progress = self.quorum.source, None
         assert source is not None
@@ -192,9 +197,9 @@ class ReplicaGroups:
         self._has_state = self._client.vote(self.quorum.step, self._error is None)
         if self._has_state:
             return progress
-        reason = "another rank of this group" if self._error is None else _first_line(self._error)
+        reason = "on another rank of this group" if self._error is None else _first_line(self._error)
         sender = group_number(self.quorum.members[source])
-        get_logger().warning("the state of group %d did not arrive (%s); healing from another", sender, reason)
+        get_logger().warning("the state of group %d did not arrive (%s), so heal from another", sender, reason)
         self._client.disconnect()  # its members wait for this rank
         self.quorum = None
         return None
@@ -205,7 +210,7 @@ class ReplicaGroups:
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> float:
         """Sum tensors over the groups, in place; returns the bytes that this rank has sent. A failure leaves them
-        undefined and refuses what they are for."""
+        undefined and refuses the work that they are for."""
         sent = 0.0
 
         def reduce(flat: Tensor) -> None:
@@ -217,15 +222,15 @@ class ReplicaGroups:
         return sent
 
     def start_all_reduce(self, tensors: Iterable[Tensor]) -> AsyncAllReduce:
-        """Start to sum tensors over the groups in the background, which leaves them as they are. Until
-        `finish_all_reduce` the quorum stays as it is, and no other collective refuses what it is for."""
+        """Start to sum tensors over the groups in the background; the tensors themselves stay unchanged. Until
+        `finish_all_reduce`, the quorum does not change, and no other collective can refuse the work."""
         started = AsyncAllReduce()
         self._attempt(lambda: started.start(tensors, self._begin_all_reduce))
         return started
 
     def finish_all_reduce(self, started: AsyncAllReduce) -> float:
         """Wait for a started all-reduce; returns the bytes that this rank has sent. A failure leaves the sums undefined
-        and refuses what they are for."""
+        and refuses the work that they are for."""
         self._lost_since = time.monotonic()
         self._attempt(started.wait)
         return ring_bytes(started.summed_bytes, self.size)
@@ -237,24 +242,26 @@ class ReplicaGroups:
         return bool(flags > 0)
 
     def send_tensors(self, rank: int, description: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Send tensors and their description to a member, which calls `receive_tensors`. A failure is its to notice."""
+        """Send tensors and their description to a member, which calls `receive_tensors`. Only the receiver notices a
+        failure."""
         self._attempt(lambda: self._send(rank, description, tensors))
 
     def receive_tensors(self, rank: int, prepare: Callable[[Any], Sequence[Tensor]]) -> bool:
-        """Receive tensors from a member into those that `prepare` returns for their description; False if they did not
-        arrive."""
+        """Receive tensors from a member into the tensors that `prepare` returns for their description; False if they
+        did not arrive."""
         self._attempt(lambda: self._receive(rank, prepare(self._receive_header(rank))))
         return self._error is None
 
     def reduce_scalars(self, values: Mapping[str, Tensor | float], reductions: Mapping[str, Reduction]) -> Any:
-        """Sums of scalars over the groups, maxima where `reductions` says `max`, in fp64, by the same names."""
+        """Reduce scalars over the groups, in fp64 and by the same names: sums, or maxima where `reductions` says
+        `max`."""
         rows = self._gather_rows(torch.tensor([float(value) for value in values.values()], dtype=torch.float64))
         columns = zip(values, rows.unbind(1), strict=True)
         return {name: row.amax() if reductions.get(name) == "max" else row.sum() for name, row in columns}
 
     def reduce_maxima(self, tensors: Sequence[Tensor]) -> None:
-        """Maxima of tensors of one dtype over the groups, in place. A failure leaves them undefined and refuses the
-        step."""
+        """Take maxima of tensors of one dtype over the groups, in place. A failure leaves them undefined and refuses
+        the step."""
         if tensors:
             largest = self._gather_rows(torch.cat([tensor.flatten() for tensor in tensors]).cpu()).amax(0)
             sizes = [tensor.numel() for tensor in tensors]
@@ -262,8 +269,8 @@ class ReplicaGroups:
                 tensor.copy_(part.view_as(tensor))
 
     def _gather_rows(self, row: Tensor) -> Tensor:
-        """Rows of all groups that divide the step, in host memory: each fills its own, so that all reduce them in the
-        same order."""
+        """Gather the rows of all groups that divide the step, in host memory. Each fills its own row, so that all
+        reduce rows in the same order."""
         assert self.quorum is not None
         rows = row.new_zeros(self.quorum.shares, len(row))
         if self.quorum.rank < self.quorum.shares:
@@ -272,27 +279,27 @@ class ReplicaGroups:
         return rows
 
     def vote_to_begin(self, ready: bool) -> bool:
-        """True if all ranks of this group are ready to begin training, and connected to the other groups. Else the next
-        quorum is the first: those who join it have not healed."""
+        """True if all ranks of this group are ready to begin training, and are connected to the other groups. Otherwise
+        the next quorum counts as the first, because those who join it have not healed."""
         begins = self._client.vote(0, ready and self._error is None)
         if not begins:
             self.quorum = None
         return begins
 
     def commit(self, step: int, what: str = "step") -> bool:
-        """True if the step is committed: every rank of this group holds the sums of all groups."""
+        """True if the step is committed, which means that every rank of this group holds the sums of all groups."""
         assert self.quorum is not None
         ready = self._error is None and self.size >= max(self._cluster.min_groups, self.quorum.shares)
         committed = self._client.vote(step, ready)
         if not committed:
-            reason = "another rank of this group" if self._error is None else _first_line(self._error)
-            get_logger().warning("%s %d is repeated, among %d groups (%s)", what, step, self.size, reason)
+            reason = "because of another rank" if self._error is None else _first_line(self._error)
+            get_logger().warning("%d groups repeat %s %d (%s)", self.size, what, step, reason)
             self.stall += time.monotonic() - self._lost_since
         return committed
 
     def _may_be_behind(self, before: Quorum | None, quorum: Quorum, waited: float) -> bool:
-        """True, for one heartbeat, if the newest recorded quorum was without this group, whose state may be behind that
-        of its members. One rank's clock decides: the others would wait for its answer."""
+        """True, for one heartbeat, if the newest recorded quorum was without this group, whose state may then be behind
+        its members'. One rank's clock decides, because the others would wait for its answer."""
         if before is None or quorum.source is not None or before.members == quorum.members:
             return False
         in_time = waited <= self._cluster.group_heartbeat_seconds
@@ -329,7 +336,7 @@ class ReplicaGroups:
         if shares >= self.size:
             client.process_group.allreduce([tensor], ReduceOp.SUM).wait()
             return
-        # A replay: the sum of as many groups as in the history, in their order, for all.
+        # In a replay, all get the sum of as many groups as in the history, in their order.
         if shares > 1 and client.first_groups is not None:
             client.first_groups.allreduce([tensor], ReduceOp.SUM).wait()
         client.process_group.broadcast(tensor, 0).wait()
@@ -338,26 +345,26 @@ class ReplicaGroups:
         return None if self.size == 1 else self._client.process_group.allreduce([tensor], ReduceOp.SUM)
 
     def _attempt(self, operation: Any) -> None:
-        """Run a collective unless one has failed in this step. Errors of this rank's device are not the others' to
-        repeat a step for."""
+        """Run a collective, unless one has already failed in this step. Errors of this rank's own device do not make
+        the others repeat a step."""
         if self._error is None:
             try:
                 operation()
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except RuntimeError as error:
-                # Frames of a traceback would keep the connections open, at which other groups wait.
+                # A traceback's frames would keep connections open on which other groups wait.
                 self._error = error.with_traceback(None)
                 self._client.disconnect()
 
 
 def build_replica_groups(cluster: "GroupedCluster", mesh: Mesh, folder: RunFolder, *, by_number: bool) -> ReplicaGroups:
-    """Groups of a run, as this rank sees them. Raises UserError without the launcher of groups."""
+    """Build the groups of a run as this rank sees them. Raises UserError without the launcher of groups."""
     group = ReplicaGroup.from_environment()
     if group is None:
         raise UserError(
-            f"cluster.replica_groups={cluster.replica_groups}: groups are started and supervised by "
-            "`titan-exp train`, not by torchrun or srun"
+            f"cluster.replica_groups={cluster.replica_groups}: torchrun and srun alone do not start and supervise "
+            "groups. Use titan-exp train."
         )
     return ReplicaGroups(group, cluster, mesh, folder, by_number=by_number)
 
@@ -374,7 +381,7 @@ def committed_step(folder: RunFolder) -> int:
 
 
 def known_step(folder: RunFolder) -> int:
-    """Step that a group must have to train: of this attempt, or of the newest checkpoint."""
+    """Step that a group must have before it may train: this attempt's, or the newest checkpoint's."""
     return max(committed_step(folder), *CheckpointFolder(folder.checkpoints).complete_steps(), 0)
 
 
@@ -386,7 +393,7 @@ GROUP_PREFIX = "group."
 WRITER = "writer"
 """Progress key: number of the group that wrote the checkpoint."""
 Description = dict[str, Any]
-"""JSON: shapes and dtypes of a rank's tensors by key, and its optimizer's values."""
+"""Description, as JSON: shapes and dtypes of a rank's tensors by key, and its optimizer's values."""
 
 
 def inner_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -396,8 +403,8 @@ def inner_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) ->
 
 
 def own_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, weights: bool) -> dict[str, Tensor]:
-    """State that other groups have otherwise, not copied: of the inner optimizer, and this group's `weights`, which the
-    outer optimizer has swapped."""
+    """State that differs between groups, not copied: the inner optimizer's, and this group's `weights` if the outer
+    optimizer has swapped them."""
     own = inner_state(parts, optimizer)
     if weights:
         state = optimizer_state_dict(parts, optimizer)
@@ -416,7 +423,7 @@ def own_weights(own: Mapping[str, Tensor], group: int) -> dict[str, Tensor]:
 def described(
     parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
 ) -> Description:
-    """Description of a rank's `tensors`, in their order, and of its optimizer's values."""
+    """Describe a rank's `tensors`, in their order, and its optimizer's values."""
     kinds = {key: [list(value.shape), str(value.dtype).removeprefix("torch.")] for key, value in tensors.items()}
     return {"tensors": kinds, "values": optimizer_values(parts, optimizer)}
 
@@ -424,8 +431,8 @@ def described(
 def empty_state(
     parts: Sequence[nn.Module], own: Mapping[str, Tensor], group: int, description: Description
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Tensors for the described state of another group, placed like this group's `own`, and its values, both by their
-    keys in a checkpoint."""
+    """Allocate tensors for the described state of another group, placed like this group's `own`, and its values, both
+    by their keys in a checkpoint."""
     tensors, prefix = empty_tensors(parts, own, _described_tensors(description)), f"{GROUP_PREFIX}{group}."
     values = {f"{prefix}{VALUES_PREFIX}{key}": encode_json(value) for key, value in description["values"].items()}
     return {f"{prefix}{key}": value for key, value in tensors.items()}, values
@@ -434,8 +441,8 @@ def empty_state(
 def healing_state(
     parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, description: Description | None = None
 ) -> dict[str, Tensor]:
-    """A rank's whole state by key, not copied, in an order that is the same in all groups. A group that heals gives
-    the optimizer's state the form of the sender's `description` first."""
+    """A rank's whole state by key, not copied, in an order that is the same in all groups. A group that heals first
+    gives its optimizer's state the form of the sender's `description`."""
     if description is not None:
         tensors = _described_tensors(description)
         saved = {key: tensor for key, tensor in tensors.items() if key.startswith(OPTIMIZER_PREFIX)}
@@ -447,8 +454,8 @@ def healing_state(
 def load_own_state(
     path: Path, group: int, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, weights: bool
 ) -> bool:
-    """Load a group's state, saved in any layout, into its optimizer, and its own `weights` into the model; False if a
-    checkpoint has none of its own."""
+    """Load a group's state, saved in any layout, into its optimizer, and its own `weights` into the model; False if the
+    checkpoint has no state of that group."""
     prefix = "" if read_progress(path).get(WRITER) == group else f"{GROUP_PREFIX}{group}."
     shapes = tensor_shapes(path)
     if not any(key.startswith(f"{prefix}{OPTIMIZER_PREFIX}") for key in shapes):

@@ -1,5 +1,5 @@
-"""Launch of replica groups: on this machine, sets of ranks, each started again alone when it fails, and one lighthouse
-for all; on SLURM, jobs."""
+"""Launch of replica groups. On this machine, each is a set of ranks that restarts alone when it fails, with one
+lighthouse for all; on SLURM, each is a job."""
 
 import time
 from collections.abc import Iterator
@@ -27,25 +27,26 @@ from titan_exp.tracking.run_folder.attempts import HUNG
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 MAX_RESTARTS = 3
-"""Consecutive starts of a group that end before it trains; then it stays away."""
+"""Number of consecutive starts of a group that end before it trains, after which it stays away."""
 END_LIMIT = 10.0
-"""Seconds for the other groups to end after one has ended without a failure; a newcomer has no group to heal from."""
+"""Seconds that the other groups have to end once one has ended without a failure; a newcomer would have no group to
+heal from."""
 SLURM = "titan_exp.extensions.replica_groups.launch_slurm"
 
 
 class GroupLaunch(Worlds):
-    """Replica groups, each a world, as the core's launcher, `status` and `compare` call them."""
+    """Replica groups as worlds of a run, for the core's launcher, `status` and `compare`."""
 
     noun = "replica group"
     leave, epilogue = f"{SLURM} leave", f"{SLURM} epilogue"
     status_help = (
-        'Of replica groups, "groups" are those alive of all,\n'
-        '"heals" counts states taken over from another, and "time lost" is waiting for others, computing again\n'
-        "and restarts."
+        'For replica groups, "groups" shows how many of all are alive,\n'
+        '"heals" how often one took over the state of another, and "time lost" the time of waiting for others,\n'
+        "computing again and restarting."
     )
 
     def supervise(self, layout: ResolvedLayout, folder: RunFolder, attempt: int) -> Processes:
-        """All groups, and one lighthouse."""
+        """Supervise all groups and one lighthouse."""
         return LocalReplicaGroups(layout, folder, attempt)
 
     def join(self, folder: RunFolder, rank: RankInfo, number: int) -> tuple[RunFolder, RankInfo]:
@@ -61,18 +62,18 @@ class GroupLaunch(Worlds):
 
 @dataclass
 class _Slot:
-    """One group: its ranks, or the result of their last start."""
+    """One group: its ranks, or the result of its last start."""
 
     number: int
     ranks: LocalRanks | None = None
     started: float = 0.0
     """Unix time of the last start."""
     result: AttemptResult | None = None
-    """Result of the newest start that was not killed by the launcher."""
+    """Result of the newest start that the launcher did not kill."""
     ended: float = 0.0
     """Unix time of that result."""
     failed_starts: int = 0
-    """Consecutive starts that ended before the group was in a quorum."""
+    """Number of consecutive starts that ended before the group was in a quorum."""
     given_up: bool = False
 
 
@@ -93,7 +94,7 @@ class LocalReplicaGroups(Processes):
         """Job ids of the groups' first starts."""
 
     def log(self, rank: int) -> Path:
-        """Path of a rank's log in the first group's first start."""
+        """Path of a rank's log, in the first group's first start."""
         first = ReplicaGroup(0, 0, self._lighthouse.url)
         return self.folder.attempt_logs(self.attempt) / first.logs / f"rank-{rank:05d}.log"
 
@@ -106,7 +107,7 @@ class LocalReplicaGroups(Processes):
         self.job_id = ",".join(slot.ranks.job_id for slot in self._slots if slot.ranks is not None)
 
     def poll(self) -> bool:
-        """Poll all groups, and start again what has failed; returns True once the run is over."""
+        """Poll all groups and restart those that failed; returns True once the run is over."""
         if self._lighthouse.poll():
             self._record("lighthouse started")
         for slot in self._slots:
@@ -115,7 +116,7 @@ class LocalReplicaGroups(Processes):
         if any(slot.result is not None and slot.result.state != "failed" for slot in self._slots):
             self._over_since = self._over_since or time.monotonic()
             if time.monotonic() - self._over_since > END_LIMIT:
-                self.kill()  # newcomers
+                self.kill()  # these are newcomers
         if self._killed or self._over_since is not None:
             return not any(slot.ranks is not None for slot in self._slots)
         able = [slot for slot in self._slots if not slot.given_up]
@@ -148,7 +149,7 @@ class LocalReplicaGroups(Processes):
     def result(self) -> AttemptResult:
         """Result of the attempt; call after `poll` returned True."""
         found = [(slot.result.state == "failed", slot.ended, slot.result) for slot in self._slots if slot.result]
-        # A group ends without a failure only once the last state is saved. Else the first failure is the cause.
+        # A group ends without a failure only once the last state is saved. Otherwise the first failure is the cause.
         return min(found, key=lambda result: result[:2])[2]
 
     def _start(self, slot: _Slot) -> None:
@@ -170,7 +171,7 @@ class LocalReplicaGroups(Processes):
                 self._give_up(slot)
 
     def _end(self, slot: _Slot) -> None:
-        """Note the end of a group's ranks, and whether to start it again."""
+        """Record the end of a group's ranks, and decide whether to restart it."""
         assert slot.ranks is not None
         result = slot.ranks.result()
         slot.ranks.close()
@@ -179,19 +180,19 @@ class LocalReplicaGroups(Processes):
         reason = result.reason if result.state != "failed" else f"replica group {slot.number}, {result.reason}"
         slot.result = replace(result, reason=reason)
         slot.failed_starts = 0 if self._has_trained(slot) else slot.failed_starts + 1
-        # A user's error would come again, and so does a hang as a rule.
+        # A user's error would come again, and a hang usually does.
         final = result.exit_code in (UserError.exit_code, HUNG) or slot.failed_starts > MAX_RESTARTS
         if result.state == "failed" and final:
             self._give_up(slot)
         slot.given_up = slot.given_up or result.state != "failed"
 
     def _give_up(self, slot: _Slot) -> None:
-        """Leave a group away for the rest of the attempt."""
+        """Leave a group out for the rest of the attempt."""
         slot.given_up = True
         self._record("given up", group=slot.number)
 
     def _fleet_is_dead(self) -> bool:
-        """True if groups have trained and none is left that has: newcomers have no state to take over."""
+        """True if groups have trained and none of them is left, because newcomers have no state to take over."""
         if all(slot.result is None for slot in self._slots):
             return False
         trained = any(event["event"] == "quorum" for event in self._events())

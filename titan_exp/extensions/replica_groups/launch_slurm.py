@@ -1,4 +1,4 @@
-"""Replica groups as tasks of one SLURM array: start, life and end of a group in a job of its own.
+"""Replica groups as tasks of one SLURM array: start, life and end of a group that has its own job.
 
 `python -m titan_exp.extensions.replica_groups.launch_slurm leave RUN_FOLDER` decides about a group that SLURM is about
 to end, and `... epilogue RUN_FOLDER JOB CODE` is the epilogue of its batch script.
@@ -34,20 +34,21 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 
 LOCK_LIMIT = 120.0
-"""Seconds to wait for other groups that start or end."""
+"""Seconds to wait while other groups start or end."""
 START_LIMIT = 180.0
 """Seconds that other ranks wait for rank 0 to record the group's start."""
 PATIENCE = 3600.0
-"""Seconds that a newcomer waits for a group that may be loading the checkpoint; it ends before if the fleet is dead."""
-NO_RECORD = "ended by the scheduler without a record (node failure, or requeued by hand)"
+"""Seconds that a newcomer waits for a group that may be loading the checkpoint. It gives up earlier if the fleet is
+dead."""
+NO_RECORD = "ended by the scheduler without a record (a node failed, or somebody requeued the job)"
 AWAY = "stays away"
-"""Event: the group is not requeued."""
+"""Event for a group that is not requeued."""
 
 
 def join_group(folder: RunFolder, rank: RankInfo, number: int) -> tuple[RunFolder, RankInfo]:
     """Join the run's attempt as a rank of group `number`; returns the folder as its ranks see it, and the rank.
 
-    Raises UserError if the attempt is over, or the run was started anew.
+    Raises UserError if the attempt is over, or the run was restarted.
     """
     if rank.rank == 0:
         with groups_lock(folder):
@@ -96,14 +97,16 @@ def _open_start(folder: RunFolder, rank: RankInfo, number: int) -> dict[str, Any
 
 
 def _attempt(folder: RunFolder, rank: RankInfo) -> int:
-    """Number of the attempt to join; a new one if the groups of the last have died without a record."""
+    """Number of the attempt to join; a new one if the last attempt's groups have died without a record."""
     rows = folder.read_attempts()
     row = rows[-1] if rows else None
     if row is None or row.token != rank.token:
-        raise UserError(f"{folder.path}: this run was started anew after job {rank.job_id} was submitted; it ends.")
+        raise UserError(
+            f"{folder.path}: this run was started anew after job {rank.job_id} was submitted, so this job ends."
+        )
     if row.end is not None:
         reason = f" ({row.reason})" if row.reason else ""
-        raise UserError(f"{folder.path}: attempt {row.attempt} has ended{reason}, and job {rank.job_id} with it.")
+        raise UserError(f"{folder.path}: attempt {row.attempt} has ended{reason}, so job {rank.job_id} ends too.")
     if row.start is not None:
         events = read_events(folder, row.attempt)
         trained = any(event["event"] == "quorum" for event in events)
@@ -141,7 +144,7 @@ def _await_start(folder: RunFolder, rank: RankInfo, number: int) -> dict[str, An
 
 
 def groups_lock(folder: RunFolder) -> FileLock:
-    """Acquire the lock under which groups start and end. Raises LockedError."""
+    """Acquire the lock that groups hold while they start and end. Raises LockedError."""
     lock = FileLock(folder.path / ".lock.groups")
     lock.acquire("replica group", timeout=LOCK_LIMIT)
     return lock
@@ -159,7 +162,7 @@ def unended(events: Sequence[Event]) -> list[Event]:
 
 
 def living_groups(events: Sequence[Event], *, besides: int | None = None, trained: bool = True) -> set[int]:
-    """Groups whose agents answer, and with `trained` only those in a quorum, once there was one."""
+    """Groups whose agents answer; with `trained`, only those that were in a quorum, once there was one."""
     only_trained = trained and any(event["event"] == "quorum" for event in events)
     return {
         event["group"]
@@ -171,7 +174,7 @@ def living_groups(events: Sequence[Event], *, besides: int | None = None, traine
 
 
 def failed_starts(events: Sequence[Event], number: int) -> int:
-    """Consecutive starts of a group that ended before it trained, or hung."""
+    """Number of a group's consecutive starts that ended before it trained, or hung."""
     count, starts = 0, {event["start"]: event for event in started(events)}
     for event in events:
         if event.get("group") == number and event["event"] in ("ended", "not started"):
@@ -199,9 +202,10 @@ def _name(start: Event) -> str:
 
 
 def leave(arguments: Sequence[str]) -> int:
-    """Return 0 if this job's group leaves alone, 1 if the run is to stop. The argument is the run folder.
+    """Return 0 if this job's group leaves alone, 1 if the run should stop. The argument is the run folder.
 
-    It leaves alone if others train on, which need nothing of it saved. The last one asks the run to save and stop.
+    It leaves alone if other groups train on, since they need none of its state. The last group asks the run to save and
+    stop.
     """
     folder, number = RunFolder(arguments[0]), int(os.environ[GROUP])
     with groups_lock(folder):
@@ -211,7 +215,7 @@ def leave(arguments: Sequence[str]) -> int:
         staying = {group for group in living_groups(events, besides=number) if newest[group] == "started"}
         if folder.stop_requested() or len(staying) < cluster_of(load_experiment(folder.config, trust=True)).min_groups:
             return 1
-        # Recorded under the lock: of all groups at their time limit, one is the last.
+        # It is recorded under the lock, so that exactly one of the groups at their time limit is the last.
         record_event(folder, attempt, event="leaves", group=number)
     return 0
 
@@ -219,8 +223,8 @@ def leave(arguments: Sequence[str]) -> int:
 def epilogue(arguments: Sequence[str]) -> int:
     """Record the end of this job's start of its group; returns 85 to requeue the job, else its exit code.
 
-    `arguments` are the run folder, the job id and srun's exit code. The group is requeued alone while another lives;
-    the run's attempt is closed only if the group has done its work or no other lives.
+    `arguments` are the run folder, the job id and srun's exit code. While another group lives, this one is requeued
+    alone. The run's attempt is closed only if the group has finished, or no other lives.
     """
     folder, job, code = RunFolder(arguments[0]), arguments[1], int(arguments[2])
     number = int(os.environ[GROUP])
@@ -246,9 +250,9 @@ def epilogue(arguments: Sequence[str]) -> int:
                 exit=result.exit_code, reason=result.reason,
             )  # fmt: skip
         print(f"{folder.path}: replica group {number} {result.state} ({result.reason or 'done'})")
-        if row.attempt != attempt:  # the others have opened a new attempt
+        if row.attempt != attempt:  # the other groups have opened a new attempt
             return _again(cluster)
-        if row.end is not None:  # and nothing follows it
+        if row.end is not None:  # and nothing follows this end
             return ENDED_BY_HAND if result.exit_code == STOPPED else result.exit_code or row.exit or 0
         # A group ends without a failure only once the last state is saved.
         if code == 0:
@@ -272,15 +276,15 @@ def _close_failed(
             return STOPPED
         reason = "" if final else f": {failures} starts in a row did not train (cluster.max_requeues)"
         record_event(folder, row.attempt, event=AWAY, group=number, reason=(result.reason or "") + reason)
-        print(f"replica group {number} stays away{reason}; the command that submitted it submits it again.")
+        print(f"Replica group {number} stays away{reason}. To bring it back, run the command that submitted it again.")
         return result.exit_code
-    if result.exit_code == STOPPED:  # a stop request, and killed before it had saved
+    if result.exit_code == STOPPED:  # there was a stop request, and the group was killed before it had saved
         return _close(folder, row, result, cluster)
     reason = f"replica group {number}, {result.reason}"
     if needed:
-        reason += "; it was to load the run's checkpoint for all groups"
+        reason += ", and it should have loaded the run's checkpoint for all groups"
     elif others:
-        reason += f"; fewer groups are left than cluster.min_groups={cluster.min_groups}"
+        reason += f", and fewer groups are left than cluster.min_groups={cluster.min_groups}"
     failed = replace(result, state="failed", reason=reason)
     close_attempt(folder, row.attempt, "failed", exit_code=failed.exit_code, reason=reason, overrule=True)
     _end_waiting_jobs(folder, row)
@@ -289,7 +293,7 @@ def _close_failed(
 
 
 def _loads(events: Sequence[Event], number: int) -> bool:
-    """True if the group was to load the checkpoint, for which others wait, and none has trained yet."""
+    """True if the group was to load the checkpoint, for which others wait, and no group has trained yet."""
     starts = [event for event in started(events) if event["group"] == number]
     return bool(starts) and starts[-1]["loader"] == number and all(event["event"] != "quorum" for event in events)
 
@@ -305,19 +309,19 @@ def _close(folder: RunFolder, row: Attempt, result: AttemptResult, cluster: "Gro
 
 
 def _others(folder: RunFolder, row: Attempt, number: int, events: list[Event]) -> set[int]:
-    """Other groups that train, or may, if none has trained yet."""
+    """Other groups that train; if none has trained yet, those that may."""
     newest = {event["group"]: event["event"] for event in events if event["event"] in ("started", AWAY)}
-    # SLURM may still be ending the job of one that stays away.
+    # SLURM may still be ending the job of a group that stays away.
     coming = {group for group in _jobs(row, number) if newest.get(group) != AWAY}
     living = living_groups(events, besides=number)
     if any(event["event"] == "quorum" for event in events):
-        # Groups that wait in the queue count as well, once one is alive from which they can heal.
+        # Groups that wait in the queue count as well, once a living group exists from which they can heal.
         return living and living | living_groups(events, besides=number, trained=False) | coming
     return living | coming
 
 
 def _jobs(row: Attempt, number: int) -> set[int]:
-    """Other groups whose jobs wait or run, by squeue; empty if it does not answer."""
+    """Other groups whose jobs wait or run, according to squeue; empty if it does not answer."""
     try:
         jobs = listed_jobs([os.getuid()])
     except UnreachableError:
@@ -327,14 +331,14 @@ def _jobs(row: Attempt, number: int) -> set[int]:
 
 
 def _end_waiting_jobs(folder: RunFolder, row: Attempt) -> None:
-    """Take jobs of other groups out of the queue; those that run end by themselves."""
+    """Remove waiting jobs of other groups from the queue; running jobs end on their own."""
     try:
         jobs = listed_jobs([os.getuid()])
         waiting = [job.job_id for job in jobs if job.phase == "queued" and job.token.startswith(f"{row.token}_")]
         if waiting:
             ask("scancel", *waiting)
     except UnreachableError as error:
-        print(f"{folder.path}: jobs of other groups may wait in the queue, and end when they start ({error})")
+        print(f"{folder.path}: jobs of other groups may still wait in the queue. They end when they start ({error})")
 
 
 def _again(cluster: "GroupedCluster") -> int:
@@ -342,7 +346,7 @@ def _again(cluster: "GroupedCluster") -> int:
 
 
 def _start_of(folder: RunFolder, number: int, job: str) -> Event | None:
-    """This job's start, of the newest attempts."""
+    """Start of this job, in the newest attempts."""
     own = (number, job, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
     for row in reversed(folder.read_attempts()):
         if row.token != os.environ.get(TOKEN):

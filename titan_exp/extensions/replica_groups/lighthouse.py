@@ -1,4 +1,5 @@
-"""Lighthouse: torchft's server that knows the living replica groups, as a child of the launcher or of an elected agent.
+"""Lighthouse: torchft's server that knows the living replica groups. It is a child of the launcher or of an elected
+agent.
 
 `python -m titan_exp.extensions.replica_groups.lighthouse RUN_FOLDER ADDRESS MIN_GROUPS HEARTBEAT_SECONDS` serves until
 the launcher on this machine ends it. If the launcher is killed, it stays while the ranks save.
@@ -26,21 +27,22 @@ if TYPE_CHECKING:
     from titan_exp.extensions.replica_groups.config import GroupedCluster
 
 TORCHFT = "0.2.0"
-"""Version whose requests the trainer speaks. They change between versions; lighthouse and groups need the same."""
+"""torchft version whose requests the trainer speaks. Requests change between versions, so lighthouse and groups need
+the same one."""
 JOIN_SECONDS = 1200.0
-"""Seconds that a quorum waits for a group with a heartbeat, which may be saving a checkpoint."""
+"""Seconds that a quorum waits for a group that has a heartbeat, because it may be saving a checkpoint."""
 TICK_SECONDS = 0.05
 HOST = "127.0.0.1"
 RESTART_SECONDS = 1.0
-"""Seconds between two starts of a lighthouse that fails."""
+"""Seconds between two starts of a lighthouse that keeps failing."""
 POLL_INTERVAL = 0.5
 """Seconds between polls of the files and of the lighthouse."""
 CONNECT_LIMIT = 2.0
 """Timeout of a connection to another node in seconds."""
 HANDOVER_SECONDS = 3 * POLL_INTERVAL
-"""Seconds for the older lighthouse to end, so that never two form quorums."""
+"""Seconds that the older lighthouse has to end, so that two never form quorums at once."""
 START_SECONDS = 10.0
-"""Seconds more for whoever has claimed a generation to publish its address."""
+"""Further seconds for an agent that has claimed a generation to publish its address."""
 _GENERATION = re.compile(r"lighthouse-(\d{4})")
 
 
@@ -54,7 +56,7 @@ def torchft_version() -> str | None:
 
 @cache
 def torchft_extension() -> Any:
-    """torchft's compiled module: servers and clients. Its package would import torch and telemetry for seconds."""
+    """torchft's compiled module of servers and clients. Its package would import torch and telemetry for seconds."""
     package = importlib.util.find_spec("torchft")
     assert package is not None, "checked by the rules"
     spec = PathFinder.find_spec("_torchft", list(package.submodule_search_locations or ()))
@@ -78,7 +80,7 @@ def lighthouse_server(bind: str, *, min_groups: int, heartbeat: float) -> Any:
 
 
 class Lighthouse:
-    """The lighthouse of a run, started again when it fails, at the same address."""
+    """Lighthouse of a run; if it fails, it is restarted at the same address."""
 
     def __init__(self, cluster: "GroupedCluster", folder: RunFolder, log: Path) -> None:
         self._address = f"{HOST}:{_free_port()}"
@@ -105,7 +107,7 @@ class Lighthouse:
             return False
         command = [sys.executable, "-m", "titan_exp.extensions.replica_groups.lighthouse", *self._words]
         with self._log.open("ab") as log:
-            # In a process group of its own: a signal of the terminal must not end it before the ranks.
+            # It has its own process group, because a signal from the terminal must not end it before the ranks.
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
         self._started = time.monotonic()
         return True
@@ -133,27 +135,28 @@ def lighthouse_address(logs: Path) -> tuple[str, int] | None:
 
 
 class Candidate:
-    """One agent's part in the election of the lighthouse: another takes over when it is silent. `on_start()` is called
-    when this agent's lighthouse serves.
+    """One agent's part in the election of the lighthouse; when the lighthouse is silent, another agent takes over.
+    `on_start()` is called once this agent's lighthouse serves.
 
-    Generations are files in the attempt's log folder. Exclusive creation gives each to one agent, on network disks as
-    well; an older lighthouse ends when it sees a newer generation. No job of its own must queue for the next one.
+    Generations are files in the attempt's log folder. Exclusive creation gives each to one agent, even on network
+    disks, and a lighthouse ends when it sees a newer generation. So no separate job must queue for the next lighthouse.
     """
 
     def __init__(self, logs: Path, number: int, cluster: "GroupedCluster", on_start: Callable[[], None]) -> None:
         self._logs, self._cluster, self._on_start = logs, cluster, on_start
-        # Candidates stand one after the other.
+        # Candidates stand for election one after the other.
         self._stagger = number * POLL_INTERVAL
         self._own = self._seen = 0
         self._server: Any = None
         self._silent_since: float | None = None
 
     def poll(self) -> bool:
-        """Stand for election if the lighthouse is silent; returns False once this agent's own is replaced."""
+        """Stand for election if the lighthouse is silent; returns False once this agent's own lighthouse is
+        replaced."""
         newest = newest_generation(self._logs)
         if self._own:
             return newest == self._own
-        if newest != self._seen:  # whoever claimed it has as long to publish it
+        if newest != self._seen:  # the agent that claimed it has this long to publish it
             self._seen, self._silent_since = newest, None
         address = lighthouse_address(self._logs)
         if address is not None and _answers(address):
@@ -205,7 +208,7 @@ def _answers(address: tuple[str, int]) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until the launcher has ended and the ranks had time to save."""
+    """Serve until the launcher has ended and the ranks have had time to save."""
     path, address, min_groups, heartbeat = arguments
     folder, parent = RunFolder(path), os.getppid()
     server = lighthouse_server(address, min_groups=int(min_groups), heartbeat=float(heartbeat))

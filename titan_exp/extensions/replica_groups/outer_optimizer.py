@@ -15,11 +15,12 @@ from titan_exp.trainer.train_state import TrainState
 from titan_exp.trainer.updates import Acting
 
 KEPT, MOMENTUM = "kept_weights", "outer_momentum"
-"""Names in a parameter's optimizer state: weights of the last synchronization, and momentum of the outer optimizer."""
+"""Keys in a parameter's optimizer state: weights of the last synchronization, and momentum of the outer optimizer."""
 
 
 class OuterOptimizer:
-    """SGD with momentum over what an inner `optimizer` has learnt since the last synchronization (torch's SGD).
+    """Outer optimizer: SGD with momentum (torch's SGD) on the change that the inner `optimizer` has made since the last
+    synchronization.
 
     `fragments` has the fragment of each parameter; by default all are in one.
     """
@@ -34,15 +35,15 @@ class OuterOptimizer:
         self._lr, self._momentum, self._nesterov = config.outer
         self._mixing = config.mixing
         self.after_move: Callable[[], object] = lambda: None
-        """Recomputes what is kept of the weights elsewhere."""
+        """Called after weights are moved, to recompute copies of the weights."""
         self.swapped = False
-        """True while the parameters hold the kept weights, which are equal in all groups, and the state `KEPT` this
-        group's own."""
+        """True while the parameters hold the kept weights, which are equal in all groups, and the state `KEPT` holds
+        this group's own."""
         self._first: dict[Tensor, Tensor] = {}
-        """Weights before the first step, until the inner optimizer has allocated its state, which must be empty."""
+        """Weights before the first step, until the inner optimizer has allocated its state, which must start empty."""
 
     def parameters(self, fragment: int | None = None) -> list[Tensor]:
-        """Parameters of this rank that are trained, of one fragment or of all; empty before the first step."""
+        """Trained parameters of this rank, in one fragment or in all; empty before the first step."""
         return [
             parameter
             for parameter in self._all()
@@ -52,7 +53,8 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def pseudo_gradients(self, fragment: int | None = None) -> Iterator[Tensor]:
-        """Weights of the last synchronization less the present ones, this rank's shards, in fp32, one after another."""
+        """Weights of the last synchronization minus the present ones, yielded one after another: this rank's shards, in
+        fp32."""
         parameters = self.parameters(fragment)
         for parameter, kept in zip(parameters, self._state(KEPT, parameters), strict=True):
             yield kept - local_tensor(parameter)
@@ -60,7 +62,7 @@ class OuterOptimizer:
     @torch.no_grad()
     def step(self, gradients: list[Tensor], fragment: int | None = None) -> None:
         """Step a fragment's kept weights along the mean pseudo-gradient, which is overwritten. They become the present
-        ones, or are mixed with them: θ ← α·θ + (1 − α)·θ_kept."""
+        weights, or are mixed with them: θ ← α·θ + (1 − α)·θ_kept."""
         parameters = self.parameters(fragment)
         kept = self._state(KEPT, parameters)
         if self._momentum:
@@ -77,7 +79,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def mix(self, parameters: list[Tensor]) -> None:
-        """Take the mixture of present and kept weights for the present ones."""
+        """Replace the present weights by the mixture of present and kept ones."""
         present, kept = [local_tensor(parameter) for parameter in parameters], self._state(KEPT, parameters)
         if self._mixing:
             torch._foreach_mul_(present, self._mixing)
@@ -87,7 +89,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def back_to_kept(self) -> None:
-        """Take the weights of the last synchronization for the present ones."""
+        """Replace the present weights by those of the last synchronization."""
         if parameters := self.parameters():
             torch._foreach_copy_([local_tensor(parameter) for parameter in parameters], self._state(KEPT, parameters))
         self.after_move()
@@ -106,7 +108,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Take the present weights, of a checkpoint, for those of the last synchronization."""
+        """Keep the present weights, from a checkpoint, as those of the last synchronization."""
         self._first = {
             parameter: parameter.detach().clone().float()
             for parameter in self._all()
@@ -130,7 +132,7 @@ class OuterOptimizer:
             parameter, weights = self._first.popitem()
             state = self._optimizer.state[parameter]
             state[KEPT] = weights
-            if self._momentum and MOMENTUM not in state:  # a checkpoint has it alone
+            if self._momentum and MOMENTUM not in state:  # only a checkpoint has it
                 state[MOMENTUM] = torch.zeros_like(weights)
 
     def _all(self) -> Iterator[Tensor]:
@@ -142,7 +144,7 @@ class OuterOptimizer:
 
 
 class OuterSteps(Acting):
-    """State of the outer optimizer of semi-synchronous training, which steps at synchronizations."""
+    """Part that keeps the outer optimizer's state; the outer optimizer itself steps at synchronizations."""
 
     name = "outer_optimizer"
     keeps = (KEPT, MOMENTUM)
@@ -155,12 +157,12 @@ class OuterSteps(Acting):
         self.outer.before_inner_step()
 
     def on_update(self, update: Update) -> None:
-        """Allocate the outer state after it."""
+        """Allocate the outer state after the first step."""
         self.outer.after_inner_step()
 
 
 def outer_steps(experiment: Experiment, state: TrainState) -> Iterator[Part]:
-    """The part of semi-synchronous training that acts after the optimizer."""
+    """Part of semi-synchronous training that acts after the optimizer, if there is one."""
     config = semi_sync_of(experiment)
     if config.enabled:
         outer = OuterOptimizer(state.optimizer, config, _fragments(experiment, state))
@@ -175,11 +177,11 @@ def _fragments(experiment: Experiment, state: TrainState) -> dict[Tensor, int]:
 
 
 BUCKET_BYTES = 64 * 2**20
-"""Bytes of a bucket; a larger tensor has one of its own."""
+"""Maximum bytes of a bucket; a larger tensor has its own bucket."""
 
 
 def ring_bytes(size: float, groups: int) -> float:
-    """Bytes that one member of a ring all-reduce, as Gloo's, sends for a tensor of `size` bytes."""
+    """Bytes that one member of a ring all-reduce, like Gloo's, sends for a tensor of `size` bytes."""
     return 2 * (groups - 1) / groups * size
 
 
@@ -199,24 +201,24 @@ def exchange(
 
 
 class AsyncAllReduce:
-    """Sum of tensors over the groups that runs in the background, in flat copies of their buckets."""
+    """Sum of tensors over the groups that runs in the background, on flat copies in buckets."""
 
     def __init__(self) -> None:
         self._flat: list[Tensor] = []
-        """Buckets whose sum has been started; no one touches them until it is done."""
+        """Buckets whose sum has been started; nobody touches them until it is done."""
         self._shapes: list[list[torch.Size]] = []
-        """Shapes of the tensors in each."""
+        """Shapes of the tensors in each bucket."""
         self._devices: list[torch.device] = []
-        """Device of the tensors in each."""
+        """Device of the tensors in each bucket."""
         self._works: list[tuple[Any, int]] = []
-        """Their running collectives and bytes; none in a group that is alone."""
+        """Running collectives of the buckets, with their bytes; none in a group that is alone."""
         self.summed_bytes = 0
         """Bytes of the buckets that have been summed."""
 
     @torch.no_grad()
     def start(self, tensors: Iterable[Tensor], begin: Callable[[Tensor], Any]) -> None:
-        """Start to sum the tensors, which are copied as they come. `begin` returns the running collective of a bucket,
-        or None without one."""
+        """Start to sum the tensors, which are copied one by one. `begin` returns the running collective of a bucket, or
+        None if there is none."""
         for bucket in _buckets(tensors):
             self._flat.append(flat := _flat(bucket))
             self._shapes.append([tensor.shape for tensor in bucket])
@@ -226,7 +228,7 @@ class AsyncAllReduce:
                 self._works.append((work, flat.nbytes))
 
     def wait(self) -> None:
-        """Wait for all of them, also if one has failed. Raises RuntimeError if one has."""
+        """Wait for all collectives, even if one has failed. Raises RuntimeError if one has."""
         failures: list[RuntimeError] = []
         for work, size in self._works:
             try:
@@ -239,7 +241,7 @@ class AsyncAllReduce:
 
     @property
     def sums(self) -> list[Tensor]:
-        """Sums of the tensors, on their device; on a CPU they share memory with the buckets. After `wait`."""
+        """Sums of the tensors, on their device; call it after `wait`. On a CPU they share memory with the buckets."""
         buckets = zip(self._flat, self._shapes, self._devices, strict=True)
         return [part for flat, shapes, device in buckets for part in _parts(flat.to(device), shapes)]
 
@@ -271,7 +273,8 @@ def _parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of one dtype and at most `BUCKET_BYTES`; the same on equal ranks of all groups."""
+    """Group consecutive tensors of one dtype into buckets of at most `BUCKET_BYTES`; the same on equal ranks of all
+    groups."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

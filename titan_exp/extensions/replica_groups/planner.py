@@ -1,6 +1,7 @@
-"""Replica groups on paper: sums over the groups, synchronizations of semi-synchronous training, and its checkpoints.
+"""Replica groups in the planner: sums over the groups, synchronizations of semi-synchronous training, and its
+checkpoints.
 
-Imports torch only where a step has been traced.
+torch is imported only once a step has been traced.
 """
 
 import math
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
     from titan_exp.trainer.train_state import TrainState
 
 SYNCHRONIZATION = "synchronization"
-"""Phase of what semi-synchronous training does between two steps."""
+"""Phase of semi-synchronous training between two steps."""
 WITHOUT_EFFECT = ("outer_lr", "outer_nesterov")
-"""Keys of `semi_sync` without effect on predictions."""
+"""Keys of `semi_sync` that do not affect predictions."""
 
 
 class GroupExchange(Exchange):
-    """Sums over replica groups: of gradients in every step, or of pseudo-gradients at synchronizations."""
+    """Sums over replica groups: gradients in every step, or pseudo-gradients at synchronizations."""
 
     seconds_name = "sums over replica groups"
 
@@ -42,7 +43,7 @@ class GroupExchange(Exchange):
 
     @property
     def phase(self) -> str:  # type: ignore[override]
-        """Synchronizations of semi-synchronous training: its fragments are not linear in the layers."""
+        """Phase of synchronizations in semi-synchronous training. Its fragments are not linear in the layers."""
         return SYNCHRONIZATION if self.config.enabled else ""
 
     @property
@@ -52,18 +53,18 @@ class GroupExchange(Exchange):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Semi-synchronous training, and whether checkpoints have the states of all groups."""
+        """Keys of semi-synchronous training, and True if checkpoints have the states of all groups."""
         config = {name: value for name, value in asdict(self.config).items() if name not in WITHOUT_EFFECT}
         saves = self.config.enabled and self.experiment.checkpoint.mode != "off"
         return {**config, "mixing": self.config.mixing > 0, "collects_states": saves}
 
     def most_numbers(self, state: float) -> float:
-        """Weights of the last synchronization, outer momentum, and during a synchronization pseudo-gradients and their
-        sum, before a checkpoint that has the states and weights of all groups."""
+        """Upper bound: weights of the last synchronization and outer momentum, plus pseudo-gradients and their sum
+        during a synchronization; then a checkpoint has the states and weights of all groups."""
         return 4 + (self.config.groups - 1) * (state + 1) if self.config.enabled else 0
 
     def saved_numbers(self, state: float) -> float:
-        """Every group's inner state, and its own weights if they differ, and the outer momentum; the kept weights are
+        """Every group's inner state, its own weights if they differ, and the outer momentum. The kept weights count as
         the weights."""
         if not self.config.enabled:
             return 1 + state
@@ -71,8 +72,8 @@ class GroupExchange(Exchange):
         return 1 + momentum + self.config.groups * (state - 1 - momentum + self.config.keeps_own_weights)
 
     def seconds(self, weights: float, device: Device, step: float) -> float:
-        """Sums by TCP between nodes and over the host's memory: of gradients, or of the step's part of a
-        synchronization, less the steps that train meanwhile."""
+        """Seconds of sums by TCP between nodes and over the host's memory: of gradients, or of the step's part of a
+        synchronization minus the steps that train meanwhile."""
         from titan_exp.extensions.replica_groups.outer_optimizer import BUCKET_BYTES
         from titan_exp.plan.roofline import message_seconds
 
@@ -89,8 +90,8 @@ class GroupExchange(Exchange):
         return fragments * max(0.0, seconds - delay * step) / interval
 
     def beside(self, state: "TrainState", parts: "Iterable[Part]") -> Sequence[Beside]:
-        """The largest synchronization: a fragment in flight, its outer step, and a checkpoint. The trainer's own code
-        runs; messages between groups are not traced."""
+        """Work of the largest synchronization: a fragment in flight, its outer step, and a checkpoint. The trainer's
+        own code runs; messages between groups are not traced."""
         from titan_exp.extensions.replica_groups.outer_optimizer import OuterSteps
         from titan_exp.extensions.replica_groups.semi_sync import LargestSynchronization
 
@@ -105,7 +106,7 @@ class GroupExchange(Exchange):
         return (Beside("communication", SYNCHRONIZATION, [*sends, *ends]),)
 
     def peak_on_cpu(self, peak: "Moment", persistent: Mapping[str, int], gradients: int) -> "Moment":
-        """The peak may be the sum of gradients over the groups, with a copy of a bucket."""
+        """Peak of a rank on a CPU, which may lie in the sum of gradients over the groups, with a copy of a bucket."""
         from titan_exp.extensions.replica_groups.outer_optimizer import BUCKET_BYTES
         from titan_exp.plan.trace.memory_tracker import Moment
 
@@ -118,7 +119,7 @@ class GroupExchange(Exchange):
 
     @cached_property
     def _layout(self) -> ResolvedLayout:
-        """Layout of a group, with its share of a step."""
+        """Layout of one group, with its share of a step."""
         return ResolvedLayout.of(share_of_world(self.experiment))
 
     @property
@@ -126,8 +127,8 @@ class GroupExchange(Exchange):
         return self.experiment.training.global_batch_size * self.experiment.training.seq_len
 
     def sent_per_token(self, weights: Mapping[int, int]) -> float | None:
-        """Bytes that the groups send for every token; None of one. If weights do not divide evenly over ranks, an upper
-        bound."""
+        """Bytes that the groups send per token; None if there is one group. If weights do not divide evenly over ranks,
+        it is an upper bound."""
         from titan_exp.extensions.replica_groups.outer_optimizer import ring_bytes
 
         if self.groups == 1:
@@ -137,8 +138,8 @@ class GroupExchange(Exchange):
         return self.groups * ring_bytes(held, self.groups) / (steps * self._tokens_per_step)
 
     def sent_at_once(self, weights: Mapping[int, int]) -> float | None:
-        """Bytes that a rank sends in the largest synchronization, of one fragment; None in synchronous training, and
-        for models without a description."""
+        """Bytes that a rank sends in the largest synchronization of one fragment; None in synchronous training, and for
+        models without a description."""
         from titan_exp.extensions.replica_groups.outer_optimizer import ring_bytes
 
         spec = model_spec(self.experiment.model)
@@ -148,12 +149,12 @@ class GroupExchange(Exchange):
         return ring_bytes(max(sizes), self.config.groups)
 
     def values(self, weights: Mapping[int, int]) -> dict[str, Any]:
-        """Number of groups, and what they send."""
+        """Number of groups, and the bytes that they send."""
         sent = {"sent_bytes_per_token": self.sent_per_token(weights), "sent_bytes_at_once": self.sent_at_once(weights)}
         return {"replica_groups": self.groups, **sent}
 
     def lines(self, weights: Mapping[int, int]) -> Iterator[str]:
-        """What the groups send, and when."""
+        """Lines on what the groups send, and when."""
         config, rate, most = self.config, self.sent_per_token(weights), self.sent_at_once(weights)
         if rate is None:
             return
@@ -164,12 +165,12 @@ class GroupExchange(Exchange):
         parts = ""
         if config.fragments > 1 and most is not None:
             during = f" during {config.delay} step{'s' * (config.delay > 1)}" if config.delay else ""
-            parts = f", in {config.fragments} fragments of {format_bytes(most)} at most{during}"
+            parts = f", in {config.fragments} fragments of at most {format_bytes(most)}{during}"
         yield f"{self.groups} groups send {rate:,.6g} bytes per token: {when} {who} sends {size}{parts}"
 
 
 def largest_fragment(config: SemiSyncConfig, spec: ModelSpec, layout: ResolvedLayout, pipeline_rank: int) -> float:
-    """Share of a pipeline rank's parameters in the fragment of which it has most: what it sends at a time."""
+    """Share of a pipeline rank's parameters that are in its largest fragment, which it sends at once."""
     shapes, sizes, seen = spec.shapes, [0] * config.fragments, False
     stages = {block: stage for stage, blocks in enumerate(layout.stage_layers) for block in blocks}
     last = layout.stage_count - 1

@@ -1,7 +1,7 @@
 """Quorum of replica groups: torchft's lighthouse, a manager server per group, a process group between equal ranks.
 
-torchft's `Manager` is not used: it swallows errors of collectives, compares quorums by a number that a restarted
-lighthouse gives again, heals by unpickling what an HTTP server sends, and takes seconds to import.
+We do not use torchft's `Manager`: it swallows errors of collectives, compares quorums by a number that a restarted
+lighthouse reuses, heals by unpickling an HTTP server's data, and takes seconds to import.
 """
 
 import socket
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
     from titan_exp.extensions.replica_groups.config import GroupedCluster
 
 ASK_TIMEOUT = timedelta(seconds=60)
-"""Timeout of one request for a quorum; requests are repeated, since a lighthouse that died is started again."""
+"""Timeout of one request for a quorum. Requests are repeated, because a dead lighthouse is restarted."""
 CONNECT_TIMEOUT = timedelta(seconds=10)
 """Timeout of connections to the lighthouse and to a group's own manager server."""
 LIGHTHOUSE_RETRIES = 600
-"""Requests of the manager server to the lighthouse before one of a rank fails."""
+"""Number of requests from the manager server to the lighthouse before a rank's request fails."""
 
 
 @dataclass(frozen=True)
 class Quorum:
-    """Living groups of a step, the same on every rank of every group except for `rank`, `source` and `behind`."""
+    """Living groups of a step. The quorum is the same on every rank of every group, except `rank`, `source` and
+    `behind`."""
 
     id: int
     members: tuple[str, ...]
-    """Names of the groups, the oldest first."""
+    """Names of the groups, oldest first."""
     rank: int
     """Index of this group among the members."""
     step: int
@@ -48,9 +49,9 @@ class Quorum:
     behind: tuple[int, ...]
     """Members that heal from this group."""
     seconds: float
-    """Seconds waited for it."""
+    """Seconds spent waiting for the quorum."""
     shares: int
-    """Groups among which the step is divided: all members, or as many as in the replayed history."""
+    """Number of groups that divide the step: all members, or as many as in the replayed history."""
 
     @property
     def size(self) -> int:
@@ -64,8 +65,8 @@ class QuorumClient:
     def __init__(self, group: ReplicaGroup, cluster: "GroupedCluster", mesh: Mesh, *, by_number: bool = False) -> None:
         torchft = torchft_extension()
         get_logger().info(
-            "replica group %d of %d; time-outs: heartbeat %g s, collectives between groups %g s, the watchdog %s, "
-            "collectives within a group %g s; a quorum is asked for every %g s until the job ends",
+            "replica group %d of %d. Time-outs: heartbeat %g s, collectives between groups %g s, the watchdog %s, "
+            "collectives within a group %g s. It asks for a quorum every %g s until the job ends",
             group.number,
             cluster.replica_groups,
             cluster.group_heartbeat_seconds,
@@ -76,13 +77,13 @@ class QuorumClient:
         )
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
         self._timeout = timedelta(seconds=cluster.group_timeout_seconds)
-        # A member may have died since the quorum: the others wait for it as if they missed its heartbeat.
+        # A member may have died since the quorum. The others wait for it as if they had missed its heartbeat.
         self._connect_timeout = timedelta(seconds=2 * cluster.group_heartbeat_seconds)
         self._configured: tuple[int, tuple[str, ...], int] | None = None
         self._failures = 0
         self._by_number = by_number
         self.order: list[int] = []
-        """Rank in `process_group` of every member: by age, or by number, so that sums are the same in every start."""
+        """Rank of every member in `process_group`: by age, or by number, so that sums are the same in every start."""
         address: list[Any] = [None]
         if self._rank == 0:
             host, bind = group.host, LOOPBACK if group.host == LOOPBACK else "0.0.0.0"
@@ -102,14 +103,15 @@ class QuorumClient:
         dist.broadcast_object_list(address, src=0, group=mesh.cpu_group)
         self._client = torchft.ManagerClient(address[0], connect_timeout=CONNECT_TIMEOUT)
         self.process_group: Any = None
-        """Equal ranks of all members, in their order; None after an error."""
+        """Process group of equal ranks of all members, in their order; None after an error."""
         self.first_groups: Any = None
-        """Equal ranks of the members that divide the step, if a replayed history has fewer; None in the others."""
+        """Process group of equal ranks of the members that divide the step, if a replayed history has fewer groups;
+        None in other members."""
         self._history = None if cluster.group_history is None else GroupHistory(cluster.group_history)
 
     def ask(self, step: int) -> tuple[Quorum, Exception | None]:
-        """Wait for a quorum, as a group that has committed `step`. Returns it, and the error if the members could not
-        be connected, with which the step must be refused."""
+        """Wait for a quorum, as a group that has committed `step`. Also returns the error if the members could not be
+        connected; the step must then be refused."""
         began = time.monotonic()
         answer = self._request(step)
         members = tuple(answer.replica_ids)
@@ -133,7 +135,7 @@ class QuorumClient:
         return committed
 
     def disconnect(self) -> None:
-        """Close the connections to other groups, so that those waiting for this one notice."""
+        """Close the connections to other groups, so that groups that wait for this one notice."""
         self._configured = self.process_group = self.first_groups = None
 
     def _request(self, step: int) -> Any:
@@ -151,13 +153,13 @@ class QuorumClient:
                 )
             except (TimeoutError, RuntimeError) as error:
                 reason = str(error).partition("\n")[0]
-                get_logger().warning("no quorum after step %d yet (%s); asking again", step, reason)
+                get_logger().warning("no quorum after step %d yet (%s), so ask again", step, reason)
                 PROGRESS.keep_alive()
                 time.sleep(1.0)
 
     def _connect(self, quorum: Quorum, store: str) -> Exception | None:
         configured = (quorum.id, quorum.members, quorum.shares)
-        # Another lighthouse may give the same number to the same members, after a quorum of the others in between.
+        # Another lighthouse may give the same number to the same members, with a quorum of other members in between.
         if self._configured == configured and quorum.source is None:
             return None
         # A restarted lighthouse counts from 1 again, and keys of an earlier quorum are still in the store.
@@ -170,7 +172,7 @@ class QuorumClient:
             self.order = [by_number.index(rank) for rank in self.order]
         host, _, port = store.rpartition(":")
         try:
-            # Where the leader of the quorum has died nothing listens: TCPStore would try again for several time-outs.
+            # If the quorum's leader has died, nothing listens, and TCPStore would retry for several timeouts.
             socket.create_connection((host, int(port)), self._connect_timeout.total_seconds()).close()
             shared = dist.TCPStore(
                 host, int(port), is_master=False, wait_for_workers=False, timeout=self._connect_timeout

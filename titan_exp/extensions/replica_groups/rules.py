@@ -1,11 +1,12 @@
-"""Rules of replica groups: sequences to divide, torchft, and what groups cannot do yet. Rules of semi-synchronous
-training: groups, their shares of a step, and what happens at synchronizations only."""
+"""Rules of replica groups: sequences to divide, torchft, and features that groups lack. Rules of semi-synchronous
+training: groups, their shares of a step, and events that may only happen at synchronizations."""
 
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from titan_exp.config.errors.user_error import Violation, divisors, listed
+from titan_exp.config.groups.evaluation import EvaluationConfig
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.run import COLLECTIVE_SECONDS, LOCAL, SLURM, CheckpointConfig
@@ -28,19 +29,19 @@ _WITHOUT = "cluster.replica_groups=1"
 
 
 def torchft_is_installed(cluster: "GroupedCluster") -> Iterator[Violation]:
-    """torchft is installed, in the version whose requests the trainer speaks."""
+    """torchft must be installed, in the version whose requests the trainer speaks."""
     version = torchft_version()
     if version != TORCHFT:
-        found = "torchft is not installed" if version is None else f"torchft {version} is installed"
-        reason = f"groups meet through torchft {TORCHFT}, and {found}"
-        remedy = f"pip install 'torchft=={TORCHFT}', or {_WITHOUT}"
+        found = "it is not installed" if version is None else f"you have torchft {version}"
+        reason = f"replica groups need torchft {TORCHFT}, and {found}"
+        remedy = f"pip install 'torchft=={TORCHFT}', or use {_WITHOUT}"
         yield Violation("cluster.replica_groups", cluster.replica_groups, reason, remedy)
 
 
 def every_group_has_work(
     cluster: "GroupedCluster", training: TrainingConfig, parallelism: ParallelismConfig, layout: ResolvedLayout
 ) -> Iterator[Violation]:
-    """Every group has a micro-batch of every step, or a pass of micro-batches through its pipeline."""
+    """Every group must have a micro-batch in every step, or a pass of micro-batches through its pipeline."""
     smallest, groups, unit = min(training.batch_sizes), cluster.replica_groups, 1
     per_rank = smallest // layout.dp_degree
     if parallelism.pp > 1:
@@ -49,8 +50,10 @@ def every_group_has_work(
         unit = layout.pipeline_microbatches
         passes = [count for count in divisors(per_rank) if per_rank // count >= groups and takes(parallelism, count)]
         if parallelism.pp_microbatches is None and not is_file(parallelism.pp_schedule):
-            reason = "replica groups divide whole passes through the pipeline, and a step is a single pass"
-            remedy = f"parallelism.pp_microbatches={listed(passes)}" if passes else f"larger batches, or {_WITHOUT}"
+            reason = "replica groups divide the pipeline passes of a step among them, and this step is a single pass"
+            remedy = (
+                f"use parallelism.pp_microbatches={listed(passes)}" if passes else f"use larger batches, or {_WITHOUT}"
+            )
             yield Violation("parallelism.pp_microbatches", None, reason, remedy)
             return
     if layout.micro_batch_size < 1 or per_rank // (layout.micro_batch_size * unit) >= groups:
@@ -59,127 +62,130 @@ def every_group_has_work(
     has = f"{per_rank // layout.micro_batch_size} micro-batches of {layout.micro_batch_size}"
     if unit > 1:
         has += f" in passes of {unit}"
-    reason = f"of a step's {smallest} sequences a data rank of a group has {has}, fewer than groups"
+    reason = f"every group needs work, and a step of {smallest} sequences has only {has} for each data rank"
     enough = groups * layout.dp_degree * unit
-    fewer = f"batches of at least {enough} sequences, or cluster.replica_groups={per_rank // unit} or less"
-    remedy = f"training.micro_batch_size={works[-1]}" if works else fewer
+    fewer = f"use batches of at least {enough} sequences, or cluster.replica_groups={per_rank // unit} or less"
+    remedy = f"use training.micro_batch_size={works[-1]}" if works else fewer
     yield Violation("cluster.replica_groups", groups, reason, remedy)
 
 
 def every_group_has_gpus(
     cluster: "GroupedCluster", layout: ResolvedLayout, device: str, gpus: int
 ) -> Iterator[Violation]:
-    """On this machine, every rank of every group has its own GPU."""
+    """On this machine, every rank of every group must have its own GPU."""
     groups, ranks, offered = cluster.replica_groups, layout.world_size, min(gpus, cluster.gpus_per_node or gpus)
     if device != "cuda" or cluster.is_remote or not offered or groups * ranks <= offered:
         return
     number = "a process" if ranks == 1 else f"{ranks} processes"
-    reason = f"{groups} groups of {number} take {groups * ranks} GPUs, and {offered} can be used"
+    reason = f"{groups} groups of {number} need {groups * ranks} GPUs, and you can use {offered}"
     remedies = [f"cluster.replica_groups={offered // ranks}"] if offered >= 2 * ranks else []
     if ranks > 1 and offered >= groups:
         remedies.append(f"degrees that multiply to {offered // groups} or less")
-    yield Violation("cluster.replica_groups", groups, reason, " or ".join([*remedies, _WITHOUT]))
+    yield Violation("cluster.replica_groups", groups, reason, f"use {listed([*remedies, _WITHOUT])}")
 
 
 def history_can_be_replayed(cluster: "GroupedCluster") -> Iterator[Violation]:
-    """The replayed run has a history of groups, of at most as many as this one has."""
+    """The replayed run must have a history of groups, with at most as many as this run."""
     if cluster.group_history is None:
         return
     largest, key = GroupHistory(cluster.group_history).largest, "cluster.group_history"
     if largest == 0:
-        reason = "it has no groups.jsonl with a quorum, so it was not trained by replica groups"
-        yield Violation(key, cluster.group_history, reason, "the folder of a run with replica groups, or null")
+        reason = "it has no groups.jsonl with a quorum, so replica groups did not train it"
+        yield Violation(key, cluster.group_history, reason, f"give a run with replica groups, or use {key}=null")
     elif largest > cluster.replica_groups:
-        reason = f"{largest} groups divided its steps, and cluster.replica_groups={cluster.replica_groups}"
-        yield Violation(key, cluster.group_history, reason, f"cluster.replica_groups={largest}")
+        reason = f"{largest} groups divided its steps, and this run has {cluster.replica_groups}"
+        yield Violation(key, cluster.group_history, reason, f"use cluster.replica_groups={largest}")
 
 
 def timeouts_nest(cluster: "GroupedCluster") -> Iterator[Violation]:
-    """A dead group is noticed by its heartbeat first, then by collectives between groups, then by the watchdog."""
+    """Heartbeats must notice a dead group first, then collectives between groups, then the watchdog."""
     beats, hang = 2 * cluster.group_heartbeat_seconds, (cluster.hang_kill_minutes or math.inf) * 60
     limit = min(hang, COLLECTIVE_SECONDS)
     if beats <= cluster.group_timeout_seconds < limit:
         return
     reason = (
-        f"time-outs must nest: two heartbeats ({beats:g} s) < collectives between groups < the first of the watchdog "
-        f"({hang:g} s) and collectives within a group ({COLLECTIVE_SECONDS} s)"
+        f"it must be at least two heartbeats ({beats:g} s), and less than the watchdog ({hang:g} s) and the time-out "
+        f"of collectives within a group ({COLLECTIVE_SECONDS} s)"
     )
-    remedy = f"cluster.group_timeout_seconds={max(beats, limit / 3):g}"
+    remedy = f"use cluster.group_timeout_seconds={max(beats, limit / 3):g}"
     if beats >= limit:
-        remedy = "a shorter cluster.group_heartbeat_seconds, or a longer cluster.hang_kill_minutes"
+        remedy = "use a shorter cluster.group_heartbeat_seconds, or a longer cluster.hang_kill_minutes"
     yield Violation("cluster.group_timeout_seconds", cluster.group_timeout_seconds, reason, remedy)
 
 
 def model_is_described(cluster: "GroupedCluster", model: ModelConfig) -> Iterator[Violation]:
-    """The model is of a family, which draws no random numbers."""
+    """The model must belong to a family, since these draw no random numbers."""
     if model_spec(model) is None:
-        reason = "a plain class may draw random numbers, which would depend on the living groups"
-        yield Violation("cluster.replica_groups", cluster.replica_groups, reason, f"{_WITHOUT}, or a model family")
+        reason = "your class may draw random numbers, and they would depend on which groups are alive"
+        remedy = f"use {_WITHOUT}, or a model family"
+        yield Violation("cluster.replica_groups", cluster.replica_groups, reason, remedy)
 
 
 def semi_synchronous_training_has_its_own_keys(semi_sync: SemiSyncConfig) -> Iterator[Violation]:
-    """Keys of the other modes of semi-synchronous training have their defaults."""
+    """Keys of other modes of semi-synchronous training must have their defaults."""
     return keys_of_other_modes("semi_sync", semi_sync)
 
 
 def every_group_is_started(semi_sync: SemiSyncConfig, cluster: "GroupedCluster") -> Iterator[Violation]:
-    """The launcher starts as many groups as the batch is divided among."""
+    """The launcher must start as many groups as the batch is divided among."""
     groups, started = semi_sync.groups, cluster.replica_groups
     if started != groups:
         reason = f"semi_sync.groups={groups} divides every step's batch among that many groups"
         other = f"semi_sync.groups={started}" if started > 1 else "semi_sync=none"
-        yield Violation("cluster.replica_groups", started, reason, f"cluster.replica_groups={groups}, or {other}")
+        yield Violation("cluster.replica_groups", started, reason, f"use cluster.replica_groups={groups}, or {other}")
 
 
 def training_ends_at_a_synchronization(
-    semi_sync: SemiSyncConfig, training: TrainingConfig, checkpoint: CheckpointConfig
+    semi_sync: SemiSyncConfig, training: TrainingConfig, checkpoint: CheckpointConfig, evaluation: EvaluationConfig
 ) -> Iterator[Violation]:
-    """Evaluations, checkpoints, exports and the end fall on synchronizations: in between there is no model."""
+    """Evaluations, checkpoints, exports and the end must fall on synchronizations, because in between there is no
+    single model."""
     interval = semi_sync.interval
     reason = (
-        f"semi_sync.interval={interval}: between synchronizations every group has weights of its own, "
-        "and there is none to evaluate or to keep"
+        f"between synchronizations (semi_sync.interval={interval}) every group has weights of its own, so there is no "
+        "single model to evaluate or to save"
     )
     steps = {
         "training.steps": training.steps if training.stop_after is None else 0,
         "training.stop_after": training.stop_after or 0,
-        "training.evaluate_every": training.evaluate_every,
+        "evaluation.every": evaluation.every,
         "checkpoint.every": 0 if checkpoint.mode == "off" else checkpoint.every or 0,
         "checkpoint.export_every": checkpoint.export_every or 0,
     }
     for key, value in steps.items():
-        yield from check_multiple(key, value, interval, reason, "; or another semi_sync.interval")
+        yield from check_multiple(key, value, interval, reason, ", or another semi_sync.interval")
 
 
 def fragments_and_delay_fit(semi_sync: SemiSyncConfig) -> Iterator[Violation]:
-    """One fragment at a time is in flight, and none at the end of an interval."""
+    """Only one fragment may be in flight at a time, and none at the end of an interval."""
     interval, fragments, delay = semi_sync.interval, semi_sync.fragments, semi_sync.delay
     apart = interval // fragments
     if fragments > interval:
-        reason = f"semi_sync.interval={interval}: at most one fragment is synchronized after a step"
-        yield Violation("semi_sync.fragments", fragments, reason, f"semi_sync.fragments={interval}, or less")
+        reason = f"groups synchronize at most one fragment after a step, and semi_sync.interval={interval} has too few"
+        yield Violation("semi_sync.fragments", fragments, reason, f"use semi_sync.fragments={interval} or less")
     elif delay >= apart:
         reason = (
             f"semi_sync.interval={interval} with {fragments} fragment{'s' * (fragments > 1)} has a synchronization "
-            f"every {apart} steps, and it ends before the next begins"
+            f"every {apart} step{'s' * (apart > 1)}, and each must end before the next begins"
         )
         longer = f"semi_sync.interval={fragments * (delay + 1)}"
         less = f"semi_sync.delay={apart - 1}" if apart == 1 else f"semi_sync.delay={apart - 1} or less"
-        yield Violation("semi_sync.delay", delay, reason, f"{less}, or {longer} or more")
+        yield Violation("semi_sync.delay", delay, reason, f"use {less}, or {longer} or more")
 
 
 def every_fragment_has_a_block(semi_sync: SemiSyncConfig, spec: ModelSpec) -> Iterator[Violation]:
-    """Fragments are made of blocks."""
+    """Every fragment must have a block."""
     blocks = len(spec.blocks)
     if semi_sync.fragments > blocks:
-        reason = f"the model has {blocks} blocks, of which every fragment has one at least"
-        yield Violation("semi_sync.fragments", semi_sync.fragments, reason, f"semi_sync.fragments={blocks}, or less")
+        reason = f"every fragment needs a block, and the model has {blocks}"
+        yield Violation("semi_sync.fragments", semi_sync.fragments, reason, f"use semi_sync.fragments={blocks} or less")
 
 
 def batch_is_divided_among_groups(
     semi_sync: SemiSyncConfig, training: TrainingConfig, cluster: "GroupedCluster", layout: ResolvedLayout
 ) -> Iterator[Violation]:
-    """Every group computes the same number of whole micro-batches of every step, or of passes through its pipeline."""
+    """Every group must compute the same number of whole micro-batches in every step, or of passes through its
+    pipeline."""
     parallelism = layout.parallelism
     if cluster.replica_groups != semi_sync.groups:
         return  # micro-batches are divided among the groups that are started
@@ -195,12 +201,12 @@ def batch_is_divided_among_groups(
             least = semi_sync.groups * layout.dp_degree * unit
             passes = f"passes of {unit} " if unit > 1 else ""
             reason = (
-                f"{semi_sync.groups} groups with {layout.dp_degree} data ranks each, in {passes}micro-batches of "
-                f"{layout.micro_batch_size}, compute multiples of {rows} sequences"
+                f"{semi_sync.groups} groups with {layout.dp_degree} data rank{'s' * (layout.dp_degree > 1)} each, in "
+                f"{passes}micro-batches of {layout.micro_batch_size}, need a multiple of {rows} sequences"
             )
             given = training.micro_batch_size is not None and size % least == 0
-            least_batch = f"training.global_batch_size={-(-size // least) * least}"
-            remedy = f"training.micro_batch_size={size // least}" if given else least_batch
+            least_batch = f"use training.global_batch_size={-(-size // least) * least}"
+            remedy = f"use training.micro_batch_size={size // least}" if given else least_batch
             yield Violation("training.global_batch_size", size, reason, remedy)
             return
 
@@ -218,8 +224,8 @@ RULES = (
         Refuse(
             "cluster.min_groups",
             lambda cluster: cluster.min_groups > cluster.replica_groups,
-            "with cluster.replica_groups={cluster.replica_groups} training would wait for ever",
-            "cluster.min_groups={cluster.replica_groups} or less; or more of cluster.replica_groups",
+            "with cluster.replica_groups={cluster.replica_groups} training would wait forever",
+            "use cluster.min_groups={cluster.replica_groups} or less, or more of cluster.replica_groups",
         ),
         history_can_be_replayed,
     ),
@@ -228,26 +234,26 @@ RULES = (
         Refuse(
             "cluster.replica_groups",
             lambda cluster: cluster.kind not in (LOCAL, SLURM),
-            "groups are started by cluster=local and cluster=slurm, not by {cluster.kind}",
-            f"cluster=slurm, cluster=local, or {_WITHOUT}",
+            "only cluster=local and cluster=slurm start replica groups, and yours is {cluster.kind}",
+            f"use cluster=slurm, cluster=local, or {_WITHOUT}",
         ),
         Refuse(
             "parallelism.dp_replicate",
             lambda parallelism: parallelism.dp_replicate > 1,
-            "replica groups are replicas already, which may die",
-            "parallelism.dp_replicate=1 and more of cluster.replica_groups",
+            "replica groups are replicas already, and any of them may die",
+            "use parallelism.dp_replicate=1 and more of cluster.replica_groups",
         ),
         Refuse(
             "checkpoint.remote",
             lambda checkpoint: checkpoint.remote is not None,
             "replica groups do not share an uploader yet",
-            f"checkpoint.remote=null, or {_WITHOUT}",
+            f"use checkpoint.remote=null, or {_WITHOUT}",
         ),
         Refuse(
             "optimizer.name",
             lambda optimizer: optimizer.name == "schedule_free_adamw",
-            "it moves the weights before a step, which replica groups may have to repeat",
-            f"another optimizer, or {_WITHOUT}",
+            "it moves the weights before a step, and replica groups may have to repeat a step",
+            f"use another optimizer, or {_WITHOUT}",
         ),
         timeouts_nest,
         model_is_described,
@@ -259,20 +265,20 @@ RULES = (
             "semi_sync.groups",
             lambda semi_sync: semi_sync.groups == 1,
             "one group has nothing to average with",
-            "semi_sync.groups=2 cluster.replica_groups=2, or semi_sync=none",
+            "use semi_sync.groups=2 cluster.replica_groups=2, or semi_sync=none",
         ),
         every_group_is_started,
         Refuse(
             "cluster.group_history",
             lambda cluster: cluster.group_history is not None,
-            "a history divides steps anew, and in semi-synchronous training every group has its own share",
-            "cluster.group_history=null, or semi_sync=none",
+            "a history divides every step anew, and in semi-synchronous training each group keeps its own share",
+            "use cluster.group_history=null, or semi_sync=none",
         ),
         Refuse(
             "weight_average.mode",
             lambda weight_average: weight_average.enabled,
             "between synchronizations it would average the weights of one group",
-            "weight_average=none, or semi_sync=none",
+            "use weight_average=none, or semi_sync=none",
         ),
         training_ends_at_a_synchronization,
         fragments_and_delay_fit,

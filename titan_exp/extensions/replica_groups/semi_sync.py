@@ -1,7 +1,7 @@
-"""Semi-synchronous training: groups take steps of their own, and meet at synchronizations to step the outer optimizer.
+"""Semi-synchronous training: groups step on their own, and meet at synchronizations to step the outer optimizer.
 
-Every group has a fixed block of the sequences of each step. A synchronization is committed by all groups or repeated by
-those alive; until then every group keeps the weights that it has trained, so a death costs the others no step.
+Every group has a fixed block of the sequences of each step. All groups commit a synchronization, or the living ones
+repeat it. Until then every group keeps the weights that it has trained, so a death costs the others no step.
 
 Streaming DiLoCo synchronizes one fragment of the parameters at a time: its pseudo-gradient is sent in the background
 after one step, and applied `delay` steps later. At most one fragment is in flight, and none after it has been applied,
@@ -40,18 +40,18 @@ T = TypeVar("T")
 
 @dataclass
 class FragmentInFlight:
-    """Fragment whose pseudo-gradient is being summed over the groups."""
+    """Fragment in flight: its pseudo-gradient is being summed over the groups."""
 
     number: int
     moved: bool
-    """False in a group that had just healed: it has nothing to average."""
+    """False in a group that has just healed and has nothing to average."""
     own: list[Tensor] | None = None
-    """Pseudo-gradient of this group, if its weights will not tell later."""
+    """Pseudo-gradient of this group, kept if its weights will no longer tell it later."""
     sum: AsyncAllReduce | None = None
-    """Running sum over the groups; None once that was refused."""
+    """Running sum over the groups; None once it was refused."""
 
     def gradients(self, outer: OuterOptimizer, *, delayed: bool) -> Iterable[Tensor]:
-        """Pseudo-gradient to send, kept for a repetition if the group trains on until a `delayed` outer step."""
+        """Pseudo-gradient to send. It is kept for a repetition if the group trains on until a `delayed` outer step."""
         if self.own is not None:
             return self.own
         gradients = outer.pseudo_gradients(self.number)
@@ -64,20 +64,21 @@ class FragmentInFlight:
 
 @dataclass
 class PendingRow(Row):
-    """Row of metrics that waits for the other groups' numbers: its values are of this group's share, and after the
-    synchronization those of the step."""
+    """Row of metrics that waits for the other groups' numbers. Its values are of this group's share; after the
+    synchronization, of the whole step."""
 
     trained: bool
-    """False if it is a row of the group from which this one has healed."""
+    """False if the row belongs to the group from which this group has healed."""
     tokens: int
-    """Predicted tokens of this group's share of the step, or after the synchronization of all that were trained."""
+    """Predicted tokens in this group's share of the step; after the synchronization, in all shares that were
+    trained."""
     total: int
-    """Predicted tokens of whole batches since the last synchronization, on this rank; then of all ranks of a group."""
+    """Predicted tokens of whole batches since the last synchronization: on this rank, later on all ranks of a group."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Flags of a synchronization: true if any group has them."""
+    """Flags of a synchronization; each is true if any group has it."""
 
     stop: bool
     save: bool
@@ -101,31 +102,31 @@ class SemiSync:
         self.synchronized = 0
         """Step of the last synchronization."""
         self.tokens = 0
-        """Predicted tokens of the batches up to it, whoever has trained them."""
+        """Predicted tokens of the batches up to that step, whichever group trained them."""
         self.rows: list[PendingRow] = []
-        """Rows since the last synchronization, and after it until they are written."""
+        """Rows since the last synchronization, or after it until they are written."""
         self.states: dict[str, Tensor] = {}
-        """Inner optimizer states and own weights of groups, for the next checkpoint, as far as it has not the writer's
-        under their plain names."""
+        """Inner optimizer states and own weights of the groups for the next checkpoint, except those that it has from
+        the writer under their plain names."""
         self._fragment: FragmentInFlight | None = None
         self._round_tokens, self._stop, self._save = 0, False, False
         self._healed_after: int | None = None
-        """Step after which this group has healed: it has no pseudo-gradient until the next."""
+        """Step after which this group has healed; it has no pseudo-gradient until the next step."""
         self._sent, self._sent_for = 0.0, 0
-        """Bytes sent by all groups, and tokens of these rounds, since the last row."""
+        """Bytes sent by all groups since the last row, and tokens of these rounds."""
         self._participants = 0
-        """Groups that the last synchronization is a mean of."""
+        """Number of groups that the last synchronization averaged."""
         self._attempted = 0.0
-        """Bytes sent by this rank since then, repeated synchronizations included."""
+        """Bytes sent by this rank since then, including repeated synchronizations."""
         self._waiting_since: float | None = None
 
     def begin(self, step: int, tokens: int) -> None:
-        """Begin with the state of a checkpoint after a step, or with initial weights."""
+        """Begin with the state of a checkpoint after a step, or with initialized weights."""
         self.synchronized, self.tokens = step, tokens
         self.outer.keep()
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This group's block of the micro-batches of a step: the same sequences in every layout of the groups."""
+        """This group's block of a step's micro-batches: the same sequences in every layout of the groups."""
         size = len(items) // self._config.groups
         return items[self._groups.group.number * size :][:size]
 
@@ -139,15 +140,16 @@ class SemiSync:
 
     @property
     def in_flight(self) -> bool:
-        """True if a sum runs in the background: the groups do not meet until it is applied."""
+        """True if a sum runs in the background, so that groups do not meet until it is applied."""
         return self._fragment is not None and self._fragment.sum is not None
 
     def position(self, step: int) -> int:
-        """Progress by which quorums tell who is behind: twice the step, less one until it is synchronized."""
+        """Progress by which quorums tell which groups are behind: twice the step, minus one until it is
+        synchronized."""
         return 2 * step - (step != self.synchronized)
 
     def add_step(self, tokens: int, *, stop: bool, save: bool) -> None:
-        """Count a step, of whose whole batch this rank has read `tokens`; its flags wait for the synchronization."""
+        """Count a step; this rank has read `tokens` of its whole batch. Its flags wait for the synchronization."""
         self._round_tokens += tokens
         self._stop, self._save = self._stop or stop, self._save or save
 
@@ -156,7 +158,8 @@ class SemiSync:
         self.rows.append(PendingRow(values, row, True, tokens, self._round_tokens))
 
     def complete(self) -> bool:
-        """True if training may begin: all groups are there, or the others have not come in time. Else wait a second."""
+        """True if training may begin, because all groups are present or the others have not come in time. Otherwise
+        wait a second."""
         self._waiting_since = self._waiting_since or time.monotonic()
         waited = time.monotonic() - self._waiting_since
         late = self._groups.any(waited > max(NEWCOMER_LIMIT, self._groups.group.patience))  # one clock decides for all
@@ -164,14 +167,15 @@ class SemiSync:
         if not begins:
             time.sleep(1.0)
         elif self._groups.size < self._config.groups:
-            get_logger().warning("training begins without all of %s", self._present())
+            get_logger().warning("training begins with only some of %s", self._present())
         return begins
 
     def send(self, step: int) -> None:
-        """Start to sum a fragment's pseudo-gradients over the groups: after this step, or again if that was refused."""
+        """Start to sum a fragment's pseudo-gradients over the groups, after this step or again if the sum was
+        refused."""
         if self._fragment is None:
             number = self._config.sent_fragment(step)
-            if number is None:  # this group has healed while it was in flight
+            if number is None:  # this group healed while the fragment was in flight
                 number = self._config.applied_fragment(step)
             assert number is not None
             self._fragment = FragmentInFlight(number, moved=self._healed_after != step)
@@ -180,8 +184,8 @@ class SemiSync:
         fragment.sum = self._groups.start_all_reduce(gradients)
 
     def apply(self, step: int) -> Agreement | None:
-        """Step the outer optimizer after a step with the fragment in flight; None if that must be sent again, with
-        this group's weights untouched."""
+        """Step the outer optimizer after a step, with the fragment in flight. Returns None if the fragment must be sent
+        again; this group's weights are then untouched."""
         fragment, groups = self._fragment, self._groups
         assert fragment is not None
         assert fragment.sum is not None
@@ -193,7 +197,7 @@ class SemiSync:
         own = [fragment.moved, self._stop, self._save and groups.leads, sent]
         for row in self.rows:
             own += [row.trained, row.tokens, *row.values.values()]
-        # A row for each group, so that sums have the same order whoever is the oldest.
+        # Each group has a row, so that sums have the same order whichever group is the oldest.
         table = torch.zeros(self._config.groups, len(own), dtype=torch.float64)
         table[groups.group.number] = torch.tensor(own, dtype=torch.float64)
         buffers = [buffer * float(fragment.moved) for buffer in self._buffers]
@@ -203,7 +207,7 @@ class SemiSync:
         participants = self._participants = int(table[:, 0].sum())
         if participants < self._config.groups:
             get_logger().warning("step %d: averaged over %d of %s", step, participants, self._present())
-        if participants:  # else all that had a pseudo-gradient are dead
+        if participants:  # otherwise all groups that had a pseudo-gradient are dead
             gradients = summed.sums
             torch._foreach_div_(gradients, participants)
             self.outer.step(gradients, fragment.number)
@@ -216,7 +220,7 @@ class SemiSync:
         return Agreement(bool(table[:, 1].any()), bool(table[:, 2].any()))
 
     def finished_rows(self, attempt: int, also: Mapping[str, Any]) -> list[PendingRow]:
-        """Take the rows of the last round; the last of them gets what is known of the synchronization, and `also`."""
+        """Take the rows of the last round; the last row also gets numbers of the synchronization, and `also`."""
         rows, self.rows = self.rows, []
         groups = {**self._groups.row(), "participants": self._participants} if rows else {}
         for row in rows:
@@ -229,14 +233,14 @@ class SemiSync:
         return rows
 
     def progress(self) -> dict[str, Any]:
-        """State beside tensors for a group that heals from this one."""
+        """State other than tensors, for a group that heals from this one."""
         rows = [vars(row) for row in self.rows]
         sent = {"sent": self._sent, "sent_for": self._sent_for, "swapped": self.outer.swapped}
         tokens = {"tokens": self.tokens, "round_tokens": self._round_tokens}
         return {"synchronized": self.synchronized, **tokens, "rows": rows, **sent}
 
     def heal(self, step: int, progress: Mapping[str, Any]) -> None:
-        """Take over another group's progress; its tensors have been received. Within a synchronization this group then
+        """Take over another group's progress; its tensors have been received. Inside a synchronization, this group then
         adds nothing to it."""
         self.synchronized, self.tokens = progress["synchronized"], progress["tokens"]
         self.rows = [PendingRow(**{**row, "trained": False}) for row in progress["rows"]]
@@ -244,8 +248,8 @@ class SemiSync:
         self._round_tokens, self._fragment, self._healed_after = progress["round_tokens"], None, step
 
     def collect_states(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-        """Send the state of this group alone to the group that writes the checkpoint, which keeps those that arrived.
-        The outer optimizer's weights have been swapped if the groups' differ."""
+        """Send this group's own state to the group that writes the checkpoint, which keeps the states that arrive. If
+        the groups' weights differ, the outer optimizer's weights must have been swapped in."""
         groups, weights = self._groups, self._config.keeps_own_weights
         own = own_state(parts, optimizer, weights=weights)
         self.states = {}
@@ -269,11 +273,11 @@ class SemiSync:
             if there:
                 self.states |= states[number]
             else:
-                get_logger().warning("the checkpoint is without the optimizer state of group %d, which ended", number)
+                get_logger().warning("the checkpoint lacks the optimizer state of group %d, which has ended", number)
         self.states |= own_weights(own, groups.group.number)
 
     def _finish_rows(self, table: Tensor, totals: Sequence[int]) -> None:
-        """Replace this group's numbers by those of all that have trained the step."""
+        """Replace this group's numbers by those of all groups that have trained the step."""
         column = 4
         for row, total in zip(self.rows, totals, strict=True):
             trained, tokens = table[:, column : column + 2].unbind(1)
@@ -299,7 +303,7 @@ class SemiSync:
                 row.row |= {**logged, "tokens": self.tokens + row.total}
 
     def _reduction(self, name: str) -> Reduction:
-        if is_of_experts(name):  # each group's metrics are over its share of the batch
+        if is_of_experts(name):  # each group's metrics cover its share of the batch
             return "sum" if name.startswith(LOAD) else "mean"
         return self._reductions.get(name, "mean")
 
@@ -313,7 +317,7 @@ class SemiSync:
 
 
 class LargestSynchronization:
-    """Largest synchronization of a rank on paper, of the fragment of which it has most, and of the group that writes
+    """Largest synchronization of a rank in the planner: of its largest fragment, and of the group that writes
     checkpoints if the run `saves` any."""
 
     def __init__(
@@ -330,14 +334,14 @@ class LargestSynchronization:
         self._fragment: FragmentInFlight | None = None
 
     def send(self) -> None:
-        """Copy the pseudo-gradients as for an all-reduce; after a step of the inner optimizer."""
+        """Copy the pseudo-gradients as for an all-reduce, after a step of the inner optimizer."""
         number = max(range(self._config.fragments), key=self._numbers)
         self._fragment = FragmentInFlight(number, moved=True, sum=AsyncAllReduce())
         assert self._fragment.sum is not None
         self._fragment.sum.start(self._fragment.gradients(self._outer, delayed=self._config.delay > 0), lambda _: None)
 
     def apply(self) -> None:
-        """Step the outer optimizer, and release what was in flight."""
+        """Step the outer optimizer, and release the fragment in flight."""
         fragment, self._fragment = self._fragment, None
         assert fragment is not None
         assert fragment.sum is not None

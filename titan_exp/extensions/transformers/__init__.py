@@ -1,1 +1,1 @@
-"""Causal language models of transformers (`model=huggingface`), of any class that it has."""
+"""Causal language models of transformers (`model=huggingface`), of any of its classes."""

@@ -1,6 +1,7 @@
-"""Parts of a class of transformers: embedding, list of blocks, head, all else around the blocks, and initial weights.
+"""Parts of a transformers class: embedding, list of blocks, head, everything else around the blocks, and initial
+weights.
 
-The class initializes its parameters on the meta device, where nothing is drawn, and the last operator on each is noted.
+The class initializes its parameters on the meta device, where nothing is drawn, and we note the last operator on each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
 
 
 KERNELS = "titan_exp"
-"""Name of the implementation by our kernels, under which transformers makes no masks."""
+"""Name of the attention implementation by our kernels, for which transformers makes no masks."""
 
 RECORDER = "titan_exp_recorder"
-"""Name of the implementation that computes nothing and notes its arguments."""
+"""Name of the attention implementation that computes nothing and records its arguments."""
 
 KNOWN_OPTIONS = frozenset(
     {"sliding_window", "position_ids", "use_cache", "is_causal", "cache_position", "cu_seq_lens_q"}
 )
-"""Arguments beside tensors, scaling, dropout and masks that the kernels compute with, or that training never gives."""
+"""Arguments, besides tensors, scaling, dropout and masks, that the kernels handle or that training never passes."""
 
 
 @dataclass
@@ -42,13 +43,13 @@ class AttentionCalls:
     """Calls of the attention of a model, recorded in a forward pass on the meta device."""
 
     found: dict[nn.Module, AttentionSpec] = field(default_factory=dict)
-    """Attention of each module that called."""
+    """Attention spec of each module that called attention."""
     unknown: dict[str, object] = field(default_factory=dict)
-    """Arguments that the kernels do not know."""
+    """Arguments that the kernels do not support."""
     dropout: float = 0.0
     """Largest dropout of attention probabilities."""
     masks_arrive: bool = True
-    """True if every call got the masks that the model was called with."""
+    """True if every call got the masks that were passed to the model."""
     is_causal: bool = True
     """False if a module sees later tokens."""
 
@@ -65,7 +66,7 @@ class AttentionCalls:
         masks: object = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Attention function of transformers: note a call, and return values of the right shape."""
+        """Record a call, as an attention function of transformers; returns values of the right shape."""
         heads, width = query.shape[1], query.shape[3]
         self.found[module] = AttentionSpec(
             heads,
@@ -88,7 +89,7 @@ _RECORDING: ContextVar[AttentionCalls] = ContextVar("recording")
 
 @contextmanager
 def recording_attention() -> Iterator[AttentionCalls]:
-    """Let models with the recorder note their calls."""
+    """Record the attention calls of models that have the recorder."""
     calls = AttentionCalls()
     token = _RECORDING.set(calls)
     try:
@@ -98,7 +99,7 @@ def recording_attention() -> Iterator[AttentionCalls]:
 
 
 def give_kernels(found: dict[nn.Module, AttentionSpec], backend: AttentionBackend) -> list[CausalAttention]:
-    """Give attention modules the kernel of their pattern as `core`; returns one core per pattern."""
+    """Give each attention module the kernel of its pattern as `core`; returns one core per pattern."""
     cores: dict[MaskPattern, CausalAttention] = {}
     for module, spec in found.items():
         module.core = CausalAttention(backend, spec.scale, spec.pattern)
@@ -114,7 +115,7 @@ def _record(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, *, masks: Sequence[Any], **_: Any
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers, by the module's kernel and the mask of its pattern."""
+    """Attend by the module's kernel and the mask of its pattern, as an attention function of transformers."""
     out = module.core(query, key, value, masks[module.mask_number])
     return out.transpose(1, 2).contiguous(), None
 
@@ -124,22 +125,22 @@ AttentionInterface.register(RECORDER, _record)
 
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of `config.json` with a number of experts."""
+"""Keys of `config.json` that hold a number of experts."""
 
 PROBED_TOKENS = 8
-"""Tokens of the forward pass on the meta device that shows shapes of attention."""
+"""Number of tokens in the meta-device forward pass that reveals attention shapes."""
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A model of transformers, taken apart. Modules are the model's own."""
+    """A transformers model taken apart; the modules are the model's own."""
 
     model: Any
     """The whole model."""
     embedding: nn.Embedding
     """Token embedding."""
     embedding_scale: float | None
-    """Factor of the rows that the embedding returns; None if there is none."""
+    """Factor of the embedding's output rows; None if there is none."""
     blocks_path: str
     """Path of the list of blocks in the model's body, such as `layers`."""
     blocks: nn.ModuleList
@@ -153,7 +154,7 @@ class Anatomy:
 
     @property
     def body(self) -> Any:
-        """The model without its head."""
+        """Body: the model without its head."""
         return self.model.base_model
 
 
@@ -168,9 +169,9 @@ def take_apart(config: "Config", attention: str) -> Anatomy:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     path, blocks = _blocks(body, config.layers, name)
     if not isinstance(embedding, nn.Embedding) or embedding.weight.shape != (config.vocab_size, config.dim):
-        raise unsupported(f"{name}'s token embedding is no table of model.vocab_size by model.dim")
+        raise unsupported(f"{name}'s token embedding is not a table of model.vocab_size by model.dim")
     if type(head) is not nn.Linear or head.bias is not None or head.weight.shape != embedding.weight.shape:
-        raise unsupported(f"{name}'s head is no linear layer of model.dim to model.vocab_size without bias")
+        raise unsupported(f"{name}'s head is not a linear layer from model.dim to model.vocab_size without bias")
     scale = getattr(embedding, "scalar_embed_scale", None)
     if type(embedding) is not nn.Embedding and scale is None:
         raise unsupported(f"{name}'s token embedding is a {type(embedding).__name__}, which does more than look up")
@@ -181,20 +182,20 @@ def take_apart(config: "Config", attention: str) -> Anatomy:
     found = {parameter for module in held for parameter in module.parameters()}
     lost = [key for key, parameter in model.named_parameters() if parameter not in found]
     if lost:
-        raise unsupported(f"{name} has parameters outside of embedding, blocks and head: {', '.join(lost[:3])}")
+        raise unsupported(f"{name} has parameters outside its embedding, blocks and head: {', '.join(lost[:3])}")
     return anatomy
 
 
 @torch.no_grad()
 def recorded_calls(anatomy: Anatomy) -> AttentionCalls:
-    """Calls of attention in a forward pass on the meta device, of a model with the recorder as its attention.
+    """Attention calls in a forward pass on the meta device, for a model with the recorder as its attention.
 
     Raises:
         UserError: the model does more with its hidden states or logits than the head's matmul.
     """
     model, name = anatomy.model, type(anatomy.model).__name__
     if any((getattr(model.config, key, None) or 0) > 1 for key in EXPERTS):
-        raise unsupported(f"{name} routes tokens to experts, which the families of titan_exp alone train")
+        raise unsupported(f"{name} routes tokens to experts, and we train experts only in families of our own")
     seen: dict[str, Any] = {}
     hooks = [
         anatomy.head.register_forward_hook(lambda _, inputs, output: seen.update(input=inputs[0], output=output)),
@@ -205,36 +206,36 @@ def recorded_calls(anatomy: Anatomy) -> AttentionCalls:
     try:
         with recording_attention() as calls:
             logits = model(input_ids=tokens, position_ids=positions, use_cache=False, masks=()).logits
-    except Exception as error:  # whatever a class raises
+    except Exception as error:  # a class may raise anything
         reason = " ".join(str(error).split())[:300]
-        raise unsupported(f"{name} cannot be called on the meta device: {type(error).__name__}: {reason}") from error
+        raise unsupported(f"{name} fails on the meta device with {type(error).__name__}: {reason}") from error
     finally:
         for hook in hooks:
             hook.remove()
     if not {"input", "hidden"} <= seen.keys():
         raise unsupported(f"{name} does not call its body and its head as a whole")
     if not _same_storage(seen["input"], seen["hidden"]):
-        raise unsupported(f"{name} changes the last hidden states before its head, as by a scale or a projection")
+        raise unsupported(f"{name} changes the hidden states before its head (perhaps by a scale or a projection)")
     if not _same_storage(logits, seen["output"]):
-        raise unsupported(f"{name} changes its logits after the head, as by a scale or a soft cap")
+        raise unsupported(f"{name} changes its logits after the head (perhaps by a scale or a soft cap)")
     return calls
 
 
 def recorder_of(config: "Config") -> Anatomy:
-    """The parts of a config's model with the recorder as its attention."""
+    """Take apart a config's model, with the recorder as its attention."""
     return take_apart(config, RECORDER)
 
 
 def unsupported(reason: str) -> UserError:
-    """Refusal of a class."""
-    remedy = "another class; or a module of your own, see titan-exp help own-model"
-    return UserError("This run cannot be started.", [Violation("model.repository", "", reason, remedy)])
+    """Make the error that refuses a class."""
+    remedy = "give a repository with another class, or write a module of your own (titan-exp help own-model)"
+    return UserError("This run cannot start.", [Violation("model.repository", "", reason, remedy)])
 
 
 def recorded_init(model: Any) -> dict[nn.Parameter, InitSpec]:
-    """Initial distribution of each parameter of a meta model; those drawn from another one are left out.
+    """Initial distribution of each parameter of a meta model; parameters with a distribution that we lack are left out.
 
-    The embedding's row of a padding token, which classes set to zero, starts like the other rows.
+    A padding token's embedding row, which classes set to zero, starts like the other rows.
     """
     with _InitRecorder(model) as recorder, torch.no_grad():
         model.initialize_weights()
@@ -246,10 +247,10 @@ def _built(config: "Config", attention: str) -> Any:
         return build_class(config, attention)
     except UserError:
         raise
-    except Exception as error:  # whatever a class raises
+    except Exception as error:  # a class may raise anything
         reason = " ".join(str(error).split())[:300]
         kind = config.config_json.get("model_type")
-        raise unsupported(f"a {kind} cannot be built with our attention: {type(error).__name__}: {reason}") from error
+        raise unsupported(f"a {kind} with our attention fails with {type(error).__name__}: {reason}") from error
 
 
 def _blocks(body: nn.Module, layers: int, name: str) -> tuple[str, nn.ModuleList]:
@@ -260,7 +261,7 @@ def _blocks(body: nn.Module, layers: int, name: str) -> tuple[str, nn.ModuleList
 
 
 def _outermost(module: nn.Module, taken: set[nn.Module], prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Outermost modules that neither are taken nor hold a taken one."""
+    """Outermost modules that are not taken and contain no taken module."""
     found: list[tuple[str, nn.Module]] = []
     for name, child in module.named_children():
         if child in taken:

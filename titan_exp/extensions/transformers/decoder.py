@@ -1,7 +1,7 @@
-"""A class of transformers as a decoder: our embedding and head around its own body, which attends by our kernels.
+"""Transformers class as a decoder: our embedding and head around the class's own body, which attends by our kernels.
 
-The body is called as a whole with the rows of the embedding. Its blocks are the children `blocks`, its other modules
-the children `others`, so that parallelism finds and replaces modules where the body calls them.
+The body is called as a whole with the embedding's rows. Its blocks are the children `blocks`, and its other modules the
+children `others`, so parallelism finds and replaces modules where the body calls them.
 """
 
 from typing import TYPE_CHECKING
@@ -56,10 +56,10 @@ class ClassDecoder(nn.Module):
         self._replace_linears()
         if not any(refused.key == "parallelism.tp" for refused in spec.unsupported):
             self._plan_tensor_parallelism(anatomy, attention)
-        # The body is no child of its own: its modules have our names.
+        # The body is not a child itself, because its modules have our names.
         self._body = (anatomy.model, anatomy.body)
         self.names = our_names(self, anatomy)
-        """Parameter names of the class by ours."""
+        """Parameter names of the class, by our names."""
 
     def forward(
         self,
@@ -68,7 +68,7 @@ class ClassDecoder(nn.Module):
         documents: Int[Tensor, "batch seq"] | None = None,
         loss: LogitsLoss | None = None,
     ) -> Float[Tensor, "batch seq vocab"] | LossSum | tuple[LossSum, ...]:
-        """Logits of the next token, or their loss; see `models/decoder.py`."""
+        """Compute logits of the next token, or their loss; see `models/decoder.py`."""
         seq, device = x.shape[1], x.device
         masks = tuple(core.mask(documents, positions, seq=seq, device=device) for core in self._cores)
         rows = self.embedding(x)
@@ -83,16 +83,16 @@ class ClassDecoder(nn.Module):
         return self._plan
 
     def pp_plan(self) -> PipelinePlan:
-        """Children that FSDP gathers for their own calls."""
+        """Plan that names the children that FSDP gathers for their own calls."""
         return self.spec.pipeline
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initial distributions that the class's own initialization has, by full name."""
+        """Initial distributions of the class's own initialization, by full name."""
         theirs = {ours: self._init.get(name) for ours, name in self.names.items()}
         return {name: init for name, init in theirs.items() if init is not None}
 
     def reset_buffers(self) -> None:
-        """Compute the class's buffers (RoPE), once memory is real."""
+        """Compute the class's buffers (RoPE) once they have memory."""
         for module in self.modules():
             own_parameters = any(True for _ in module.parameters(recurse=False))
             if not own_parameters and any(True for _ in module.buffers(recurse=False)):
@@ -103,7 +103,7 @@ class ClassDecoder(nn.Module):
         return self.spec.flops_per_token(seq_len)
 
     def _replace_linears(self) -> None:
-        """Make the blocks' linears those whose matmul recipes and tensor parallelism replace."""
+        """Replace the blocks' linears by ours, whose matmul recipes and tensor parallelism can replace."""
         for block in self.blocks.values():
             for path, module in list(block.named_modules()):
                 if type(module) is nn.Linear:
@@ -134,7 +134,7 @@ class ClassDecoder(nn.Module):
 
 
 def our_names(model: ClassDecoder, anatomy: Anatomy) -> dict[str, str]:
-    """Names of the class's parameters by ours."""
+    """Names of the class's parameters, by our names."""
     theirs = {parameter: name for name, parameter in anatomy.model.named_parameters()}
     return {name: theirs[parameter] for name, parameter in model.named_parameters()}
 

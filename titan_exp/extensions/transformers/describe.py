@@ -1,4 +1,4 @@
-"""Model spec of a class of transformers, read off a model on the meta device, and its tensor-parallel plan in our
+"""Model spec of a transformers class, read from a model on the meta device, and its tensor-parallel plan in our
 styles."""
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,21 +35,21 @@ LinearStyle = Colwise | Rowwise | SequenceParallel
 GATHERED = ("colwise_gather_output", "colwise_rep")
 SPLIT = ("rowwise_split_input", "rowwise_rep")
 SUPPORTED = ("colwise", "rowwise", *GATHERED, *SPLIT, "replicated_with_grad_allreduce", "replicate")
-"""Styles of transformers that are translated."""
+"""Styles of transformers that we translate."""
 
 
 @dataclass
 class BlockStyles:
-    """Tensor-parallel styles of a block."""
+    """Tensor-parallel styles in a block."""
 
     linears: dict[str, LinearStyle] = field(default_factory=dict)
-    """Style by the path of a linear."""
+    """Style by path of the linear."""
     heads: list[str] = field(default_factory=list)
     """Paths of norms over this rank's heads."""
     gathering: list[str] = field(default_factory=list)
     """Paths of modules that are called with all tokens."""
     refusal: str | None = None
-    """Reason for which the block cannot be sharded."""
+    """Reason why the block cannot be sharded."""
 
 
 def describe(config: "Config") -> ModelSpec:
@@ -98,7 +98,7 @@ def styles_of_block(anatomy: Anatomy, block: nn.Module, attention: tuple[str, At
 
 
 def _plan(anatomy: Anatomy) -> dict[str, str]:
-    """The class's plan for a block, by path in it."""
+    """The class's plan for a block, by path in the block."""
     prefix = f"{anatomy.blocks_path}.*."
     plan = getattr(anatomy.body.config, "base_model_tp_plan", None) or {}
     return {path.removeprefix(prefix): style for path, style in plan.items() if path.startswith(prefix)}
@@ -128,7 +128,7 @@ def _layer(
 
 
 def _by_block(calls: AttentionCalls, paths: dict[nn.Module, str]) -> dict[nn.Module, tuple[str, str]]:
-    """Block's number, and path in it, of each module that called attention; the first one of a block."""
+    """Block number, and path in the block, of each module that called attention; only the first in a block counts."""
     found: dict[nn.Module, tuple[str, str]] = {}
     seen = set[str]()
     for module in calls.found:
@@ -140,23 +140,23 @@ def _by_block(calls: AttentionCalls, paths: dict[nn.Module, str]) -> dict[nn.Mod
 
 
 def _require_trainable(config: "Config", anatomy: Anatomy, calls: AttentionCalls) -> None:
-    """Refuse classes whose attention or dropout would be computed otherwise than the class says.
+    """Refuse classes whose attention or dropout we would compute differently from the class.
 
     Raises:
         UserError: the class is refused.
     """
     model, name = anatomy.model, type(anatomy.model).__name__
     if not calls.found:
-        raise unsupported(f"{name} computes its attention itself, not by the interface that takes other kernels")
+        raise unsupported(f"{name} computes attention itself, without the interface that takes other kernels")
     if not calls.is_causal:
         raise unsupported(f"the attention of {name} sees later tokens")
     if not calls.masks_arrive:
-        raise unsupported(f"{name} does not hand its arguments on to the attention, which gets its masks there")
+        raise unsupported(f"{name} does not pass its arguments on to the attention, which needs our masks from them")
     if calls.unknown:
         options = ", ".join(f"{key}={_short(value)}" for key, value in calls.unknown.items())
-        raise unsupported(f"the attention of {name} asks for {options}, which our kernels do not compute")
+        raise unsupported(f"the attention of {name} asks for {options}, which our kernels do not have")
     if not getattr(model, "_supports_flash_attn", False):
-        raise unsupported(f"{name} has masks that it does not describe to attention kernels")
+        raise unsupported(f"{name} has masks that attention kernels do not know (it does not support flash attention)")
     for module in model.modules():
         plain = next((key for key, value in vars(module).items() if isinstance(value, torch.Tensor)), None)
         if plain is not None:
@@ -164,10 +164,10 @@ def _require_trainable(config: "Config", anatomy: Anatomy, calls: AttentionCalls
     rates = {module.p for module in model.modules() if isinstance(module, nn.Dropout)} | {calls.dropout}
     if max(rates) > 0:
         keys = [key for key, value in model.config.to_dict().items() if _is_dropout(key, value)]
-        reason = f"{name} drops {max(rates):g} of its activations, and each layout would draw others"
-        remedy = " ".join(f"+model.config_overrides.{key}=0.0" for key in keys)
+        reason = f"{name} drops {max(rates):g} of its activations, and every layout would drop other ones"
+        remedy = f"use {' '.join(f'+model.config_overrides.{key}=0.0' for key in keys)}"
         given = dict(config.config_overrides)
-        raise UserError("This run cannot be started.", [Violation("model.config_overrides", given, reason, remedy)])
+        raise UserError("This run cannot start.", [Violation("model.config_overrides", given, reason, remedy)])
 
 
 def _is_dropout(key: str, value: object) -> bool:
@@ -182,8 +182,8 @@ def _unsupported(anatomy: Anatomy, refusals: dict[str, str]) -> list[Unsupported
     name = type(anatomy.model).__name__
     found = {
         "tp": refusals.get("tp"),
-        "cp": f"the attention of {name} is called with whole sequences",
-        "pp": f"{name} is called as a whole, and has no stages",
+        "cp": f"{name} calls its attention with whole sequences",
+        "pp": f"we call {name} as a whole, and cannot split it into stages",
     }
     return [Unsupported(f"parallelism.{axis}", reason) for axis, reason in found.items() if reason is not None]
 
@@ -194,9 +194,9 @@ def block_styles(
     parameters: Iterable[str],
     attention: tuple[str, AttentionSpec] | None,
 ) -> BlockStyles:
-    """Styles of a block from the class's plan for it: style by path, with `*` for numbers.
+    """Styles in a block, from the class's plan for it: style by path, with `*` for numbers.
 
-    `linears` are outputs by path, `parameters` all names, `attention` the attention module's path and shapes.
+    `linears` has outputs by path, `parameters` all names, and `attention` the attention module's path and shapes.
     """
     found = BlockStyles()
     named = {name: _of(plan, name) for name in parameters}
@@ -204,7 +204,7 @@ def block_styles(
     styles = {owner: _of(plan, owner) for owner in owners}
     unknown = {style for style in (*styles.values(), *named.values()) if style is not None and style not in SUPPORTED}
     if unknown:
-        found.refusal = f"its plan has the style {sorted(unknown)[0]}, which is not translated"
+        found.refusal = f"its plan has the style {sorted(unknown)[0]}, for which we have no counterpart"
         return found
     for owner, style in styles.items():
         if owner in linears:
@@ -212,10 +212,10 @@ def block_styles(
         elif style == "replicated_with_grad_allreduce":
             found.heads.append(owner)
         elif style not in (None, "replicate"):
-            found.refusal = f"its plan has the style {style} for {owner}, which is no linear layer"
+            found.refusal = f"its plan has the style {style} for {owner}, which is not a linear layer"
     for module in {name.rpartition(".")[0]: None for name, style in found.linears.items() if _gathers(style)}:
         if not any(_splits(style) for name, style in found.linears.items() if name.rpartition(".")[0] == module):
-            found.refusal = f"its plan gathers outputs of {module}, and splits them for no linear after it"
+            found.refusal = f"its plan gathers outputs of {module}, and does not split them for a linear after it"
     _gather_once(found)
     for owner, style in styles.items():
         inside = [module for module in _sharded_modules(found) if owner.startswith(f"{module}.")]
@@ -233,7 +233,7 @@ def _splits(style: LinearStyle) -> bool:
 
 
 def _of(plan: Mapping[str, str], name: str) -> str | None:
-    """Style of a name, whose numbers are `*` in the plan."""
+    """Style of a name; the plan has `*` for the name's numbers."""
     return plan.get(".".join("*" if part.isdecimal() else part for part in name.split(".")))
 
 
@@ -253,7 +253,7 @@ def _linear_style(
 
 
 def _gather_once(found: BlockStyles) -> None:
-    """Let modules with column-parallel linears gather their input for all of them."""
+    """Let modules with column-parallel linears gather their input once for all of these."""
     for name, style in found.linears.items():
         module = name.rpartition(".")[0]
         if isinstance(style, Colwise) and module:
@@ -263,7 +263,7 @@ def _gather_once(found: BlockStyles) -> None:
 
 
 def _sharded_modules(found: BlockStyles) -> set[str]:
-    """Modules between whose linears each rank has its own features."""
+    """Modules inside which each rank has its own features, between linears."""
     return {
         name.rpartition(".")[0]
         for name, style in found.linears.items()
@@ -272,29 +272,31 @@ def _sharded_modules(found: BlockStyles) -> set[str]:
 
 
 PASSING = "titan_exp_passing"
-"""Name of the attention implementation in which no token sees another."""
+"""Name of the attention implementation in which no token sees another token."""
 
 TOKENS = 23
-"""Tokens of the forward pass, a size that no other dim is likely to have."""
+"""Number of tokens in the forward pass; no other dim is likely to have this size."""
 
 FEWEST_BLOCKS = 8
-"""Blocks that are called at least, if there are as many; and as many more as it takes to call one of each kind."""
+"""Minimum number of blocks that are called, if there are as many; more are called if it takes more to include one of
+each kind."""
 
 LARGEST_TENSOR = 2**24
-"""Most numbers of a tensor that the pass may compute, if the class can be called with less."""
+"""Maximum number of elements of a tensor that the pass may compute, if the class can be called with fewer."""
 
 
 @torch.no_grad()
 def token_mixing(config: "Config") -> str | None:
-    """Sentence about a module that mixes tokens outside attention, the first of perhaps several; None without one."""
+    """Sentence about a module that mixes tokens outside attention, the first one found; None if there is none."""
     with torch.device("meta"):
         anatomy = take_apart(config, PASSING)
     try:
         found = _mixing_module(anatomy)
-    except Exception as error:  # whatever a class raises
+    except Exception as error:  # a class may raise anything
         name, reason = type(anatomy.model).__name__, " ".join(str(error).split())[:300]
         return (
-            f"{name} cannot be probed for modules that mix tokens outside attention: {type(error).__name__}: {reason}"
+            f"we look for modules of {name} that mix tokens outside attention, and that fails with "
+            f"{type(error).__name__}: {reason}"
         )
     return None if found is None else f"{found} mixes tokens outside attention"
 
@@ -326,7 +328,7 @@ def _call(body: Any, hidden: Tensor) -> Tensor:
 
 
 def _bad_tokens(value: object) -> set[int]:
-    """Tokens at which a tensor of a value has NaN, of those with a dim of that size."""
+    """Tokens at which a tensor of a value has NaN, for tensors that have a dim of that size."""
     found = set[int]()
     for tensor in tree_leaves(value):
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and TOKENS in tensor.shape:
@@ -337,7 +339,7 @@ def _bad_tokens(value: object) -> set[int]:
 
 @contextmanager
 def _watched(body: nn.Module, expected: set[int], found: list[str]) -> Iterator[None]:
-    """Note modules that make other tokens than the expected ones NaN, the inner ones first."""
+    """Note modules that turn other tokens than the expected ones into NaN, inner modules first."""
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not (_bad_tokens((args, kwargs)) - expected) and _bad_tokens(output) - expected:
@@ -353,7 +355,7 @@ def _watched(body: nn.Module, expected: set[int], found: list[str]) -> Iterator[
 
 
 def _enough(blocks: nn.ModuleList) -> int:
-    """Number of first blocks with one of each kind."""
+    """Number of first blocks that include one of each kind."""
     kinds = dict[object, int]()
     for number, block in enumerate(blocks):
         modules = tuple(type(module) for module in block.modules())
@@ -362,7 +364,7 @@ def _enough(blocks: nn.ModuleList) -> int:
 
 
 class _Largest(TorchDispatchMode):
-    """Numbers of the largest tensor that is computed."""
+    """Tracks the number of elements of the largest computed tensor."""
 
     numbers = 0
 
@@ -374,7 +376,7 @@ class _Largest(TorchDispatchMode):
 
 
 def _compute_less(body: nn.Module, hidden: Tensor) -> None:
-    """Lower numbers in modules that are no shape of weights, such as the size of chunks, if tensors would be large."""
+    """Lower numbers in modules that are not shapes of weights, such as chunk sizes, if tensors would be large."""
     try:
         largest = _largest(body, hidden)
     except NotImplementedError:  # a shape depends on values
@@ -394,7 +396,7 @@ def _compute_less(body: nn.Module, hidden: Tensor) -> None:
             setattr(module, name, 16)
         try:
             lower = _largest(body, hidden)
-        except Exception:  # whatever a class raises if the number is a shape
+        except Exception:  # a class may raise anything if the number is a shape
             lower = largest
         if lower < largest:
             largest = lower
@@ -420,12 +422,12 @@ def _give_cheap_weights(body: nn.Module) -> None:
 
 
 def _mean(x: Tensor, width: int) -> Tensor:
-    """Outputs of a linear at each token, as far as NaN is concerned."""
+    """Output of a linear at each token, as far as NaN is concerned."""
     return x.mean(-1, keepdim=True).repeat(*(1,) * (x.dim() - 1), width)
 
 
 def _pass(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
-    """Attention of each token to itself: [batch, seq, heads, width of values]."""
+    """Attend from each token to itself only: [batch, seq, heads, width of values]."""
     of_token = sum(part.mean((1, 3)) for part in (query, key, value))
     assert isinstance(of_token, Tensor), "there are three"
     return of_token[..., None, None].repeat(1, 1, query.shape[1], value.shape[3]), None

@@ -1,6 +1,6 @@
-"""Any causal language model of transformers: its class's own modules, with our attention kernels, embedding and head.
+"""Any causal language model of transformers: the class's own modules, with our attention kernels, embedding and head.
 
-The class is described by a model on the meta device, when a run is checked; composing a run imports no torch.
+When a run is checked, a model on the meta device describes the class. Composing a run imports no torch.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def spec(config: Config) -> ModelSpec:
-    """Spec of the class, read off a model on the meta device."""
+    """Spec of the class, read from a model on the meta device."""
     from titan_exp.extensions.transformers.repository import require_transformers
 
     require_transformers()
@@ -44,7 +44,7 @@ def token_mixing(config: Config) -> str | None:
 
 
 def model(config: Config, *, seq_len: int, backend: "AttentionBackend") -> "ClassDecoder":
-    """The class as a decoder; its tables of positions are those of `config.json`, whatever `seq_len`."""
+    """Build the class as a decoder. Its position tables follow `config.json`, whatever `seq_len` is."""
     from titan_exp.extensions.transformers.repository import require_transformers
     from titan_exp.models.spec.lookup import model_spec
 
@@ -57,7 +57,7 @@ def model(config: Config, *, seq_len: int, backend: "AttentionBackend") -> "Clas
 
 
 def block(config: Config, layer: int, backend: "AttentionBackend") -> "nn.Module":
-    """One block of the class, as the whole model calls it."""
+    """Build one block of the class, as the whole model calls it."""
     return model(config, seq_len=config.context, backend=backend).blocks[str(layer)]
 
 
@@ -65,7 +65,7 @@ def state_dict_map(config: Config, form: str) -> StateDictMap:
     """State-dict map from the class's own names, tensor by tensor.
 
     Raises:
-        UserError: a parameter is stacked, whose tensors are kept apart in files.
+        UserError: a parameter is stacked, while its tensors are separate in files.
     """
     import torch
 
@@ -75,8 +75,8 @@ def state_dict_map(config: Config, form: str) -> StateDictMap:
     stacked = next((name for name, shape in shapes.items() if len(shape) > 2), None)
     if stacked is not None:
         raise UserError(
-            f"{config.repository}: {stacked} is stacked in memory and kept apart in files, which is not translated. "
-            "Runs of this class begin with initial weights, and checkpoint.export=none."
+            f"{config.repository}: the class stacks {stacked} in memory, and files hold its parts. We cannot translate "
+            "that, so start from initial weights (checkpoint.initial=null) and do not export (checkpoint.export=none)."
         )
     runs = {name: (RowRange(0, shapes[name][0], theirs, 0),) for name, theirs in built.names.items()}
     their_shapes = {theirs: shapes[name] for name, theirs in built.names.items()}
@@ -95,7 +95,7 @@ def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
     from titan_exp.extensions.transformers.repository import class_config, supported_type
 
     supported_type(values)
-    for key in CONFIG_KEYS["layers"]:  # lists of this length are made of them
+    for key in CONFIG_KEYS["layers"]:  # lists of this length are built from it
         count(values.get(key) or 0, f"config.json: {key}", BLOCKS)
     try:
         sizes = {size: config_size(values, size) for size in CONFIG_KEYS}

@@ -1,4 +1,4 @@
-"""Repository of a model: its `config.json` as OmegaConf resolvers, and the class of transformers that it names.
+"""Repository of a model: its `config.json` as OmegaConf resolvers, and the transformers class that it names.
 
 Code of a repository is never executed, and composing a run imports no transformers.
 """
@@ -23,8 +23,8 @@ CONFIG_FILE = "config.json"
 HUB_TIMEOUT = 10
 """Seconds to wait for the hub."""
 
-REMEDY = "a folder with a config.json, as docs/examples/olmo_debug is; or a name on the hub, organisation/name"
-"""Repositories that can be read."""
+REMEDY = "give a folder with a config.json, such as docs/examples/olmo_debug, or a name on the hub: organisation/name"
+"""Remedy that names repositories that can be read."""
 
 CONFIG_KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
@@ -35,21 +35,21 @@ CONFIG_KEYS = {
         *("model_max_length", "context_length"),
     ),
 }
-"""Names of a size in `config.json`, by our key; classes differ."""
+"""Names of a size in `config.json`, by our key, because classes differ."""
 
 UNLIMITED = 2**20
-"""Context in tokens of a class that has no limit, such as one without positions."""
+"""Context in tokens of a class without a limit, such as one without positions."""
 
 OLDEST_VERSION = 5
-"""Oldest major version of transformers with the attention interface and the initialization that are used here."""
+"""Oldest major version of transformers that has the attention interface and the initialization used here."""
 
 NOT_READ = ("auto_map", "dtype", "quantization_config", "torch_dtype", "transformers_version")
-"""Keys of `config.json` about other things than the class and its shape."""
+"""Keys of `config.json` that concern neither the class nor its shape."""
 
 
 def _class_values(config: "Config") -> Mapping[str, Any]:
-    """Values that the class reads, with its defaults, without sizes that are fields here and what every class of
-    transformers has."""
+    """Values that the class reads, including its defaults, without sizes that are fields here and keys that all classes
+    have."""
     require_transformers()
     from transformers import PretrainedConfig
 
@@ -58,8 +58,8 @@ def _class_values(config: "Config") -> Mapping[str, Any]:
 
 
 def _change(_: "Config", key: str) -> Change:
-    """Another value of a key of `config.json`: a rate of dropout may be meant, ids of tokens and the draw of initial
-    weights change nothing."""
+    """Kind of change for a key of `config.json`: a new dropout rate may be meant; token ids and initial weights change
+    nothing."""
     if "dropout" in key:
         return Change.MEANT
     return Change.NOTHING if key.endswith(("_token_id", ".use_cache", ".initializer_range")) else Change.FUNCTION
@@ -70,13 +70,14 @@ class Config(ModelConfig):
     """A repository's `config.json`, and sizes in place of its own."""
 
     repository: str = field(metadata=NO_CHANGE)
-    """Folder with a `config.json`, or a name on the hub (organisation/name); read when the run is composed. Its weights
-    are `checkpoint.initial=FOLDER`. E.g. `model=huggingface model.repository=docs/examples/olmo_debug`."""
+    """Folder with a `config.json`, or a name on the hub (organisation/name). It is read when the run is composed. Its
+    weights are loaded only with `checkpoint.initial=FOLDER`.
+    E.g. `model=huggingface model.repository=docs/examples/olmo_debug`."""
     config_overrides: dict[str, Any] = field(hash=False, metadata=NO_CHANGE)
-    """Values in place of those in `config.json`.
+    """Values that replace those in `config.json`.
     E.g. `model=huggingface model.repository=docs/examples/olmo_debug +model.config_overrides.attention_dropout=0.0`."""
     config_json: dict[str, Any] = field(hash=False, metadata={"compared": _class_values, "change": _change})
-    """Content of `config.json` with the overrides, kept with the run; given here, no folder is read.
+    """Content of `config.json` with the overrides, which is kept with the run. If it is given here, no folder is read.
     E.g. `model=huggingface model.repository=own model.config_json='{n_layer: 2, n_embd: 8, vocab_size: 9}'`."""
     attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"] = field(
         metadata=NO_CHANGE
@@ -85,14 +86,14 @@ class Config(ModelConfig):
 
     @property
     def has_own_blocks(self) -> bool:
-        """False: blocks are those of the class."""
+        """False, because the blocks are the class's."""
         return False
 
 
 def repository_config(repository: object, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Content of a repository's `config.json`, with some values replaced.
 
-    `repository` is a folder, or a name on the hub (`organisation/name`), of which this file alone is fetched. Raises
+    `repository` is a folder, or a name on the hub (`organisation/name`), from which only this file is fetched. Raises
     UnreadableSourceError if there is none.
     """
     path = _config_file(str(repository))
@@ -106,7 +107,7 @@ def config_size(values: Mapping[str, Any], size: str) -> int:
     """A size in the content of `config.json` (`layers`, `dim`, `vocab_size`, `context`).
 
     Raises:
-        ValueError: it is not there.
+        ValueError: the size is missing.
     """
     names = CONFIG_KEYS[size]
     found = next((values[name] for name in names if values.get(name) is not None), None)
@@ -120,7 +121,7 @@ def config_size(values: Mapping[str, Any], size: str) -> int:
 
 
 def _kinds_of_layers(values: Mapping[str, Any]) -> int | None:
-    """Length of the longest list of names in the content of a `config.json`: those of its layers' kinds."""
+    """Length of the longest list of names in a `config.json`, which lists the kinds of layers."""
     lists = [value for value in values.values() if isinstance(value, Sequence) and not isinstance(value, str)]
     return max((len(names) for names in lists if all(isinstance(name, str) for name in names)), default=0) or None
 
@@ -132,7 +133,7 @@ def _config_file(repository: str) -> Path:
         return file
     if folder.is_dir():
         near = sorted(found.parent.name for found in folder.glob(f"*/{CONFIG_FILE}"))
-        offer = f"there is one in its folder {near[0]}" if near else REMEDY
+        offer = f"its folder {near[0]} has one: model.repository={folder / near[0]}" if near else REMEDY
         raise UnreadableSourceError("this folder has no config.json", offer)
     if repository.count("/") != 1 or repository.startswith((".", "~", "/")) or folder.parent.is_dir():
         beside = [str(folder.parent / other.name) for other in _folders(folder.parent)]
@@ -156,12 +157,12 @@ def _fetched(repository: str) -> Path:
     except Exception as error:  # the library does not wrap its HTTP client's errors
         reason = str(error).partition("\n")[0]
         raise UnreadableSourceError(
-            f"there is no such folder, and the hub gives no {CONFIG_FILE} of that name ({reason})", REMEDY
+            f"there is no such folder, and the hub has no {CONFIG_FILE} under that name ({reason})", REMEDY
         ) from error
 
 
 def class_config(config: "Config") -> Any:
-    """Configuration object of transformers, with our sizes in place of those in `config.json`.
+    """Build the configuration object of transformers, with our sizes in place of those in `config.json`.
 
     Raises:
         UserError: transformers is missing, or has no such causal language model.
@@ -179,25 +180,25 @@ def class_config(config: "Config") -> Any:
                 raise
             made = None
         if fewer and getattr(made, CONFIG_KEYS["layers"][0], None) != config.layers:
-            # Lists by layer that the class makes of other keys are in its configuration of all layers.
+            # Per-layer lists that the class makes from other keys are in its configuration of all layers.
             made = maker.from_dict(_resized(maker.from_dict(values).to_dict(), config, maker))
         limit = getattr(made, CONFIG_KEYS["context"][0], None)
-    except Exception as error:  # its validation raises what it likes
+    except Exception as error:  # its validation may raise anything
         reason = " ".join(str(error).split())
         raise _refusal(
             "model.repository", config.repository, f"transformers refuses its config.json: {reason}"
         ) from error
     if config.context == UNLIMITED and isinstance(limit, int) and 0 < limit < UNLIMITED:
-        reason = "its config.json names no context length, and its class has a limit of its own"
-        raise _refusal("model.context", config.context, reason, f"model.context={limit}")
+        reason = "its config.json names no context length, and its class has a limit"
+        raise _refusal("model.context", config.context, reason, f"use model.context={limit}")
     if type(made) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         reason = f"transformers has no causal language model of model_type {kind!r}"
-        raise _refusal("model.repository", config.repository, reason, "a decoder such as OLMo, Gemma or GPT-NeoX")
+        raise _refusal("model.repository", config.repository, reason, "give a decoder such as OLMo, Gemma or GPT-NeoX")
     return made
 
 
 def _layers(values: Mapping[str, Any], config: "Config") -> int:
-    """Layers of the whole model; ours if `config.json` says no number."""
+    """Number of layers in the whole model; ours if `config.json` gives none."""
     try:
         return config_size(values, "layers")
     except ValueError:
@@ -212,16 +213,16 @@ def _resized(values: Mapping[str, Any], config: "Config", maker: Any) -> dict[st
         names, number = CONFIG_KEYS[size], getattr(config, size)
         own = (getattr(maker, "attribute_map", None) or {}).get(names[0], names[0])
         name = next((name for name in (own, *names) if found.get(name) is not None), own)
-        # Lists alone tell the layers of some classes, and others have no limit of the context.
+        # Some classes give the number of layers only by lists, and others have no context limit.
         if found.get(name) is not None or (hasattr(maker, own) and number != UNLIMITED):
             found[name] = number
     return found
 
 
 def _first_layers(value: Any, layers: int, first: int) -> Any:
-    """A value of `config.json` without its entries of layers after the first ones.
+    """Value of `config.json` that keeps only the entries of the first layers.
 
-    A list of as many entries as there are layers has one for each, and a mapping whose keys are numbers is by layer.
+    A list with as many entries as layers has one per layer, and a mapping whose keys are numbers goes by layer.
     """
     if isinstance(value, Mapping) and value and all(str(key).isdecimal() for key in value):
         return {key: part for key, part in value.items() if int(key) < first}
@@ -245,7 +246,7 @@ def class_name(made: Any) -> str:
 
 
 def require_transformers() -> None:
-    """Import transformers, after a check that it is installed in a version that can be used.
+    """Import transformers, after checking that it is installed in a usable version.
 
     Raises:
         UserError: it is missing or too old.
@@ -254,17 +255,17 @@ def require_transformers() -> None:
         raise _refusal(
             "model.architecture",
             "huggingface",
-            "the package transformers, which has the model's class, is not installed",
-            "pip install 'titan_exp[huggingface]', or a family of titan_exp (model=llama3_8b, qwen3_8b, ...)",
+            "the model's class is in the package transformers, which you have not installed",
+            "pip install 'titan_exp[huggingface]', or use a family of titan_exp (model=llama3_8b, model=qwen3_8b, ...)",
         )
     import transformers
 
     if int(transformers.__version__.partition(".")[0]) < OLDEST_VERSION:
-        reason = f"transformers {transformers.__version__} is installed, and its classes are built otherwise"
+        reason = f"you have transformers {transformers.__version__}, which builds its classes in another way"
         raise _refusal("model.architecture", "huggingface", reason, f"pip install 'transformers>={OLDEST_VERSION}'")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with warnings.catch_warnings(), import_torchao():
-        warnings.simplefilter("ignore")  # of other packages that it imports if they are there
+        warnings.simplefilter("ignore")  # from other packages that it imports if they exist
         importlib.import_module("transformers.modeling_utils")
 
 
@@ -279,15 +280,15 @@ def supported_type(values: Mapping[str, Any]) -> str:
 
     kind = values.get("model_type")
     if values.get("is_encoder_decoder"):
-        reason = f"its config.json is that of an encoder-decoder ({kind}), which predicts from a second sequence"
-        raise _refusal("model.repository", kind, reason, "a causal language model: one with a decoder alone")
+        reason = f"its config.json is that of an encoder-decoder ({kind}), which reads a second sequence"
+        raise _refusal("model.repository", kind, reason, "give a causal language model, which has only a decoder")
     if isinstance(values.get("text_config"), Mapping):
-        reason = f"its config.json is that of a model of images or sound and text ({kind})"
-        raise _refusal("model.repository", kind, reason, "the repository of its text model")
+        reason = f"its config.json is that of a model of text with images or sound ({kind})"
+        raise _refusal("model.repository", kind, reason, "give the repository of its text model")
     if kind not in CONFIG_MAPPING:
         reason = f"transformers has no class for its model_type, {kind!r}"
         if "auto_map" in values:
-            reason += "; the repository brings code of its own, which is never executed"
+            reason += ", and we never execute the code that the repository brings"
         raise _refusal(
             "model.repository",
             kind,
@@ -298,4 +299,4 @@ def supported_type(values: Mapping[str, Any]) -> str:
 
 
 def _refusal(key: str, value: object, reason: str, remedy: str = "") -> UserError:
-    return UserError("This run cannot be started.", [Violation(key, value, reason, remedy)])
+    return UserError("This run cannot start.", [Violation(key, value, reason, remedy)])

@@ -16,6 +16,7 @@ from titan_exp.launch.local.run import INTERRUPTED, PREDICTION_FLAG, run
 from titan_exp.launch.rank.rank_env import ATTEMPT, RankInfo
 from titan_exp.launch.run_console import Interrupts, RunConsole, describe, summarize
 from titan_exp.launch.run_plan import RunPlan, create_run_folder
+from titan_exp.tracking.run_folder.attempts import STOPPED
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 POLL_INTERVAL = 0.1
@@ -34,7 +35,7 @@ class _Slot:
 
 
 class ConcurrentRuns:
-    """Runs up to `jobs` plans at a time, with the cores split among them.
+    """Runs up to `jobs` plans at a time and splits the cores among them.
 
     `on_end` receives the launcher's exit code, and the reason if it failed to start. No run starts once
     `stop_requested` returns True.
@@ -68,11 +69,13 @@ class ConcurrentRuns:
                     signals = (self._interrupts.first is not None) + self._interrupts.again
                     if signals > forwarded:
                         forwarded = signals
-                        echo("Stopping: every run saves first. Ctrl-C again ends them at once.")
+                        saved = any(plan.experiment.checkpoint.mode != "off" for plan in plans)
+                        first = "saves its state first" if saved else "stops after its step, and saves nothing"
+                        echo(f"Stopping: every run {first}. Press Ctrl-C again to end them at once.")
                         self._signal()
                     time.sleep(POLL_INTERVAL)
         finally:
-            for slot in self._running():  # only after an exception
+            for slot in self._running():  # reached only after an exception
                 assert slot.process is not None
                 slot.process.terminate()
 
@@ -134,19 +137,18 @@ class LocalExecutor(Executor):
         for number, plan in enumerate(plans):
             submission = results[number]
             if submission is not None:
-                text = "done already" if submission.outcome == "done" else submission.reason
+                text = "already done" if submission.outcome == "done" else submission.reason
                 options.echo(f"[{number + 1}/{len(plans)}] {options.title(plan)}: {text}")
         waiting = [number for number, submission in results.items() if submission is None]
         run_all = _run_sequentially if options.jobs == 1 or len(waiting) < 2 else _run_concurrently
         results |= run_all(plans, waiting, options)
-        return [
-            results[number] or Submission(plan, "not started", exit_code=INTERRUPTED)
-            for number, plan in enumerate(plans)
-        ]
+        code = STOPPED if options.stop_requested() else INTERRUPTED
+        return [results[number] or Submission(plan, "not started", exit_code=code) for number, plan in enumerate(plans)]
 
-    def launch(self, plan: RunPlan) -> int:
+    def launch(self, plan: RunPlan) -> Submission:
         """Run one plan with a progress display."""
-        return run(plan).exit_code
+        outcome = run(plan)
+        return _submission(plan, outcome.summary.state, outcome.exit_code)
 
     def rank_info(self) -> RankInfo | None:
         """Rank started by submitit's local controller; None under another launcher."""
@@ -181,19 +183,25 @@ def _run_concurrently(
 ) -> dict[int, Submission | None]:
     numbers = {plans[number].folder.path: number for number in waiting}
     results: dict[int, Submission | None] = {}
+    attempts: dict[int, int] = {}
 
     def heading(plan: RunPlan) -> str:
         return f"[{numbers[plan.folder.path] + 1}/{len(plans)}] {options.title(plan)}"
 
     def on_start(plan: RunPlan) -> None:
-        options.echo(f"{heading(plan)}: started, {plan.folder.path}")
+        attempts[numbers[plan.folder.path]] = len(plan.folder.read_attempts())
+        options.echo(f"{heading(plan)}: started in {plan.folder.path}")
 
     def on_end(plan: RunPlan, code: int, refusal: str | None) -> None:
         summary = summarize(plan.folder)
         submission = _submission(plan, summary.state, code)
+        said = refusal or describe(summary, plan.experiment.training.last_step)
         if refusal:
             submission = Submission(plan, "refused", reason=refusal, exit_code=code)
-        options.echo(f"{heading(plan)}: {refusal or describe(summary, plan.experiment.training.last_step)}")
+        elif code == -signal.SIGINT and len(plan.folder.read_attempts()) == attempts[numbers[plan.folder.path]]:
+            # It came while the launcher was still importing.
+            submission, said = Submission(plan, "not started", exit_code=INTERRUPTED), "stopped before it started"
+        options.echo(f"{heading(plan)}: {said}")
         if submission.outcome == "failed":
             options.echo(f"    {submission.reason or f'exit code {code}'}\n    titan-exp logs {plan.folder.path}")
         results[numbers[plan.folder.path]] = submission

@@ -1,9 +1,9 @@
-"""Rank processes on this machine: of a run, or ephemeral, for one function.
+"""Rank processes on this machine: the ranks of a run, or short-lived ones that call one function.
 
 They are started through submitit's local controller, which waits for every rank, so that peers of a failed rank would
-block forever. The launcher therefore polls each rank and kills all of them soon after the first failure.
-`python -m titan_exp.launch.local.ranks RUN_FOLDER` runs one. It is given a path: nothing is unpickled, least of all
-from the run folder, where other users may write.
+block forever. The launcher therefore polls each rank and kills all of them soon after the first failure. `python -m
+titan_exp.launch.local.ranks RUN_FOLDER` runs one. It gets a path and unpickles nothing, least of all from the run
+folder, where other users may write.
 """
 
 import contextlib
@@ -52,15 +52,15 @@ from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
 
 RANK = "titan_exp.launch.local.ranks"
-"""Module of a rank."""
+"""Module that runs one rank."""
 GRACE = 3.0
-"""Seconds after the first failure for ranks to record their error and exit."""
+"""Seconds after the first failure that ranks have to record their error and exit."""
 LINGER = 30.0
-"""Seconds for processes to exit after every rank has recorded its end."""
+"""Seconds that processes have to exit once every rank has recorded its end."""
 START_LIMIT = 60.0
-"""Seconds for all other rank processes to appear after the first."""
+"""Seconds that all other rank processes have to appear after the first."""
 TEN_YEARS = 10 * 365 * 24 * 60
-"""Timeout in minutes, required by submitit's controller."""
+"""Timeout in minutes, which submitit's controller requires."""
 
 
 class LocalRanks:
@@ -86,7 +86,7 @@ class LocalRanks:
         self._records: dict[int, RankRecord] = {}
         self._failures: dict[int, RankFailure] = {}
         self._oom_kills = count_oom_kills()
-        # Monotonic clock times.
+        # These times are on the monotonic clock.
         self._first_seen: float | None = None
         self._first_death: float | None = None
         self._all_ended: float | None = None
@@ -138,18 +138,18 @@ class LocalRanks:
             self._all_ended = now
         if over and not self._any_alive():
             return True
-        # Also covers a controller that exited before the ranks, in addition to their parent watchdogs.
+        # This also covers a controller that exited before the ranks, in addition to their parent watchdogs.
         grace = 2 * REPORT_TIMEOUT if self._hang.report_pending() else GRACE
         if _is_past(self._first_death, grace) or _is_past(self._all_ended, LINGER):
             self.kill()
         return False
 
     def news(self) -> Iterable[str]:
-        """No lines: those of the logs say all."""
+        """Return no lines, because the logs already have them all."""
         return ()
 
     def kill(self) -> None:
-        """Kill all ranks, and the controller if it does not exit."""
+        """Kill all ranks, and the controller if it does not exit on its own."""
         self._killed = True
         self._find_processes()
         _kill_trees(self._processes.values())

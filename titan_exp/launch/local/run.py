@@ -1,12 +1,13 @@
 """Local run: create or find the folder, start the ranks, show progress, close the attempt.
 
-Repeating the command resumes the run in the same folder, or reports that it is done.
+Repeating the command resumes the run in its folder, or reports that it is done.
 
 `python -m titan_exp.launch.local.run RUN_FOLDER [--prediction]` is the launcher of a concurrent run; with the flag,
 plan.json is read from standard input.
 """
 
 import contextlib
+import os
 import socket
 import sys
 import time
@@ -28,11 +29,11 @@ from titan_exp.launch.state.attempt_end import (
     close_dead_attempts,
     wait_for_orphans,
 )
-from titan_exp.tracking.run_folder.attempts import FAILED
-from titan_exp.tracking.run_folder.files import FileTail
+from titan_exp.tracking.run_folder.attempts import FAILED, shown_state
+from titan_exp.tracking.run_folder.files import FileLock, FileTail
 from titan_exp.tracking.run_folder.folder_owner import FolderWatch
 from titan_exp.tracking.run_folder.metrics_jsonl import rows_of
-from titan_exp.tracking.run_folder.run import DIED_UNRECORDED
+from titan_exp.tracking.run_folder.run import DIED_UNRECORDED, SWEEP_GONE
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 POLL_INTERVAL = 0.1
@@ -53,19 +54,20 @@ class RunOutcome:
     summary: Summary
 
 
-def run(plan: RunPlan, *, console: RunConsole | None = None) -> RunOutcome:
-    """Run a plan to its end, or report that it is done. Raises UserError if its folder cannot be written or another
-    process runs it."""
+def run(plan: RunPlan, *, console: RunConsole | None = None, sweep: int | None = None) -> RunOutcome:
+    """Run a plan to its end, or report that it is done. `sweep` is the parent process if that is a sweep, whose death
+    the run lock then shows. Raises UserError if its folder cannot be written or another process runs it."""
     console = console or RunConsole()
     existed = create_run_folder(plan)
     if not existed:
         report_large_patch(plan.folder, console.echo)
-    if (done := _if_done(plan, console)) is not None:  # needs no lock, which a run of another user refuses
+    if (done := _if_done(plan, console)) is not None:  # this needs no lock, which another user's run would refuse
         return done
-    with explain_write_errors(plan.folder.path), acquire_run(plan.folder, "launcher", console.echo):
+    with explain_write_errors(plan.folder.path), acquire_run(plan.folder, "launcher", console.echo) as lock:
         if (done := _if_done(plan, console)) is not None:
             return done
-        execution = _Execution(plan, _open_attempt(plan, plan.folder.read_state(), console, renew=existed), console)
+        attempt = _open_attempt(plan, plan.folder.read_state(), console, renew=existed)
+        execution = _Execution(plan, attempt, console, lock, sweep)
         result = execution.run()
     summary = replace(summarize(execution.folder), state=result.state, reason=result.reason)
     _report(replace(plan, folder=execution.folder), summary, result, console)
@@ -74,22 +76,22 @@ def run(plan: RunPlan, *, console: RunConsole | None = None) -> RunOutcome:
 
 
 def _if_done(plan: RunPlan, console: RunConsole) -> RunOutcome | None:
-    """Outcome of a run that is done, reported; None of any other."""
+    """Report a run that is done and return its outcome; None for any other run."""
     state = plan.folder.read_state()
     if state is None or state.state != "done":
         return None
     summary = summarize(plan.folder)
     console.echo(f"{describe(summary, plan.experiment.training.last_step)}: {plan.folder.path}")
     console.echo(
-        "This run is done, so nothing was started. To run it again, give another experiment.seed or "
-        "experiment.name, or remove its folder."
+        "This run is already done, so nothing starts. To run it again, change experiment.seed or experiment.name, or "
+        "remove its folder."
     )
     return RunOutcome(0, summary)
 
 
 def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole, *, renew: bool) -> int:
-    """Record the intent to start, with `renew` or after another attempt in a folder of the present code; returns the
-    attempt number."""
+    """Record the intent to start; returns the attempt number. With `renew`, or after another attempt, the folder gets
+    the present code first."""
     folder, worlds = plan.folder, plan.layout.cluster.worlds
     size = plan.layout.world_size * worlds
     last = state.attempt if state else 0
@@ -97,7 +99,7 @@ def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole, *,
     if renew or last:
         refresh_snapshot(plan, last)
     attempt = folder.add_attempt(world_size=size, hosts=[socket.gethostname()]).attempt
-    # A rank of the previous attempt that is still starting either sees this row and exits, or is awaited here.
+    # A rank of the previous attempt that is still starting either sees this row and exits, or we wait for it here.
     wait_for_orphans(folder, console.echo)
     folder.clear_stop()
     folder.write_state(RunState("running", state.step if state else 0, time.time(), attempt, None))
@@ -114,8 +116,11 @@ def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole, *,
 class _Execution:
     """Executes and monitors one attempt."""
 
-    def __init__(self, plan: RunPlan, attempt: int, console: RunConsole) -> None:
+    def __init__(
+        self, plan: RunPlan, attempt: int, console: RunConsole, lock: FileLock, sweep: int | None = None
+    ) -> None:
         self.plan, self.folder, self.attempt, self.console = plan, plan.folder, attempt, console
+        self.lock, self.sweep = lock, sweep
         supervise = LocalRanks if plan.layout.cluster.worlds == 1 else several_worlds().supervise
         self.ranks: Processes = supervise(plan.layout, plan.folder, attempt)
         self.metrics = FileTail(plan.folder.metrics, from_now=True)
@@ -135,7 +140,7 @@ class _Execution:
                 result = self._follow()
         finally:
             self.ranks.close()
-            self.console.close(result.state)
+            self.console.close(shown_state(result.state, result.reason))
             self._close(result)
             self.folder_watch.close()
         return result
@@ -151,7 +156,7 @@ class _Execution:
             close_attempt(self.folder, self.attempt, state, exit_code=code, reason=reason, overrule=True)
         except OSError as error:
             # The exit code must still be returned; the next start closes the attempt.
-            self.console.error(f"{self.folder.state} cannot be written ({error.strerror}).")
+            self.console.error(f"Cannot write {self.folder.state} ({error.strerror}).")
 
     def _follow(self) -> AttemptResult:
         stopping, interrupts = False, self.interrupts
@@ -160,10 +165,16 @@ class _Execution:
             if loss is not None:
                 self.ranks.kill()
                 return AttemptResult("failed", FAILED, loss)
+            if self.sweep not in (None, os.getppid()):
+                self.lock.rename(SWEEP_GONE)
+                self.sweep = None
             if interrupts.first and not stopping:
                 stopping = True
                 self.folder.request_stop(f"the launcher received {interrupts.first}")
-                self.console.echo("Stopping: saving first. Ctrl-C again ends at once.")
+                first = (
+                    "stops after this step, and saves nothing" if _saves_nothing(self.plan) else "saves its state first"
+                )
+                self.console.echo(f"Stopping: the run {first}. Press Ctrl-C again to end at once.")
             if interrupts.again:
                 self.ranks.kill()
                 self._show()
@@ -192,17 +203,25 @@ class _Execution:
 
 def _report(plan: RunPlan, summary: Summary, result: AttemptResult, console: RunConsole) -> None:
     if result.state == "failed":
-        # A UserError explains itself; other failures show their traceback.
-        text = result.detail if result.exit_code == UserError.exit_code else f"{result.detail}\n{result.reason}"
+        # A UserError and an Outcome explain themselves; other failures show their traceback.
+        first = result.detail.strip().partition("\n")[0]
+        explained = result.exit_code == UserError.exit_code or (first and (result.reason or "").endswith(f": {first}"))
+        text = result.detail if explained else f"{result.detail}\n{result.reason}"
         console.error(text.strip())
     if plan.folder.path.exists():
         console.echo(f"{describe(summary, plan.experiment.training.last_step)}: {plan.folder.path}")
     if result.state == "preempted":
-        console.echo("The same command continues it.")
+        begins = "begin it again, as it saves nothing (checkpoint.mode=off)" if _saves_nothing(plan) else "continue it"
+        console.echo(f"Type the same command to {begins}.")
+
+
+def _saves_nothing(plan: RunPlan) -> bool:
+    return plan.experiment.checkpoint.mode == "off"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Launch a run folder's ranks and wait; returns the run's exit code."""
+    """Launch a run folder's ranks for the sweep that is the parent, and wait; returns the run's exit code."""
+    sweep = os.getppid()
     folder, *rest = arguments or [""]
     if not folder or rest not in ([], [PREDICTION_FLAG]):
         print(f"usage: python -m titan_exp.launch.local.run RUN_FOLDER [{PREDICTION_FLAG}]", file=sys.stderr)
@@ -210,7 +229,8 @@ def main(arguments: Sequence[str]) -> int:
     safe_output("utf-8", raw=True)
     prediction = sys.stdin.read() if rest else None
     try:
-        return run(replace(plan_relaunch(RunFolder(Path(folder)), trust=True), prediction=prediction)).exit_code
+        plan = replace(plan_relaunch(RunFolder(Path(folder)), trust=True), prediction=prediction)
+        return run(plan, sweep=sweep).exit_code
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

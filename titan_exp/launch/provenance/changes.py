@@ -1,4 +1,4 @@
-"""Changes of code and data between a recorded start of a run and the present."""
+"""Code and data changes between a recorded start of a run and the present."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from titan_exp.launch.executor import RunPlan
 from titan_exp.launch.provenance.git import checksums
 from titan_exp.launch.provenance.provenance import read_provenance
 from titan_exp.rules.checkpoint import local_checkpoint, recorded_data
-from titan_exp.tracking.number_format import format_bytes, format_time
+from titan_exp.tracking.number_format import format_bytes, format_items, format_time
 from titan_exp.tracking.run_folder.provenance_records import CodeRecord, CodeVersion, read_code
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 LARGE_PATCH = 1_000_000
-"""Bytes from which a diff is large."""
+"""Size in bytes at which a diff counts as large."""
 NAMES = 5
 """Maximum number of names of files, or of runs, in a message."""
 DATA_NAMES = {"data.content": "data files", "data.paths": "token stores", "data.tokenizer": "tokenizer"}
@@ -32,17 +32,19 @@ DATA_NAMES = {"data.content": "data files", "data.paths": "token stores", "data.
 def code_changes(before: CodeRecord, after: CodeRecord) -> list[str]:
     """Differences between two code records (`code.json`), a line per repository or package.
 
-    Code is the same if its files are: a commit that changes other files of a repository does not count.
+    Code is the same if its files are the same; a commit that changes other files of a repository does not count.
     """
     old, new = ({part.name: part for part in record.parts} for record in (before, after))
     lines = [_change(old[name], new[name]) for name in old if name in new]
-    lines += [f"{name}: no longer imported" for name in old if name not in new]
-    lines += [f"{name}: imported now, not before ({new[name].state})" for name in new if name not in old]
+    lines += [f"{name}: this run does not import it any more" for name in old if name not in new]
+    lines += [
+        f"{name}: this run imports it now, and did not before ({new[name].state})" for name in new if name not in old
+    ]
     return [line for line in lines if line is not None]
 
 
 def attempt_changes(run: Run, attempt: int) -> tuple[str, list[str]]:
-    """Start that attempt `attempt` continues, and the code changes since: the last attempt, or the parent run."""
+    """Start that attempt `attempt` continues (the last attempt, or the parent run), and the code changes since then."""
     folder, present = run.folder, run.code
     if present is None:
         return "", []
@@ -58,8 +60,8 @@ def attempt_changes(run: Run, attempt: int) -> tuple[str, list[str]]:
 
 
 def edited_code(folder: RunFolder) -> list[str]:
-    """Recorded files that were edited before this process imported them, a line per repository. Snapshots do not
-    change: they replace titan_exp and the repository of the current folder."""
+    """Recorded files that were edited before this process imported them, a line per repository. Snapshots, which
+    replace titan_exp and the repository of the current folder, never change."""
     record, lines = read_code(folder.code), []
     frozen = record.frozen if record else None
     for part in record.parts[1 if frozen else 0 :] if record else ():
@@ -73,16 +75,16 @@ def edited_code(folder: RunFolder) -> list[str]:
 
 
 def report_changes(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
-    """Print the code changes since the attempts or parents that these runs continue; their folders are up to date."""
+    """Print the code changes since the attempts or parents that these runs continue. The folders must be up to date."""
     continued: dict[tuple[str, ...], int] = {}
     for plan in plans:
         rows = plan.folder.read_attempts()
         since, lines = attempt_changes(Run(plan.folder), (rows[-1].attempt if rows else 0) + 1)
         if lines:
-            heading = f"Code changed since {since}:" if len(plans) == 1 else "run(s) continue with other code:"
+            heading = f"Code changed since {since}:" if len(plans) == 1 else "continue with other code:"
             continued[heading, *lines] = continued.get((heading, *lines), 0) + 1
     for (heading, *lines), count in continued.items():
-        echo("\n  ".join([heading if len(plans) == 1 else f"{count} {heading}", *lines]))
+        echo("\n  ".join([heading if len(plans) == 1 else f"{format_items(count, 'run')} {heading}", *lines]))
 
 
 def patched_files(patch: str) -> dict[str, str]:
@@ -92,20 +94,20 @@ def patched_files(patch: str) -> dict[str, str]:
 
 
 def report_large_patch(folder: RunFolder, echo: Callable[[str], None]) -> None:
-    """Print the largest files of a run's diff.patch if that is large, as every run has a copy."""
+    """Print the largest files of a run's diff.patch if the patch is large, since every run has a copy."""
     size = folder.diff.stat().st_size
     if size < LARGE_PATCH:
         return
     parts = patched_files(folder.diff.read_bytes().decode(errors="replace"))
     largest = sorted(parts, key=lambda name: len(parts[name]), reverse=True)
     echo(
-        f"{folder.diff} has {format_bytes(size)}, most of it of {_named(largest)}. Every run keeps a copy: commit "
-        "large files, or list them in .gitignore to leave them out."
+        f"{folder.diff} has {format_bytes(size)}, most of it from {_named(largest)}. Every run keeps a copy, so commit "
+        "large files, or list them in .gitignore."
     )
 
 
 def report_stale(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
-    """Print which finished runs are of other code or data than the present, and how to run them anew."""
+    """Print which finished runs have other code or data than the present, and how to run them anew."""
     done = [plan for plan in plans if (state := plan.folder.read_state()) is not None and state.state == "done"]
     if not done:
         return
@@ -121,13 +123,13 @@ def report_stale(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
         subject = f"The result in {runs[0].folder.path}"
         if len(done) > 1:
             subject = f"{len(runs)} of {len(done)} results ({_named([run.run_id for run in runs])})"
-        echo(f"{subject} {'is' if len(runs) == 1 else 'are'} of other code or data than the present:")
+        echo(f"{subject} {'comes' if len(runs) == 1 else 'come'} from other code or data than you have now:")
         for line in lines:
             echo(f"  {line}")
     if stale:
         name = done[0].experiment.experiment.name
         folders = "that folder" if len(done) == 1 else f"those folders of {done[0].folder.path.parent}"
-        echo(f"To train with the present ones, add experiment.name={name}-2 (any new name), or remove {folders}.")
+        echo(f"To train with what you have now, add experiment.name={name}-2 (any new name), or remove {folders}.")
 
 
 def refuse_other_data(experiment: Experiment, folder: RunFolder) -> None:
@@ -141,7 +143,7 @@ def refuse_other_data(experiment: Experiment, folder: RunFolder) -> None:
         return
     continued, restart = folder.path, "checkpoint.continue_data=restart"
     if saved_state(str(folder.path)) is not None:
-        restart = f"checkpoint.continue_from={'/'.join(folder.path.parts[-2:])} {restart}, which is a new run"
+        restart = f"start a new run with checkpoint.continue_from={'/'.join(folder.path.parts[-2:])} {restart}"
     elif checkpoint.continue_data == "same" and (path := local_checkpoint(checkpoint, experiment.paths)) is not None:
         continued = path.parent.parent
     else:
@@ -184,7 +186,7 @@ def _data_changes(folder: RunFolder, experiment: Experiment, identities: dict[st
             identities[key] = known_identity(experiment.data)
         present, files = identities[key]
     except (UserError, OSError) as error:
-        return [f"data: not compared, since it cannot be read now ({str(error).splitlines()[0]})"]
+        return [f"data: we could not compare it, since nothing can read it now ({str(error).splitlines()[0]})"]
     recorded = {name: rows[-1].data[name] for name in present if name in rows[-1].data}
     lines = [
         f"{DATA_NAMES.get(name, name)}: from {before} to {present[name]}"
@@ -194,5 +196,7 @@ def _data_changes(folder: RunFolder, experiment: Experiment, identities: dict[st
     began = rows[-1].start or rows[-1].intent
     if not lines and files is not None and files.is_sampled and files.modified > began:
         when = format_time(files.modified)
-        lines.append(f"data files: modified since, at {when}; sampled contents are the same, others may differ")
+        lines.append(
+            f"data files: modified since, at {when} (the samples that we read are the same, others may differ)"
+        )
     return lines

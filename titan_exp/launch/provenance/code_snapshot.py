@@ -1,7 +1,7 @@
-"""The user's code that a configuration names, and the copy of all code at submission.
+"""Your code that a configuration names, and the snapshot of all code at submission.
 
-Modules are found by import path in source files, without importing anything; dynamic imports are not seen.
-Snapshots are content-addressed: later edits do not affect a queued job, and all runs of a sweep share one.
+Modules are found by import path in source files, without importing them, so dynamic imports are missed. Snapshots are
+content-addressed: later edits do not affect a queued job, and all runs of a sweep share one.
 """
 
 import ast
@@ -29,9 +29,9 @@ MODULES_LIMIT = 1000
 
 
 def user_modules(names: Iterable[str]) -> dict[str, Path]:
-    """Files by module name: the modules of these import paths, their packages, and what they import.
+    """Files by module name: the modules at these import paths, their packages, and all modules that they import.
 
-    Modules of titan_exp, the standard library and installed packages are left out, unless a name is theirs.
+    Modules of titan_exp, the standard library and installed packages are left out, unless a name refers to one.
     """
     search_current_directory()
     found: dict[str, Path] = {}
@@ -63,7 +63,7 @@ def scope(module: str, file: Path) -> Path:
 
 
 def _modules(name: str) -> Iterator[tuple[str, Path]]:
-    """Innermost module of a dotted name, and its packages."""
+    """Innermost module of a dotted name, and the packages around it."""
     module, _, _ = locate(name)
     parts = module.split(".") if module else []
     for depth in range(len(parts), 0, -1):
@@ -103,13 +103,14 @@ def _python_folders() -> frozenset[Path]:
 
 
 FOLDER = f".code-{os.geteuid()}"
-"""Folder of this user's snapshots, beside the runs: jobs import no code that another user has placed there."""
+"""Name of the folder of this user's snapshots, beside the runs, so that jobs import no code placed there by another
+user."""
 ROOTS = ("titan_exp", "hydra_plugins", "conf")
 """Snapshot folders of a checkout; an installed package contains `conf`."""
 SUFFIXES = {".py", ".so"}
 """Suffixes of files that can be imported."""
 OWN_LIMIT = 100_000_000
-"""Maximum total bytes of the user's copied files."""
+"""Maximum total size of copied user files, in bytes."""
 NAMES = 3
 """Maximum number of named files in a note."""
 
@@ -125,17 +126,20 @@ class CodeSnapshot:
     loose: tuple[str, ...]
     """Imported files that were not copied: edits take effect until the job starts."""
     left_out: tuple[str, ...] = ()
-    """Files of copied packages that were not copied: ignored by git and not seen to be imported, or too large."""
+    """Files of copied packages that were left out: too large, or ignored by git without a visible import."""
 
     def notes(self) -> list[str]:
         """Lines for the user about code that is not copied."""
-        loose = "is not copied, being outside the current folder's repository or too large: edits affect waiting jobs."
-        left_out = "is missing in the job's copy of your code: git ignores it, or it is too large."
+        loose = (
+            "lies outside the repository of the current folder, or is too large to copy, so edits still affect "
+            "waiting jobs."
+        )
+        left_out = "is not in the job's copy of your code, because git ignores it or it is too large."
         found = [(self.loose, loose), (self.left_out, left_out)]
         return [f"{_named(names)} {text}" for names, text in found if names]
 
     def import_path(self) -> list[str]:
-        """sys.path without the Python installation; the copy of the user's repository replaces the current folder."""
+        """sys.path without the Python installation; the copy of your repository replaces the current folder."""
         here, own = os.getcwd(), (sys.prefix, sys.base_prefix)
         places = dict.fromkeys(os.path.abspath(entry) for entry in [*sys.path, here])
         added = [place for place in places if not place.startswith(own)]
@@ -150,8 +154,8 @@ def _named(names: Sequence[str]) -> str:
 def take_code_snapshot(
     runs: Path, experiments: Sequence[Experiment], package: Path | None = None, *, write: bool = True
 ) -> CodeSnapshot:
-    """Copy titan_exp, and user code that the experiments import, to `runs` unless the same copy exists; without
-    `write` the copy is only named."""
+    """Copy titan_exp, and user code that the experiments import, to `runs` unless the same copy exists. Without
+    `write`, only name the copy."""
     ours = package or Path(titan_exp.__file__).resolve().parent
     copy = _keep(runs, ours.parent, _files(ours.parent, ROOTS), write=write)
     here = Path.cwd()
@@ -166,12 +170,12 @@ def take_code_snapshot(
 
 
 def _own_files(here: Path, modules: Mapping[str, Path]) -> tuple[list[str] | None, tuple[str, ...]]:
-    """Files of the user's code, and those of its packages that are left out; None outside a repository, or if the
-    modules alone are too large.
+    """Files of your code to copy, and files of its packages to leave out; None outside a repository, or if the modules
+    alone are too large.
 
-    Taken are Python files of the repository, what else git knows of the packages of imported modules, and what it
-    ignores there of imported and of compiled modules, as these are generated. Anything else that it ignores may be
-    private.
+    Python files of the repository are taken, and all other files that git knows in the packages of imported modules. Of
+    ignored files there, only imported and compiled modules are taken, since these are generated; other ignored files
+    may be private.
     """
     listed = _tracked(here, ["*.py"])
     if listed is None:
@@ -191,7 +195,7 @@ def _own_files(here: Path, modules: Mapping[str, Path]) -> tuple[list[str] | Non
 
 
 def _files(root: Path, names: Sequence[str]) -> list[str]:
-    """Files below `root / name`: tracked and untracked ones in a repository, else all."""
+    """Files below `root / name`: in a repository the tracked and untracked ones, elsewhere all."""
     found = _tracked(root, [*names]) if _tracked(root, ["titan_exp"], "--cached") else None
     if found is None:
         found = [
@@ -205,7 +209,7 @@ def _files(root: Path, names: Sequence[str]) -> list[str]:
 
 
 def _tracked(folder: Path, patterns: Sequence[str], *kinds: str) -> list[str] | None:
-    """Existing files that git knows and that match; None outside a repository."""
+    """Existing files that git knows and that match the patterns; None outside a repository."""
     names = list_files(folder, patterns, *(kinds or KNOWN))
     return None if names is None else [name for name in names if (folder / name).is_file()]
 
@@ -234,7 +238,7 @@ def _keep(runs: Path, root: Path, names: Sequence[str], *, write: bool) -> Path:
         try:
             os.rename(temporary, target)
         except OSError:
-            if not _is_owned(target, owner):  # else another process was first, with the same content
+            if not _is_owned(target, owner):  # otherwise another process was first, with the same content
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

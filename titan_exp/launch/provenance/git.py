@@ -14,20 +14,23 @@ from titan_exp.tracking.run_folder.files import temporary_folder
 from titan_exp.tracking.run_folder.provenance_records import CodeVersion, digest
 
 NEW_FILE_LIMIT, NEW_FILES_LIMIT = 1_000_000, 10_000_000
-"""Maximum bytes of one untracked file, and of all untracked files, in the diff; larger ones are only listed."""
+"""Maximum bytes in the diff of one untracked file, and of all untracked files; larger ones are only listed."""
 FILES_LIMIT = 2000
 """Maximum number of files with checksums."""
 DIFF_OPTIONS = (
     *("--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--no-relative"),
     *("--src-prefix=a/", "--dst-prefix=b/"),
 )
-"""Options of git diff against a user's settings with which the patch would not apply."""
+"""Options of git diff that override settings of the user with which the patch would not apply."""
 RUN_NOTHING = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false")
-"""Options of git against hooks and watchers of a repository. Its filters, as those of LFS, make the diff what it is."""
+"""Options of git that switch off a repository's hooks and watchers. Its filters, such as LFS's, stay, since they shape
+the diff."""
+SOURCES = {".py", ".pyx", ".so", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h"}
+"""Suffixes of files that a run can import or compile."""
 KNOWN, NEW = ("--cached", "--others", "--exclude-standard"), ("--others", "--exclude-standard")
-"""Options of git ls-files: tracked and untracked files, and the latter alone."""
+"""Options of git ls-files: for tracked and untracked files, and for untracked files only."""
 GIT_TIMEOUT = 60
-"""Timeout in seconds: a repository on a slow network disk must not block a launch."""
+"""Timeout in seconds, because a repository on a slow network disk must not block a launch."""
 
 
 def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
@@ -45,7 +48,7 @@ def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
 
 
 def repository_of(path: Path) -> Path | None:
-    """Top folder of the repository of a file or folder, unless it is ignored there; None without one."""
+    """Top folder of the repository of a file or folder. None if there is none, or the path is ignored in it."""
     folder = path if path.is_dir() else path.parent
     root = run_git(folder, "rev-parse", "--show-toplevel")
     return Path(root.strip()) if root is not None and list_files(folder, [str(path)], *KNOWN) else None
@@ -54,13 +57,13 @@ def repository_of(path: Path) -> Path | None:
 def read_repository(
     name: str, top: Path, scopes: Sequence[Path], *, untracked: Sequence[str] | None = None
 ) -> tuple[CodeVersion, str]:
-    """Version of a repository, and its diff from HEAD. The code is in the folders or files `scopes`, whose untracked
-    files are in the diff (else those under `untracked`)."""
+    """Version of a repository, and its diff from HEAD. The code is in the folders or files `scopes`. Their untracked
+    files are in the diff, unless `untracked` names other places."""
     commit = run_git(top, "rev-parse", "--verify", "HEAD")
     # A repository without a commit is compared with the empty tree.
     base = commit.strip() if commit else (run_git(top, "hash-object", "-t", "tree", "/dev/null") or "").strip()
     inside = [os.path.relpath(scope.resolve(), top.resolve()) for scope in scopes]
-    patch, left_out = _diff(top, base, untracked or inside)
+    patch, left_out, differs = _diff(top, base, untracked or inside, inside)
     masked = mask(patch)
     branch = run_git(top, "symbolic-ref", "--quiet", "--short", "HEAD")
     return CodeVersion(
@@ -69,7 +72,7 @@ def read_repository(
         commit=commit.strip() if commit else None,
         branch=branch.strip() if branch else None,
         remote=_remote(top),
-        dirty=bool(patch or left_out),
+        dirty=differs,
         left_out=tuple(left_out),
         masked=masked.count(MASK) > patch.count(MASK),
         diff=digest(patch.encode(errors="surrogateescape")) if patch else None,
@@ -80,7 +83,7 @@ def read_repository(
 def read_files(
     name: str, folder: Path, scopes: Sequence[Path], *, version: str | None = None, save: bool = False
 ) -> tuple[CodeVersion, str]:
-    """Version of code in no repository: checksums of its Python files, and with `save` their text as a patch that
+    """Version of code without a repository: checksums of its Python files. With `save`, their text forms a patch that
     creates them in an empty folder."""
     found = {file for path in scopes for file in (path.rglob("*.py") if path.is_dir() else [path])}
     names = sorted(file.relative_to(folder).as_posix() for file in found if file.is_file())
@@ -100,7 +103,7 @@ def read_files(
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Checksums of existing files by name; of files too large for the diff, the size instead."""
+    """Checksums of existing files by name; files too large for the diff have their size instead."""
     found = sorted(name for name in names if "__pycache__" not in name and (folder / name).is_file())
     if len(found) > FILES_LIMIT:
         return {}
@@ -112,7 +115,7 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def _remote(top: Path) -> str | None:
-    """URL of `origin`, or of the only remote, without user, password, query."""
+    """URL of `origin`, or of the only remote, without user, password and query."""
     names = (run_git(top, "remote") or "").split()
     name = "origin" if "origin" in names else names[0] if len(names) == 1 else None
     url = None if name is None else run_git(top, "remote", "get-url", name)
@@ -130,9 +133,12 @@ def _new_file_patch(name: str, text: str) -> str:
     return f"{head}--- /dev/null\n+++ b/{name}\n@@ -0,0 +1,{len(lines)} @@\n{body}{end}"
 
 
-def _diff(top: Path, base: str, untracked: Sequence[str]) -> tuple[str, list[str]]:
-    """Patch of changed and untracked files, and the omitted files. Works on a copy of the index."""
-    new = {name: top / name for name in list_files(top, untracked, *NEW) or ()}
+def _diff(top: Path, base: str, untracked: Sequence[str], code: Sequence[str]) -> tuple[str, list[str], bool]:
+    """Patch of changed and untracked files; the omitted files; and True if a tracked file differs, or an untracked one
+    may be code, which all below `code` may be. It uses a copy of the index."""
+    new = {name: top / name for name in list_files(top, untracked, *NEW) or () if not _is_data_link(top / name)}
+    differs = any(_may_be_code(name, new[name], code) for name in new)
+    differs = differs or bool(run_git(top, "diff", "--name-only", base))
     # A nested repository is listed as a folder.
     sizes = {name: path.lstat().st_size if path.is_symlink() or path.is_file() else None for name, path in new.items()}
     taken = _within_limits(sizes)
@@ -140,15 +146,27 @@ def _diff(top: Path, base: str, untracked: Sequence[str]) -> tuple[str, list[str
         index = {"GIT_INDEX_FILE": str(folder / "index")}
         original = top / (run_git(top, "rev-parse", "--git-path", "index") or "").strip()
         if original.is_file():
-            # Keeps the mtime: git rereads only files that are as new as the index.
+            # The copy keeps the mtime, since git rereads only files that are as new as the index.
             shutil.copy2(original, index["GIT_INDEX_FILE"])
         names = "\0".join(taken)
         run_git(top, "add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul", stdin=names, **index)
-        return run_git(top, "diff", *DIFF_OPTIONS, base, **index) or "", sorted({*new} - {*taken})
+        return run_git(top, "diff", *DIFF_OPTIONS, base, **index) or "", sorted({*new} - {*taken}), differs
+
+
+def _is_data_link(path: Path) -> bool:
+    """True for a link to a folder from which nothing is imported, such as a virtual environment or a disk for runs."""
+    return path.is_symlink() and path.is_dir() and next(path.glob("*.py"), None) is None
+
+
+def _may_be_code(name: str, path: Path, code: Sequence[str]) -> bool:
+    """True for an untracked file that a run could import or compile, or that lies in a folder of its code; also for a
+    nested repository and a link to a folder, which may hold such files."""
+    inside = any(place == "." or f"{name}/".startswith(f"{place}/") for place in code)
+    return inside or path.is_dir() or path.suffix in SOURCES
 
 
 def _within_limits(sizes: Mapping[str, int | None]) -> list[str]:
-    """Names of files, with their bytes, for which a diff has room."""
+    """Names of the files that a diff has room for, given their sizes in bytes."""
     taken, room = [], NEW_FILES_LIMIT
     for name, size in sizes.items():
         if size is not None and size <= min(room, NEW_FILE_LIMIT):
@@ -158,7 +176,8 @@ def _within_limits(sizes: Mapping[str, int | None]) -> list[str]:
 
 
 def list_files(folder: Path, patterns: Sequence[str], *kinds: str) -> list[str] | None:
-    """Names of files that match, relative to a folder, deleted ones of the index too; None outside a repository."""
+    """Names of files that match, relative to a folder, including files deleted from the index; None outside a
+    repository."""
     listed = run_git(folder, "ls-files", "-z", *kinds, "--", *patterns)
     return None if listed is None else sorted({*filter(None, listed.split("\0"))})
 
@@ -180,8 +199,8 @@ def run_git(folder: Path, *arguments: str, stdin: str = "", **environment: str) 
 
 
 def _trusted(folder: Path) -> list[str]:
-    """Option of git for a checkout of another user, which git refuses to read: its settings may run programs. They are
-    no less trusted than code of the same owner, which is imported from `folder`."""
+    """Options that let git read another user's checkout, which it refuses by default because its settings may run
+    programs. They are as trusted as the owner's code, which is imported from `folder` anyway."""
     folder = folder.resolve()
     top = next((parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), None)
     owners = set() if top is None else {path.stat().st_uid for path in (folder, top, top / ".git")}

@@ -1,6 +1,5 @@
-"""Provenance of runs, read once per launch: versions and diffs of titan_exp and of the user's code, and the environment
-with versions of packages, hardware, and variables that affect the computation.
-"""
+"""Provenance of runs, read once per launch: versions and diffs of titan_exp and of your code, and the environment
+(package versions, hardware, and variables that affect the computation)."""
 
 import os
 import platform
@@ -74,12 +73,12 @@ def _gpus() -> list[dict[str, str]]:
 
 
 PART = "# code of "
-"""Begin of the line before each part of diff.patch; git apply skips such lines."""
+"""First words of the line before each part of diff.patch; git apply skips such lines."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Provenance shared by the runs of one launch; the user's code is read per set of import paths."""
+    """Provenance shared by the runs of one launch; your code is read once per set of import paths."""
 
     code: CodeVersion
     diff: str
@@ -89,20 +88,20 @@ class Provenance:
     _imported: dict[tuple[str, ...], list[tuple[CodeVersion, str]]] = field(default_factory=dict)
 
     def imported(self, experiment: Experiment) -> list[tuple[CodeVersion, str]]:
-        """Versions and diffs of the user's code that a configuration names, by name."""
+        """Versions and diffs of your code that a configuration names, by name."""
         names = tuple(sorted(set(import_paths(experiment).values())))
         if names not in self._imported:
             self._imported[names] = _read_user_code(names, self.code)
         return self._imported[names]
 
     def code_record(self, experiment: Experiment, **ids: str) -> CodeRecord:
-        """Versions of titan_exp and of the user's code, with ids of the run."""
+        """Versions of titan_exp and of your code, with ids of the run."""
         imported = [version for version, _ in self.imported(experiment)]
         frozen = None if self.frozen is None else asdict(self.frozen)
         return CodeRecord((self.code, *imported), import_paths(experiment), frozen, **ids)
 
     def patch(self, experiment: Experiment) -> str:
-        """Content of diff.patch: a part per repository, each after a line that names it."""
+        """Content of diff.patch: one part per repository, each after a line that names the repository."""
         parts = [(self.code, self.diff), *self.imported(experiment)]
         return "".join(f"{_heading(version)}\n{diff}" for version, diff in parts if diff)
 
@@ -119,7 +118,7 @@ def _heading(version: CodeVersion) -> str:
 
 
 def _read_user_code(names: Sequence[str], own: CodeVersion) -> list[tuple[CodeVersion, str]]:
-    """Version and diff of every repository, installed package and folder that user code is in."""
+    """Version and diff of every repository, installed package and folder that contains your code."""
     scopes: dict[tuple[str, Path], dict[Path, None]] = {}
     repositories: dict[Path, Path | None] = {}
     for module, file in user_modules(names).items():
@@ -139,13 +138,14 @@ def _read_user_code(names: Sequence[str], own: CodeVersion) -> list[tuple[CodeVe
             found.append(read_files(name, place, list(folders), save=True))
         else:
             version, diff = read_repository(name, place, list(folders))
-            # The diff of titan_exp's repository is there already, with untracked files.
+            # The diff of titan_exp's repository already exists and includes untracked files.
             found.append((version, "" if own.commit is not None and str(place) == own.path else diff))
     return sorted(found, key=lambda part: part[0].name)
 
 
 def _installed(package: str, folders: Sequence[Path]) -> tuple[CodeVersion, str]:
-    """Version of an installed package, with checksums, since a version may be installed again with other content."""
+    """Version of an installed package, with checksums, because the same version may be installed again with other
+    content."""
     distributions = metadata.packages_distributions().get(package, [])
     version = metadata.version(distributions[0]) if distributions else None
     return read_files(distributions[0] if distributions else package, folders[0].parent, folders, version=version)

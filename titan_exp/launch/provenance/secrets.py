@@ -25,7 +25,7 @@ from titan_exp.config.secrets import (
 MASK = "***"
 
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
-# Any quoted value matches; a bare one needs a digit, or code such as `token = tokenizer.next` would be masked.
+# Any quoted value matches. A bare value needs a digit; otherwise code such as `token = tokenizer.next` would be masked.
 _QUOTED = re.compile(
     rf"(?P<before>\b{CREDENTIAL_NAME}[\"']?\s*[:=]\s*(?P<quote>[\"']))(?P<secret>[^\"'\s]{{6,}})(?=(?P=quote))", re.I
 )
@@ -52,12 +52,13 @@ def _masked(text: str, secrets: Iterable[str]) -> str:
 
 
 def _masked_match(match: re.Match[str]) -> str:
-    # `${oc.env:HF_TOKEN}` is no credential, but its variable's value is.
+    # `${oc.env:HF_TOKEN}` is not a credential, but the variable's value is.
     return f"{match['before']}{MASK}" if without_variables(match["secret"]).strip(":") else match[0]
 
 
 def mask_override(override: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Mask a command-line override; the whole value if its key names a credential. Interpolations stay as typed."""
+    """Mask credentials in a command-line override; mask the whole value if its key names a credential. Interpolations
+    stay as typed."""
     key, equals, value = override.partition("=")
     if equals and value not in ("", "null") and is_secret_key(key) and not value.strip("'\"").startswith("${"):
         return f"{key}={MASK}"
@@ -65,8 +66,8 @@ def mask_override(override: str, environment: Mapping[str, str] = os.environ) ->
 
 
 def refuse_secrets(config: Mapping[str, object]) -> None:
-    """Raise UserError about keys with credentials, since ranks read config.yaml and it cannot be masked; and about
-    secret variables in keys that user code does not read."""
+    """Raise UserError about keys with credentials, since ranks read config.yaml and it cannot be masked, and about
+    secret variables in keys that your code does not read."""
     secrets = secret_values(os.environ.items())
     found = []
     for key, value in _leaves(config):
@@ -74,8 +75,15 @@ def refuse_secrets(config: Mapping[str, object]) -> None:
             continue
         literal = without_variables(value)
         if _masked(literal, secrets) != literal or (literal and is_secret_key(key)):
-            reason = "looks like a credential, and config.yaml would keep it"
-            found.append(Violation(key, MASK, reason, f"type the variable that holds it: {key}='${{oc.env:HF_TOKEN}}'"))
+            reason = "this looks like a credential, and config.yaml would keep it"
+            found.append(
+                Violation(
+                    key,
+                    MASK,
+                    reason,
+                    f"put it into an environment variable, and type the variable: {key}='${{oc.env:HF_TOKEN}}'",
+                )
+            )
         elif variables_in(value) and not _may_hold_secrets(key, config):
             names = listed(dict.fromkeys(variables_in(value)), "and")
             found.append(Violation(key, value, f"{names}: {SECRET}", _remedy(key)))
@@ -84,7 +92,7 @@ def refuse_secrets(config: Mapping[str, object]) -> None:
 
 
 OPTIONS = ("model.options", "optimizer.options", "lr_schedule.options", "data.options", "training.objective_options")
-"""Arguments of user code, which gets the values of secret variables in them."""
+"""Arguments of your code; it gets the values of secret variables in them."""
 
 
 def _may_hold_secrets(key: str, config: Mapping[str, object]) -> bool:
@@ -94,8 +102,8 @@ def _may_hold_secrets(key: str, config: Mapping[str, object]) -> bool:
 
 def _remedy(key: str) -> str:
     if key.startswith("cluster."):
-        return "leave it out: jobs inherit the environment, and their shell reads $NAME"
-    return f"type the value, or use a variable with another name; secrets may be in {listed(OPTIONS)}"
+        return "leave it out, since jobs inherit your environment and their shell reads $NAME"
+    return f"type the value itself, or use a variable with another name (you may put secrets into {listed(OPTIONS)})"
 
 
 def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:

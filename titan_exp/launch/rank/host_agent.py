@@ -1,7 +1,8 @@
-"""Host agent: starts the ranks of one host of a run and ends them together, where no scheduler does.
+"""Host agent: starts the ranks of one host of a run and ends them together, if no scheduler does.
 
 `python -m titan_exp.launch.rank.host_agent RUN_FOLDER ATTEMPT HOST` runs the agent of host number HOST of an attempt.
-Agents of several hosts know each other by files in the attempt's logs: each writes its name there while it lives.
+Agents of several hosts find each other through files in the attempt's logs: each writes its machine's name there while
+it lives.
 """
 
 import contextlib
@@ -30,15 +31,15 @@ from titan_exp.tracking.run_folder.attempts import DONE, FAILED, STOPPED, Attemp
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 AGENT = "titan_exp.launch.rank.host_agent"
-"""Module of an agent."""
+"""Module that runs a host agent."""
 POLL_INTERVAL = 0.5
-"""Seconds between looks at the ranks and the attempt."""
+"""Seconds between checks of the ranks and the attempt."""
 GRACE = 5.0
-"""Seconds after the end of an attempt for its other ranks to record theirs."""
+"""Seconds after the end of an attempt that its other ranks have to record their end."""
 SILENCE = 60.0
-"""Seconds without a sign of an agent after which its host counts as lost."""
+"""Seconds without a sign of life of an agent after which its host counts as lost."""
 START_LIMIT = 300.0
-"""Seconds for the agents of all hosts to appear."""
+"""Seconds that the agents of all hosts have to appear."""
 ENDED = "ended"
 
 
@@ -57,14 +58,14 @@ class HostFile:
 
     @property
     def text(self) -> str:
-        """Name of the machine, or `ended`; empty before the first sign."""
+        """Name of the machine, or `ended`; empty before the first sign of life."""
         with contextlib.suppress(OSError):
             return self.path.read_text(encoding="utf-8")
         return ""
 
     @property
     def age(self) -> float | None:
-        """Seconds since the last sign; None before the first, 0 once the agent has ended its ranks."""
+        """Seconds since the last sign of life; None before the first, 0 once the agent has ended its ranks."""
         with contextlib.suppress(FileNotFoundError):
             return 0.0 if self.text == ENDED else time.time() - self.path.stat().st_mtime
         return None
@@ -76,18 +77,18 @@ class HostFile:
         return age is not None and age < SILENCE and self.text != ENDED
 
     def awaited(self, since: float) -> bool:
-        """True if the agent may still appear, having been started at a Unix time."""
+        """True if an agent that was started at a Unix time may still appear."""
         return self.age is None and time.time() - since < START_LIMIT
 
 
 def host_files(folder: RunFolder, attempt: int) -> list[HostFile]:
-    """Signs of the agents that have appeared."""
+    """Host files of the agents that have appeared."""
     paths = folder.attempt_logs(attempt).glob("host-" + "[0-9]" * 5)
     return [HostFile(folder, attempt, int(path.name.rpartition("-")[2])) for path in paths]
 
 
 def hosts_rank() -> RankInfo | None:
-    """Rank of this process from an agent's environment; None without one."""
+    """Rank of this process from a host agent's environment; None without an agent."""
     env = os.environ
     if HOSTS not in env:
         return None
@@ -176,39 +177,39 @@ class HostAgent:
             return AttemptResult("preempted", STOPPED, self.folder.stop_reason())
         if self._stop_seen is not None and now - self._stop_seen > self.cluster.stop_limit:
             return AttemptResult(
-                "preempted", STOPPED, f"{self.folder.stop_reason()}; killed before all ranks had saved"
+                "preempted", STOPPED, f"{self.folder.stop_reason()}, and killed before all ranks had saved"
             )
         for host, sign in enumerate(self.signs):
             age, log = sign.age, sign.path.with_name(f"host-{host}.log")
             if age is None and now - self._began > START_LIMIT:
                 return AttemptResult(
-                    "failed", FAILED, f"{self._name(host)} did not start in {START_LIMIT:.0f} s: {log}"
+                    "failed", FAILED, f"{self._name(host)} did not start within {START_LIMIT:.0f} s: {log}"
                 )
             if sign.text == ENDED and self._is_unexplained(host):
-                return AttemptResult("failed", FAILED, f"{self._name(host)} has ended without a cause: {log}")
+                return AttemptResult("failed", FAILED, f"{self._name(host)} ended without saying why: {log}")
             if age is not None and age > SILENCE:
                 reason = f"{self._name(host)} has given no sign of life for {SILENCE:.0f} s"
                 return AttemptResult("failed", FAILED, reason)
         return None
 
     def _is_unexplained(self, host: int) -> bool:
-        """True if a rank of a host has no end, and neither has the attempt."""
+        """True if a rank of a host has recorded no end, and neither has the attempt."""
         ranks = range(host * len(self.ranks), (host + 1) * len(self.ranks))
         records = [self._record(rank) for rank in ranks]
         return self.folder.read_attempts()[-1].end is None and not all(record and record.end for record in records)
 
     def _is_over(self) -> bool:
-        """True if the attempt has failed, or another one has begun."""
+        """True if the attempt has failed or another one has begun."""
         rows = self.folder.read_attempts()
         return bool(rows) and (rows[-1].attempt != self.row.attempt or rows[-1].exit not in (None, DONE, STOPPED))
 
     def _close(self, result: AttemptResult) -> None:
-        """Record the end of the attempt, over what other ranks have recorded as its consequence."""
+        """Record the end of the attempt. It overrides ends that other ranks have recorded as a consequence."""
         code, reason = result.exit_code, result.reason
         close_attempt(self.folder, self.row.attempt, result.state, exit_code=code, reason=reason, overrule=True)
 
     def _end_ranks(self) -> None:
-        """Give ranks time to record their own end, and stacks of a hang, then kill them."""
+        """Let ranks record their own end, and the stacks of a hang, then kill them."""
         pending = HangFiles(self.folder.attempt_logs(self.row.attempt), self.row.world_size).report_pending()
         deadline = time.monotonic() + (2 * REPORT_TIMEOUT if pending else GRACE)
         while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):
@@ -216,7 +217,7 @@ class HostAgent:
             time.sleep(0.1)
 
     def _kill(self) -> None:
-        """Kill the ranks that are left, with all their descendants."""
+        """Kill the remaining ranks, with all their descendants."""
         for process in self._processes.values():
             if process.poll() is None:
                 with contextlib.suppress(psutil.Error):
@@ -237,12 +238,12 @@ class HostAgent:
 
 
 def _stop_with_agent() -> None:
-    """Make the kernel send SIGTERM, which saves and stops, to this rank when its agent ends."""
+    """Make the kernel send SIGTERM to this rank when its agent ends, so that it saves and stops."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the agent of a host; returns an exit code: of its ranks, 0 if the attempt is over."""
+    """Run the agent of a host; returns the exit code of its ranks, or 0 if the attempt is already over."""
     path, attempt, host = arguments
     folder = RunFolder(path)
     extend_import_path()
@@ -252,7 +253,9 @@ def main(arguments: Sequence[str]) -> int:
         return DONE
     agent = HostAgent(folder, rows[-1], int(host))
     if agent.signs[agent.host].age is not None:
-        print(f"{path}: attempt {attempt} was started here before. The command that launched it starts the next one.")
+        print(
+            f"{path}: attempt {attempt} has already run here. To start the next one, type the command that launched it."
+        )
         return FAILED
     return agent.run()
 

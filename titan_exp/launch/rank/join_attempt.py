@@ -1,4 +1,4 @@
-"""Join an attempt: rank 0 takes the run lock, records the start and its address; the other ranks wait for both."""
+"""Attempt start: rank 0 takes the run lock, then records the start and its address; the other ranks wait for both."""
 
 import os
 import socket
@@ -35,22 +35,22 @@ def join_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -
 
 
 def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -> Attempt:
-    """Record the start in the row written at submission, or in a new row if the scheduler restarted the job."""
+    """Record the start in the row written at submission; if the scheduler restarted the job, in a new row."""
     rows = folder.read_attempts()
     last = rows[-1] if rows else None
     same_job = last is not None and rank.token is not None and last.token == rank.token
     if rank.token is not None and not same_job:
         raise UserError(
-            f"{folder.path}: this run was started anew after job {rank.job_id or rank.token} was submitted"
+            f"{folder.path}: somebody started this run anew after job {rank.job_id or rank.token} was submitted"
             f"{'' if last is None else f' (attempt {last.attempt})'}, so this job ends."
         )
     if last is not None and same_job and rank.restarts is None:
-        rank = replace(rank, job_id=last.job_id or rank.job_id)  # the submission knows it
+        rank = replace(rank, job_id=last.job_id or rank.job_id)  # the submission knows the id
     if last is not None and same_job and last.start is None and last.end is None:
         number = last.attempt
     else:
         if last is not None and same_job and last.end is None:
-            reason = "ended by the scheduler without a record (node failure, or requeued by hand)"
+            reason = "the scheduler ended it without a record (a node failed, or somebody requeued it)"
             folder.update_attempt(last.attempt, end=time.time(), reason=reason)
         close_dead_attempts(folder)
         number = folder.add_attempt(
@@ -62,11 +62,11 @@ def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) 
             requeues=requeues_after(folder, last) if last is not None and same_job else 0,
         ).attempt
     if rank.token is None:
-        folder.clear_stop()  # a batch script has already cleared it, and a stop may have been requested since
+        folder.clear_stop()  # a batch script has already cleared the request, and a stop may have been requested since
     if executor is not None:
         executor.publish_rendezvous(folder, replace(rank, attempt=number))
     known: dict[str, Any] = {"hosts": rank.hosts, "restarts": rank.restarts, "checkpoint": newest_checkpoint(folder)}
-    if rank.job_id:  # else the submission is about to record it
+    if rank.job_id:  # otherwise the submission is about to record it
         known["job_id"] = rank.job_id
     return folder.update_attempt(number, **known, start=time.time())
 
@@ -78,11 +78,11 @@ def _await_attempt(folder: RunFolder, rank: RankInfo) -> Attempt:
         if rows and rows[-1].start is not None and _is_joined(rows[-1], rank):
             return rows[-1]
         time.sleep(0.1)
-    raise UserError(f"{folder.path}: rank 0 did not start within {ATTEMPT_TIMEOUT:.0f} s. See its log.")
+    raise UserError(f"{folder.path}: rank 0 did not start within {ATTEMPT_TIMEOUT:.0f} s. Read its log.")
 
 
 def _is_joined(row: Attempt, rank: RankInfo) -> bool:
-    """True if rank 0 has opened this attempt for this start of the job."""
+    """True if rank 0 has opened this attempt in this start of the job."""
     if rank.restarts is not None:
         return (row.job_id, row.restarts) == (rank.job_id, rank.restarts)
     # Without a restart count, an ended attempt may be an earlier one with the same address.
@@ -93,12 +93,13 @@ def _is_joined(row: Attempt, rank: RankInfo) -> bool:
 FIRST_PORT, LAST_PORT = 20000, 32000
 """Port range of the rendezvous, below the ephemeral ports."""
 RENDEZVOUS_TIMEOUT = 60.0
-"""Seconds to wait for rank 0's address: network disks may show new files late."""
+"""Seconds to wait for rank 0's address, because network disks may show new files late."""
 LOOPBACK = "127.0.0.1"
 
 
 def publish_address(folder: RunFolder, rank: RankInfo, address: str, job: int) -> None:
-    """Write rank 0's address and a free port into the attempt's log folder; jobs of other numbers try other ports."""
+    """Write rank 0's address and a free port into the attempt's log folder. The job's number decides which ports are
+    tried."""
     assert rank.attempt is not None
     logs = folder.make_attempt_logs(rank.attempt)
     write_atomically(logs / "meeting", f"{address} {free_port(job)}\n", durable=False)
@@ -110,7 +111,7 @@ def join_rendezvous(folder: RunFolder, rank: RankInfo) -> None:
     path, deadline = folder.attempt_logs(rank.attempt) / "meeting", time.monotonic() + RENDEZVOUS_TIMEOUT
     while not path.exists():
         if time.monotonic() > deadline:
-            raise UserError(f"{path} did not appear in {RENDEZVOUS_TIMEOUT:.0f} s. Is this folder shared by all nodes?")
+            raise UserError(f"{path} did not appear within {RENDEZVOUS_TIMEOUT:.0f} s. Do all nodes share this folder?")
         time.sleep(0.1)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = path.read_text(encoding="utf-8").split()
     if os.environ["MASTER_ADDR"] == LOOPBACK:
@@ -118,7 +119,7 @@ def join_rendezvous(folder: RunFolder, rank: RankInfo) -> None:
 
 
 def free_port(job: int) -> int:
-    """Find a free port, starting at an offset derived from the number of a job."""
+    """Find a free port, starting at an offset that depends on the job's number."""
     count = LAST_PORT - FIRST_PORT
     for offset in range(count):
         port = FIRST_PORT + (job * 7 + offset) % count
@@ -128,4 +129,4 @@ def free_port(job: int) -> int:
             except OSError:
                 continue
         return port
-    raise UserError(f"No free port between {FIRST_PORT} and {LAST_PORT} on {socket.gethostname()}.")
+    raise UserError(f"{socket.gethostname()} has no free port between {FIRST_PORT} and {LAST_PORT}.")

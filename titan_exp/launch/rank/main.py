@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import psutil
 
 from titan_exp.config.command_line.safe_output import safe_output
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import Outcome, UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import allocator_environment, return_freed_memory
@@ -45,6 +45,7 @@ from titan_exp.launch.rank.rank_status import (
 )
 from titan_exp.launch.state.attempt_end import close_attempt
 from titan_exp.launch.watchdog import HangFiles, Watchdog
+from titan_exp.tracking.number_format import format_items
 from titan_exp.tracking.progress import PROGRESS
 from titan_exp.tracking.run_folder.attempts import DONE, ENDED_STATES, FAILED, HUNG, STOPPED, World
 from titan_exp.tracking.run_folder.files import (
@@ -58,15 +59,15 @@ from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 RANK_MAIN = "TITAN_EXP_RANK_MAIN"
-"""Environment variable: import path of the rank's main function, which takes a `Run`; the trainer by default."""
+"""Environment variable: import path of the rank's main function, which takes a `Run`; by default the trainer's."""
 TRAINER = "titan_exp.trainer.rank_main.main"
 MAPPED_BYTES = 2**22
-"""Size from which a rank's host memory goes back to the system when it is freed."""
+"""Allocation size from which a rank's freed host memory returns to the system."""
 
 
 def run_rank(run: Run, rank: RankInfo) -> int:
-    """Run one rank that has joined its attempt; returns its exit code, or 0 for a saved stop if srun would kill
-    peers."""
+    """Run one rank that has joined its attempt. Returns its exit code; 0 for a saved stop if srun would otherwise kill
+    the peers."""
     return_freed_memory(MAPPED_BYTES)
     safe_output("utf-8", raw=True)  # a log is UTF-8 in any locale
     code = _Rank(run, rank).run()
@@ -84,17 +85,17 @@ def main(arguments: Sequence[str]) -> int:
     extend_import_path()
     try:
         if not folder.config.exists():
-            raise UserError(f"{folder.path} has no config.yaml, so it is not a run. `titan-exp train` creates runs.")
+            raise UserError(f"{folder.path} has no config.yaml, so it is not a run. Create one with titan-exp train.")
         executor, rank = _find_rank(run.experiment)
         state = folder.read_state()
         if state is not None and state.state == "done":
             if rank.rank == 0:
-                print(f"{folder.path}: done already, after step {state.step}")
+                print(f"{folder.path}: already done, after step {state.step}")
             return DONE
         expected = ResolvedLayout.of(run.experiment).world_size
         if rank.world_size != expected:
             raise UserError(
-                f"{folder.path} is laid out for {expected} process(es) and was started with {rank.world_size}. Start "
+                f"{folder.path} needs {format_items(expected, 'process')}, and you started {rank.world_size}. Start "
                 f"it with `{rank.by_hand.format(expected)} -m titan_exp.launch.rank.main {folder.path}`."
             )
         joined = None if executor is None else executor.join_world(folder, rank)
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _find_rank(experiment: Experiment) -> tuple[Executor | None, RankInfo]:
-    """Executor that started this process, trying the configured one first, and its rank; else None and torchrun's
+    """Executor that started this process, the configured one being tried first, and its rank; else None and torchrun's
     rank."""
     kinds = dict.fromkeys([experiment.cluster.kind, *executor_names()])
     for executor in map(executor_for, kinds):
@@ -131,7 +132,7 @@ class _Rank:
         """Run the trainer; returns the exit code. The rank's lock is held until this process exits."""
         self.folder.join(self.rank.rank)
         if self.folder.read_attempts()[-1].attempt != self.attempt:
-            print("A newer attempt of this run exists; this rank exits.", file=sys.stderr)
+            print("A newer attempt of this run exists, so this rank exits.", file=sys.stderr)
             return STOPPED
         self.rank.set_torch_env()
         self._set_allocator()
@@ -155,8 +156,8 @@ class _Rank:
         os.environ.update(allocator_environment(experiment.cluster, experiment.compile, os.environ))
 
     def _print_changes(self) -> None:
-        """Print the changes of code since the last attempt, or the parent run, and since the launch, at the head of
-        rank 0's log."""
+        """Print the code changes since the last attempt or the parent run, and since the launch, at the head of rank
+        0's log."""
         if self.rank.rank == 0:
             # A damaged or unreadable record does not stop a run.
             with contextlib.suppress(UserError, OSError, LookupError, TypeError, AttributeError):
@@ -164,13 +165,18 @@ class _Rank:
                 if lines:
                     print(f"Code changed since {since}:", *lines, sep="\n  ", flush=True)
                 if edited := edited_code(self.folder):
-                    print("Code edited after the launch, which recorded the former:", *edited, sep="\n  ", flush=True)
+                    print(
+                        "You have edited code after the launch, which recorded the code before:",
+                        *edited,
+                        sep="\n  ",
+                        flush=True,
+                    )
 
     def _end(self, code: int, error: RankError | None) -> None:
         self._record(end=time.time(), exit=code, error=error)
         alone = self.parent_watchdog is None or self.parent_watchdog.orphaned
         orphaned = self.parent_watchdog is not None and self.parent_watchdog.orphaned
-        # A world's end is not the run's, unless no launcher is left to say so.
+        # A world's end is not the run's end, unless no launcher is left to record it.
         closes = orphaned or not self._is_of_several
         if closes and self._has_folder() and (self.rank.rank == 0 or (alone and code not in (DONE, STOPPED))):
             reason = self.folder.stop_reason() if code == STOPPED else None
@@ -190,11 +196,11 @@ class _Rank:
             shutil.rmtree(rendezvous_folder, ignore_errors=True)
 
     def _has_folder(self) -> bool:
-        """False if the run folder was deleted; another run may have begun at its path."""
+        """False if the run folder was deleted, in which case another run may have begun at its path."""
         return self.folder_watch.holds(self.folder.path)
 
     def _record(self, **fields: Any) -> None:
-        """Set fields of the status record, and write it."""
+        """Set fields of the status record and write it."""
         with self._record_lock:
             self.record = replace(self.record, **fields)
             if not self._has_folder():
@@ -202,11 +208,11 @@ class _Rank:
             try:
                 write_record(self.folder, self.attempt, self.record)
             except OSError as error:
-                print(f"the status of rank {self.rank.rank} cannot be written: {error}", file=sys.stderr)
+                print(f"cannot write the status of rank {self.rank.rank}: {error}", file=sys.stderr)
 
     def _handle_signals(self) -> None:
-        """SIGTERM and SIGUSR2 save and stop. Under a launcher, which handles them, SIGINT and SIGHUP are ignored;
-        without one they save and stop too, and a second SIGINT kills."""
+        """Handle signals. SIGTERM and SIGUSR2 save and stop. Under a launcher, which handles SIGINT and SIGHUP, these
+        are ignored; without one they save and stop too, and a second SIGINT kills."""
         launched = self.rank.launcher is not None
         signal.signal(signal.SIGINT, signal.SIG_IGN if launched else self._interrupt)
         signal.signal(signal.SIGHUP, signal.SIG_IGN if launched else self._request_stop)
@@ -228,13 +234,13 @@ class _Rank:
                 self.folder.request_stop(f"rank {self.rank.rank} received {signal.Signals(number).name}")
 
     def _record_signal(self, pipe: socket.socket) -> None:
-        """Record the first stop signal, also while the main thread waits in a collective and handles none."""
+        """Record the first stop signal, even while the main thread waits in a collective and handles no signals."""
         numbers = {signal.SIGTERM, signal.SIGUSR2}
         while not (found := numbers.intersection(pipe.recv(1))):
             pass
         number = found.pop()
         if self._has_own_job:
-            # Its peers are gone, or its job is to end: the other worlds train on, and nothing is to be saved.
+            # Its peers are gone, or its job must end. The other worlds train on, and there is nothing to save.
             self._record(signal=signal.Signals(number).name)
             _kill_self(128 + number)
         self._request_stop(number, None)
@@ -256,8 +262,8 @@ class _Rank:
         self.parent_watchdog.start()
 
     def _leave_if_new(self) -> None:
-        """Exit as a rank of one of several worlds that has finished no step: it has nothing to save, and would wait for
-        a state of the others, which have stopped."""
+        """Exit as a rank of one of several worlds that has finished no step. It has nothing to save, and would wait for
+        the state of the other worlds, which have stopped."""
         if self._is_of_several and not PROGRESS.has_stepped:
             self._record(end=time.time(), exit=STOPPED)
             self._remove_rendezvous_folder()
@@ -276,7 +282,7 @@ class _Rank:
         return watchdog
 
     def _give_up_if_lost(self, loss: str | None) -> None:
-        """Exit if the run folder was deleted or moved; only a moved one records the end."""
+        """Exit if the run folder was deleted or moved; only in a moved folder the end is recorded."""
         if loss is None:
             return
         with contextlib.suppress(OSError):
@@ -289,7 +295,7 @@ class _Rank:
             self._give_up(loss, kind=FOLDER_LOST)
 
     def _give_up(self, reason: str, code: int = FAILED, kind: str = "GivenUp") -> None:
-        """Exit from a watchdog thread; the main thread may hang."""
+        """Exit from a watchdog thread, because the main thread may hang."""
         self._end(code, RankError(kind, reason, "", user=False))
         _kill_self(code)
 
@@ -304,7 +310,8 @@ def _kill_self(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _temporary_files() -> Iterator[None]:
-    """Hold the launcher's temporary folder, or without a launcher send temporary files into one of this process."""
+    """Keep the launcher's temporary folder in use; without a launcher, direct temporary files to a folder of this
+    process."""
     launchers = os.environ.get(FALLBACK_FOLDER)
     if launchers is not None:
         lock = hold_temporary_folder(Path(launchers))
@@ -322,7 +329,7 @@ def _temporary_files() -> Iterator[None]:
 
 
 def _signal_pipe() -> socket.socket:
-    """Socket that receives the number of each signal as it arrives, from Python's C handler."""
+    """Socket to which Python's C handler writes the number of each signal as it arrives."""
     receiving, sending = socket.socketpair()
     sending.setblocking(False)
     signal.set_wakeup_fd(sending.detach(), warn_on_full_buffer=False)
@@ -352,7 +359,7 @@ def _call(function: Callable[[Run], None], run: Run) -> tuple[int, RankError | N
         while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
             frames = frames.tb_next  # skips frames of this file
         text = "".join(traceback.format_exception(type(error), error, frames))
-        return FAILED, RankError(type(error).__name__, str(error), text, user=False)
+        return FAILED, RankError(type(error).__name__, str(error), text, user=isinstance(error, Outcome))
     return DONE, None
 
 
@@ -360,7 +367,7 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     if code in (DONE, STOPPED):
         sys.exit(code)
-    # After an error threads of process groups may wait for peers, and the interpreter for those threads.
+    # After an error, threads of process groups may wait for peers, and the interpreter would wait for those threads.
     sys.stdout.flush()
     sys.stderr.flush()
     _kill_self(code)

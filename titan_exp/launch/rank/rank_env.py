@@ -1,4 +1,4 @@
-"""Rank environment: rank, world size and launcher of this process, and the variables that tell it."""
+"""Rank environment: rank, world size and launcher of this process, and the variables that hold them."""
 
 import contextlib
 import os
@@ -33,14 +33,14 @@ GROUP = "TITAN_EXP_GROUP"
 HOSTS = "TITAN_EXP_HOSTS"
 """Environment variable: names of a run's hosts, separated by commas, for ranks that a host agent starts."""
 TORCHRUN = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+)")
-"""Environment variables by which torchrun tells a rank who it is; images of containers set some of them, too."""
+"""Environment variables in which torchrun gives a rank its identity; container images set some of them, too."""
 OURS = re.compile(r"TITAN_EXP_(ATTEMPT|GROUP|HOSTS|IMPORT_PATH|LAUNCHER|RENDEZVOUS|SPARE|TOKEN|VISIBLE_GPUS|WORLD)")
-"""Environment variables by which a launch tells its ranks who they are."""
+"""Environment variables in which a launch gives its ranks their identity."""
 
 
 def outer_launch() -> dict[str, None]:
-    """Environment changes that unset what another launch (torchrun, or a run from which this command was typed) tells
-    its own ranks."""
+    """Environment changes that unset another launch's variables for its own ranks (torchrun's, or those of a run from
+    which this command was typed)."""
     return {name: None for name in os.environ if TORCHRUN.fullmatch(name) or OURS.fullmatch(name)}
 
 
@@ -59,16 +59,16 @@ class RankInfo:
     local_rank: int
     """Rank on this machine; 0 if only one GPU is visible."""
     job_id: str = ""
-    """Job id, equal on all ranks and unique per job, of ranks started by hand or of a scheduler that counts restarts;
-    else the attempt has the id that its submission recorded, and this one is not read."""
+    """Job id, equal on all ranks and unique per job. It is read for ranks started by hand or by a scheduler that counts
+    restarts; otherwise the attempt has the id that its submission recorded."""
     hosts: tuple[str, ...] = ()
     """Names of all machines of the run."""
     restarts: int | None = None
     """Number of restarts of the job by the scheduler; None if not counted."""
     token: str | None = None
-    """Submission token, by default that of the environment; None for ranks started by hand."""
+    """Submission token, by default from the environment; None for ranks started by hand."""
     gang: bool = False
-    """True if the scheduler may kill all ranks after a nonzero exit code of one."""
+    """True if the scheduler may kill all ranks after one rank's nonzero exit code."""
     by_hand: str = "torchrun --nproc-per-node {}"
     """Command template that starts the ranks by hand, for error messages."""
     launcher: int | None = None
@@ -108,19 +108,28 @@ def extend_import_path() -> None:
     sys.path += [folder for folder in dict.fromkeys(folders) if folder and folder not in sys.path]
 
 
+def waiting_threads() -> dict[str, str]:
+    """Variables by which OpenMP's idle threads spin for a moment, then sleep; empty where the user has set one.
+
+    Spinning until the next loop, as by default, starves other processes: beside two busy ones on two cores, training
+    was three times slower. Sleeping at once makes a small step a quarter slower on an idle machine.
+    """
+    policy = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+    return {} if policy.keys() & os.environ.keys() else policy
+
+
 def rank_environment(
     cluster: ClusterConfig, world_size: int, attempt: int, rendezvous_folder: Path, *, world: World | None = None
 ) -> dict[str, str | None]:
-    """Changes to the launcher's environment for the ranks, of one `world` if there are several; None unsets a variable.
+    """Changes to the launcher's environment for the ranks (of one `world` if there are several); None unsets a
+    variable.
 
     `rendezvous_folder` is a new folder on a local disk; unlike a port, a file in it cannot be taken by another job.
     """
     return {
         **outer_launch(),
         "OMP_NUM_THREADS": str(process_threads(cluster, world_size)),
-        # Spinning threads starve other processes: beside one busy process on two cores, CPU training was four times
-        # slower; alone there was no difference.
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+        **waiting_threads(),
         "GLOO_SOCKET_IFNAME": _loopback(),
         "TITAN_EXP_RENDEZVOUS": str(rendezvous_folder / "meet"),
         ATTEMPT: str(attempt),
@@ -132,7 +141,7 @@ def rank_environment(
         # The current folder comes last, as for the launcher: its `random.py` must not shadow the standard library.
         "PYTHONSAFEPATH": "1",
         IMPORT_PATH: os.pathsep.join(os.path.abspath(entry) for entry in [*sys.path, os.getcwd()]),
-        # Dump the stack on a crash in native code.
+        # This dumps the stack on a crash in native code.
         "PYTHONFAULTHANDLER": "1",
         **({} if world is None else world.to_environment()),
     }
@@ -158,7 +167,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 def _gpus_of(world: World | None, world_size: int) -> str | None:
-    """CUDA_VISIBLE_DEVICES of the ranks: the launcher's, of which each of several worlds has its own part."""
+    """CUDA_VISIBLE_DEVICES of the ranks: the launcher's value, divided among worlds if there are several."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     if world is None:
         return gpus
@@ -168,7 +177,7 @@ def _gpus_of(world: World | None, world_size: int) -> str | None:
 
 
 def _python_path() -> list[str]:
-    """PYTHONPATH, extended by the parent folder of titan_exp unless that is installed."""
+    """PYTHONPATH, extended by the parent folder of titan_exp unless titan_exp is installed."""
     inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     ours = Path(titan_exp.__file__).resolve().parents[1]
     return inherited if ours.name in ("site-packages", "dist-packages") else [*inherited, str(ours)]

@@ -17,13 +17,15 @@ from titan_exp.tracking.run_folder.attempts import DONE, STOPPED, read_json
 from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
 
 FALLBACK_FOLDER = "TITAN_EXP_SPARE"
-"""Environment variable: folder on another disk for the record if the run folder is missing or its disk is full."""
+"""Environment variable: folder on another disk for the record, used if the run folder is missing or its disk is
+full."""
 
 
 FAILURE_MARK = "titan_exp: this rank failed"
-"""Line in a rank's log before its traceback. The launcher shows the log up to it, and the traceback separately."""
+"""Line in a rank's log before its traceback. The launcher shows the log up to this line, and the traceback
+separately."""
 HANG, FOLDER_LOST = "Hung", "FolderLost"
-"""Types of the errors that concern the run and not one rank."""
+"""Error types that concern the run rather than one rank."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class RankError:
     message: str
     traceback: str
     user: bool
-    """True for a UserError, whose message needs no traceback."""
+    """True for a UserError and an Outcome, whose message needs no traceback."""
 
     def reason(self, rank: int) -> str:
         """First line of the message, with the rank and the type unless it concerns the run."""
@@ -57,8 +59,8 @@ class RankRecord:
     """Exit code; None while running."""
     error: RankError | None = None
     signal: str | None = None
-    """First signal that asked this rank to stop. A rank without one and without an end was not killed by srun, which
-    sends SIGTERM first."""
+    """First signal that asked this rank to stop. Since srun sends SIGTERM first, a rank without a signal and without an
+    end was not killed by srun."""
 
     @property
     def failed(self) -> bool:
@@ -67,7 +69,7 @@ class RankRecord:
 
 
 def write_record(folder: RunFolder, attempt: int, record: RankRecord) -> None:
-    """Write a rank's record beside the attempt's logs, or into the fallback folder if that fails."""
+    """Write a rank's record beside the attempt's logs; if that fails, into the fallback folder."""
     name = _name(record.rank)
     text = concealed(json.dumps(asdict(record), indent=2)) + "\n"
     try:
@@ -80,11 +82,11 @@ def write_record(folder: RunFolder, attempt: int, record: RankRecord) -> None:
 
 
 def read_record(folder: RunFolder, attempt: int, rank: int, fallback: Path | None = None) -> RankRecord | None:
-    """Read a rank's record, from the fallback folder first; None before its start, and if it is damaged."""
+    """Read a rank's record, trying the fallback folder first; None before its start, or if the record is damaged."""
     for logs in (fallback, folder.attempt_logs(attempt)):
         if logs is None:
             continue
-        with contextlib.suppress(UserError):  # damaged: as if the rank had not started
+        with contextlib.suppress(UserError):  # damaged, which counts as if the rank had not started
             if (record := read_json(logs / _name(rank), RankRecord)) is not None:
                 return record
     return None
@@ -96,16 +98,16 @@ def _name(rank: int) -> str:
 
 POLL_INTERVAL = 0.25
 GRACE = 3.0
-"""Seconds for an orphaned rank to fail by itself after a peer failed."""
+"""Seconds that an orphaned rank has to fail by itself after a peer failed."""
 SAVE_LIMIT = 600.0
-"""Seconds for an orphaned rank to save, since no user can press Ctrl-C twice."""
+"""Seconds that an orphaned rank has to save, since no user can press Ctrl-C twice."""
 
 
 class ParentWatchdog(threading.Thread):
     """Watchdog thread, running until the process exits.
 
-    `launcher` and `controller` are the pids of the grandparent and parent process; `give_up(reason)` exits this one,
-    and `on_orphaned()` may once the launcher has exited.
+    `launcher` and `controller` are the pids of the grandparent and parent process; `give_up(reason)` exits this
+    process, and `on_orphaned()` may do so once the launcher has exited.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class ParentWatchdog(threading.Thread):
         self._on_orphaned = on_orphaned
 
     def run(self) -> None:
-        """Poll the parents. An exited parent, even a zombie, shows as a changed parent pid of its child."""
+        """Poll the parents. When a parent exits, even as a zombie, its child's parent pid changes."""
         while not self._launcher_is_gone():
             if os.getppid() != self._controller:
                 self._give_up("the parent process of the ranks (submitit's controller) is gone")
@@ -146,7 +148,7 @@ class ParentWatchdog(threading.Thread):
             return False  # the controller has exited; checked next
 
     def _end_as_orphan(self) -> None:
-        """Wait until this rank has saved; exit if a peer failed, since its collectives would block forever."""
+        """Wait until this rank has saved. Exit if a peer failed, since this rank's collectives would block forever."""
         began, peer_died = time.monotonic(), None
         while True:
             now = time.monotonic()

@@ -1,1 +1,1 @@
-"""SLURM: batch scripts, submission, rank and rendezvous, epilogue."""
+"""SLURM: batch scripts, submission, ranks and their rendezvous, epilogue."""

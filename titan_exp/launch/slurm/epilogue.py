@@ -20,6 +20,7 @@ from titan_exp.launch.slurm.squeue import SrunLog, parse_srun_log
 from titan_exp.launch.state import attempt_end
 from titan_exp.launch.state.attempt_end import AttemptResult, RankFailure, close_attempt, requeues_after
 from titan_exp.launch.watchdog import HangFiles
+from titan_exp.tracking.number_format import format_items
 from titan_exp.tracking.run_folder.attempts import DONE, FAILED, HUNG, STOPPED, Attempt, shown_state
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -28,7 +29,7 @@ CANCELLED = "cancelled"
 ENDED_BY_HAND = 130
 """Exit code of a cancelled run, as after Ctrl-C."""
 SIGNALLED = 128
-"""Added by the shell to the number of the signal that ended a command."""
+"""Offset that the shell adds to the number of the signal that ended a command."""
 MORE_MEMORY = "ask for more with cluster.memory_gb (0: all of the node), or "
 
 
@@ -51,13 +52,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def own_attempt(folder: RunFolder, job: str) -> Attempt | None:
-    """The run's newest attempt if it is this job's, else None, with a line that says why."""
+    """The run's newest attempt if this job has it; else None, after printing why."""
     if not folder.config.exists():
-        print(f"{folder.path}: the run folder was deleted or moved, so job {job} ends and is not requeued.")
+        print(f"{folder.path}: somebody deleted or moved the run folder, so job {job} ends and does not requeue.")
         return None
     rows = folder.read_attempts()
     if not rows or rows[-1].token != os.environ.get(TOKEN):
-        print(f"{folder.path}: this run was started anew meanwhile, so job {job} ends and is not requeued.")
+        print(f"{folder.path}: somebody started this run anew meanwhile, so job {job} ends and does not requeue.")
         return None
     return rows[-1]
 
@@ -80,9 +81,9 @@ def _cut_short(
 ) -> AttemptResult:
     """Result of an attempt with ranks that recorded no end.
 
-    A killed rank writes no failure record, and its peers record the broken collective. The cause is therefore, in this
-    order: a failure other than a broken collective, unless srun first reported a rank without a record; a stop
-    request; such a rank; a broken collective.
+    A killed rank writes no failure record, and its peers record the broken collective. Therefore the cause is the first
+    of these that exists: a failure other than a broken collective, unless srun first reported a rank without a record;
+    a stop request; such a rank; a broken collective.
     """
     failures = [attempt_end.failure_from_error(record) for record in records.values() if record and record.failed]
     log = parse_srun_log(_read(folder.logs / f"slurm-{job}.out"))
@@ -95,7 +96,7 @@ def _cut_short(
     # srun sends SIGTERM to the peers of a failed rank, which record it as a stop request.
     by_srun = re.fullmatch(r"rank \d+ received SIGTERM", stop or "") is not None
     if stop is not None and (not by_srun or not (exits or silent or failures)):
-        return AttemptResult("preempted", STOPPED, f"{stop}; killed before all ranks had saved")
+        return AttemptResult("preempted", STOPPED, f"{stop}, and killed before all ranks had saved")
     step = _ended_step(log, code) if not failures else None
     if step is not None:
         return AttemptResult("failed", FAILED, step)
@@ -107,14 +108,14 @@ def _cut_short(
 
 
 def _ended_step(log: SrunLog, code: int) -> str | None:
-    """Reason if the whole step was ended, and no rank of it first."""
+    """Reason if SLURM ended the whole step before any of its ranks; else None."""
     if log.aborted and log.out_of_memory:
-        return f"SLURM ended the job step, as it ran out of host memory: {MORE_MEMORY}{attempt_end.LESS_MEMORY}"
+        return f"the job step ran out of host memory, so SLURM ended it: {MORE_MEMORY}{attempt_end.LESS_MEMORY}"
     if log.aborted:
-        return "SLURM ended the job step, by scancel or as a node failed"
+        return "SLURM ended the job step, because of scancel or because a node failed"
     if code > SIGNALLED and not log.exits:
         signal_name = signal.strsignal(code - SIGNALLED) or code
-        return f"srun was ended by a signal ({signal_name}), and the ranks with it"
+        return f"a signal ended srun ({signal_name}), and the ranks with it"
     return None
 
 
@@ -151,7 +152,7 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
     logs = folder.logs / f"slurm-{job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}-rank-00000.log"
     print(attempt_end.tail(logs))
     if holder is not None:
-        reason = f"the run is held by {holder}"
+        reason = f"{holder} holds the run"
         folder.update_attempt(row.attempt, job_id=job, end=time.time(), exit=code, reason=reason)
         return code
     folder.update_attempt(row.attempt, job_id=job)
@@ -159,7 +160,7 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
     why = (
         f"srun: rank {log.exits[0].rank}: {log.exits[0].message}" if log.exits else f"srun ended with exit code {code}"
     )
-    remedy = f"; host memory ran out: {MORE_MEMORY}{attempt_end.LESS_MEMORY}" if log.out_of_memory else ""
+    remedy = f", since host memory ran out: {MORE_MEMORY}{attempt_end.LESS_MEMORY}" if log.out_of_memory else ""
     reason = f"no rank started ({why}){remedy}"
     close_attempt(folder, row.attempt, "failed", exit_code=code, reason=reason, overrule=True)
     return code
@@ -177,17 +178,19 @@ def requeue(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, cl
         print(text)
         return ENDED_BY_HAND
     if cluster.requeue == "never":
-        print(f"{text}; cluster.requeue=never: the command that submitted it continues it.")
+        print(
+            f"{text}. With cluster.requeue=never it does not requeue: type the command that submitted it to continue."
+        )
         return result.exit_code
     requeues = requeues_after(folder, row)
     if requeues > cluster.max_requeues:
         why = (
-            f"not requeued: {requeues} attempt(s) in a row wrote no new checkpoint (cluster.max_requeues="
-            f"{cluster.max_requeues}). To submit it again: titan-exp train --config-path {folder.path}"
+            f"not requeued: {format_items(requeues, 'attempt')} in a row wrote no new checkpoint (cluster.max_requeues="
+            f"{cluster.max_requeues}). To submit it again, type titan-exp train --config-path {folder.path}"
         )
-        reason = f"{result.reason}; {why}"
+        reason = f"{result.reason}, {why}"
         close_attempt(folder, row.attempt, result.state, exit_code=result.exit_code, reason=reason, overrule=True)
-        print(f"{text}; {why}")
+        print(f"{text}, {why}")
         return FAILED
     folder.add_attempt(
         world_size=row.world_size,
@@ -198,7 +201,7 @@ def requeue(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, cl
         requeues=requeues,
     )
     without = f" {requeues} of {cluster.max_requeues} times without a new checkpoint" if requeues else ""
-    print(f"{text}; requeued{without}.")
+    print(f"{text}, requeued{without}.")
     return STOPPED
 
 

@@ -35,8 +35,8 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 def srun_rank() -> RankInfo | None:
     """Rank from srun's environment; None without srun, or under torchrun by hand.
 
-    In a submitted job srun counts, whoever else has set RANK: a hook of the container runtime, or the shell of the
-    submission.
+    In a submitted job, srun counts even if something else has set RANK, such as a hook of the container runtime or the
+    submitting shell.
     """
     env = os.environ
     if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env or (TOKEN not in env and "RANK" in env):
@@ -64,9 +64,9 @@ def slurm_job_id() -> str:
 
 
 def publish_rendezvous(folder: RunFolder, rank: RankInfo, host: str | None = None) -> None:
-    """Write rank 0's address and links to the rank logs into the attempt's log folder, or that of a world.
+    """Write rank 0's address and links to the rank logs into the log folder of the attempt, or of a world.
 
-    Without `host` the address is the loopback interface on one node, else the node's name.
+    Without `host`, the address is the loopback interface if there is one node, else the node's name.
     """
     assert rank.attempt is not None
     address = host or (LOOPBACK if os.environ.get("SLURM_STEP_NUM_NODES") == "1" else socket.gethostname())
@@ -86,7 +86,6 @@ def _local_rank() -> int:
     return 0 if visible and "," not in visible else number
 
 
-CANNOT_ASK = "SLURM cannot be asked"
 SCANCEL_JOBS = 500
 
 
@@ -96,13 +95,13 @@ class SlurmExecutor(RemoteExecutor):
     scheduler = "SLURM"
 
     def require(self, plans: Sequence[RunPlan]) -> None:
-        """Raises UserError without SLURM or its answer, and inside a job."""
+        """Check that SLURM is installed and answers, and that this is not inside a job. Raises UserError."""
         self._require_login_node(plans)
         try:
             listed_jobs([os.geteuid()])
         except UnreachableError as error:
             raise UserError(
-                f"cluster=slurm: SLURM cannot be asked, so nothing is submitted: {error}. Type the same command again "
+                f"cluster=slurm: SLURM does not answer, so we submit nothing: {error}. Type the same command again "
                 "once it answers, submit from a login node of the cluster, or run here with cluster=local."
             ) from None
 
@@ -116,8 +115,8 @@ class SlurmExecutor(RemoteExecutor):
         inside = os.environ.get("SLURM_JOB_ID")
         if inside and not all(plan.experiment.cluster.submit_from_job for plan in plans):
             raise UserError(
-                f"This process is inside SLURM job {inside}; jobs that submit jobs are usually a mistake. Submit from "
-                "a login node, run here with cluster=local, or set cluster.submit_from_job=true."
+                f"This process is inside SLURM job {inside}, and jobs that submit jobs are usually a mistake. Submit "
+                "from a login node, run here with cluster=local, or set cluster.submit_from_job=true."
             )
 
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
@@ -137,7 +136,7 @@ class SlurmExecutor(RemoteExecutor):
         return submission
 
     def script(self, plan: RunPlan) -> str:
-        """Batch script of a run, with TOKEN in the place of the submission's token."""
+        """Batch script of a run, with TOKEN in place of the submission's token."""
         snapshot = take_code_snapshot(runs_of(plan), [plan.experiment], write=False)
         return Batch(runs_of(plan), [plan], snapshot, token="TOKEN").text
 
@@ -176,11 +175,11 @@ class SlurmExecutor(RemoteExecutor):
         for folder in folders:
             status = statuses[folder.path]
             if status.state == "unknown":
-                line = f"SLURM cannot be asked: {status.reason}. Type it again when SLURM answers"
+                line = f"SLURM does not answer: {status.reason}. Type the same command again when it does"
                 lines[folder.path] = f"{NOT_CANCELLED}: {line}"
                 continue
             if status.state == "gone" or status.job_id is None:
-                lines[folder.path] = f"nothing done: {status.reason or status.state}"
+                lines[folder.path] = f"nothing to do: {status.reason or status.state}"
                 continue
             for job, state in (status.jobs or {status.job_id: status.state}).items():
                 (queued if state == "queued" else running)[job] = folder
@@ -196,7 +195,7 @@ class SlurmExecutor(RemoteExecutor):
         )
         for job, folder in (queued | running).items():
             if job in running:  # the ranks read the request, signal or not
-                unsent = f"; cluster.stop_limit is not enforced: {failures[job]}" if job in failures else ""
+                unsent = f", but SLURM will not enforce cluster.stop_limit: {failures[job]}" if job in failures else ""
                 line = f"job {job}: asked to save and stop{unsent}"
             else:
                 line = f"{NOT_CANCELLED}: {failures[job]}" if job in failures else f"job {job}: taken out of the queue"
@@ -204,7 +203,7 @@ class SlurmExecutor(RemoteExecutor):
         return lines
 
     def missing_worlds(self, plan: RunPlan, status: JobStatus) -> MissingWorlds | None:
-        """Worlds without a job, of a run with jobs of others; None without any."""
+        """Worlds without a job, if other worlds of the run have one; None if there are none."""
         row = self.attempt(plan.folder)
         if not status.jobs or row is None or row.token is None or row.end is not None:
             return None
@@ -231,14 +230,15 @@ class SlurmExecutor(RemoteExecutor):
         publish_rendezvous(folder, rank)
 
     def existing(self, plan: RunPlan, status: JobStatus | None, snapshot: CodeSnapshot) -> Submission | None:
-        """Result of a run that needs no submission, or of worlds that had no job; None if it needs one."""
+        """Result of a run that needs no submission, or of submitting worlds that had no job; None if the run must be
+        submitted."""
         found, row = super().existing(plan, status, snapshot), self.attempt(plan.folder)
         missing = None if status is None else self.missing_worlds(plan, status)
         if found is not None and missing is not None:
             return _submit_missing(plan, Batch(runs_of(plan), [plan], snapshot, missing), missing)
         token = None if row is None or row.end is not None else row.token
         if found is None and token is not None and is_being_submitted(runs_of(plan), token):
-            return refused(plan, "an earlier submission of it still waits for SLURM: try again soon")
+            return refused(plan, "an earlier submission of this run still waits for SLURM, so try again soon")
         return found
 
 
@@ -248,7 +248,7 @@ def _submit_group(slurm: SlurmExecutor, batch: Batch) -> Iterable[Submission]:
     try:
         jobs = batch.submit()
     except (RejectedError, UncertainError) as error:
-        # sbatch may have made the job and failed afterwards, as it does when the controller's answer is late.
+        # sbatch may have made the job and failed afterwards, as happens when the controller answers late.
         statuses = slurm.status([plan.folder for plan in batch.plans])
         for plan, attempt in zip(batch.plans, attempts, strict=True):
             status = statuses[plan.folder.path]
@@ -258,13 +258,13 @@ def _submit_group(slurm: SlurmExecutor, batch: Batch) -> Iterable[Submission]:
                 plan.folder.update_attempt(attempt, end=time.time(), reason=f"not submitted: {error}")
                 yield refused(plan, error.explanation)
             else:
-                yield refused(plan, f"{error}; type the same command again to ask SLURM for the job")
+                yield refused(plan, f"{error}. Type the same command again to ask SLURM for the job")
         return
     yield from thread_map(lambda each: slurm.record_submitted(*each), zip(batch.plans, attempts, jobs, strict=True))
 
 
 def _submit_missing(plan: RunPlan, batch: Batch, missing: MissingWorlds) -> Submission:
-    """Submit jobs of worlds; their attempt is recorded already, and its token is in their comments."""
+    """Submit jobs of missing worlds; their attempt is already recorded, and their comments have its token."""
     batch.prepare()
     try:
         (job,) = batch.submit()
@@ -282,15 +282,15 @@ def _job_status(row: Attempt, job: Job | None, ends: Mapping[str, str]) -> JobSt
             case "running":
                 return JobStatus("running", job.job_id, text)
     else:
-        text = ends.get(row.job_id or "") or "SLURM has no job of it"
+        text = ends.get(row.job_id or "") or "SLURM has no job of this run"
     if row.start is None and text.startswith("completed"):
         # slurmd reports a script that it could not execute as completed.
-        text = "its job ended before the run was started; slurmd's log on its first node has the reason"
+        text = "its job ended before the run started (the log of slurmd on its first node says why)"
     return JobStatus("gone", row.job_id if job is None else job.job_id, row.reason or text)
 
 
 def _worlds_of(row: Attempt, jobs: Sequence[Job]) -> list[Job]:
-    """Live jobs of a run's worlds; empty if it has one."""
+    """Live jobs of a run's worlds; empty if it has one world."""
     return [job for job in jobs if row.token and job.phase != "gone" and job.token.rpartition("_")[0] == row.token]
 
 

@@ -45,12 +45,12 @@ class Script:
     folder: str
     """Run folder; for an array, a folder whose entries 0, 1, ... link to the run folders."""
     submission: str
-    """Folder of the job's log: a run folder may be deleted while the job waits."""
+    """Folder of the job's log; the run folder would not do, since it may be deleted while the job waits."""
     runs: str
     """Folder of all runs, mounted in a container."""
     array: int | None = None
     worlds: tuple[int, ...] | None = None
-    """Worlds of one run, each an array task; None if a run has one."""
+    """Worlds of one run, each an array task; None if the run has one world."""
 
     @property
     def tasks(self) -> bool:
@@ -80,9 +80,9 @@ def render(script: Script) -> str:
 
 def sbatch_options(script: Script) -> Iterator[tuple[str, object]]:
     """sbatch options with their values; True for a flag."""
-    cluster, resources = script.resources.cluster, script.resources
+    cluster = script.resources.cluster
     log = "%A_%a" if script.tasks else "%j"
-    folder = script.submission.replace("%", "%%")  # SLURM expands a single one
+    folder = script.submission.replace("%", "%%")  # SLURM expands a single pattern
     yield "job-name", script.name
     yield "comment", " ".join(filter(None, [cluster.comment, f"{MARK}{script.token}"]))
     if script.array is not None:
@@ -90,6 +90,16 @@ def sbatch_options(script: Script) -> Iterator[tuple[str, object]]:
         yield "array", f"0-{script.array - 1}{limit}"
     if script.worlds is not None:
         yield "array", ",".join(map(str, script.worlds))
+    yield from resource_options(script.resources)
+    yield "signal", f"B:USR2@{cluster.signal_lead}"
+    yield ("requeue" if cluster.requeue in ("auto", "requeue") else "no-requeue"), True
+    yield "open-mode", "append"
+    yield "output", f"{folder}/slurm-{log}.out"
+
+
+def resource_options(resources: Resources) -> Iterator[tuple[str, object]]:
+    """sbatch options about the resources of a job, with their values; None leaves one out."""
+    cluster = resources.cluster
     for option in ("partition", "account", "qos", "constraint", "reservation", "exclude"):
         yield option, getattr(cluster, option)
     yield "nodes", resources.nodes
@@ -100,10 +110,6 @@ def sbatch_options(script: Script) -> Iterator[tuple[str, object]]:
     yield "cpus-per-task", cluster.cpus_per_gpu
     yield "mem", None if cluster.memory_gb is None else f"{cluster.memory_gb}G" if cluster.memory_gb else 0
     yield "time", cluster.time_limit
-    yield "signal", f"B:USR2@{cluster.signal_lead}"
-    yield ("requeue" if cluster.requeue in ("auto", "requeue") else "no-requeue"), True
-    yield "open-mode", "append"
-    yield "output", f"{folder}/slurm-{log}.out"
 
 
 def _head(script: Script) -> str:
@@ -239,7 +245,7 @@ def _ranks(script: Script) -> str:
 
 
 def _closing(script: Script) -> str:
-    """Python command of the epilogue, in the container if there is one."""
+    """Python command of the epilogue, inside the container if there is one."""
     start = shlex.join(["srun", "--nodes=1", "--ntasks=1", *_pyxis(script)]) + " " if _pyxis(script) else ""
     return start + _python(script)
 

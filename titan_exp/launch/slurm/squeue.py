@@ -1,4 +1,4 @@
-"""What SLURM says: job states from squeue and sacct, exits of tasks in srun's log."""
+"""SLURM's answers: job states from squeue and sacct, exits of tasks in srun's log."""
 
 import contextlib
 import os
@@ -15,17 +15,17 @@ TIMEOUT = 20.0
 """Timeout of SLURM commands in seconds; they block while the controller is down."""
 
 ROW = "titan_exp|"
-"""First column of squeue's table, by which its rows are known."""
+"""First column of squeue's table, which identifies its rows."""
 QUEUED = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 RUNNING = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
 
 CAUSES = {
-    "configuration source": "this machine belongs to no cluster: it has no slurm.conf, and its network names none",
+    "configuration source": "this machine belongs to no cluster (it has no slurm.conf, and its network names none)",
     "Unable to contact slurm controller": "the controller of the cluster does not answer",
     "authentication": "munge, by which SLURM knows its users, does not answer on this machine",
 }
-"""Sentences by words in what a SLURM command prints when it fails."""
+"""Sentences by words in the output of a SLURM command that fails."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Job:
 
 
 class UnreachableError(Exception):
-    """A SLURM command failed or timed out. `silent`: it timed out, and so would a retry."""
+    """A SLURM command failed or timed out. `silent` is True if it timed out, as would a retry."""
 
     def __init__(self, message: str, *, silent: bool = False) -> None:
         super().__init__(message)
@@ -70,7 +70,7 @@ def listed_jobs(owners: Sequence[int]) -> list[Job]:
     jobs = []
     for row in rows:
         job_id, state, reason, comment = row.removeprefix(ROW).split("|", 3)
-        # A site's own text may stand before the token.
+        # A site's own text may precede the token.
         token = comment.rpartition(" ")[2].removeprefix(MARK) if MARK in comment else ""
         _, _, task = job_id.partition("_")
         # A chained job of an array task already has the task in its token.
@@ -113,7 +113,7 @@ def ask(*command: str, timeout: float = TIMEOUT) -> str:
     except FileNotFoundError:
         raise UnreachableError(f"{command[0]} is not installed on this machine") from None
     except OSError as error:
-        raise UnreachableError(f"{command[0]} cannot be run: {error.strerror}") from None
+        raise UnreachableError(f"cannot run {command[0]}: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise UnreachableError(f"{command[0]} did not answer within {timeout:.0f} s", silent=True) from None
     if answer.returncode:
@@ -122,7 +122,7 @@ def ask(*command: str, timeout: float = TIMEOUT) -> str:
 
 
 def in_a_sentence(stderr: str) -> str:
-    """Cause of a SLURM command's failure, of the lines that it printed; empty if it printed none."""
+    """Cause of a SLURM command's failure, from the lines that it printed; empty if it printed none."""
     for words, sentence in CAUSES.items():
         if words in stderr:
             return sentence
@@ -143,13 +143,13 @@ _REFUSALS = {
     r"generic resource|\bgres\b": ("cluster.gpu_type=null, or a type that a partition has", _PARTITIONS),
     r"invalid account|invalid qos": ("an account and a QOS that you may use", _ACCOUNTS),
 }
-"""What to type instead and the command that lists it, by words of sbatch."""
+"""Remedy, and the command that lists alternatives, by words of sbatch."""
 MOST = 12
 """Maximum number of listed alternatives."""
 
 
 def explain_refusal(stderr: str, asked: Sequence[str]) -> str:
-    """Lines about a refused sbatch: what was asked, its own words, and what to type where the cause is known."""
+    """Lines about a refused sbatch: the request, sbatch's own words, and the remedy if the cause is known."""
     said = [line.strip() for line in stderr.splitlines() if line.strip()]
     lines = [f"asked: {' '.join(asked)}", *said]
     text = " ".join(said).lower()
@@ -162,12 +162,12 @@ def explain_refusal(stderr: str, asked: Sequence[str]) -> str:
 
 
 def _alternatives(command: Sequence[str]) -> list[str]:
-    """Keys with values that this user may type; the command alone if it does not answer."""
+    """Keys with values that this user may type; only the command if it does not answer."""
     user = [f"user={pwd.getpwuid(os.geteuid()).pw_name}"] if command == _ACCOUNTS else []
     try:
         rows = [line.split("|") for line in ask(*command, *user).splitlines()]
     except (UnreachableError, KeyError) as error:
-        return [f"{' '.join(command)} lists them ({error})"]
+        return [f"to see them, type {' '.join(command)} ({error})"]
     if command == _PARTITIONS:
         return [f"cluster.partition={row[0]}  time limit {row[1]}, nodes {row[2]}, GRES {row[3]}" for row in rows]
     return [
@@ -206,10 +206,9 @@ class SrunLog:
     """Messages of srun and slurmstepd since the job's last start."""
 
     exits: tuple[TaskExit, ...]
-    """In srun's order, which is not always that of the exits. Tasks that SIGTERM ended, which srun sends, are left
-    out."""
+    """Exits in srun's order, which is not always the real order. Tasks that srun's SIGTERM ended are left out."""
     out_of_memory: bool
-    """True if the kernel or SLURM killed a task for its memory."""
+    """True if the kernel or SLURM killed a task because of its memory."""
     aborted: bool
     """True if SLURM ended the step before any task exited."""
 

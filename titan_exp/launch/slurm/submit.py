@@ -1,7 +1,7 @@
-"""sbatch submission of a job or job array through submitit: a script with a path, and nothing pickled.
+"""sbatch submission of a job or job array through submitit: a script with a path, without pickles.
 
-Before sbatch is called, the intent is recorded in each run's attempts.jsonl, with a token that is also in the job's
-comment. After a crash in between, the token shows if a job exists.
+Before sbatch is called, the intent is recorded in each run's attempts.jsonl, with a token that the job's comment has,
+too. After a crash in between, the token shows whether a job exists.
 """
 
 import contextlib
@@ -53,9 +53,9 @@ VARIABLES = {
     "requeue": ("REQUEUE", "NO_REQUEUE"),
     "no-requeue": ("REQUEUE", "NO_REQUEUE"),
 }
-"""Variables SBATCH_* that override an option of a script, or exclude it, where it is not that of its name."""
+"""Variables SBATCH_* that override or exclude a script's option and are not named after it."""
 GPUS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
-"""Variables that hide GPUs of the submitting machine, or of the job in which it is."""
+"""Variables that hide GPUs of the submitting machine, or of the job that submits."""
 SBATCH_LIMIT = 120
 """Timeout of sbatch in seconds; it blocks while the controller is down."""
 TIMED_OUT = 124
@@ -63,7 +63,7 @@ TIMED_OUT = 124
 
 
 class RejectedError(Exception):
-    """sbatch failed; carries its message in a sentence. A job may exist, if the connection broke afterwards."""
+    """sbatch failed, with a message in one sentence. A job may still exist, if the connection broke afterwards."""
 
     def __init__(self, sentence: str, explanation: str) -> None:
         super().__init__(sentence)
@@ -72,7 +72,7 @@ class RejectedError(Exception):
 
 
 class UncertainError(Exception):
-    """sbatch timed out or its output has no job id, so a job may exist; SLURM is asked for the token."""
+    """sbatch timed out or printed no job id, so a job may exist. SLURM is then asked for the token."""
 
 
 def resources_of(plan: RunPlan) -> Resources:
@@ -85,7 +85,7 @@ def group_by_resources(plans: Sequence[RunPlan]) -> list[list[RunPlan]]:
     """Group runs by equal resources, at most `ARRAY_LIMIT` per group, in order."""
     groups: dict[str, list[RunPlan]] = {}
     for plan in plans:
-        # An array of its own has the worlds of one run.
+        # The worlds of one run have an array of their own.
         alone = plan.run_id if plan.layout.cluster.worlds > 1 else ""
         groups.setdefault(alone + repr(resources_of(plan)), []).append(plan)
     return [
@@ -95,7 +95,7 @@ def group_by_resources(plans: Sequence[RunPlan]) -> list[list[RunPlan]]:
 
 @dataclass(frozen=True)
 class MissingWorlds:
-    """Worlds of a run that trains, without a job."""
+    """Worlds without a job, of a run that is training."""
 
     token: str
     """Submission token of its attempt."""
@@ -194,7 +194,7 @@ class Batch:
         except FailedJobError as error:
             ended = error.__cause__
             if not isinstance(ended, subprocess.CalledProcessError):
-                raise UncertainError("sbatch's output cannot be read") from None
+                raise UncertainError("we cannot read what sbatch printed") from None
             if ended.returncode == TIMED_OUT:
                 raise UncertainError(f"sbatch did not answer within {SBATCH_LIMIT} s") from None
             said = str(error) or f"sbatch ended with exit code {ended.returncode}"
@@ -205,7 +205,7 @@ class Batch:
         return [job] if len(self.plans) == 1 else [f"{job}_{index}" for index in range(len(self.plans))]
 
     def _asked(self) -> list[str]:
-        """Options of sbatch that ask for something."""
+        """Options of sbatch that request something."""
         ours = ("job-name", "comment", "signal", "requeue", "no-requeue", "open-mode", "output")
         found = {option: value for option, value in sbatch_options(self._script) if option not in ours}
         asked = [f"--{option}={value}" for option, value in found.items() if value is not None]
@@ -213,8 +213,8 @@ class Batch:
 
 
 class _Executor(SlurmExecutor):
-    """submitit's SlurmExecutor with our batch script and command, which pickles nothing. Its own folder is a temporary
-    one: in a path of the user's it would replace `%j` and `%t`."""
+    """submitit's SlurmExecutor with our batch script and command, without pickles. Its own folder is temporary, because
+    in your path it would replace `%j` and `%t`."""
 
     def __init__(self, folder: Path, text: str, command: list[str]) -> None:
         super().__init__(folder)
@@ -232,7 +232,8 @@ class _Executor(SlurmExecutor):
 
 
 def submissions_folder(runs: Path) -> Path:
-    """Folder of this user's submissions, in a folder of runs that several users may share: SLURM runs what is in it."""
+    """Folder of this user's submissions inside a folder of runs. Several users may share that, and SLURM runs what is
+    in this folder."""
     return runs / f".slurm-{os.geteuid()}"
 
 
@@ -246,8 +247,8 @@ def _job_name(plan: RunPlan) -> str:
 
 
 def _without_outer_jobs(script: Script) -> dict[str, str | None]:
-    """Environment changes that unset variables of a job or a launch around this process, and those SBATCH_* that would
-    override an option of the script. Others are defaults of the site or the user, and count."""
+    """Environment changes that unset variables of a job or launch around this process, and SBATCH_* variables that
+    would override an option of the script. Other SBATCH_* variables are defaults of the site or the user, and stay."""
     keep = {"SLURM_CONF", "SLURM_CLUSTERS"}
     options = [option for option, value in sbatch_options(script) if value is not None]
     options += [*RESERVED, "array", *map(long_name, script.resources.cluster.sbatch_args)]
@@ -258,7 +259,7 @@ def _without_outer_jobs(script: Script) -> dict[str, str | None]:
         for variable in VARIABLES.get(option, (option.upper().replace("-", "_"),))
     }
     if "gpu" not in os.environ.get("SBATCH_GRES", ""):
-        ours.discard("SBATCH_GRES")  # a default of other resources
+        ours.discard("SBATCH_GRES")  # a default for other resources
     return {
         **outer_launch(),
         **{name: None for name in os.environ if name in ours or name in GPUS},

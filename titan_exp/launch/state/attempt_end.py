@@ -1,6 +1,7 @@
-"""End of an attempt: result from the ranks' exit codes, and its record; the run lock, which no other start may hold.
+"""End of an attempt: its result, from the ranks' exit codes, and its record. Also the run lock, which only one start
+may hold.
 
-The first failure is the cause. A collective that broke is the consequence of another rank's end, and the cause only if
+The first failure is the cause. A broken collective is a consequence of another rank's end; it is the cause only if
 every failed rank reports one.
 """
 
@@ -23,7 +24,10 @@ from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder, Run
 
 TAIL = 20
 """Log lines shown for a rank without a traceback."""
-LESS_MEMORY = "let it need less: fewer processes per node, a lower data.prefetch or, on CPU, training.micro_batch_size"
+LESS_MEMORY = (
+    "let it need less, with fewer processes per node, a lower data.prefetch or, on a CPU, a lower "
+    "training.micro_batch_size"
+)
 """Remedy for host memory."""
 _BROKEN_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _BROKEN_MESSAGES = re.compile(r"gloo/|\bnccl|connection (closed|reset) by peer|broken pipe", re.IGNORECASE)
@@ -75,18 +79,18 @@ def failure_from_signal(
 ) -> RankFailure:
     """Failure of a rank that was killed after its start.
 
-    `more_memory` is the remedy where host memory can be asked for; `out_of_memory` is True if the kernel reports that.
+    `more_memory` is the remedy if more host memory can be requested; `out_of_memory` is True if the kernel reports it.
     """
     remedy = f"{more_memory}{LESS_MEMORY}"
     if out_of_memory:
-        reason = f"rank {rank} was killed because its machine or job ran out of host memory: {remedy}"
+        reason = f"the machine or the job ran out of host memory, so the system killed rank {rank}: {remedy}"
     else:
-        reason = f"rank {rank} was killed by a signal; if not by hand, host memory ran out (see `dmesg`): {remedy}"
+        reason = f"a signal killed rank {rank}. If nobody sent it, host memory ran out (see dmesg): {remedy}"
     return RankFailure(rank, last_seen, FAILED, reason, tail(log))
 
 
 def is_broken_collective(error: RankError) -> bool:
-    """True for the errors of gloo, NCCL and torch.distributed when a peer is gone."""
+    """True for errors that gloo, NCCL and torch.distributed raise when a peer is gone."""
     by_message = error.type == "RuntimeError" and _BROKEN_MESSAGES.search(error.message) is not None
     return by_message or error.type in _BROKEN_TYPES
 
@@ -102,7 +106,7 @@ def failure_at_start(rank: int, time: float, log: Path) -> RankFailure:
 
 
 def failed(failures: Iterable[RankFailure]) -> AttemptResult:
-    """Attempt result with failed ranks; the first failure is the cause, before all broken collectives."""
+    """Result of an attempt with failed ranks. The first failure that is not a broken collective is the cause."""
     first = min(failures, key=lambda failure: (failure.broken_collective, failure.time, failure.rank))
     code = UserError.exit_code if first.exit_code == UserError.exit_code else FAILED
     return AttemptResult("failed", code, first.reason, first.detail)
@@ -145,7 +149,7 @@ def close_attempt(
 
 
 def last_step(folder: RunFolder, attempt: int) -> int:
-    """Last step that an attempt is known to have finished, or the step it resumed from."""
+    """Last step that an attempt is known to have finished, else the step from which it resumed."""
     state, beat = folder.read_state(), folder.read_heartbeat()
     steps = [0 if state is None else state.step]
     row = next((row for row in folder.read_attempts() if row.attempt == attempt), None)
@@ -165,7 +169,8 @@ def newest_checkpoint(folder: RunFolder) -> int:
 
 
 def requeues_after(folder: RunFolder, row: Attempt) -> int:
-    """Consecutive requeues without progress, once this attempt is requeued; 0 if it has written a newer checkpoint."""
+    """Number of consecutive requeues without progress, counting the next; 0 if this attempt has written a newer
+    checkpoint."""
     progressed = row.checkpoint is not None and newest_checkpoint(folder) > row.checkpoint
     return 0 if progressed else row.requeues + 1
 
@@ -204,7 +209,7 @@ def wait_for_orphans(folder: RunFolder, echo: Callable[[str], None]) -> None:
     if not folder.ranks_alive():
         return
     echo(
-        f"Ranks of an earlier start, whose launcher is gone, still run in {folder.path}: waiting up to "
+        f"Ranks of an earlier start still run in {folder.path}, and their launcher is gone. We wait up to "
         f"{ORPHANS_LIMIT:.0f} s for them to save and stop."
     )
     deadline = time.monotonic() + ORPHANS_LIMIT
@@ -216,10 +221,10 @@ def wait_for_orphans(folder: RunFolder, echo: Callable[[str], None]) -> None:
 
 def _refusal(folder: RunFolder, holder: LockHolder | None) -> UserError:
     beat, state = folder.read_heartbeat(), folder.read_state()
-    heartbeat = f"; last heartbeat {beat.age:.0f} s ago, after step {beat.step}" if beat else ""
+    heartbeat = f", last heartbeat {beat.age:.0f} s ago, after step {beat.step}" if beat else ""
     attempt = f", attempt {state.attempt}" if state and state.attempt else ""
     return UserError(
-        f"{folder.path}: this run is running already ({holder or 'another process'}{attempt}{heartbeat}). "
+        f"{folder.path}: this run is already running ({holder or 'another process'}{attempt}{heartbeat}). "
         "Wait for it, or stop it with Ctrl-C or SIGTERM where it runs. "
-        "To run the same beside it, give another experiment.name."
+        "To run the same beside it, choose another experiment.name."
     )

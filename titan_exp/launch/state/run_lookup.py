@@ -1,11 +1,11 @@
-"""Lookup of runs and studies: by study, study/label, id prefix, path, pattern of paths, or URL."""
+"""Lookup of runs and studies: by study, study/label, id prefix, path, path pattern, or URL."""
 
 import json
 import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -13,9 +13,13 @@ from glob import escape
 from pathlib import Path
 from typing import Any, TypedDict
 
-from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
+from titan_exp.config.errors.user_error import UserError, did_you_mean, listed, shown
 from titan_exp.config.paths.foreign_file import read_text
 from titan_exp.config.paths.remote_url import is_url
+from titan_exp.config.schema.identity_keys import flatten
+from titan_exp.config.study.labels import names_all, words_of
+from titan_exp.config.study.ladder import LadderRung
+from titan_exp.launch.verdict.registration import Registration
 from titan_exp.tracking.run_folder.attempts import read_json
 from titan_exp.tracking.run_folder.files import FileLock, LockHolder, is_held, write_atomically
 from titan_exp.tracking.run_folder.run import Run
@@ -23,7 +27,7 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder, is_readable_run,
 
 
 class RoundsRecord(TypedDict, total=False):
-    """Metric and better direction of later rounds and, with halving, rungs and the kept fraction."""
+    """Metric and better direction that decide later rounds; with halving, also rungs and the kept fraction."""
 
     metric: str
     better: str
@@ -42,7 +46,7 @@ class StudyRun:
     seed: int | None
     """Seed, if the study sets one."""
     run_id: str
-    """Run id and folder name."""
+    """Run id, which is also the folder's name."""
     experiment_id: str
     processes: int
     steps: int
@@ -52,6 +56,22 @@ class StudyRun:
     """Name of the chosen value by named list."""
     round: int = 1
     """Rung of successive halving, or batch of Optuna, from 1."""
+    typed: tuple[str, ...] = ()
+    """Keys that the command line set to values that the study's file does not have."""
+    rung: LadderRung | None = None
+    """Size and length of a point of a ladder."""
+
+
+@dataclass(frozen=True)
+class LadderRecord:
+    """Ladder of a study, for `compare`."""
+
+    metric: str
+    better: str
+    baseline: str
+    """Arm that is the baseline; empty without axes."""
+    runs: int
+    """Number of runs, branches included."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +92,35 @@ class StudyRecord:
     skipped: Mapping[str, str]
     """Skip reasons of all other points, by label."""
     lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Keys that a named list sets together, by its name."""
+    """Keys that a named list sets together, by list name."""
     rounds: RoundsRecord = field(default_factory=RoundsRecord)
     """Metric, better direction and, with halving, rungs and kept fraction; empty if all points start together."""
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Kind and bounds of each range of a search, by key."""
     tune: str = ""
     """Key over which each group of the comparison is tuned."""
+    others: tuple[StudyRun, ...] = ()
+    """Points of earlier calls that the last one did not ask for."""
+    registered: Registration | None = None
+    """Question of a study by pairs, as registered before its first run."""
+    dropped: str = ""
+    """Reason for ending the question between looks; empty if it goes on, or ended at a look."""
     removed: tuple[StudyRun, ...] = ()
-    """Points of earlier versions that the study no longer contains."""
+    """Points of earlier calls that the study's file no longer has."""
+    ladder: LadderRecord | None = None
+    """Ladder of sizes; None of another study."""
     time: float = 0.0
     """Unix time of writing."""
+
+    @property
+    def command(self) -> str:
+        """Last call, as typed."""
+        return sweep_command(self.name, self.size, self.typed)
+
+
+def sweep_command(name: str, size: str, typed: Sequence[str]) -> str:
+    """Command that launches a study."""
+    return shlex.join(["titan-exp", "sweep", name, *([f"size={size}"] if size else []), *typed])
 
 
 class StudyFolder:
@@ -91,14 +129,14 @@ class StudyFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.yaml = path / "study.yaml"
-        """Study file at the last launch."""
+        """Study file as of the last launch."""
         self.json = path / "study.json"
         self.history = path / "history"
         """Earlier versions of study.yaml and study.json."""
         self.stop = path / "stop"
         """Stop flag: no further run is started."""
         self.lock = path / ".lock"
-        """Lock of the process that runs the study on its machine."""
+        """Lock of the process that runs the study on this machine."""
 
     def run(self, point: StudyRun) -> RunFolder:
         """Run folder of a point; may not exist yet."""
@@ -109,23 +147,32 @@ class StudyFolder:
         return read_json(self.json, StudyRecord)
 
     def write(self, record: StudyRecord, text: str) -> StudyRecord:
-        """Write study.yaml and study.json, archiving earlier versions; returns the record with its removed points.
+        """Write study.yaml and study.json, archiving earlier versions; returns the record as it is then.
 
         `text` is the study file. Each file is replaced atomically.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         before = self.read()
-        now = replace(record, removed=removed_runs(before, record), time=time.time())
+        now = replace(record, time=time.time())
         if before is not None:
             same = self.yaml.exists() and read_text(self.yaml) == text
             if same and replace(before, time=now.time) == now:
                 return before
-            # A later round adds points, which is no other version.
+            # A later round adds points, which does not make a new version.
             if not same or now.points[: len(before.points)] != before.points:
                 self._archive()
         write_atomically(self.yaml, text)
         write_atomically(self.json, json.dumps(asdict(now), indent=1) + "\n")
         return now
+
+    def with_earlier(self, record: StudyRecord, is_in_file: Callable[[StudyRun], bool]) -> StudyRecord:
+        """Record with the points of earlier calls that it does not ask for: those in the study's file, and removed
+        ones."""
+        before, kept = self.read(), {point.run_id for point in record.points}
+        runs = () if before is None else (*before.removed, *before.others, *before.points)
+        earlier = [point for point in {run.run_id: run for run in runs}.values() if point.run_id not in kept]
+        removed = tuple(point for point in earlier if not is_in_file(point))
+        return replace(record, others=tuple(filter(is_in_file, earlier)), removed=removed)
 
     def holder(self) -> LockHolder | None:
         """Process that currently runs the study; None without one."""
@@ -143,14 +190,7 @@ class StudyFolder:
                 write_atomically(self.history / f"{number:03d}{path.suffix}", read_text(path))
 
 
-def removed_runs(before: StudyRecord | None, now: StudyRecord) -> tuple[StudyRun, ...]:
-    """Runs of earlier versions that the study no longer contains, without duplicates."""
-    kept = {point.run_id for point in now.points}
-    earlier = {} if before is None else {point.run_id: point for point in (*before.removed, *before.points)}
-    return tuple(point for run_id, point in earlier.items() if run_id not in kept)
-
-
-NAMED = "Name a run by its path, the beginning of its id, STUDY/LABEL, or its URL; a study by its name."
+NAMED = "Name a run by its path, the beginning of its id, STUDY/LABEL or its URL, and a study by its name."
 
 
 @dataclass(frozen=True)
@@ -165,8 +205,10 @@ class RunEntry:
     """Name of the parent folder: a study or an `experiment.name`."""
     point: StudyRun | None = None
     """Point of the study; None outside a study."""
+    asked: bool = True
+    """False if the study's last call did not ask for this point."""
     removed: bool = False
-    """True if the study no longer contains this point."""
+    """True if the study's file no longer has this point."""
     rungs: int = 0
     """Number of rungs of its study; 0 without successive halving."""
 
@@ -177,7 +219,8 @@ class RunEntry:
 
     @property
     def train_arguments(self) -> list[str]:
-        """Arguments of `titan-exp train` that continue the run, whose paths.runs may be relative to another folder."""
+        """Arguments of `titan-exp train` that continue the run, even if its paths.runs is relative to another
+        folder."""
         path = self.folder.path
         return ["--config-path", str(path), *([f"paths.runs={path.parents[1]}"] if path.is_absolute() else [])]
 
@@ -189,7 +232,7 @@ class RunEntry:
 
 
 def runs_folder(typed: str | Path = "") -> Path:
-    """Folder of runs as typed, or without it that of `train`."""
+    """Folder of runs as typed; by default, the folder that `train` uses."""
     from titan_exp.config.extension import CONF_DIR
 
     if not typed and (CONF_DIR / "local" / "default.yaml").is_file():
@@ -200,11 +243,11 @@ def runs_folder(typed: str | Path = "") -> Path:
 
 
 def named_runs(words: Sequence[str]) -> list[str]:
-    """The words as names of runs. Raises UserError if one is an override."""
+    """Check that the words are names of runs. Raises UserError if one is an override."""
     for word in words:
         key, equals, _ = word.partition("=")
         if equals and re.fullmatch(r"[\w.]+", key) and not Path(word).exists():
-            raise UserError(f"{word}: existing runs take no overrides but paths.runs=FOLDER.")
+            raise UserError(f"{word}: a run that exists takes no overrides other than paths.runs=FOLDER.")
     return list(words)
 
 
@@ -219,16 +262,16 @@ def require_one(found: Sequence[RunEntry], name: str) -> RunEntry:
     """The single run among those found. Raises UserError if there are several."""
     if len(found) > 1:
         labels = "\n".join(f"  {entry.label}  {entry.folder.path.name}" for entry in found[:8])
-        raise UserError(f"{name}: {len(found)} runs match. Give one of them:\n{labels}")
+        raise UserError(f"{name}: this matches {len(found)} runs. Name one of them:\n{labels}")
     return found[0]
 
 
 def run_path(name: str, runs: Path | str = "") -> str:
-    """Folder of a run named by label, id prefix or the folder of an experiment with one run; other existing paths and
-    URLs as they are.
+    """Folder of a run that is named by label, id prefix, or the folder of an experiment with one run. Other existing
+    paths and URLs are returned as they are.
 
-    A name with a slash that is no run is returned as well, for the reader of weights to explain. Raises UserError if
-    another name matches no run, or several.
+    So is a name with a slash that is not a run; the reader of weights explains it. Raises UserError if another name
+    matches no run, or several.
     """
     path = Path(name).expanduser()
     if not name or is_url(name) or (path.exists() and not _is_group(path)):
@@ -243,7 +286,7 @@ def run_path(name: str, runs: Path | str = "") -> str:
 
 
 def _is_group(path: Path) -> bool:
-    """True for a folder of runs, of a study or an experiment, that is no run itself."""
+    """True for a folder of runs (a study or an experiment) that is not itself a run."""
     return path.is_dir() and not (path / "config.yaml").exists() and any(readable_runs(path))
 
 
@@ -299,17 +342,17 @@ def _find(word: str, runs: Path) -> list[RunEntry]:
             return found
         labels = [entry.label for entry in _in_group(runs / name)]
         offer = did_you_mean(label, labels) or f"its runs are {listed(labels[:6], 'and')}"
-        raise UserError(f"{word}: {name} has no such run; {offer}")
+        raise UserError(f"{word}: {name} has no such run ({offer})")
     if re.fullmatch(r"[0-9a-f]{3,12}", word):
         found = [_entry(place) for place in runs.glob(f"*/{word}*") if is_readable_run(place)]
         if len({entry.folder.path.name for entry in found}) > 1:
             paths = listed([str(entry.folder.path) for entry in found[:4]], "and")
-            raise UserError(f"{word} is the beginning of {len(found)} ids: {paths}")
+            raise UserError(f"{word}: {len(found)} ids begin like this: {paths}")
         if found:
             return found
     known = run_groups(runs)
-    offer = did_you_mean(word, known) or (f"Under {runs}/ there are {listed(known[:8], 'and')}." if known else "")
-    nothing = "" if known else f"There is no run under {runs}/; paths.runs=FOLDER looks elsewhere. "
+    offer = did_you_mean(word, known) or (f"Those in {runs}/ are {listed(known[:8], 'and')}." if known else "")
+    nothing = "" if known else f"There is no run under {runs}/. To look elsewhere, add paths.runs=FOLDER. "
     raise UserError(f"{word}: unknown run or study. {nothing}{offer[:1].upper()}{offer[1:]}\n  {NAMED}")
 
 
@@ -321,14 +364,15 @@ def _matches(folder: Path, pattern: str) -> list[Path]:
 
 
 def _folder_of_url(url: str, runs: Path) -> Path:
-    """Folder, on this machine, of the run at a URL: of its remote copy `.../NAME/ID`, of W&B's page, or `file://`."""
+    """Folder on this machine of the run at a URL: its remote copy `.../NAME/ID`, its W&B page, or `file://`."""
     *_, name, run_id = ["", *url.partition("://")[2].rstrip("/").split("/")]
     for place in (Path(url.removeprefix("file://")), runs / name / run_id, *_matches(runs, f"*/{escape(run_id)}")):
         if is_readable_run(place):
             return place
     raise UserError(
-        f"{url}: {runs}/ has no folder of this run, which this verb reads; paths.runs=FOLDER looks elsewhere. "
-        "titan-exp generate, evaluate, convert and checkpoint.continue_from read its checkpoints there."
+        f"{url}: this verb reads the folder of a run, and {runs}/ has none of this one. To look elsewhere, add "
+        "paths.runs=FOLDER. titan-exp generate, evaluate, convert and checkpoint.continue_from read its checkpoints "
+        "there."
     )
 
 
@@ -341,21 +385,22 @@ def _entry(path: Path) -> RunEntry:
 
 
 def _in_group(path: Path) -> list[RunEntry]:
-    """Runs of a study in order, then its removed runs, then other runs in its folder."""
+    """Runs of a study's last call in order, then those of earlier calls, its removed runs, other runs in its folder."""
     study = StudyFolder(path)
     record: StudyRecord | None = None
     found: dict[Path, RunEntry] = {}
-    with suppress(UserError):  # damaged: its runs are as those of no study
+    with suppress(UserError):  # damaged: its runs count as outside any study
         record = study.read()
     if record is not None:
         rungs = len(record.rounds.get("rungs", ()))
         for point in record.points:
             folder = study.run(point)
             found.setdefault(folder.path, RunEntry(folder, point.label, path.name, point, rungs=rungs))
-        for point in record.removed:
-            folder = study.run(point)
+        for number, point in enumerate((*record.others, *record.removed)):
+            folder, removed = study.run(point), number >= len(record.others)
             if folder.path.is_dir():
-                found.setdefault(folder.path, RunEntry(folder, point.label, path.name, point, removed=True))
+                entry = RunEntry(folder, point.label, path.name, point, asked=False, removed=removed, rungs=rungs)
+                found.setdefault(folder.path, entry)
     others = [RunEntry(RunFolder(place), f"{path.name}/{place.name}", path.name) for place in readable_runs(path)]
     for entry in sorted(others, key=lambda entry: -_mtime(entry.folder)):
         found.setdefault(entry.folder.path, entry)
@@ -363,13 +408,21 @@ def _in_group(path: Path) -> list[RunEntry]:
 
 
 def _labelled(label: str, among: Sequence[RunEntry]) -> list[RunEntry]:
-    """Find runs by label, by words of the label in any order, or by id prefix."""
-    exact = [entry for entry in among if entry.label == label]
-    if exact:
-        return exact
-    wanted = set(re.split(r"[ ,]+", label))
-    by_words = [entry for entry in among if wanted <= set(entry.label.split())]
-    return by_words or [entry for entry in among if len(label) >= 3 and entry.folder.path.name.startswith(label)]
+    """Find runs by label, those of the study's last call before others of the same label; by some words of it, by id
+    prefix, or by values of their configuration. Words have any order and spelling."""
+    some = [entry for entry in among if names_all(label, words_of(entry.label))]
+    exact = [entry for entry in some if names_all(entry.label, words_of(label))]
+    found = [entry for entry in exact if entry.asked] or exact or some
+    found = found or [entry for entry in among if len(label) >= 3 and entry.folder.path.name.startswith(label)]
+    return found or [entry for entry in among if "=" in label and names_all(label, _values(entry))]
+
+
+def _values(entry: RunEntry) -> list[str]:
+    """Overrides of a run as typed, and all values of its configuration; none if that cannot be read."""
+    with suppress(UserError):
+        values = flatten(entry.run.config).items()
+        return [*(entry.run.overrides or ()), *(f"{key}={shown(value)}" for key, value in values)]
+    return []
 
 
 def _mtime(folder: RunFolder) -> float:

@@ -1,4 +1,4 @@
-"""Run status from files and locks, then from the executor; rows of `titan-exp status`."""
+"""Run status from files and locks, then from the executor; also rows of `titan-exp status`."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.extension import provided
 from titan_exp.config.groups.training import sequences_after
 from titan_exp.launch.executor import (
     Executor,
@@ -89,9 +90,9 @@ def _merge(run: Run, job: JobStatus | None) -> RunStatus:
         if status.state in ENDED and last.end is not None:
             return status
         seen = (
-            "" if beat is None else f"; last heartbeat {format_duration(round(beat.age))} ago, after step {beat.step}"
+            "" if beat is None else f", last heartbeat {format_duration(round(beat.age))} ago, after step {beat.step}"
         )
-        reason = f"{last.launched_by} cannot be asked: {job.reason}{seen}"
+        reason = f"{last.launched_by} does not answer: {job.reason}{seen}"
         return RunStatus("unknown", step, reason, attempt, job_id)
     if job.state in ("queued", "running"):
         # Until a requeued run starts again, its files describe the previous attempt.
@@ -126,30 +127,36 @@ class StatusRow:
     mfu: Value
     """From 0 to 1."""
     seconds_left: Value
-    """Remaining seconds of a running run at its latest throughput."""
+    """Remaining seconds of a running run, at its latest throughput."""
     gpu_hours: Value
     """GPU-hours of all attempts; None on CPU."""
     job_id: str | None
     reason: str | None
     removed: bool
-    """True if the study no longer contains this point."""
+    """True if the study's file no longer has this point."""
     warning: str | None = None
-    """Failing saves or uploads of a running run."""
+    """Warning about failing saves or uploads of a running run."""
     memory: Value = None
     """Peak memory of rank 0 in GiB: allocated tensors on a GPU, resident set on a CPU."""
     memory_predicted: Value = None
     tokens_per_second_predicted: Value = None
     validation_loss: Value = None
     parent: str | None = None
-    """NAME/ID or URL of the run from which a continued one begins."""
+    """NAME/ID or URL of the run that a continued run begins from."""
     parent_step: int | None = None
     """Step at which a continued run begins."""
     rung: int | None = None
     """Rung of successive halving, from 1."""
     groups: WorldsSummary | None = None
-    """What happened to the worlds of the run; None if it has one."""
+    """Summary of the run's worlds; None if it has one."""
     reported: Mapping[str, Value] = field(default_factory=dict)
-    """Metrics reported by the objective, the model, the optimizer and parts of the user's own, by name."""
+    """Metrics that the objective, the model, the optimizer and your own parts report, by name."""
+    evaluated: Mapping[str, Value] = field(default_factory=dict)
+    """Bits per byte, losses of sources and sets, and metrics of extensions at the newest evaluation, by name."""
+    asked: bool = True
+    """False if the study's last call did not ask for this point."""
+    tokens: Value = None
+    """Tokens trained on so far, by the whole job."""
 
     @property
     def shown(self) -> str:
@@ -164,7 +171,7 @@ def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:
 
 
 def _row_or_damage(entry: RunEntry, status: RunStatus) -> StatusRow:
-    """Row of a run; of one with a damaged file, which is the reason, if the table would fail for it."""
+    """Row of a run. If a damaged file would break the table, the row has the damage as its reason."""
     try:
         return _row(entry, status)
     except UserError as error:
@@ -172,6 +179,7 @@ def _row_or_damage(entry: RunEntry, status: RunStatus) -> StatusRow:
         return StatusRow(
             *(entry.label, entry.group, name, folder, "unreadable", status.step),
             *(None, None, None, None, None, None, status.job_id, status.reason or str(error), entry.removed),
+            asked=entry.asked,
         )
 
 
@@ -184,11 +192,12 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
     try:
         training, device = (run.config.get(group) or {} for group in ("training", "cluster"))
         steps = _count(training.get("stop_after")) or _count(training.get("steps"))
-    except UserError:  # missing or damaged, which `show` explains
+    except UserError:  # missing or damaged; `show` explains which
         training, device = {}, {}
         steps = None if entry.folder.config.exists() or entry.point is None else entry.point.steps
     own = training.get("parts")
     parts = [f"{name}/" for name in own] if isinstance(own, dict) else []
+    evaluated = ("validation_loss/", "validation_bits_per_byte", *(f"{name}/" for name in provided("parts")))
     lineage = _known(lambda: run.lineage)
     return StatusRow(
         label=entry.label,
@@ -216,11 +225,14 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
         rung=None if entry.point is None or not entry.rungs else entry.point.round,
         groups=_known(lambda: summarize_worlds(entry.folder)),
         reported={name: value for name, value in values.items() if name.startswith((*REPORTED, *parts))},
+        evaluated={name: value for name, value in values.items() if name.startswith(evaluated)},
+        asked=entry.asked,
+        tokens=values.get("tokens"),
     )
 
 
 def _known(read: Callable[[], Found]) -> Found | None:
-    """What a file holds; None if it is damaged, which `show` explains: the table is of other runs as well."""
+    """Content of a file; None if it is damaged. `show` explains the damage, and the table is also about other runs."""
     with suppress(UserError):
         return read()
     return None
@@ -256,21 +268,23 @@ def _hours(run: Run, status: RunStatus) -> float:
 
 
 def _is_on_gpu(run: Run, device: object) -> bool:
-    """True if the configuration says so, or leaves it to the machine, which has GPUs."""
+    """True if the configuration says GPU, or leaves it to the machine and the machine has GPUs."""
     if device in ("cpu", "cuda"):
         return device == "cuda"
     return bool((_known(lambda: run.environment) or {}).get("gpus"))
 
 
 def rung_lines(record: StudyRecord, study: StudyFolder) -> Iterator[str]:
-    """One line per rung: its steps, the states of its runs, and their parents' number; none without halving."""
+    """One line per rung: its steps, its runs' states, and the number of parents; none without halving."""
     rungs = record.rounds.get("rungs", ())
     statuses = run_statuses([study.run(point) for point in record.points]) if rungs else {}
     for number in range(1, len(rungs) + 1):
         points = [point for point in record.points if point.round == number]
         name = f"rung {number} of {len(rungs)}"
         if not points:
-            yield f"{name}: begins when the rung before is done, with the best {record.rounds.get('keep')} of it"
+            yield (
+                f"{name}: starts when the rung before is done, with the best {record.rounds.get('keep')} of its points"
+            )
             continue
         states = count_states([statuses[study.run(point).path].shown for point in points])
         chosen = f", the best by {record.rounds.get('metric')}" if number > 1 else ""

@@ -64,7 +64,7 @@ class RunSummary:
 
     status: StatusRow
     overrides: tuple[str, ...]
-    """Overrides that differ from the present defaults."""
+    """Overrides that differ from today's defaults."""
     code: RecordedCode
     parents: tuple[Relative, ...] = ()
     """Parent, its parent, and so on."""
@@ -75,7 +75,8 @@ class RunSummary:
 
 
 def summarize_run(entry: RunEntry, name: str) -> RunSummary:
-    """Read the summary of a run, whose commands call it `name`. Raises UserError if its configuration cannot be read.
+    """Read the summary of a run; its commands refer to it as `name`. Raises UserError if its configuration cannot be
+    read.
 
     Nothing that the configuration names is imported, and none of its interpolations is resolved.
     """
@@ -163,7 +164,7 @@ FILES = 10
 
 
 def summary_lines(summary: RunSummary) -> Iterator[str]:
-    """Lines of a summary, a heading before each part."""
+    """Lines of a summary; each part has a heading."""
     status = summary.status
     yield f"{'/'.join(Path(status.folder).absolute().parts[-2:])}  {status.folder}"
     yield from _section("state", list(_state(status)))
@@ -214,6 +215,11 @@ def _state(status: StatusRow) -> Iterator[str]:
     if numbers:
         yield ", ".join(numbers)
     yield from (f"{name} {value:.4g}" for name, value in status.reported.items() if value is not None)
+    by_place: dict[str, list[str]] = {}
+    for name, value in status.evaluated.items():
+        place, _, metric = name.rpartition("/")
+        by_place.setdefault(place, []).extend([f"{metric} {value:.4g}"] if value is not None else [])
+    yield from (f"{place}: {', '.join(texts)}" if place else ", ".join(texts) for place, texts in by_place.items())
 
 
 def _code(code: RecordedCode) -> Iterator[str]:
@@ -244,12 +250,12 @@ def _attempt(attempt: Attempt) -> str:
 
 NOT_THERE = "not there"
 MACHINE = ("host", "executable", "cores", "cores_usable", "memory_gib")
-"""Keys of the environment that describe one machine among equal ones."""
+"""Keys of the environment that differ between otherwise equal machines."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Key with its values in both runs."""
+    """Key with its values in two runs."""
 
     key: str
     a: str
@@ -271,11 +277,11 @@ class RunDiff:
     data: tuple[Difference, ...]
     """Identity and content of the training data as the ranks opened it."""
     unknown: tuple[str, ...]
-    """Parts that a run has not recorded."""
+    """Parts that one of the runs has not recorded."""
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing that both runs have recorded differs."""
+        """True if the runs agree in everything that both have recorded."""
         return not (self.configuration or self.code or self.environment or self.data)
 
 
@@ -306,7 +312,7 @@ def diff_runs(a: Run, b: Run) -> RunDiff:
 
 
 def diff_lines(diff: RunDiff) -> Iterator[str]:
-    """Text of the differences, values side by side."""
+    """Text of the differences, with values side by side."""
     yield f"a: {diff.a}"
     yield f"b: {diff.b}"
     parts = {

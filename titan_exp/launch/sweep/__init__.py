@@ -1,1 +1,1 @@
-"""Sweeps: Hydra sweeper, sweep plan, shipped studies."""
+"""Sweeps: Hydra sweeper, sweep plan, study files."""

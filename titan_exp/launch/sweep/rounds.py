@@ -8,27 +8,36 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
+from titan_exp.config.groups.run import DataConfig
+from titan_exp.config.schema.builtins import described
+from titan_exp.config.schema.validation_sets import DOCUMENTS, OF_THE_RUN, validation_metrics
+from titan_exp.config.study.labels import text_of
 from titan_exp.config.study.points import Point
 from titan_exp.config.study.study import Choice, Direction, Halving, Range, Search
 from titan_exp.launch.state.run_lookup import RoundsRecord
 from titan_exp.launch.sweep.sweep_plan import SweepPlan
+from titan_exp.launch.verdict.registration import Registration
+from titan_exp.tracking.number_format import format_items
 from titan_exp.tracking.run_folder.attempts import has_diverged
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
 from titan_exp.tracking.run_folder.provenance_records import read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from titan_exp.launch.verdict.standing import Standing  # imports NumPy, which other studies need not
 
 REPEATS = 200
 """Draws per wanted point; more would mean that the ranges have hardly any other point."""
 
 
 def drawn_choices(search: Search) -> tuple[Choice, ...]:
-    """Points of a `random` or `sobol` search, each once. The first points do not depend on the number of points.
+    """Distinct points of a `random` or `sobol` search. The first points do not depend on the number of points.
 
     Raises:
-        UserError: the ranges have fewer different points.
+        UserError: the ranges have fewer distinct points.
     """
     found: dict[Choice, None] = {}
     for row in _rows(search):
@@ -36,7 +45,7 @@ def drawn_choices(search: Search) -> tuple[Choice, ...]:
         if len(found) == search.points:
             return tuple(found)
     raise UserError(
-        f"search.points={search.points}: these ranges gave only {len(found)} different points. Ask for fewer, or "
+        f"search.points={search.points}: these ranges have only {len(found)} different points. Ask for fewer, or "
         "widen the ranges."
     )
 
@@ -48,8 +57,8 @@ def choice_at(search: Search, values: Sequence[str]) -> Choice:
 
 
 def _rows(search: Search) -> Iterator[list[float]]:
-    """Points of the unit cube: independent, or a Sobol sequence that is shifted modulo 1 by one random vector (Cranley
-    and Patterson 1976), which every version of scipy computes alike."""
+    """Points of the unit cube: independent, or a Sobol sequence shifted modulo 1 by one random vector (Cranley and
+    Patterson 1976), which every version of scipy computes alike."""
     import numpy as np
 
     generator, dimensions = np.random.default_rng(search.seed), len(search.ranges)
@@ -65,7 +74,7 @@ def _rows(search: Search) -> Iterator[list[float]]:
 
 
 def next_batch(search: Search, better: Direction, results: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
-    """Propose the batch after `results`, the points so far with their metric; none at the end.
+    """Propose the batch that follows `results`, all points so far with their metric; empty at the end.
 
     A diverged point has an infinite metric.
 
@@ -107,7 +116,7 @@ def import_optuna() -> Any:
         optuna = importlib.import_module("optuna")
     except ImportError:
         raise UserError(
-            "search.method=optuna: the package optuna is not installed. pip install 'titan_exp[optuna]', or use "
+            "search.method=optuna: the package optuna is not installed. Type pip install 'titan_exp[optuna]', or use "
             "search.method=sobol, which needs nothing more."
         ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -123,7 +132,7 @@ def _distribution(optuna: Any, one: Range) -> Any:
 
 
 def _params(search: Search, choice: Choice) -> Mapping[str, Any]:
-    """Values of a point as Optuna has them."""
+    """Values of a point in Optuna's terms."""
     values = [text.partition("=")[2] for text in choice.overrides]
     convert = {"choice": str, "integer": int, "uniform": float, "log_uniform": float}
     return {key: convert[one.kind](value) for (key, one), value in zip(search.ranges.items(), values, strict=True)}
@@ -131,14 +140,14 @@ def _params(search: Search, choice: Choice) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Finished:
-    """Round whose runs are all done, or diverged."""
+    """Round whose runs are all done or have diverged."""
 
     plan: SweepPlan
     values: Mapping[Path, float]
-    """Metric of each run, by its folder; infinite if it diverged."""
+    """Metric of each run, by run folder; infinite if it diverged."""
 
     def by_variant(self, better: Direction) -> dict[str, float]:
-        """Mean over seeds of each variant, the best first; equal ones in the study's order."""
+        """Mean over seeds of each variant, best first; ties keep the study's order."""
         found: dict[str, list[float]] = {}
         for entry in self.plan.planned:
             found.setdefault(entry.point.variant, []).append(self.values[entry.plan.folder.path])
@@ -153,31 +162,50 @@ class Rounds:
     metric = ""
     """Metric on which later rounds depend; empty for a single round."""
     better: Direction = "min"
+    registration: Registration | None = None
+    """Registered question, known after `check`; None of another study."""
 
     def __init__(self, points: Sequence[Point]) -> None:
         self.first = list(points)
-        """Points of the first round, excluded ones included."""
+        """Points of the first round, including excluded ones."""
 
     def points(self, finished: Sequence[Finished]) -> list[Point]:
-        """Points of the round after the finished ones; none at the end."""
+        """Points of the round after the finished ones; empty at the end."""
         return [] if finished else self.first
 
     def check(self, plan: SweepPlan) -> None:
-        """Check the runs of a round. Raises UserError if later rounds could not follow from them."""
+        """Check the runs of a round. Raises UserError if later rounds could not build on them."""
         for entry in plan.planned if self.metric.startswith("validation") else ():
-            if not entry.plan.experiment.training.evaluate_every:
+            if not entry.plan.experiment.evaluation.enabled:
                 raise UserError(
-                    f"[{entry.point.label}] {self.metric} is never logged: training.evaluate_every=0. Evaluate at the "
-                    "end of a run at least, for example training.evaluate_every=1000, or rank by metric: loss."
+                    f"[{entry.point.label}] with evaluation.every=0 no run logs {self.metric}. Evaluate at "
+                    "least at the end, for example with evaluation.every=1000, or rank by metric: loss."
                 )
+        require_logged(self.metric, plan, by_all=True)
 
     def result(self, finished: Finished) -> str:
         """Sentence about a finished round."""
         return ""
 
     def upcoming(self, plan: SweepPlan, finished: Sequence[Finished]) -> list[str]:
-        """Sentences about the rounds after that of `plan`, which follows the finished ones."""
+        """Sentences about the rounds after `plan`, which itself follows the finished ones."""
         return []
+
+    def cost(self, plan: SweepPlan) -> tuple[list[list[str]], list[str]]:
+        """Table of what all rounds cost, headings first, and sentences about it; empty if the plan says it."""
+        return [], []
+
+    def hopeless(self, plan: SweepPlan) -> str:
+        """Reason for ending a study before its round is complete, by its runs so far; empty if there is none."""
+        return ""
+
+    def standing(self, plan: SweepPlan, dropped: str = "") -> "Standing | None":
+        """Standing of the registered question over all planned runs; None of another study."""
+        return None
+
+    def conclusion(self, plan: SweepPlan, dropped: str = "") -> str:
+        """Answer of the study, with the reason for ending it before a round was complete; empty if there is none."""
+        return ""
 
     def record(self) -> RoundsRecord:
         """Description in study.json, for `status` and `compare`."""
@@ -201,18 +229,49 @@ class Rounds:
         return found
 
 
+def require_logged(metric: str, plan: SweepPlan, *, by_all: bool) -> None:
+    """Raise UserError if some run of a plan will not log this validation metric, or, unless `by_all`, none will."""
+    if metric.partition("/")[0] not in OF_THE_RUN:
+        return
+    lacks = {}
+    for entry in plan.planned:
+        logged = validation_metrics(entry.plan.experiment)
+        if logged is not None and metric not in logged:
+            lacks[entry.point.label] = logged, entry.plan.experiment.data
+    if not lacks or (not by_all and len(lacks) < len(plan.planned)):
+        return
+    label, (logged, data) = next(iter(lacks.items()))
+    offer = did_you_mean(metric, logged)
+    raise UserError(
+        f"metric {metric}: [{label}] will not log it. It logs {listed(logged, 'and')}. {offer[:1].upper()}{offer[1:]}"
+        f"{' Or ' if offer else ''}{'give' if offer else 'Give'} all points {common_set(data)}"
+    )
+
+
+def common_set(data: DataConfig) -> str:
+    """Remedy for runs without a common validation set: one that holds out what a run on `data` does."""
+    keys = ("source", *described(data.source).reads, "validation_split", "validation_fraction", "validation_documents")
+    values = {key: getattr(data, key) for key in DOCUMENTS if key in keys and getattr(data, key)}
+    where = ""
+    if described(data.source).holds == "tokens":  # all documents of a store would be read, those to train on, too
+        values = {"source": "text", "paths": ["corpus"], "validation_fraction": 0.02}
+        where = ", where corpus is the folder that you tokenized"
+    override = f"+evaluation.sets.common={{data:{text_of(values)}}}"
+    return f'one set, held_fixed: ["{override}"]{where}, and ask about validation_loss/common.'
+
+
 def _metric_of(folder: RunFolder, metric: str) -> float:
     rows = read_history(folder.path)
     value = final_value(rows, metric)
     if value is None:
         logged = sorted({key for row in rows for key in row if row[key] is not None} - {"step", "tokens", "attempt"})
-        offer = did_you_mean(metric, logged) or f"Logged are {listed(logged, 'and')}."
-        raise UserError(f"metric {metric}: {folder.path} has never logged it. {offer}")
+        offer = did_you_mean(metric, logged) or f"It logs {listed(logged, 'and')}."
+        raise UserError(f"metric {metric}: {folder.path} never logged it. {offer[:1].upper()}{offer[1:]}")
     return value
 
 
 class Batches(Rounds):
-    """Batches of a search; `expand` makes the points of the choices so far, seeds included.
+    """Batches of a search; `expand` makes points from the choices so far, including seeds.
 
     Raises UserError if Optuna is not installed.
     """
@@ -254,14 +313,19 @@ class Batches(Rounds):
         left = self.search.points - known
         if not left:
             return []
-        return [f"{left} more point(s), in batches of {self.search.batch}, are proposed from the results of these."]
+        return [
+            (
+                f"The search proposes {format_items(left, 'more point')} from the results of these, in batches of "
+                f"{self.search.batch}."
+            )
+        ]
 
     def record(self) -> RoundsRecord:
         """Metric and direction."""
         return {"metric": self.metric, "better": self.better}
 
     def _results(self, batch: Sequence[Choice], round: Finished) -> list[tuple[Choice, float]]:
-        """Mean over seeds of each choice of a batch; a choice that could not run has the worst value."""
+        """Mean over seeds of each choice in a batch; a choice that could not run gets the worst value."""
         worst = math.inf if self.better == "min" else -math.inf
         found: dict[Choice, list[float]] = {choice: [] for choice in batch}
         for entry in (*round.plan.planned, *round.plan.duplicates):
@@ -275,8 +339,7 @@ SHOWN = 6
 
 
 class Rungs(Rounds):
-    """Rungs of successive halving over given points; seeds of a point are ranked by their mean and continue
-    together."""
+    """Successive halving over given points. The seeds of a point are ranked by their mean and continue together."""
 
     def __init__(self, points: Sequence[Point], halving: Halving, better: Direction) -> None:
         self.halving, self.metric, self.better = halving, halving.metric or "", better
@@ -303,16 +366,19 @@ class Rungs(Rounds):
             if steps[-1] != training.steps:
                 raise UserError(
                     f"{name} halving.rungs: the last rung is step {steps[-1]}, and training.steps={training.steps}. "
-                    f"Set training.steps={steps[-1]}: every rung has the learning rates of the whole run."
+                    f"Set training.steps={steps[-1]}, since every rung has the learning rates of the whole run."
                 )
             if any(later <= earlier for earlier, later in pairwise(steps)):
-                raise UserError(f"{name} halving.rungs: of {training.steps} steps they are {steps}, not increasing.")
+                raise UserError(
+                    f"{name} halving.rungs: with {training.steps} steps the rungs end at {steps}. Give rungs "
+                    "that increase."
+                )
             if entry.point.round < len(steps) and (checkpoint.mode == "off" or checkpoint.last == "weights"):
                 key = "mode=off" if checkpoint.mode == "off" else "last=weights"
-                remedy = "checkpoint=async (checkpoint.every=null saves at the end of a rung alone)"
+                remedy = "checkpoint=async (with checkpoint.every=null to save only at the end of a rung)"
                 remedy = remedy if checkpoint.mode == "off" else "checkpoint.last=full"
                 raise UserError(
-                    f"{name} checkpoint.{key}: nothing is saved that the next rung could continue. Use {remedy}."
+                    f"{name} checkpoint.{key}: the run saves nothing that the next rung could continue. Use {remedy}."
                 )
 
     def result(self, finished: Finished) -> str:
@@ -327,7 +393,7 @@ class Rungs(Rounds):
         return f"rung {number} of {rungs}: {len(kept)} of {len(ranking)} {goes}, by {self.metric}: {best}{more}"
 
     def upcoming(self, plan: SweepPlan, finished: Sequence[Finished]) -> list[str]:
-        """Later rungs and their number of runs, and the cost of all."""
+        """Later rungs with their number of runs, and the cost of all rungs."""
         runs, lines = len(plan.planned), []
         seeds = max(1, runs // len({entry.point.variant for entry in plan.planned}))
         steps = self.halving.steps(plan.planned[0].plan.experiment.training.steps)
@@ -336,12 +402,15 @@ class Rungs(Rounds):
         for number in range(len(counts), len(steps)):
             counts.append(self.halving.kept(counts[-1] // seeds) * seeds)
             lines.append(
-                f"rung {number + 1} of {len(steps)}: {counts[-1]} run(s) to step {steps[number]}, the best of rung "
-                f"{number} by {self.metric}"
+                f"rung {number + 1} of {len(steps)}: {format_items(counts[-1], 'run')} to step {steps[number]}, the "
+                f"best of rung {number} by {self.metric}"
             )
         trained = sum(count * (end - begin) for count, begin, end in zip(counts, [0, *steps], steps, strict=False))
         whole = first * steps[-1]
-        lines.append(f"All rungs: {trained:,} steps, {trained / whole:.0%} of the {whole:,} of {first} whole run(s).")
+        lines.append(
+            f"All rungs: {trained:,} steps, {trained / whole:.0%} of the {whole:,} of "
+            f"{format_items(first, 'whole run')}."
+        )
         return lines
 
     def record(self) -> RoundsRecord:
@@ -355,13 +424,11 @@ class Rungs(Rounds):
         }
 
     def _survivors(self, finished: Finished) -> list[str]:
-        """Variants that continue, the best first. Raises UserError if all diverged."""
+        """Variants that continue, best first. Raises UserError if all have diverged."""
         ranking = finished.by_variant(self.better)
         kept = [variant for variant in ranking if math.isfinite(ranking[variant])][: self.halving.kept(len(ranking))]
         if not kept:
-            raise UserError(
-                f"All {len(ranking)} points of this rung diverged, so that none continues. Widen the ranges."
-            )
+            raise UserError(f"All {len(ranking)} points of this rung diverged, so none can continue. Widen the ranges.")
         return kept
 
     def _at(self, point: Point, rung: int, *more: str) -> Point:

@@ -1,4 +1,4 @@
-"""Command line of `sweep` and of `train -m`: flags of the sweeper, and what Hydra sees. Imports neither."""
+"""Command line of `sweep` and `train -m`: flags of the sweeper, and overrides for Hydra. Imports neither."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_exp.config.command_line.options import SWEEP_SWITCHES, SWITCHES, VALUED, read_arguments, take_flags
+from titan_exp.config.command_line.options import (
+    SWEEP_SWITCHES,
+    SWITCHES,
+    VALUED,
+    Arguments,
+    read_arguments,
+    take_flags,
+)
 from titan_exp.config.errors.user_error import UserError
 
 if TYPE_CHECKING:
@@ -15,6 +22,9 @@ if TYPE_CHECKING:
 
 SHOWS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc"}
 """Flags that show something instead of training."""
+
+CHANGE_QUESTION = "--change-question"
+"""Flag of `sweep` alone."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,7 @@ class SweepOptions:
     size: str | None = None
     """Study size; None is the first."""
     typed: tuple[str, ...] = ()
-    """Typed overrides, which may refer to keys that only the points' groups have."""
+    """Typed overrides; they may refer to keys that only some points' groups have."""
     dry_run: bool = False
     """Print the plan and start nothing."""
     skip: bool = False
@@ -36,6 +46,10 @@ class SweepOptions:
     """Cancel runs that the study no longer contains."""
     yes: bool = False
     """Do not ask for confirmation."""
+    change_question: bool = False
+    """Go on with a registered question that was changed after a look, without an error rate."""
+    json: bool = False
+    """Print JSON."""
 
 
 _now: ContextVar[SweepOptions] = ContextVar("options", default=SweepOptions())  # noqa: B039  # it is frozen
@@ -63,30 +77,33 @@ class SweepArgs:
     argv: list[str]
     options: SweepOptions
     nested: tuple[str, ...] = ()
-    """Overrides that Hydra sees only per point: from the study, and typed after its name."""
+    """Overrides that Hydra sees only per point: the study's, and those typed after its name."""
     where: str = ""
     """Study file, for error messages."""
+    written: tuple[str, ...] = ()
+    """Overrides that stand in the study file as they are."""
 
 
 def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
-    """Parse the arguments of `titan-exp sweep`; None without arguments. Raises UserError about an unknown study or
+    """Parse the arguments of `titan-exp sweep`; None without a study to run. Raises UserError about an unknown study or
     flag."""
-    from titan_exp.config.study.study_file import find_study, read_study, study_files  # `train` needs none
+    from titan_exp.config.study.study_file import find_study, read_study, study_files  # `train` needs no study
 
-    flags, rest = take_flags(typed, SWEEP_SWITCHES[:-1], {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="sweep")
-    arguments = read_arguments(rest)
+    switches = (*SWEEP_SWITCHES[:-1], CHANGE_QUESTION)
+    flags, rest = take_flags(typed, switches, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="sweep")
+    arguments = _read(rest, flags)
     names = [word for word in arguments.overrides if "=" not in word and not word.startswith(("~", "+"))]
     if not names:
-        if rest or flags:
-            raise UserError(f"No study is named: titan-exp sweep NAME {' '.join(typed)}\n  titan-exp sweep lists them.")
+        if rest or flags.keys() - {"--json"}:
+            raise UserError(f"Name a study: titan-exp sweep NAME {' '.join(typed)}\n  titan-exp sweep lists them.")
         return None
     study = read_study(find_study(names[0]))
     for word in names[1:]:
         if word in study.sizes:
-            raise UserError(f"{word}: a size of {study.name} is set by its key: size={word}")
+            raise UserError(f"{word}: to choose a size of {study.name}, type size={word}")
         if word in study_files():
             raise UserError(
-                f"{word}: one command runs one study: titan-exp sweep {names[0]}, then titan-exp sweep {word}"
+                f"{word}: one command runs one study. Type titan-exp sweep {names[0]}, then titan-exp sweep {word}"
             )
     overrides = [word for word in arguments.overrides if word != names[0]]
     size = [word.removeprefix("size=") for word in overrides if word.startswith("size=")]
@@ -95,7 +112,7 @@ def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
     lists = {axis.name for axis in study.axes}
     nested = (*_overrides_in(study), *(word for word in others if word.partition("=")[0] not in lists))
     hydra_flags = [word for word in arguments.flags if word not in ("-m", "--multirun")]
-    return SweepArgs(["-m", *hydra_flags, *for_hydra], options, nested, str(study.path))
+    return SweepArgs(["-m", *hydra_flags, *for_hydra], options, nested, str(study.path), tuple(_written_in(study)))
 
 
 def train_args(typed: Sequence[str]) -> SweepArgs:
@@ -103,18 +120,25 @@ def train_args(typed: Sequence[str]) -> SweepArgs:
     flags, rest = {}, list(typed)
     if any(word.partition("=")[0] in (*SWEEP_SWITCHES, "--jobs") for word in typed):
         flags, rest = take_flags(typed, SWEEP_SWITCHES, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
-    arguments = read_arguments(rest)
-    of_sweeps = [flag for flag in flags if flag != "--dry-run"]
+    arguments = _read(rest, flags)
+    of_sweeps = [flag for flag in flags if flag not in SWEEP_SWITCHES[:2]]
     if of_sweeps and not arguments.has("-m", "--multirun"):
-        raise UserError(f"{of_sweeps[0]} is a flag of sweeps: add -m, or use titan-exp sweep.")
+        raise UserError(f"{of_sweeps[0]} is a flag of sweeps. Add -m, or use titan-exp sweep.")
     if set(arguments.flags) & SHOWS or not arguments.has("-m", "--multirun"):
         return SweepArgs(rest, _options(flags))
     for_hydra, others = _of_hydra(arguments.overrides)
     return SweepArgs([*arguments.flags, *for_hydra], replace(_options(flags), typed=others), others)
 
 
+def _read(typed: Sequence[str], flags: Mapping[str, object]) -> Arguments:
+    arguments = read_arguments(typed)
+    if shown := "--json" in flags and next((flag for flag in arguments.flags if flag in SHOWS), None):
+        raise UserError(f"--json: {shown} prints text for people and trains nothing. Leave one of the two out.")
+    return arguments
+
+
 def _of_hydra(overrides: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Overrides of Hydra's own keys, and all others.
+    """Split overrides into those of Hydra's own keys and all others.
 
     Hydra would apply the others to the default model first, which may lack keys that all models of the sweep have.
     """
@@ -131,7 +155,19 @@ def _options(flags: Mapping[str, str | int | bool]) -> SweepOptions:
         jobs=int(flags.get("--jobs", 1)),
         prune="--prune" in flags,
         yes="--yes" in flags,
+        change_question=CHANGE_QUESTION in flags,
+        json="--json" in flags,
     )
+
+
+def _written_in(study: "Study") -> Iterator[str]:
+    """Overrides of a study that its file has as text, so that its author quotes them."""
+    yield from study.held_fixed
+    for texts in study.sizes.values():
+        yield from texts
+    for axis in study.axes:
+        for texts in axis.list.values():
+            yield from texts
 
 
 def _overrides_in(study: "Study") -> list[str]:

@@ -1,6 +1,6 @@
 """Sweep plan: every point is composed, checked and predicted before any run starts. Writes nothing."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from titan_exp.launch.memory_gate import (
 )
 from titan_exp.launch.run_plan import RunPlan, plan_run
 from titan_exp.plan.gate.gate import MemoryCheck
+from titan_exp.tracking.number_format import format_items
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class PlannedPoint:
     point: Point
     plan: RunPlan
     memory_check: MemoryCheck | None = None
-    """None before the check, and for finished runs."""
+    """Memory check; None before the check, and for finished runs."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class SweepPlan:
     planned: tuple[PlannedPoint, ...]
     """One point per run."""
     duplicates: tuple[PlannedPoint, ...]
-    """Further points with the same runs."""
+    """Further points that share these runs."""
     skipped: tuple[SkippedPoint, ...]
     """Points that cannot run, or are excluded by the study."""
 
@@ -62,7 +63,7 @@ def plan_sweep(
     """Plan every point; `compose` raises UserError for an invalid point.
 
     With `skip`, points that break a rule are left out. Raises one UserError that lists all points that cannot run, or
-    if no point is left. `where` follows "n point(s)" in the message.
+    if no point is left. `where` follows "n points" in the message.
     """
     planned: dict[object, PlannedPoint] = {}
     duplicates: list[PlannedPoint] = []
@@ -89,11 +90,11 @@ def plan_sweep(
         if planned.setdefault(planned_point.plan.folder.path, planned_point) is not planned_point:
             duplicates.append(planned_point)
     if refused:
-        # Points with one cause have one explanation, for which Hydra composes several times.
+        # Points with one cause share an explanation, for which Hydra composes several times.
         causes = {error.__cause__ or error: (error, point.overrides) for point, error in reversed(refused)}
         explained = {cause: explain_point(*first) for cause, first in causes.items()}
         reasons = [SkippedPoint(point, explained[error.__cause__ or error]) for point, error in refused]
-        raise cannot_run(f"{len(refused)} point(s) {where} cannot run, so none was started.", reasons)
+        raise cannot_run(f"{format_items(len(refused), 'point')} {where} cannot run, so nothing has started.", reasons)
     if not planned:
         raise cannot_run(f"None of the {len(points)} points {where} can run here.", skipped)
     return SweepPlan(tuple(planned.values()), tuple(duplicates), tuple(skipped))
@@ -109,16 +110,28 @@ def labels_by_reason(skipped: Iterable[SkippedPoint]) -> dict[str, list[str]]:
 
 def cannot_run(headline: str, points: Iterable[SkippedPoint], *hints: str) -> UserError:
     """Build a UserError that lists points by reason."""
-    lines = [headline]
-    for reason, labels in labels_by_reason(points).items():
-        lines += [*(f"[{label}]" for label in labels), *(f"  {line}" for line in reason.splitlines())]
-    return UserError("\n".join([*lines, *hints]))
+    return UserError("\n".join([headline, *reasons_with_points(labels_by_reason(points)), *hints]))
+
+
+NAMED = 3
+"""Labels of points named beside a reason."""
+
+
+def reasons_with_points(labels: Mapping[str, Sequence[str]]) -> list[str]:
+    """Lines of each reason, with the number of its points and the labels of the first below."""
+    lines: list[str] = []
+    for reason, found in labels.items():
+        named = ", ".join(f"[{label}]" for label in found[:NAMED])
+        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        lines += [f"  {line}" for line in reason.splitlines()]
+        lines.append(f"    {format_items(len(found), 'point')}: {named}{more}")
+    return lines
 
 
 def predict_sweep_memory(sweep_plan: SweepPlan, echo: Echo, *, skip: bool, where: str = "of the sweep") -> SweepPlan:
     """Add memory predictions to a sweep plan, and skip points that do not fit.
 
-    Raises UserError if points do not fit and `skip` is False, or no point is left. `where` follows "n point(s)" in the
+    Raises UserError if points do not fit and `skip` is False, or no point is left. `where` follows "n points" in the
     message.
     """
     memory_checks = check_open_runs([entry.plan for entry in sweep_plan.planned], echo)
@@ -141,7 +154,7 @@ def predict_sweep_memory(sweep_plan: SweepPlan, echo: Echo, *, skip: bool, where
         if entry.plan.folder.path in refused
     ]
     if not skip or not kept:
-        none = "so none was started" if kept else "and no other is left"
-        raise cannot_run(f"{len(skipped)} point(s) {where} cannot run, {none}.", skipped, GATE_HINT)
+        none = "so nothing has started" if kept else "and no other is left"
+        raise cannot_run(f"{format_items(len(skipped), 'point')} {where} cannot run, {none}.", skipped, GATE_HINT)
     duplicates = tuple(entry for entry in sweep_plan.duplicates if entry.plan.folder.path not in refused)
     return SweepPlan(tuple(kept), duplicates, (*sweep_plan.skipped, *skipped))

@@ -1,36 +1,34 @@
-"""Sweep tables: the plan before the start, the outcomes after the end."""
+"""Sweep as tables and as JSON documents: the plan before the start, the outcomes after the end."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from textwrap import indent
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from titan_exp.config.command_line.help import forgotten_tokenizer
 from titan_exp.config.command_line.terminal import Terminal
-from titan_exp.config.machine.devices import device_type
 from titan_exp.launch.executor import Submission, executor_for, typed_path
+from titan_exp.launch.requests import gpu_hours, request_lines, scripts
 from titan_exp.launch.run_console import summarize
-from titan_exp.launch.run_id import rate_after_decay
+from titan_exp.launch.run_id import laptop_rate, rate_after_decay
 from titan_exp.launch.run_plan import RunPlan
+from titan_exp.launch.state.run_records import outcome_records, planned_records, script_records
 from titan_exp.launch.state.run_status import count_states, run_statuses
 from titan_exp.launch.sweep.shipped_study import StudySweep
-from titan_exp.launch.sweep.sweep_plan import SkippedPoint, SweepPlan, labels_by_reason
+from titan_exp.launch.sweep.sweep_plan import SkippedPoint, SweepPlan, labels_by_reason, reasons_with_points
 from titan_exp.plan.gate.gate import MemoryCheck
-from titan_exp.tracking.number_format import GIB
+from titan_exp.tracking.number_format import GIB, format_items
+from titan_exp.tracking.run_folder.attempts import has_diverged
 from titan_exp.tracking.sinks.sink import Value
 from titan_exp.trainer.profiling.slow_options import repeated_reading
 
-
-def hours(text: str) -> float:
-    """Parse a time limit (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S) to hours."""
-    days, dash, rest = text.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    in_hours = parts if dash or len(parts) == 3 else [0, *parts]
-    return int(days or 0) * 24 + sum(part / 60**power for power, part in enumerate(in_hours))
+if TYPE_CHECKING:
+    from titan_exp.launch.verdict.standing import Standing  # imports NumPy
 
 
 def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
@@ -49,17 +47,27 @@ def plain_console() -> Console:
     return console if console.is_terminal else Terminal(width=240)
 
 
-def show_plan(sweep_plan: SweepPlan, study: StudySweep | None, upcoming: Sequence[str] = ()) -> None:
-    """Print every point with its resources, prediction and current state, and sentences about later rounds."""
-    if study is not None:
-        print(f"{study.folder.path.name}: {study.study.question}\n")
+def show_plan(
+    sweep_plan: SweepPlan,
+    study: StudySweep | None,
+    upcoming: Sequence[str] = (),
+    costs: Sequence[Sequence[str]] = (),
+) -> None:
+    """Print the job scripts, every point with its resources, prediction and current state, what is asked in total, a
+    table of costs with its headings, and sentences about later rounds."""
     now = run_statuses([entry.plan.folder for entry in sweep_plan.planned])
     labels = {entry.plan.folder.path: entry.point.label for entry in sweep_plan.planned}
-    gpu_hours = {entry.plan.folder.path: _gpu_hours(entry.plan) for entry in sweep_plan.planned}
+    waiting = [entry.plan for entry in sweep_plan.planned if now[entry.plan.folder.path].state not in _LEFT_ALONE]
+    for group, script in scripts(waiting):
+        same = f"; {len(group) - 1} more ask for the same" if len(group) > 1 else ""
+        print(f"Job script of {labels[group[0].folder.path]}{same}:\n\n{script}")
+    if study is not None:
+        print(f"{study.folder.path.name}: {study.study.question}\n")
+    asked = {entry.plan.folder.path: gpu_hours(entry.plan) for entry in sweep_plan.planned}
     headings = ["point", "run", "experiment", "state", "processes", "nodes"]
     predicted = {entry.plan.folder.path: _predicted(entry.memory_check) for entry in sweep_plan.planned}
     shown = [name for name in _PREDICTED if any(cells[name] != "-" for cells in predicted.values())]
-    with_hours = any(value is not None for value in gpu_hours.values())
+    with_hours = any(value is not None for value in asked.values())
     rows = []
     for entry in (*sweep_plan.planned, *sweep_plan.duplicates):
         path = entry.plan.folder.path
@@ -68,7 +76,7 @@ def show_plan(sweep_plan: SweepPlan, study: StudySweep | None, upcoming: Sequenc
         row = [entry.point.label, entry.plan.run_id, entry.plan.experiment_id, state]
         row += [str(entry.plan.layout.world_size), str(entry.plan.layout.nodes)]
         row += [predicted[path][name] for name in shown]
-        value = gpu_hours[path]
+        value = asked[path]
         rows.append([*row, "-" if value is None else f"{value:,.1f}"] if with_hours else row)
     headings += shown
     plain_table([*headings, "GPU-hours asked"] if with_hours else headings, rows, left=4)
@@ -76,32 +84,32 @@ def show_plan(sweep_plan: SweepPlan, study: StudySweep | None, upcoming: Sequenc
         print(PREDICTED)
     repeated = (repeated_reading(entry.plan.experiment.data, entry.plan.layout) for entry in sweep_plan.planned)
     for line in dict.fromkeys(chain.from_iterable(repeated)):
-        print(f"slower than without: {line}")
+        print(f"slower than necessary: {line}")
     for line in remarks_on(entry.plan for entry in sweep_plan.planned):
         print(line)
     _show_skipped(sweep_plan.skipped)
-    waiting = [
-        entry.plan.folder.path for entry in sweep_plan.planned if now[entry.plan.folder.path].state not in _LEFT_ALONE
-    ]
     states = [now[entry.plan.folder.path].state for entry in sweep_plan.planned]
     counts = [f"{states.count(state)} {state}" for state in _LEFT_ALONE if state in states]
     counts += [f"{len(sweep_plan.skipped)} skipped"] if sweep_plan.skipped else []
-    total = sum(gpu_hours[path] or 0.0 for path in waiting)
-    hours_asked = f", {total:,.1f} GPU-hours asked" if with_hours and waiting else ""
-    print(f"\n{len(waiting)} to start{hours_asked}{''.join(f', {text}' for text in counts)}.")
-    for line in upcoming:
+    print(f"\n{', '.join([f'{len(waiting)} to start', *counts])}.")
+    if costs:
+        print()
+        plain_table(costs[0], costs[1:], left=2)
+    for line in (*request_lines(waiting), *upcoming):
         print(line)
     if study is not None:
         study.report_changes(sweep_plan, print)
 
 
 def remarks_on(plans: Iterable[RunPlan]) -> list[str]:
-    """Sentences about runs, each once: a forgotten tokenizer, compilation, and a learning rate that rises again."""
+    """Sentences about runs, each only once: a forgotten tokenizer, compilation, and a learning rate that rises again
+    or is a small model's."""
     said = (
         (
             *forgotten_tokenizer(plan.overrides, plan.experiment),
             *plan.compilation,
             *rate_after_decay(plan.experiment),
+            *laptop_rate(plan.overrides, plan.experiment),
         )
         for plan in plans
     )
@@ -113,14 +121,18 @@ def show_outcomes(
     found: Mapping[Path, Submission],
     study: StudySweep | None,
     upcoming: Sequence[str] = (),
+    answer: str = "",
 ) -> None:
-    """Print the outcome of every run, and the next commands; `upcoming` are sentences about later rounds."""
+    """Print the outcome of every run, and the answer of the study or the next commands; `upcoming` are sentences about
+    later rounds."""
     rows, jobs = [], []
+    words = {path: submission.shown for path, submission in found.items() if submission.outcome != "not started"}
+    left = [entry.plan.folder for entry in sweep_plan.planned if entry.plan.folder.path not in words]
+    words |= {path: status.shown for path, status in run_statuses(left).items()}
     for entry in sweep_plan.planned:
-        submission = found.get(entry.plan.folder.path)
+        submission, state = found.get(entry.plan.folder.path), words[entry.plan.folder.path]
         loss = validation = None
-        state = "not started" if submission is None else submission.shown
-        if submission is not None and state != "not started" and entry.plan.folder.path.exists():
+        if entry.plan.folder.path.exists():
             summary = summarize(entry.plan.folder)
             loss, validation = summary.loss, summary.validation_loss
         rows.append([entry.point.label, entry.plan.run_id, state, _number(loss), _number(validation)])
@@ -132,21 +144,24 @@ def show_outcomes(
     else:
         plain_table(["point", "run", "state", "loss", "validation loss"], rows, left=3)
     if sweep_plan.duplicates:
-        print(f"{len(sweep_plan.duplicates)} more point(s) are the same run as one of these.")
+        print(f"{format_items(len(sweep_plan.duplicates), 'further point')} repeat a run of these.")
     _show_skipped(sweep_plan.skipped)
     refusals: dict[str, list[str]] = {}
     for entry in sweep_plan.planned:
         submission = found.get(entry.plan.folder.path)
-        waits = executor_for(entry.plan.experiment.cluster.kind).waits  # those have already printed it
+        waits = executor_for(entry.plan.experiment.cluster.kind).waits  # those executors have already printed it
         if submission and submission.outcome == "refused" and not waits:
-            refusals.setdefault(submission.reason or "", []).append(f"[{entry.point.label}]")
-    for reason, labels in refusals.items():
-        print("\n".join([*labels, indent(reason, "  ")]), file=sys.stderr)
+            refusals.setdefault(submission.reason or "", []).append(entry.point.label)
+    for line in reasons_with_points(refusals):
+        print(line, file=sys.stderr)
     states = [row[2] for row in rows]
     print(count_states(states))
+    if answer:
+        print(f"\n{answer}")
+        return
     for line in upcoming:
         print(line)
-    if upcoming and study is not None and not {"failed", "refused", "not started", *STOPPED} & set(states):
+    if upcoming and study is not None and not {"failed", "refused", *CONTINUED} & set(states):
         print(f"When these runs are done, the same command continues: titan-exp sweep {study.study.name}")
     for line in _next(states, sweep_plan, study):
         print(line)
@@ -159,18 +174,30 @@ def _next(states: Sequence[str], sweep_plan: SweepPlan, study: StudySweep | None
         first = typed_path(sweep_plan.planned[0].plan.folder.path)
         return [f"  titan-exp status {name}", f"  titan-exp logs -f {first}", f"  titan-exp cancel {name}"]
     if study is not None and ("failed" in states or "refused" in states):
-        return [f"Why: titan-exp logs {name}. The same command starts again what is missing or failed."]
-    if study is not None and {"not started", *STOPPED} & set(states):
+        found = (entry.plan.folder.read_state() for entry in sweep_plan.planned)
+        diverged = sum(state is not None and has_diverged(state.state, state.reason) for state in found)
+        again = "Give their points other values, or leave them out with `exclude`, since they would diverge again."
+        return [
+            f"Read titan-exp logs {name} to see why. The same command starts only what is missing or failed.",
+            *([f"{format_items(diverged, 'run')} diverged. {again}"] if diverged else []),
+        ]
+    if "running" in states:
+        return [
+            f"Left alone, since an earlier command started them: {format_items(states.count('running'), 'run')}. Wait "
+            f"for the end (titan-exp status {name}) and type the same command again, or stop: titan-exp cancel {name}"
+        ]
+    if study is not None and set(CONTINUED) & set(states):
         return ["The same command continues where this one stopped."]
-    return []
+    return [f"  titan-exp compare {name}"] if "done" in states else []
 
 
-STOPPED = ("stopped", "preempted")
-"""Words for runs that the same command continues."""
+CONTINUED = ("new", "stopped", "preempted", "lost")
+"""Words for runs that the same command would start or continue."""
 _PREDICTED = ("GiB", "s/step", "tokens/s")
 PREDICTED = (
-    "GiB is the predicted peak of a process' memory, < an upper bound that decides without planning "
-    "(plan.predict=always plans); s/step and tokens/s are predicted where the rates of the device are known."
+    "GiB is the peak memory that we predict for a process. A number after < is an upper bound, which is enough to "
+    "decide (plan.predict=always predicts the peak itself). s/step and tokens/s are predictions, for devices whose "
+    "rates we know."
 )
 
 
@@ -195,19 +222,51 @@ _LEFT_ALONE = ("done", "queued", "running")
 
 def _show_skipped(skipped: Sequence[SkippedPoint]) -> None:
     if skipped:
-        print(f"\n{len(skipped)} point(s) are skipped:")
-    for reason, labels in labels_by_reason(skipped).items():
-        print(indent("\n".join(labels), "  "))
-        print(indent(reason, "    "))
-
-
-def _gpu_hours(plan: RunPlan) -> float | None:
-    """Requested GPU-hours: time limit × GPUs; None without a limit or on CPU."""
-    cluster = plan.experiment.cluster
-    if cluster.time_limit is None or device_type(cluster) != "cuda":
-        return None
-    return hours(cluster.time_limit) * plan.layout.world_size
+        print("\n".join(["\nSkipped:", *reasons_with_points(labels_by_reason(skipped))]))
 
 
 def _number(value: Value) -> str:
     return "-" if value is None else f"{value:.4f}"
+
+
+def plan_document(sweep_plan: SweepPlan, study: StudySweep | None, upcoming: Sequence[str]) -> dict[str, Any]:
+    """Document of a dry run: every point with its state, resources and prediction, and job scripts."""
+    plans = [entry.plan for entry in sweep_plan.planned]
+    runs = planned_records(plans, [entry.point.label for entry in sweep_plan.planned])
+    started = [plan for plan, run in zip(plans, runs, strict=True) if run["state"] not in ("done", "queued", "running")]
+    sizes = {"runs": runs, "scripts": script_records(started), "upcoming": upcoming}
+    return {"dry_run": True, "exit_code": 0, **_study_values(sweep_plan, study), **sizes}
+
+
+def outcome_document(
+    sweep_plan: SweepPlan,
+    found: Mapping[Path, Submission],
+    study: StudySweep | None,
+    *,
+    upcoming: Sequence[str],
+    conclusion: str,
+    standing: "Standing | None",
+    code: int,
+) -> dict[str, Any]:
+    """Document of a sweep that has ended or is submitted."""
+    submissions = [
+        found.get(entry.plan.folder.path) or Submission(entry.plan, "not started") for entry in sweep_plan.planned
+    ]
+    return {
+        "exit_code": code,
+        **_study_values(sweep_plan, study),
+        "conclusion": conclusion or None,
+        "registered": standing and {"outcome": standing.outcome, "sentence": standing.sentence, **asdict(standing)},
+        "upcoming": upcoming,
+        "runs": outcome_records(submissions, [entry.point.label for entry in sweep_plan.planned]),
+    }
+
+
+def _study_values(sweep_plan: SweepPlan, study: StudySweep | None) -> dict[str, Any]:
+    """Name and question of a sweep, and the points that have no run of their own."""
+    return {
+        "name": sweep_plan.planned[0].plan.folder.path.parent.name,
+        "question": None if study is None else study.study.question,
+        "skipped": [{"label": entry.point.label, "reason": entry.reason} for entry in sweep_plan.skipped],
+        "duplicates": [{"label": one.point.label, "run_id": one.plan.run_id} for one in sweep_plan.duplicates],
+    }

@@ -6,7 +6,8 @@ Finished runs are not repeated, so the same command continues an interrupted swe
 import contextlib
 import itertools
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -15,24 +16,32 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from titan_exp.config.command_line.json_output import answer
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.study.points import Point, require_swept_once, values_of
 from titan_exp.launch.executor import Executor, Submission, SubmitOptions, executor_for, worst_exit_code
 from titan_exp.launch.provenance.changes import report_stale
+from titan_exp.launch.requests import request_lines
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan
+from titan_exp.launch.state.run_status import run_statuses
 from titan_exp.launch.sweep.rounds import Finished, Rounds
-from titan_exp.launch.sweep.shipped_study import StudySweep
+from titan_exp.launch.sweep.shipped_study import StudySweep, cancel_runs
 from titan_exp.launch.sweep.sweep_args import SweepOptions
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan, plan_sweep, predict_sweep_memory
-from titan_exp.launch.sweep.sweep_table import remarks_on, show_outcomes, show_plan
+from titan_exp.launch.sweep.sweep_table import outcome_document, plan_document, remarks_on, show_outcomes, show_plan
 
 Compose = Callable[[list[str]], DictConfig]
+NOTHING = "(nothing swept)"
+"""Label of the only point of a sweep without a list."""
+WATCH_INTERVAL = 15.0
+"""Seconds between looks at the running pairs of a question."""
 
 
 class FastCompose:
-    """Caching equivalent of `compose`."""
+    """Composition of overrides with a cache, equivalent to `compose`."""
 
     def __init__(self, compose: Compose, parser: OverridesParser) -> None:
         self._compose, self._parser = compose, parser
@@ -50,7 +59,7 @@ class FastCompose:
         chosen = tuple(str(override.input_line) for override in first)
         if chosen not in self._composed:
             self._composed[chosen] = pickle.dumps(self._compose(list(chosen)))
-        cfg: DictConfig = pickle.loads(self._composed[chosen])  # trusted bytes; five times as fast as deepcopy
+        cfg: DictConfig = pickle.loads(self._composed[chosen])  # trusted bytes, five times as fast as deepcopy
         for override in later:
             try:
                 OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
@@ -59,7 +68,8 @@ class FastCompose:
         return cfg
 
     def _compose_again(self, overrides: Sequence[str], cause: tuple[str, ...]) -> DictConfig:
-        """Compose overrides of which one fails, with Hydra's better message; once for all points of the same cause."""
+        """Compose overrides again after a failure, for Hydra's better message; points with the same cause do so only
+        once."""
         if cause in self._failures:
             raise self._failures[cause]
         try:
@@ -93,14 +103,14 @@ def _overlap(first: Sequence[Override], later: Sequence[Override]) -> bool:
 
 
 def points(overrides: Sequence[Override]) -> list[Point]:
-    """Cartesian product of the swept values, the last key varying fastest; the other overrides are in each point, in
-    their order, as `train` applies them. Raises UserError about an interval, and a key that is swept and set again."""
+    """Cartesian product of the swept values; the last key varies fastest. Every point also has the other overrides, in
+    order, as `train` applies them. Raises UserError about an interval, or about a key that is swept and also set."""
     require_swept_once(overrides)
     choices = [[(text, override.is_sweep_override()) for text in values_of(override)] for override in overrides]
     found = []
     for combination in itertools.product(*choices):
         swept = " ".join(text for text, is_swept in combination if is_swept)
-        found.append(Point(tuple(text for text, _ in combination), swept or "(nothing swept)"))
+        found.append(Point(tuple(text for text, _ in combination), swept or NOTHING))
     return found
 
 
@@ -113,127 +123,205 @@ def sweep(
 ) -> int:
     """Run every point, round by round, and print the outcomes, or print the plan; returns the exit code.
 
-    A study has its own points. Its record is written before any run starts. A round whose runs are all done is followed
-    by the next one; an executor that does not wait gets one round. The exit code is 0 if all runs are done or
-    submitted, 130 after Ctrl-C, 1 if any failed, 85 if any stopped. Raises one UserError, before any start of a round,
-    that lists all points that cannot run.
+    A study has its own points. Its record is written before any run starts. Once all runs of a round are done, the next
+    round follows; an executor that does not wait gets one round. The exit code is 0 if all runs are done or submitted,
+    or the question is answered; else 130 after Ctrl-C, 1 if any failed, 85 if any stopped. Raises one UserError, before
+    any start of a round, that lists all points that cannot run.
     """
     with contextlib.ExitStack() as held:
-        return _Sweep(compose, options or SweepOptions(), study, held).run(points)
+        rounds = Rounds(points) if study is None else study.rounds
+        return _Sweep(rounds, compose, options or SweepOptions(), study, held).run()
 
 
 class _Sweep:
-    """Sweep in progress; `held` holds the study lock from the first run on this machine to the end."""
+    """Sweep in progress; `held` holds the study lock from the first run on this machine until the end."""
 
     def __init__(
         self,
+        rounds: Rounds,
         compose: Callable[[Point], Experiment],
         options: SweepOptions,
         study: StudySweep | None,
         held: contextlib.ExitStack,
     ) -> None:
-        self.compose, self.options, self.study, self.held = compose, options, study, held
+        self.rounds, self.compose, self.options, self.study, self.held = rounds, compose, options, study, held
         self.console, self.skip = RunConsole(), options.skip or study is not None
         self.where = "of the sweep" if study is None else f"of {study.study.path}"
         self.whole, self.finished = SweepPlan((), (), ()), list[Finished]()
         self.found: dict[Path, Submission] = {}
         self.started = self.locked = False
+        self.dropped, self.cancelled = "", set[Path]()
 
-    def run(self, points: Sequence[Point]) -> int:
+    def run(self) -> int:
         """Run all rounds; returns the exit code."""
-        rounds, options = Rounds(points) if self.study is None else self.study.rounds, self.options
+        rounds, options = self.rounds, self.options
         values: dict[Path, float] = {}
+        if [point.label for point in rounds.first] == [NOTHING]:
+            self.console.echo(
+                "-m sweeps nothing here, so this is one run. List several values, such as optimizer.lr=1e-3,3e-3, or "
+                "leave -m out."
+            )
         while points := rounds.points(self.finished):
             if self.started and self.study is not None and self.study.stop_requested():
                 break
             plan = plan_sweep(points, self.compose, skip=self.skip, where=self.where)
             rounds.check(plan)
+            if self.study is not None:
+                self.study.plan(self.whole + plan)  # study errors are raised before results and slow predictions
             values = rounds.values(plan)
             self.found |= {entry.plan.folder.path: _known(entry.plan) for entry in _with_value(plan, values)}
             if len(values) < len(plan.planned):
-                plan = self._predicted(plan)
+                self.dropped = rounds.hopeless(self.whole + plan)
+            if len(values) < len(plan.planned) and not self.dropped:
+                if not options.dry_run:
+                    self._require(plan, values)
+                plan = predict_sweep_memory(plan, self.console.echo, skip=self.skip, where=self.where)
+                rounds.check(plan)
                 if options.dry_run:
-                    self._show(self.whole + plan, rounds.upcoming(plan, self.finished))
-                    return 0
+                    return self._show(self.whole + plan, rounds.upcoming(plan, self.finished))
                 self._start(plan, values)
                 values = rounds.values(plan)
             self.whole += plan
             if not rounds.metric or len(values) < len(plan.planned):
                 break
             self.finished.append(Finished(plan, values))
+            self.dropped = ""  # the last run ended before it was cancelled
+            if self.started and self.study is not None:
+                self.study.enter(self.whole, "", self.console.echo)
             if not options.dry_run:
                 self.console.echo(f"\n{rounds.result(self.finished[-1])}")
         if options.dry_run:
-            self._show(self.whole, [])
-            return 0
-        if not self.started:
+            return self._show(self.whole, list(filter(None, [rounds.conclusion(self.whole, self.dropped)])))
+        return self._end()
+
+    def _end(self) -> int:
+        """Record the sweep and show its outcomes; returns the exit code."""
+        rounds = self.rounds
+        for path, submission in self.found.items():  # of another launcher, and may have ended since
+            state = submission.plan.folder.read_state() if submission.outcome in ("queued", "running") else None
+            if state is not None and state.state in ("done", "failed"):
+                self.found[path] = _known(submission.plan)
+        if not self.started or self.dropped:
             self._record(self.whole)
+            self._cancel(self.whole)
         last = SweepPlan(tuple(entry for entry in self.whole.planned if entry.point.round > len(self.finished)), (), ())
-        show_outcomes(self.whole, self.found, self.study, rounds.upcoming(last, self.finished) if last.planned else [])
-        return worst_exit_code(list(self.found.values()))
+        conclusion = rounds.conclusion(self.whole, self.dropped)
+        later = rounds.upcoming(last, self.finished) if last.planned and not conclusion else []
+        show_outcomes(self.whole, self.found, self.study, later, conclusion)
+        code = 0 if conclusion else worst_exit_code(list(self.found.values()))
+        if self.options.json:
+            answered = {"conclusion": conclusion, "standing": rounds.standing(self.whole, self.dropped)}
+            answer(outcome_document(self.whole, self.found, self.study, upcoming=later, code=code, **answered))
+        return code
 
-    def _predicted(self, plan: SweepPlan) -> SweepPlan:
-        """Plan with predicted memory, without the points that do not fit."""
-        if self.study is not None:
-            self.study.plan(self.whole + plan)  # study errors are raised before slow predictions
-        return predict_sweep_memory(plan, self.console.echo, skip=self.skip, where=self.where)
-
-    def _show(self, plan: SweepPlan, upcoming: Sequence[str]) -> None:
+    def _show(self, plan: SweepPlan, upcoming: Sequence[str]) -> int:
         if self.study is not None:
             self.study.plan(plan)
-        show_plan(plan, self.study, upcoming)
+        table, lines = self.rounds.cost(plan)
+        show_plan(plan, self.study, [*upcoming, *lines], table)
+        if self.options.json:
+            answer(plan_document(plan, self.study, [*upcoming, *lines]))
+        return 0
 
     def _record(self, plan: SweepPlan) -> None:
-        """Write the study record, and prune once."""
+        """Write the study record and the ledger, and prune once."""
         if self.study is None:
             return
-        self.study.plan(plan)
+        self.study.plan(plan, self.dropped)
         self.study.record(plan, self.console.echo)
+        self.study.enter(plan, self.dropped, self.console.echo)
         if self.options.prune and not self.started:
             self.study.prune(self.console.echo, ask=not self.options.yes)
         self.started = True
 
+    def _require(self, plan: SweepPlan, values: Mapping[Path, float]) -> None:
+        """Ask executors whether the runs of a round can be submitted from here, before anything is predicted or
+        written. Raises UserError if not."""
+        for kind, plans in _by_kind(_without_value(plan, values)).items():
+            executor_for(kind).require(plans)
+
     def _start(self, plan: SweepPlan, values: Mapping[Path, float]) -> None:
-        """Submit the runs of a round that have no value yet, executors that wait last. The study is recorded before,
-        once they can be submitted from here."""
-        entries = [entry for entry in plan.planned if entry.plan.folder.path not in values]
-        by_kind: dict[str, list[RunPlan]] = {}
-        for entry in entries:
-            by_kind.setdefault(entry.plan.experiment.cluster.kind, []).append(entry.plan)
+        """Submit the runs of a round that have no value yet, executors that wait last. The study is recorded before."""
+        entries = _without_value(plan, values)
+        by_kind = _by_kind(entries)
         executors = sorted(map(executor_for, by_kind), key=lambda executor: executor.waits)
-        for executor in executors:
-            executor.require(by_kind[executor.kind])
         self._record(self.whole + plan)
         report_stale([entry.plan for entry in entries], self.console.echo)
         for line in remarks_on(entry.plan for entry in entries):
             self.console.echo(line)
         titles = {entry.plan.folder.path: entry.point.label for entry in entries}
         for executor in executors:
-            self._submit(executor, by_kind[executor.kind], titles)
+            with self._watched(self.whole + plan) if executor.waits else contextlib.nullcontext():
+                self._submit(executor, by_kind[executor.kind], titles)
 
     def _submit(self, executor: Executor, plans: Sequence[RunPlan], titles: Mapping[Path, str]) -> None:
         on_cpu = all(device_type(plan.experiment.cluster) == "cpu" for plan in plans)
         if executor.waits and self.options.jobs > 1 and not on_cpu:
-            self.console.echo("On GPUs every run may use all of them, so runs go one after another.")
+            self.console.echo("Every run may use all GPUs, so the runs go one after another.")
         submit_options = SubmitOptions(
             echo=self.console.echo,
             title=lambda plan: titles[plan.folder.path],
             jobs=self.options.jobs if on_cpu else 1,
-            stop_requested=(lambda: False) if self.study is None else self.study.stop_requested,
+            stop_requested=lambda: bool(self.dropped) or (self.study is not None and self.study.stop_requested()),
         )
         if executor.waits and self.study is not None and not self.locked:
             self.held.enter_context(self.study.lock())
             self.locked = True
-        for submission in executor.submit(plans, submit_options):
-            self.found[submission.plan.folder.path] = submission
+        submissions = executor.submit(plans, submit_options)
+        self.found |= {submission.plan.folder.path: submission for submission in submissions}
+        for line in request_lines([each.plan for each in submissions if each.outcome == "submitted"]):
+            self.console.echo(line)
+
+    @contextlib.contextmanager
+    def _watched(self, plan: SweepPlan) -> Iterator[None]:
+        """Watch the runs of a question during the block, and cancel them once it needs no more of them."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(WATCH_INTERVAL):
+                with contextlib.suppress(UserError, OSError):  # a file that is being written
+                    self.dropped = self.dropped or self.rounds.hopeless(plan)
+                    self._cancel(plan)
+
+        thread = threading.Thread(target=watch, name="looks", daemon=True)
+        if self.rounds.registration is None:
+            yield
+            return
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _cancel(self, plan: SweepPlan) -> None:
+        """Cancel the queued and running runs of a question that was dropped, each once."""
+        entries = [entry for entry in plan.planned if self.dropped and entry.plan.folder.path not in self.cancelled]
+        states = run_statuses([entry.plan.folder for entry in entries])
+        active = [entry for entry in entries if states[entry.plan.folder.path].active]
+        self.cancelled |= {entry.plan.folder.path for entry in active}
+        labels = {entry.plan.run_id: entry.point.label for entry in active}
+        reason = "the question needs no more of it"
+        cancel_runs([entry.plan.folder for entry in active], labels, self.console.echo, reason)
 
 
 def _with_value(plan: SweepPlan, values: Mapping[Path, float]) -> list[PlannedPoint]:
     return [entry for entry in plan.planned if entry.plan.folder.path in values]
 
 
+def _without_value(plan: SweepPlan, values: Mapping[Path, float]) -> list[PlannedPoint]:
+    return [entry for entry in plan.planned if entry.plan.folder.path not in values]
+
+
+def _by_kind(entries: Sequence[PlannedPoint]) -> dict[str, list[RunPlan]]:
+    by_kind: dict[str, list[RunPlan]] = {}
+    for entry in entries:
+        by_kind.setdefault(entry.plan.experiment.cluster.kind, []).append(entry.plan)
+    return by_kind
+
+
 def _known(plan: RunPlan) -> Submission:
-    """Result of a run that ended before: done, or diverged, which would repeat itself."""
+    """Result of a run that has already ended: it is done, or it diverged and would diverge again."""
     state = plan.folder.read_state()
     if state is not None and state.state == "failed":
         return Submission(plan, "failed", reason=state.reason, exit_code=1)

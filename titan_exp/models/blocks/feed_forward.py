@@ -56,8 +56,8 @@ class FeedForward(nn.Module):
 class Router(nn.Module):
     """Routes each token to its experts, and balances them.
 
-    Balance is defined over sequences or the global batch; the trainer says by `set_batch` how many sequences that has,
-    and calls `finish_step` with the counts of the global batch after each optimizer step.
+    Balance is defined over sequences or the global batch. The trainer sets the batch's number of sequences by
+    `set_batch`, and calls `finish_step` with the token counts of the global batch after each optimizer step.
     """
 
     bias: Tensor
@@ -78,14 +78,14 @@ class Router(nn.Module):
         self.register_buffer("counts", torch.zeros(moe.experts, dtype=torch.int64), persistent=False)
         self.register_buffer("losses", torch.zeros(2), persistent=False)
         self.sequences: Tensor | int = 1
-        """Sequences of the global batch; the trainer's is a tensor [], fp32, since a compiled or captured pass would
-        keep a number."""
+        """Sequences of the global batch. The trainer sets an fp32 tensor [], since a compiled or captured pass would
+        bake in a number."""
         self.sequence_ranks = 1
-        """Ranks that share each sequence, each with as many of its tokens."""
+        """Ranks that share each sequence, each with equally many of its tokens."""
         self.sum_counts: SumCounts | None = None
-        """Sum of counts over these ranks; None for one."""
+        """Function that sums counts over these ranks; None if there is one."""
         self.recomputed = True
-        """False if no backward pass repeats this forward pass, which then need not ask whether it counts."""
+        """False if no backward pass repeats this forward pass, so that it need not check whether to count."""
 
     def forward(self, x: Float[Tensor, "batch part dim"]) -> Routing:
         """Route these tokens; in training also balance and count them."""
@@ -93,7 +93,7 @@ class Router(nn.Module):
         logits = F.linear(x.float(), self.weight.float()) if moe.fp32_router else F.linear(x, self.weight)
         logits = add_bias(logits, self.logit_bias).float()
         scores = router_scores(logits, sigmoid=moe.score == "sigmoid")
-        # Sigmoids of large logits are all 1.
+        # Sigmoids of large logits are all 1, so the logits rank experts.
         ranking = logits if moe.score == "sigmoid" and moe.groups == 1 else scores
         experts = choose_experts(
             scores.detach() + self.bias if moe.router_bias else ranking,
@@ -108,12 +108,13 @@ class Router(nn.Module):
         return Routing(experts.flatten(0, 1), weights.flatten(0, 1))
 
     def set_batch(self, sequences: Tensor | int, sequence_ranks: int = 1, sum_counts: SumCounts | None = None) -> None:
-        """Set the sequences of the global batch, and the ranks that share each sequence with the sum over them."""
+        """Set the number of sequences of the global batch, the ranks that share each sequence, and the sum over
+        them."""
         self.sequences, self.sequence_ranks, self.sum_counts = sequences, sequence_ranks, sum_counts
 
     @torch.no_grad()
     def finish_step(self, counts: Int64[Tensor, " experts"]) -> None:
-        """Update bias and load from the tokens per expert of the whole global batch, and count anew."""
+        """Update bias and load from the global batch's tokens per expert, then reset the counts."""
         moe, exact = self.moe, counts.double()
         if moe.balance.bias_rate:
             change = moe.balance.bias_rate * (exact.mean() - exact).sign()
@@ -129,7 +130,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
-        """Fill the buffers, once memory is real."""
+        """Fill the buffers once they have memory."""
         for name, buffer in self.named_buffers(recurse=False):
             buffer.fill_(1 if name == "previous_load" else 0)
 
@@ -154,7 +155,7 @@ class Router(nn.Module):
         return attach_loss(weights, sum(losses[1:], losses[0]))
 
     def _balance_loss(self, scores: Tensor, choices: Tensor, length: int) -> Tensor:
-        """Sum over sequences of the balance loss, these tokens' part."""
+        """Part of the balance loss that these tokens contribute, summed over sequences."""
         moe = self.moe
         if moe.balance.loss == "global_batch":
             return batch_balance_loss(normalized_scores(scores), self.previous_load) / length
@@ -166,7 +167,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU of every expert, on rows sorted by expert."""
+    """SwiGLU of all experts, on rows sorted by expert."""
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__()
@@ -174,20 +175,20 @@ class Experts(nn.Module):
         self.down = _grouped(layer, "feed_forward.experts.down")
         self.variant, self.fused_rows = layer.swiglu, layer.fused_rows("feed_forward.experts")
         self.weighted_inputs = layer.router is not None and layer.router.weighted_inputs
-        """True if weights multiply the rows that go in, and not those that come out."""
+        """True if weights multiply the rows that go in, rather than those that come out."""
         self.count = self.gate_up.experts
-        """Experts of the layer."""
+        """Number of experts in the layer."""
 
     @property
     def is_quantized(self) -> bool:
-        """True if a recipe rounds what is projected down."""
+        """True if a recipe rounds the input of the down projection."""
         return type(self.down.linear_impl) is not GroupedLinearImpl
 
     @property
     def row_multiple(self) -> int:
         """Multiple of rows per expert to pad to, once for both matmuls.
 
-        It is 1 where a bias would make numbers of the zeros in between: there the matmuls pad themselves.
+        It is 1 with biases, which would turn the padding zeros into other numbers; then the matmuls pad on their own.
         """
         if self.gate_up.bias is not None:
             return 1
@@ -202,8 +203,8 @@ class Experts(nn.Module):
     ) -> Float[Tensor, "_ dim"]:
         """down(silu(gate(x)) · up(x)) of each row's expert, times the row's weight if given; or a variant of SwiGLU.
 
-        `ends` are the ends of the experts' rows. `order` takes tokens in place of their rows in this order, and returns
-        rows in it.
+        `ends` are the ends of the experts' rows. With `order`, `rows` are tokens and the result has their rows in this
+        order.
         """
         if order is not None:
             return self._down(self.gate_up(rows, ends, order=order), ends, weights, padded=True)
@@ -224,10 +225,9 @@ class Experts(nn.Module):
 
 
 Dispatch = Callable[[Tensor, Routing, Experts], Callable[[], Tensor]]
-"""Starts to bring tokens [tokens, dim] to the experts that they are routed to.
+"""Starts to send tokens [tokens, dim] to the experts that they are routed to.
 
-The result computes the experts' outputs, weighted and summed [tokens, dim]. Between the two calls, messages are under
-way.
+The result computes the experts' outputs, weighted and summed [tokens, dim]. The messages travel between the two calls.
 """
 
 
@@ -235,16 +235,17 @@ class TokenSplit(Protocol):
     """Split of each sequence among ranks that all have its tokens."""
 
     def split(self, x: Tensor) -> Tensor:
-        """This rank's part [batch, part, dim] of [batch, seq, dim]."""
+        """Take this rank's part [batch, part, dim] of [batch, seq, dim]."""
         ...
 
     def join(self, part: Tensor, length: int) -> Tensor:
-        """The whole sequences of `length` tokens from the ranks' parts."""
+        """Join the ranks' parts to whole sequences of `length` tokens."""
         ...
 
 
 class MoEFeedForward(nn.Module):
-    """Router and experts; `dispatch` brings tokens to experts, which expert parallelism replaces."""
+    """Mixture of experts: a router and its experts. `dispatch` sends tokens to experts; expert parallelism replaces
+    it."""
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__()
@@ -255,10 +256,10 @@ class MoEFeedForward(nn.Module):
         self.shared = FeedForward(layer, "feed_forward.shared") if has_shared else None
         self.dispatch: Dispatch = dispatch_locally
         self.token_split: TokenSplit | None = None
-        """Split of tokens that several ranks have; None if this rank routes all of its tokens."""
+        """Split of tokens that several ranks hold; None if this rank routes all of its tokens."""
 
     def forward(self, x: Float[Tensor, "batch part dim"]) -> Float[Tensor, "batch part dim"]:
-        """Weighted sum of the routed experts, plus the shared ones."""
+        """Return the weighted sum of the routed experts' outputs, plus the shared experts'."""
         part = x if self.token_split is None else self.token_split.split(x)
         finish = self.dispatch(part.flatten(0, 1), self.router(part), self.experts)
         shared = None if self.shared is None else self.shared(x)
@@ -298,7 +299,7 @@ def compute_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Tenso
 
 
 def _compute_padded(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
-    """The same for kernels that need padded rows: they lie where the matmuls read them, and nothing moves them."""
+    """Compute the same with kernels that need padded rows: permuting puts rows where the matmuls read them."""
     order = PaddedOrder.sort(routing.experts, experts.count, experts.row_multiple)
     weights = None if experts.is_quantized else permute_weights(routing.weights, order.order, order.inverse)
     rows = experts(tokens, order.ends, weights, order)
@@ -306,7 +307,7 @@ def _compute_padded(tokens: Tensor, routing: Routing, experts: Experts) -> Tenso
 
 
 def weigh_rows(rows: Tensor, weights: Tensor) -> Tensor:
-    """Rows [rows, dim] times their weights, in the dtype of the rows."""
+    """Multiply rows [rows, dim] by their weights, in the dtype of the rows."""
     return rows * weights.to(rows.dtype)[:, None]
 
 

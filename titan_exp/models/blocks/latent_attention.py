@@ -17,24 +17,24 @@ from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 from titan_exp.ops.autograd import local_tensor
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms over latents, in every published model and independent of the other norms'."""
+"""Epsilon of the norms over latents: the same in every published model, independent of the other norms."""
 
 
 class TokenGather(nn.Identity):
-    """Identity, which tensor parallelism replaces by a gather of tokens."""
+    """Identity that tensor parallelism replaces by a gather of tokens."""
 
     tp_style = GatherTokens()
 
 
 class LatentGather(nn.Identity):
-    """Identity, which context parallelism may replace by a gather of the whole sequence's latents."""
+    """Identity that context parallelism may replace by a gather of the whole sequence's latents."""
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention from latents: queries with or without a latent of their own.
+    """Multi-head latent attention, causal; queries may have a latent of their own.
 
-    Rows of `q.weight` are ordered by head (own features, rotated features), those of `kv_b.weight` by head (own
-    features of its key, its value), and those of `kv_a.weight` are the latent, then the key rotated for all heads.
+    Rows of `q.weight` go by head (unrotated features, rotated features), rows of `kv_b.weight` by head (unrotated
+    features of its key, its value), and rows of `kv_a.weight` are the latent, then the rotated key of all heads.
     """
 
     def __init__(self, layer: LayerSpec, backend: AttentionBackend) -> None:
@@ -57,7 +57,7 @@ class LatentAttention(nn.Module):
         self.out = linear(layer, "attention.out")
         self.core = CausalAttention(backend, spec.scale, spec.pattern)
         self.cache: LatentCache | None = None
-        """Latents of earlier tokens, in generation."""
+        """Cache of earlier tokens' latents, in generation."""
 
     def tp_plan(self) -> dict[str, TPStyle]:
         """Tensor-parallel sharding of the linears: expansions by heads, latents replicated."""
@@ -75,7 +75,7 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 _"], ...],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...],
         mask: Any,
     ) -> Float[Tensor, "batch part dim"]:
         """Attend to earlier positions that `mask` (from the core) lets through.
@@ -100,7 +100,8 @@ class LatentAttention(nn.Module):
     def clip_factors(self, factors: Float[Tensor, " heads"]) -> dict[str, Float[Tensor, " rows"]]:
         """Factors of the rows of `q` and `kv_b` that multiply the logits of each head by its factor (Kimi Team 2025).
 
-        Own features of queries and keys take half of it each, and rotated queries all, since heads share that key.
+        The unrotated features of queries and keys take its root each. Rotated queries take all of it, since heads share
+        the rotated key.
         """
         root, one = factors.sqrt()[:, None], torch.ones_like(factors)[:, None]
         own_dim = self.spec.qk_dim - self.spec.rope_dim
@@ -111,7 +112,7 @@ class LatentAttention(nn.Module):
     def _expand(
         self, latent: Float[Tensor, "batch seq latent"], shared: Float[Tensor, "batch seq rope"]
     ) -> tuple[Float[Tensor, "batch heads seq qk"], Float[Tensor, "batch heads seq v"]]:
-        """Keys and values of this rank's heads."""
+        """Expand latents into the keys and values of this rank's heads."""
         own_dim = self.spec.qk_dim - self.spec.rope_dim
         own, value = (
             self.kv_b(latent).unflatten(-1, (-1, own_dim + self.spec.v_dim)).split((own_dim, self.spec.v_dim), -1)

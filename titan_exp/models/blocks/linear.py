@@ -82,9 +82,9 @@ def init_shard_(values: Tensor, seed: int, name: str, init: InitSpec, part: Shar
 
 
 def _counters(part: ShardSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Counters of the random words of a shard, as the sum of a column [rows, 1] and a row [words].
+    """Counters of a shard's random words, to be added: a column [rows, 1] and a row [words].
 
-    A word holds two neighbours of the last dim; rows of the parameter, over all other dims, begin with a new word.
+    A word yields two neighbouring elements of the last dim; each row of the parameter begins with a new word.
     """
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for extent, start, size in zip(part.shape[:-1], part.start[:-1], part.size[:-1], strict=True):
@@ -94,7 +94,7 @@ def _counters(part: ShardSpec, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(rows: int, words: int, device: torch.device) -> list[tuple[slice, slice]]:
-    """Blocks of a matrix of random words, of bounded size."""
+    """Cut a matrix of random words into blocks of bounded size."""
     limit = CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK
     height = max(1, limit // words)
     return [
@@ -106,7 +106,7 @@ def _chunks(rows: int, words: int, device: torch.device) -> list[tuple[slice, sl
 
 @runtime_checkable
 class TensorParallelCollectives(Protocol):
-    """Collectives around the linears of a block under tensor parallelism."""
+    """Collectives around a block's linears under tensor parallelism."""
 
     @property
     def degree(self) -> int:
@@ -115,28 +115,28 @@ class TensorParallelCollectives(Protocol):
 
     @property
     def sequence(self) -> bool:
-        """True if ranks hold parts of the tokens outside the linears."""
+        """True if ranks hold parts of the tokens outside the linears (sequence parallelism)."""
         ...
 
     @property
     def by_sequence(self) -> bool:
-        """True if these are parts of each sequence, False if consecutive tokens of all."""
+        """True if these are parts of each sequence, False if they are consecutive tokens of all sequences."""
         ...
 
     def gather_input(self, x: Tensor) -> Tensor:
-        """All tokens of this rank's."""
+        """Gather all tokens from the ranks' tokens."""
         ...
 
     def reduce_output(self, x: Tensor) -> Tensor:
-        """This rank's tokens of the sum over ranks."""
+        """Sum over ranks and take this rank's tokens."""
         ...
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """All tokens [batch, seq, width] of the ranks', without a gradient."""
+        """Gather all tokens [batch, seq, width], without a gradient."""
         ...
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
-        """This rank's tokens of the sum over ranks of [batch, seq, width], without a gradient."""
+        """Sum [batch, seq, width] over ranks and take this rank's tokens, without a gradient."""
         ...
 
 
@@ -144,21 +144,21 @@ class LinearImpl(nn.Module):
     """Matmul in the dtype of input and weight. A recipe is a subclass."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x · weightᵀ: [..., inputs] and [outputs, inputs] to [..., outputs]."""
+        """Compute x · weightᵀ: [..., inputs] and [outputs, inputs] to [..., outputs]."""
         return F.linear(x, weight)
 
     def column_parallel(self, x: Tensor, weight: Tensor, ranks: TensorParallelCollectives) -> Tensor:
-        """Outputs of this rank's rows of the weight for all tokens; `x` are this rank's tokens."""
+        """Compute the outputs of this rank's weight rows for all tokens; `x` are this rank's tokens."""
         return self(ranks.gather_input(x), weight)
 
     def row_parallel(self, x: Tensor, weight: Tensor, ranks: TensorParallelCollectives) -> Tensor:
-        """Outputs of this rank's tokens; `x` are this rank's inputs of all tokens."""
+        """Compute the outputs of this rank's tokens; `x` are this rank's inputs of all tokens."""
         return ranks.reduce_output(self(x, weight))
 
     def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
-        """Note that tensor-parallel ranks compute with shards of the weight, of inputs or outputs.
+        """Note that tensor-parallel ranks compute with shards of the weight, along inputs or outputs.
 
-        `amax_reduce` is the elementwise maximum over these ranks.
+        `amax_reduce` takes the elementwise maximum over these ranks.
         """
 
 
@@ -166,18 +166,18 @@ class GroupedLinearImpl(nn.Module):
     """Grouped matmul in the dtype of input and weight. A recipe is a subclass."""
 
     row_multiple = 1
-    """Multiple of rows per expert that the kernel requires; rows that are not `padded` it pads itself."""
+    """Multiple of rows per expert that the kernel requires; it pads rows itself unless they are `padded`."""
 
     def forward(self, x: Tensor, weight: Tensor, ends: Tensor, *, padded: bool = False) -> Tensor:
-        """x · weight[expert]ᵀ: [tokens, inputs] and [experts, outputs, inputs] to [tokens, outputs].
+        """Compute x · weight[expert]ᵀ: [tokens, inputs] and [experts, outputs, inputs] to [tokens, outputs].
 
-        `padded` promises that every expert has a `row_multiple` of rows, and some; rows after the last end may then
+        `padded` promises that every expert has rows, a multiple of `row_multiple`; rows after the last end may then
         come out uninitialized.
         """
         return grouped_linear(x, weight, ends)
 
     def of_tokens(self, tokens: Tensor, weight: Tensor, order: PaddedOrder) -> Tensor:
-        """The same for the padded rows of tokens."""
+        """Compute the same for the padded rows of tokens."""
         return recompute_input(
             lambda tokens: permute(tokens, order.order, order.inverse, order.padding),
             tokens,
@@ -187,22 +187,23 @@ class GroupedLinearImpl(nn.Module):
     def of_swiglu(
         self, gate_up: Tensor, weight: Tensor, ends: Tensor, row_weights: Tensor, variant: SwiGLUVariant
     ) -> Tensor:
-        """The same for x = silu(gate) · up · row weight of `gate_up` [tokens, 2 · inputs], or a variant."""
+        """Compute the same for x = silu(gate) · up · row weight, from `gate_up` [tokens, 2 · inputs]; `variant` may
+        change SwiGLU."""
         if type(self) is GroupedLinearImpl:
             return weighted_swiglu_linear(gate_up, weight, row_weights, ends, variant=variant)
         return self(weighted_swiglu(gate_up, row_weights, variant=variant), weight, ends)
 
     def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
-        """Note that ranks with the same tokens compute with shards of the experts' channels, inputs or outputs.
+        """Note that ranks with the same tokens compute with shards of the experts' channels, along inputs or outputs.
 
-        `amax_reduce` is the elementwise maximum over these ranks.
+        `amax_reduce` takes the elementwise maximum over these ranks.
         """
 
 
 class Linear(nn.Linear):
     """A linear layer initialized with standard deviation `std`.
 
-    `bias_std` is that of its bias; None is a layer without bias. Recipes quantize `quantizable` layers only.
+    `bias_std` is the bias's; None is a layer without bias. Recipes quantize `quantizable` layers only.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class Linear(nn.Linear):
 
 
 def weight_and_bias(std: float, bias_std: float | None, bias: str = "bias") -> dict[str, InitSpec]:
-    """Initialization of a weight, and of the parameter `bias` unless `bias_std` is None; 0 is zeros."""
+    """Initialization of a weight, and of the parameter `bias` unless `bias_std` is None; a std of 0 gives zeros."""
     stds = {"weight": std} if bias_std is None else {"weight": std, bias: bias_std}
     return {name: InitSpec("normal", value) if value else InitSpec("zeros") for name, value in stds.items()}
 
@@ -233,7 +234,7 @@ def add_bias(x: Float[Tensor, "*any fan_out"], bias: Float[Tensor, " fan_out"] |
 
 
 def linear(layer: LayerSpec, name: str) -> Linear:
-    """Linear layer that a block's spec describes, by module path."""
+    """Build the linear layer that a block's spec describes, by module path."""
     spec = layer.linear(name)
     bias_std = spec.bias_std if spec.bias else None
     return Linear(spec.inputs, spec.outputs, spec.std, bias_std, quantizable=spec.quantizable)
@@ -242,7 +243,7 @@ def linear(layer: LayerSpec, name: str) -> Linear:
 class GroupedLinear(nn.Module):
     """Linear layers, one per expert, initialized with standard deviation `std`.
 
-    `bias_std` is that of their biases; None is layers without biases.
+    `bias_std` is the biases'; None is layers without biases.
     """
 
     parameter_role = "expert"
@@ -255,7 +256,7 @@ class GroupedLinear(nn.Module):
         self.bias = None if bias_std is None else nn.Parameter(torch.empty(experts, fan_out))
         self.linear_impl = GroupedLinearImpl()
         self.bias_start = 0
-        """First output that the bias on this rank is added to. Ranks whose outputs are summed each have other ones."""
+        """First output that this rank adds its bias to. Ranks whose outputs are summed each add a different part."""
 
     def forward(
         self,
@@ -269,9 +270,9 @@ class GroupedLinear(nn.Module):
     ) -> Float[Tensor, "_ fan_out"]:
         """x · weight[expert]ᵀ for rows sorted by expert, by `linear_impl`, plus the bias, times `row_weights` if given.
 
-        `ends` are the ends of each expert's rows; rows after the last end give zeros and no gradient. `of_swiglu` takes
-        fused gate and up, in place of this weighted variant of SwiGLU. `order` takes tokens in place of their rows in
-        this order. `padded` is that of `GroupedLinearImpl`.
+        `ends` are the ends of each expert's rows; rows after the last end give zeros and no gradient. With `of_swiglu`,
+        `x` is the fused gate and up of this weighted SwiGLU variant. With `order`, `x` are tokens, whose rows are taken
+        in this order. `padded` is that of `GroupedLinearImpl`.
         """
         weight = local_tensor(self.weight)
         if of_swiglu is not None:

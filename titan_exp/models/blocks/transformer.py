@@ -1,4 +1,4 @@
-"""Transformer building blocks: norm, embedding, LM head, attention, block, and the iterators over a model's blocks."""
+"""Transformer building blocks: norm, embedding, LM head, attention, block, and iterators over a model's blocks."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,13 +28,14 @@ from titan_exp.ops.autograd import embedding_rows, local_tensor, recompute_input
 from titan_exp.ops.cross_entropy import LossSum
 
 LogitsLoss = Callable[[Tensor, Tensor], LossSum | tuple[LossSum, ...]]
-"""Loss of hidden states [batch, seq, dim] and the head's weight [vocab, dim], or losses of parts of the batch."""
+"""Computes the loss of hidden states [batch, seq, dim] and the head's weight [vocab, dim], or losses of parts of the
+batch."""
 
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019), computed in fp32.
 
-    `writes_residual` is that of its spec.
+    `writes_residual` is the spec's.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Embedding(nn.Module):
     tp_style = VocabEmbedding()
     parameter_role = "embedding"
     reads_weight_in_backward = False
-    """False if FSDP need not gather the weight for a lookup's backward, which takes token ids only."""
+    """True if FSDP must gather the weight for backward; a lookup's backward only needs token ids."""
     row_dtype: torch.dtype | None = None
     """Dtype that looked-up rows are rounded to; None is the weight's."""
 
@@ -113,11 +114,11 @@ class Head(nn.Module):
 
 
 class AttentionSinks(nn.Module):
-    """Learned logit per query head, beside the keys."""
+    """Attention sinks: one learned logit per query head, beside the keys."""
 
     tp_style = HeadSharded()
     rows: slice | None = None
-    """This rank's heads, if it holds the logits of all; None if of its own."""
+    """Heads of this rank, if the parameter holds the logits of all heads; None if it holds only this rank's."""
 
     def __init__(self, heads: int, std: float) -> None:
         super().__init__()
@@ -138,8 +139,8 @@ class Attention(nn.Module):
     """Grouped-query self-attention (Ainslie et al. 2023) with one fused projection.
 
     Rows of `qkv.weight` are ordered by key-value head (its query heads, its key, its value), so that a contiguous slice
-    holds whole groups. Layers with QK norm normalize query and key heads before RoPE, each by itself or all of them at
-    once, or without weight after it.
+    holds whole groups. QK norm, if any, normalizes query and key heads before RoPE, each by itself or all at once; a
+    norm without weight may follow RoPE.
     """
 
     def __init__(self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend) -> None:
@@ -163,19 +164,19 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 _"], ...],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...],
         mask: Any,
     ) -> Float[Tensor, "batch part dim"]:
         """Attend to earlier positions that `mask` (from the core) lets through.
 
-        `rope` are cosines and sines, and the factor of queries in a model that scales them by position. With sequence
-        parallelism `x` is this rank's part of the tokens, while `rope` and `mask` cover all.
+        `rope` are cosines and sines, followed by the factor of queries if the model scales them by position. With
+        sequence parallelism `x` is this rank's part of the tokens, while `rope` and `mask` cover all.
         """
         groups = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         if self.q_norm is None and self.spec.rope and self.spec.rotated_norm_eps is self.spec.temperature is None:
             query, key, value = split_rotated(groups, *rope[:2])
         else:
-            # Backward of the norms keeps the projection's output, and with it the values.
+            # Backward of the norms keeps the projection's output, and with it the values' memory.
             query, key, value = (heads.flatten(2, 3) for heads in groups.split((self.group, 1, 1), dim=-2))
             query, key = self._normalized(query, key, rope)
         heads = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
@@ -185,9 +186,9 @@ class Attention(nn.Module):
     def clip_factors(self, factors: Float[Tensor, " heads"]) -> dict[str, Float[Tensor, " rows"]]:
         """Factors of the rows of `qkv` that multiply the logits of each query head by its factor.
 
-        A key head of one query head takes half of it; one that several share is left alone.
+        A key head with a single query head takes its root; a shared key head is left alone.
         """
-        # Of the whole weight: `group` is this rank's where tensor parallelism splits a group.
+        # Rows of the whole weight; `group` is this rank's where tensor parallelism splits a group.
         queries, width = factors.view(-1, self.spec.group), self.head_dim
         keys = torch.ones_like(queries[:, :1])
         if self.spec.group == 1:
@@ -199,9 +200,9 @@ class Attention(nn.Module):
         self,
         query: Float[Tensor, "batch seq heads head_dim"],
         key: Float[Tensor, "batch seq kv_heads head_dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 _"], ...],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...],
     ) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch seq kv_heads head_dim"]]:
-        """Query and key heads after norms, RoPE and temperature, as far as the layer has them."""
+        """Apply the layer's norms, RoPE and temperature to query and key heads."""
         if self.q_norm is not None and self.k_norm is not None:
             if self._across_heads:
                 query = self.q_norm(query.flatten(2)).view_as(query)
@@ -220,10 +221,10 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each added to the residual stream, with a norm before it or, if the spec says that
-    the norm writes to the stream, after it.
+    """Transformer block: attention and feed-forward, each added to the residual stream. Norms come before (pre-norm),
+    or after if the spec says that they write to the stream.
 
-    `attention` replaces grouped-query attention by another kind, called alike.
+    `attention` replaces grouped-query attention by a module with the same arguments.
     """
 
     def __init__(
@@ -238,10 +239,10 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 _"], ...],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...],
         mask: Any,
     ) -> Float[Tensor, "batch part dim"]:
-        """One layer."""
+        """Run the block."""
         x = x + _branch(self.attention_norm, x, partial(self.attention, rope=rope, mask=mask))
         return x + _branch(self.feed_forward_norm, x, self.feed_forward)
 
@@ -259,7 +260,7 @@ def _branch(norm: RMSNorm, x: Tensor, module: Callable[[Tensor], Tensor]) -> Ten
 
 
 def norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm":
-    """Norm that a block's spec describes, by module path."""
+    """Build the norm that a block's spec describes, by module path."""
     vector = layer.vector(name)
     assert vector is not None, f"the layer has {name}"
     return RMSNorm(vector.size, eps, vector.tp, writes_residual=vector.writes_residual)
@@ -276,11 +277,12 @@ def _head_norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm | None":
 
 
 class MTPModule(TransformerBlock):
-    """Block over the joined hidden states of the depth before and embeddings of the next tokens, and its output norm.
+    """Module of multi-token prediction: a block over the previous depth's hidden states joined with embeddings of the
+    next tokens, and its output norm.
 
-    Hidden states are those that a head reads: behind the model's final norm for the first module, behind `norm` for the
-    next. The report says only "the representation given by the main model"; vLLM, SGLang and llama.cpp decode with the
-    published weights from behind the norm. As in those weights, the embedding is the first half of the projection's
+    Hidden states are those that a head reads: after the model's final norm for the first module, after `norm` for the
+    next. The report says only "the representation given by the main model"; vLLM, SGLang and llama.cpp decode the
+    published weights from after the norm. As in those weights, the embedding is the first half of the projection's
     input.
     """
 
@@ -301,52 +303,53 @@ class MTPModule(TransformerBlock):
     def forward(
         self,
         x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 _"], ...],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...],
         mask: Any,
         embedded: Float[Tensor, "batch part dim"] | None = None,
     ) -> Float[Tensor, "batch part dim"]:
-        """Hidden states of this depth, normalized for the head, from those of the depth before and from the embeddings
-        of the tokens that many places ahead."""
+        """Compute this depth's hidden states, normalized for the head. `x` are the previous depth's hidden states,
+        `embedded` the embeddings of the tokens that many places ahead."""
         assert embedded is not None, "the module reads the next tokens"
         joined = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), dim=-1)
         return self.norm(super().forward(self.projection(joined), rope, mask))
 
 
 def iter_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Transformer blocks in order. Empty for a model without a `blocks` ModuleDict."""
+    """Iterate over transformer blocks in order; empty for a model without a `blocks` ModuleDict."""
     for _, block in iter_numbered_blocks(model):
         yield block
 
 
 def iter_numbered_blocks(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """Pairs of layer index in the whole model and block; a pipeline stage yields its own blocks."""
+    """Iterate over pairs of layer index in the whole model and block; a pipeline stage yields its own blocks."""
     blocks = getattr(model, "blocks", None)
     if isinstance(blocks, nn.ModuleDict):
         for index, (key, block) in enumerate(blocks.items()):
             yield int(key) if key.isdecimal() else index, block
 
 
-Rope = tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 half"]]
+Rope = tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 2 half"]]
 """Cosines and sines of positions."""
 
 
 class TokenShard(nn.Identity):
-    """Tokens of a stream that this rank computes between blocks: all, without sequence parallelism."""
+    """Identity that sequence parallelism replaces by this rank's part of a stream's tokens."""
 
     tp_style = ShardTokens()
 
 
 class ResultGather(nn.Identity):
-    """Results of all tokens."""
+    """Identity that sequence parallelism replaces by a gather of results of all tokens."""
 
     tp_style = GatherResult()
 
 
 class RopeOrder(nn.Module):
-    """RoPE caches in the order of the gathered sequence: one stream, then the other, without sequence parallelism."""
+    """RoPE caches in the order of the gathered sequence, which without sequence parallelism is one stream, then the
+    other."""
 
     tp_style = GatheredOrder()
 
     def forward(self, rope: Rope, first_stream: int) -> Rope:
-        """Caches of all tokens; the first stream has `first_stream` of this rank's."""
+        """Return the caches of all tokens; `first_stream` is this rank's number of tokens in the first stream."""
         return rope

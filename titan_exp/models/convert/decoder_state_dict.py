@@ -1,8 +1,8 @@
 """State-dict maps from Hugging Face, Meta and torchtune decoders to ours, including fused qkv and gate/up rows.
 
-Hugging Face rotates pairs (i, i + head_dim / 2) as we do. Meta's own checkpoints rotate neighbours (2i, 2i + 1), and so
-does torchtune: rows of their query and key projections are permuted within each head. Theirs have a tensor per expert,
-ours one for all experts of a layer.
+Hugging Face rotates pairs (i, i + head_dim / 2) as we do. Meta's own checkpoints and torchtune rotate neighbours (2i,
+2i + 1), so we permute the rows of their query and key projections within each head. They store a tensor per expert, we
+one for all experts of a layer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,13 +32,13 @@ class TensorNames:
     interleaved: bool
     """True for interleaved RoPE, which rotates the pairs (2i, 2i + 1)."""
     tied_head: bool
-    """True if a tied head is stored again as its own tensor."""
+    """True if a tied head is stored a second time, as its own tensor."""
     query_norm: str = ""
     """Norm over each query head, in families with QK norm."""
     key_norm: str = ""
     """Norm over each key head."""
     sinks: str = ""
-    """Sinks of attention, in families with them. Biases are named like their weight, with `bias` for `weight`."""
+    """Attention sinks, in families with them. A bias is named like its weight, with `bias` for `weight`."""
     query_down: str = ""
     """Latent of queries, in families with latent attention."""
     query_down_norm: str = ""
@@ -60,7 +60,7 @@ class TensorNames:
     expert_up: str = ""
     """Up of one expert."""
     expert_down: str = ""
-    """Down of one expert; of all of them [experts, in, out] if `experts_gate_up` is given."""
+    """Down of one expert; of all experts [experts, in, out] if `experts_gate_up` is given."""
     experts_gate_up: str = ""
     """Gate and up of all experts [experts, in, out], in place of `expert_gate` and `expert_up`."""
     alternating_gate_up: bool = False
@@ -87,7 +87,7 @@ class TensorNames:
     """The module's copy of the head."""
 
     def of_norm(self, vector: str) -> str:
-        """Tensor name of one of our norms (`attention.q_norm`)."""
+        """Their tensor name of one of our norms (`attention.q_norm`)."""
         return {
             "attention_norm": self.attention_norm,
             "feed_forward_norm": self.feed_forward_norm,
@@ -102,7 +102,7 @@ class TensorNames:
         }[vector]
 
     def of_swiglu(self, module: str) -> tuple[str, str, str]:
-        """Tensor names of gate, up and down of one of our feed-forwards (`feed_forward.experts`)."""
+        """Their tensor names of gate, up and down in one of our feed-forwards (`feed_forward.experts`)."""
         return {
             "feed_forward": (self.gate, self.up, self.down),
             "feed_forward.experts": (self.expert_gate, self.expert_up, self.expert_down),
@@ -212,7 +212,7 @@ def decoder_map(spec: ModelSpec, names: TensorNames) -> StateDictMap:
 
 
 class _MapBuilder:
-    """Row ranges and their shapes, collected module by module in the order of writing."""
+    """Collects row ranges and shapes module by module, in the order of writing."""
 
     def __init__(self, spec: ModelSpec, names: TensorNames) -> None:
         self._names = names
@@ -223,12 +223,13 @@ class _MapBuilder:
         self.stacks: dict[str, str] = {}
 
     def add(self, ours: str, name: str, rows: Iterable[RowRange] = ()) -> None:
-        """Add a parameter that equals one of their tensors, or has the given rows of it."""
+        """Add a parameter that equals one of their tensors, or the given rows of it."""
         self.theirs[name] = self.shapes[ours]
         self.runs[ours] = tuple(rows) or (RowRange(0, self.shapes[ours][0], name, 0),)
 
     def add_stacked(self, ours: str, names: Sequence[str], rows: Iterable[RowRange] = ()) -> None:
-        """Add a parameter stacked per expert, of whose tensors, with `{}` for the expert, it has equal shares."""
+        """Add a parameter stacked per expert. It takes equal shares of each expert's tensors, named with `{}` for the
+        expert."""
         experts, outputs, *inputs = self.shapes[ours]
         shape = (outputs // len(names), *inputs)
         for expert in range(experts):
@@ -237,7 +238,7 @@ class _MapBuilder:
         self.runs[ours] = tuple(rows) or (RowRange(0, outputs, names[0], 0),)
 
     def stack(self, name: str) -> str:
-        """Name of an expert's tensor in a stored one of all experts."""
+        """Name of one expert's tensor inside a stored tensor of all experts."""
         return self.stacks.setdefault(name, f"{name}[{{}}]")
 
     def add_layer(self, number: int, layer: LayerSpec) -> None:
@@ -312,7 +313,7 @@ class _MapBuilder:
         self.add(f"{module}.out.weight", names.out.format(number))
 
     def _add_swiglu(self, module: str, number: int) -> None:
-        """Add a feed-forward, or those of all experts, with their biases."""
+        """Add a feed-forward, or the feed-forwards of all experts, with their biases."""
         names, within = self._names, module.removeprefix(f"blocks.{number}.")
         gate, up, down = (name.format(number, "{}") for name in names.of_swiglu(within))
         how: dict[str, int] = {}
@@ -338,5 +339,5 @@ class _MapBuilder:
 
 
 def _bias(weight: str) -> str:
-    """Name of the bias beside a weight of theirs."""
+    """Their name of the bias beside a weight."""
     return f"{weight.removesuffix('weight')}bias" if weight.endswith("weight") else f"{weight}_bias"

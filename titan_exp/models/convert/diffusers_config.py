@@ -1,4 +1,4 @@
-"""`config.json` of diffusers' models, from a model config and back."""
+"""`config.json` of diffusers models, written from a model config and read back."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -60,16 +60,16 @@ def from_diffusers(values: Mapping[str, Any], name: str) -> ModelConfig:
     found = (getattr(component("model", family), "diffusers", None) for family in builtin_components("model"))
     families: dict[str, Diffusers] = {family.class_name: family for family in found if family is not None}
     if values.get(CLASS) not in families:
-        raise UserError(f"config.json: {CLASS} is {values.get(CLASS)!r}; families here are {listed(families, 'and')}.")
+        raise UserError(f"config.json: {CLASS} is {values.get(CLASS)!r}. We read {listed(families, 'and')}.")
     family = families[values[CLASS]]
     for key, wanted in family.fixed.items():
         if values.get(key, wanted) != wanted:
-            raise UserError(f"config.json: {key}={values[key]!r}, but {family.class_name} here has {key}={wanted!r}.")
+            raise UserError(f"config.json: {key}={values[key]!r}, but our {family.class_name} has {key}={wanted!r}.")
     return family.from_config(values, name)
 
 
 def from_bfl(shapes: Mapping[str, tuple[int, ...]], name: str) -> ModelConfig:
-    """Model config from the shapes of the tensors of Black Forest Labs' file, which has no `config.json`.
+    """Model config from the tensor shapes of Black Forest Labs' file, which has no `config.json`.
 
     Raises:
         UserError: no family reads these tensors.
@@ -78,4 +78,4 @@ def from_bfl(shapes: Mapping[str, tuple[int, ...]], name: str) -> ModelConfig:
         read = getattr(component("model", family), "from_bfl_shapes", None)
         if read is not None:
             return read(shapes, name)
-    raise UserError(f"{name}: no family reads a file without config.json.")
+    raise UserError(f"{name} comes without a config.json. Give a folder that has one beside the weights.")

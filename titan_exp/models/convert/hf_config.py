@@ -1,4 +1,5 @@
-"""Hugging Face's `config.json` and `generation_config.json`, from a model config and back, and a repository's fit."""
+"""Hugging Face's `config.json` and `generation_config.json`, written from a model config and read back; reports on a
+repository."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,14 +17,15 @@ from titan_exp.config.schema.typed_config import validated
 from titan_exp.models.spec.lookup import mtp_depth
 
 MTP_KEY = "num_nextn_predict_layers"
-"""Number of modules of multi-token prediction in `config.json`."""
+"""Key of `config.json` with the number of modules of multi-token prediction."""
 ANY_TYPE = "*"
-"""`model_type` of the family that reads those of no other family."""
+"""`model_type` of the family that reads every type that no other family reads."""
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A family's class in `transformers`; `both_ways` of a table of keys gives what writes and reads its file."""
+    """A family's class in `transformers`. `both_ways` makes, from a table of keys, the fields that write and read its
+    file."""
 
     model_type: str
     """Name in `config.json`."""
@@ -36,7 +38,7 @@ class HuggingFace:
     from_config: Callable[[Mapping[str, Any], str], ModelConfig]
     """The family's config from `config.json` and a name."""
     other_types: tuple[str, ...] = ()
-    """Other values of `model_type` that the family reads; it writes one by returning it from `to_config`."""
+    """Further values of `model_type` that the family reads; it writes one of them by returning it from `to_config`."""
     violations: Callable[[Any], Iterable[Violation]] = lambda config: ()
     """Values of the family's config that `config.json` cannot express."""
     unread: Callable[[Mapping[str, Any]], Iterable[str]] = lambda values: ()
@@ -44,9 +46,9 @@ class HuggingFace:
     multimodal_type: str = ""
     """`model_type` of a multimodal model whose `text_config` is one of the family's."""
     multimodal_prefix: str = ""
-    """Prefix of its language model's tensors; the others are not read."""
+    """Prefix of its language model's tensors; other tensors are not read."""
     offer: str = ""
-    """Sentence about a family of any type: whose model it takes, and the overrides that train it."""
+    """For the family that reads any type: a sentence about whose model it takes, and the overrides that train it."""
 
 
 def to_huggingface(config: ModelConfig, *, dtype: str, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def to_huggingface(config: ModelConfig, *, dtype: str, special_tokens: Mapping[s
     family: HuggingFace = component("model", config.architecture).huggingface
     violations = export_violations(config)
     if violations:
-        raise UserError(f"config.json of {family.model_type} cannot express this model.", violations)
+        raise UserError(f"A config.json of {family.model_type} cannot express this model.", violations)
     return {
         "architectures": list(family.architectures),
         "model_type": family.model_type,
@@ -77,7 +79,7 @@ def export_violations(config: ModelConfig) -> list[Violation]:
 def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | None = None) -> ModelConfig:
     """Model config from the content of a `config.json`, of any version of `transformers`.
 
-    `architecture` names the family that reads it; None takes the built-in one of its `model_type`.
+    `architecture` names the family that reads it; None takes the built-in family of its `model_type`.
 
     Raises:
         UserError: no family reads it, or it has parts that the family does not compute.
@@ -85,8 +87,8 @@ def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | N
     family, noted = _family(values, architecture), NotedKeys(values)
     for key, wanted in family.fixed.items():
         if values.get(key, wanted) != wanted:
-            raise UserError(f"config.json: {key}={values[key]!r}, but {family.model_type} here has {key}={wanted!r}.")
-    for key in ("num_hidden_layers", MTP_KEY):  # lists of this length are made of them
+            raise UserError(f"config.json: {key}={values[key]!r}, but our {family.model_type} has {key}={wanted!r}.")
+    for key in ("num_hidden_layers", MTP_KEY):  # lists of this length are built from it
         count(values.get(key) or 0, f"config.json: {key}", BLOCKS)
     try:
         with named_errors(noted, "config.json", f"a {family.model_type}'s"):
@@ -96,17 +98,18 @@ def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | N
         if family.model_type != ANY_TYPE:
             raise
         kinds = listed(map(repr, family_types()), "and")
-        message = f"config.json: model_type is {values.get('model_type')!r}; families here are {kinds}."
+        message = f"config.json: model_type is {values.get('model_type')!r}. Our families read {kinds}."
         raise UserError(message if error.violations else f"{message} {error}", error.violations) from error
 
 
 def config_json(folder: Path) -> dict[str, Any]:
-    """Content of a folder's `config.json`. Raises UserError if it cannot be read, or is no JSON of keys and values."""
+    """Content of a folder's `config.json`. Raises UserError if it cannot be read or is not a JSON object."""
     return read_object(folder / "config.json")
 
 
 def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Language model's part of a multimodal `config.json` and its tensors' prefix; else the whole and no prefix."""
+    """Language model's part of a multimodal `config.json`, and the prefix of its tensors; else the whole file and no
+    prefix."""
     for family in _families().values():
         if values.get("model_type") == family.multimodal_type and isinstance(values.get("text_config"), Mapping):
             return {"model_type": family.model_type, **values["text_config"]}, family.multimodal_prefix
@@ -114,7 +117,7 @@ def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 
 def foreign_type(values: Mapping[str, Any], architecture: str) -> str | None:
-    """The `model_type` of a `config.json` that the family of an architecture does not read; None if it does."""
+    """The `model_type` of a `config.json` if the family of `architecture` does not read it; None if it does."""
     family, kind = _family(values, architecture), values.get("model_type")
     known = (None, family.model_type, *family.other_types, family.multimodal_type)
     return None if kind in known or family.model_type == ANY_TYPE else str(kind)
@@ -126,7 +129,7 @@ def unread_prefixes(values: Mapping[str, Any], architecture: str | None = None) 
 
 
 def quantized_weights(values: Mapping[str, Any]) -> tuple[int, int] | Literal["mxfp4"] | None:
-    """Rows and columns of a block of fp8 weights that share a scale, or MXFP4, from `config.json`; None for plain
+    """Weight format in `config.json`: rows and columns of the fp8 blocks that share a scale, or MXFP4; None for plain
     weights.
 
     Raises:
@@ -142,19 +145,20 @@ def quantized_weights(values: Mapping[str, Any]) -> tuple[int, int] | Literal["m
     if method != "fp8" or form != "e4m3" or not blocks:
         found = f"quant_method={method!r}, fmt={form!r}, weight_block_size={blocks!r}"
         raise UserError(
-            f"config.json: weights quantized with {found} cannot be read. Supported are fp32, bf16 and fp16, and fp8 "
-            "(e4m3) with a scale per block, as in DeepSeek V3, and MXFP4, as in GPT-OSS. Dequantize the others with "
-            "transformers and save_pretrained."
+            f"config.json: we cannot read weights quantized with {found}. We read fp32, bf16, fp16, fp8 (e4m3) with a "
+            "scale per block as in DeepSeek V3, and MXFP4 as in GPT-OSS. Load these weights with transformers, "
+            "dequantize them, and write them with save_pretrained."
         )
     if not isinstance(blocks, list) or len(blocks) != 2:
-        raise UserError(f"config.json: weight_block_size={blocks!r} is no pair of rows and columns.")
+        raise UserError(f"config.json: weight_block_size={blocks!r} is not a pair of rows and columns.")
     rows, columns = (count(size, "config.json: weight_block_size", 2**20) for size in blocks)
     return rows, columns
 
 
 def generation_config(special_tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of `generation_config.json`: the ends of texts. It asks for no sampling, since scores of an export are
-    those of its greedy texts; an end that also begins documents in training is no begin-of-text token of theirs."""
+    """Content of `generation_config.json`: the tokens that end a text. It asks for no sampling, because scores of an
+    export are those of greedy text. A token that ends and also begins documents in training is not written as a
+    begin-of-text token."""
     end = special_tokens.get("eos_token_id")
     return {key: token for key, token in special_tokens.items() if key != "bos_token_id" or token != end}
 
@@ -165,7 +169,7 @@ def special_tokens_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def family_types() -> list[str]:
-    """Every `model_type` that a family here reads, without those of transformers' other classes."""
+    """Every `model_type` that a family here reads, except the family's that reads every other type."""
     families = _families()
     return [
         kind
@@ -175,7 +179,7 @@ def family_types() -> list[str]:
 
 
 def other_family() -> tuple[str, HuggingFace] | None:
-    """Name of the family that reads every `model_type` of no other family, and its class; None without one."""
+    """Name and class of the family that reads every `model_type` of no other family; None if there is none."""
     found = ((name, getattr(component("model", name), "huggingface", None)) for name in builtin_components("model"))
     return next(((name, family) for name, family in found if family and family.model_type == ANY_TYPE), None)
 
@@ -196,14 +200,14 @@ def _families() -> dict[str, HuggingFace]:
 
 
 def _family(values: Mapping[str, Any], architecture: str | None) -> HuggingFace:
-    """Family of an architecture; None takes the built-in one of the `model_type`."""
+    """Family of an architecture; None takes the built-in family of the `model_type`."""
     if architecture is not None:
         return component("model", architecture).huggingface
     found, kind = _families(), str(values.get("model_type"))
     if kind not in found and ANY_TYPE in found:
         return found[ANY_TYPE]
     if kind not in found:
-        raise UserError(f"config.json: model_type is {kind!r}; supported: {', '.join(map(repr, found))}.")
+        raise UserError(f"config.json: model_type is {kind!r}. We read {', '.join(map(repr, found))}.")
     return found[kind]
 
 
@@ -212,14 +216,14 @@ TOWERS = {"vision_config": "vision tower", "audio_config": "audio tower"}
 
 
 def repository_lines(values: Mapping[str, Any], name: str, weights: ModelConfig | None = None) -> Iterator[str]:
-    """Preset that fits a `config.json`, then what of the repository is not read.
+    """Lines on a repository: the preset that fits its `config.json`, then the parts that are not read.
 
     `weights` is the model as its files hold it; None if only `config.json` is known.
 
     Raises:
         UserError: no family reads the `model_type`.
     """
-    from titan_exp.config.hydra.presets import nearest_preset  # ranks, which type nothing, import no Hydra
+    from titan_exp.config.hydra.presets import nearest_preset  # ranks need no overrides and import no Hydra
 
     text, _ = language_model(values)
     if not has_family(values):
@@ -229,7 +233,7 @@ def repository_lines(values: Mapping[str, Any], name: str, weights: ModelConfig 
     try:
         model = from_huggingface(text, name)
         quantized_weights(text)
-    except UserError as error:  # it says what the family cannot compute
+    except UserError as error:  # the error says what the family cannot compute
         yield f"cannot be converted: {error}"
         return
     preset, keys = nearest_preset(model)
@@ -238,9 +242,10 @@ def repository_lines(values: Mapping[str, Any], name: str, weights: ModelConfig 
         yield from (f"not read: {tower} ({key})" for key, tower in TOWERS.items() if key in values)
     depth = int(text.get(MTP_KEY) or 0)
     if depth and weights is not None and mtp_depth(weights) == 0:
-        yield f"missing in the files: modules of multi-token prediction, of which config.json has {MTP_KEY}={depth}"
+        yield f"the files lack the modules of multi-token prediction that config.json names ({MTP_KEY}={depth})"
     elif depth:
-        yield f"{depth} module of multi-token prediction: trained with model.mtp.depth={depth}"
+        modules = f"{depth} module{'s' * (depth > 1)} of multi-token prediction"
+        yield f"it has {modules}; train with model.mtp.depth={depth}"
 
 
 def has_family(values: Mapping[str, Any]) -> bool:
@@ -249,9 +254,9 @@ def has_family(values: Mapping[str, Any]) -> bool:
 
 
 def no_family(values: Mapping[str, Any]) -> str:
-    """Sentences that name a `model_type` of no family, the families, and the one that takes any type."""
+    """Sentences for a `model_type` of no family: its name, the known families, and the one that takes any type."""
     kind, (_, other) = values.get("model_type"), other_family() or ("", None)
-    found = f"model_type {kind!r} is of no family here; families are {listed(family_types(), 'and')}."
+    found = f"none of our families reads model_type {kind!r}. They read {listed(family_types(), 'and')}."
     return f"{found} {other.offer}" if other else found
 
 
@@ -260,7 +265,7 @@ FILE = "model.json"
 
 
 def to_json(config: ModelConfig, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values that `from_json` reads."""
+    """Plain values for JSON, which `from_json` reads."""
     return {"model": dataclasses.asdict(config), "special_tokens": dict(special_tokens)}
 
 
@@ -268,7 +273,7 @@ def from_json(values: Mapping[str, Any], path: Path, trust: bool = False) -> tup
     """Model config and special tokens from the content of the file at `path`.
 
     Raises:
-        UserError: the file describes no model, or is of another version.
+        UserError: the file describes no model, or has another version.
         Untrusted: the model is code, without `trust`.
     """
     model = current_names("model", table(values.get("model"), f"{path}: model"))

@@ -1,4 +1,4 @@
-"""Keys of Hugging Face's `config.json`: one table per family, by which its config is written and read."""
+"""Keys of Hugging Face's `config.json`: one table per family both writes and reads its config."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,14 +18,14 @@ REQUIRED: Any = object()
 
 
 def whole(value: Any) -> int:
-    """A number as an int. Raises ValueError for one with a fraction."""
+    """Convert to an int. Raises ValueError for a number with a fraction."""
     if isinstance(value, float) and not value.is_integer():
-        raise ValueError("it is no whole number")
+        raise ValueError("it is not a whole number")
     return int(value)
 
 
 def flag(value: Any) -> bool:
-    """A truth value. Raises ValueError for anything but true, false and null."""
+    """Convert to a bool. Raises ValueError for anything but true, false and null."""
     if value not in (True, False, None):
         raise ValueError("it is neither true nor false")
     return bool(value)
@@ -33,24 +33,25 @@ def flag(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of `config.json`, and the field of the family's config that it holds."""
+    """A key of `config.json`, and the field of the family's config that it fills."""
 
     field: str = ""
-    """Field (`moe.experts`); empty for a key that is written only."""
+    """Field (`moe.experts`); empty for a key that is only written."""
     kind: Callable[[Any], Any] = whole
     """Conversion of a value that is read."""
     default: Any = REQUIRED
-    """Value of an absent key; a function of the fields before, by name, also stands in for null and 0."""
+    """Value of an absent key. A function gets the previous fields by name, and also replaces null and 0."""
     read: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] | None = None
-    """Value of the field from the whole file and the fields before, in place of `kind` and `default`."""
+    """Value of the field, from the whole file and the previous fields; replaces `kind` and `default`."""
     write: Callable[[Any], Any] | None = None
-    """Value of the key from the family's config, in place of the field's."""
+    """Value of the key, from the family's config; replaces the field's."""
     refusal: str = ""
-    """Message about a file whose value differs from the one written, with `{value}` for it; empty accepts any."""
+    """Message for a file whose value differs from the written one, with `{value}` for it; empty accepts any value."""
 
 
 Keys = Mapping[str, Any]
-"""A `Key` by its name in the file, or the value that it has in every file of the family, in the order of writing."""
+"""Maps each name in the file, in the order of writing, to a `Key`, or to the value that it has in every file of the
+family."""
 
 
 def both_ways(
@@ -61,10 +62,10 @@ def both_ways(
     router: Mapping[str, Any] = {},
     called: str = "",
 ) -> dict[str, Any]:
-    """Fields of a family's `HuggingFace`: those that write and read its `config.json`.
+    """Fields of a family's `HuggingFace` that write and read its `config.json`.
 
-    `given` are values of fields that the file has no keys for, and so are those of `router`, fields of `moe`. A config
-    with another router is refused as none of the family that is `called` so.
+    `given` has the values of fields without keys in the file, and `router` those of fields of `moe`. A config with
+    another router is refused, in the name of the family that is `called` so.
     """
     constants = {"attention_backend": "auto", **given, **{f"moe.{name}": value for name, value in router.items()}}
     found: dict[str, Any] = {
@@ -76,7 +77,7 @@ def both_ways(
 
 
 def written(keys: Keys, model: Any) -> dict[str, Any]:
-    """Keys and values of a family's config."""
+    """Keys and values to write for a family's config."""
     return {name: _value(key, model) if isinstance(key, Key) else key for name, key in keys.items()}
 
 
@@ -107,7 +108,7 @@ def _read(config: type[ModelConfig], keys: Keys, constants: Mapping[str, Any], v
 
 
 def attention_keys(rope: Keys, keys: Keys) -> Keys:
-    """Table of a decoder with grouped-query attention: the keys that all of them have, with `rope`, around the rest."""
+    """Keys of a decoder with grouped-query attention: the common ones, with `rope`, around `keys`."""
     return {
         "vocab_size": Key("vocab_size"),
         "hidden_size": Key("dim"),
@@ -133,23 +134,23 @@ PLAIN_ROUTER: Mapping[str, Any] = {
     "active_groups": 1,
     "group_score": "max",
 }
-"""Fields of `MoEConfig` for which the `config.json` of most families with experts has no keys."""
+"""Fields of `MoEConfig` for which most families with experts have no keys in `config.json`."""
 UNBALANCED = BalanceConfig("none", 0.0, 0.0, 0.0, centered_bias=True)
-"""Load balance of a model whose file says nothing of it."""
+"""Load balance of a model whose file does not mention it."""
 
 
 def _router_violations(moe: MoEConfig, wanted: Mapping[str, Any], family: str) -> Iterator[Violation]:
     """Fields of a router that differ from those of a family in `transformers`."""
     for key, value in wanted.items():
         if (own := getattr(moe, key)) != value and ("group" not in key or moe.groups > 1):
-            reason = f"{family} has no such router in transformers"
-            yield Violation(f"model.moe.{key}", own, reason, f"model.moe.{key}={shown(value)}")
+            reason = f"{family} does not have such a router in transformers"
+            yield Violation(f"model.moe.{key}", own, reason, f"use model.moe.{key}={shown(value)}")
 
 
 SCALINGS = ("linear", "llama3", "yarn")
-"""Values of `rope_type` beside `default`, which have our names."""
+"""Values of `rope_type`, beside `default`, that have the same names here."""
 YARN_KEYS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-"""Keys of YaRN with our names."""
+"""Keys of YaRN that have the same names here."""
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor")
 ORIGINAL = "original_max_position_embeddings"
 
@@ -171,14 +172,14 @@ def rope_keys(kind: type[ScaledRope], context: Any = REQUIRED) -> Keys:
 
 
 def rope_scaling(rope: PlainRope) -> dict[str, Any] | None:
-    """Value of `rope_scaling`; None without a context scaling."""
+    """Value to write for `rope_scaling`; None without a context scaling."""
     if not isinstance(rope, ScaledRope) or rope.scaling == "none":
         return None
     scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
     if rope.scaling == "llama3":
         scaling |= {key: getattr(rope, key) for key in LLAMA3_KEYS}
     else:
-        scaling["type"] = rope.scaling  # read by versions that know no llama3
+        scaling["type"] = rope.scaling  # read by versions that do not know llama3
     if rope.scaling == "yarn":
         scaling |= {key: getattr(rope, key) for key in YARN_KEYS}
         # transformers reads the coefficients together or not at all.
@@ -198,13 +199,13 @@ def read_rope(values: Mapping[str, Any], context: int, kind: type[Rope]) -> Rope
     keys = rope_values(values)
     scaling = "none" if keys["rope_type"] == "default" else keys["rope_type"]
     if scaling not in ("none", *SCALINGS):
-        raise UserError(f"config.json: rope scaling {scaling!r} is not supported; default, {', '.join(SCALINGS)} are.")
+        raise UserError(f"config.json: we do not have rope scaling {scaling!r}, only default, {', '.join(SCALINGS)}.")
     given: dict[str, Any] = {one.name: one.default for one in fields(ScaledRope) if one.name != "theta"}
     given |= {"scaling": scaling, "original_context": None if kind is ScaledRope else context}
     if scaling != "none":
         original = keys.get(ORIGINAL) or context
         given["factor"] = float(keys.get("factor") or context / original)
-        # Their linear scaling knows no original context, and most files state the stretched one.
+        # Their linear scaling has no original context, and most files state the stretched context.
         given["original_context"] = max(1, int(context / given["factor"])) if scaling == "linear" else int(original)
     if scaling == "llama3":
         given |= {key: float(keys[key]) for key in LLAMA3_KEYS}
@@ -215,7 +216,7 @@ def read_rope(values: Mapping[str, Any], context: int, kind: type[Rope]) -> Rope
 
 
 def rope_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE keys with `rope_theta` and `rope_type`: transformers 5 nests them, 4 does not."""
+    """RoPE keys with `rope_theta` and `rope_type`, which transformers 5 nests and version 4 does not."""
     rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
     rope["rope_theta"] = rope.get("rope_theta") or values.get("rope_theta") or 10000.0
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
@@ -223,7 +224,7 @@ def rope_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mscale(keys: Mapping[str, Any], factor: float) -> float:
-    """Our coefficient with which cosines and sines get their factor in transformers."""
+    """Our coefficient at which cosines and sines have the same factor as in transformers."""
     own, all_dim, wanted = keys.get("mscale"), keys.get("mscale_all_dim") or 0.0, keys.get("attention_factor")
     if wanted is None and own and all_dim:
         return float(own)
@@ -232,5 +233,5 @@ def _mscale(keys: Mapping[str, Any], factor: float) -> float:
     wanted = magnitude(factor, 1.0) if wanted is None else float(wanted)
     mscale = round((wanted * magnitude(factor, all_dim) - 1) / (0.1 * math.log(factor)), 12)
     if mscale < 0:
-        raise UserError(f"config.json: attention_factor={wanted:g} is not supported; at least 1 is.")
+        raise UserError(f"config.json: attention_factor={wanted:g} must be at least 1.")
     return mscale

@@ -1,6 +1,6 @@
-"""State-dict map: row ranges of our parameters in terms of another tool's tensors, as plain data.
+"""State-dict map: gives the rows of our parameters as row ranges of another tool's tensors, as plain data.
 
-Streaming and sharded reading need no whole tensors: a range of rows of ours is gathered from ranges of theirs.
+Streaming and sharded reading need no whole tensors: our rows are gathered from ranges of theirs.
 """
 
 from bisect import bisect_right
@@ -17,7 +17,7 @@ from titan_exp.models.spec.model_spec import AttentionSpec
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows of one of our parameters, equal to rows of one of their tensors."""
+    """Range of rows of one of our parameters that equal rows of one of their tensors."""
 
     start: int
     """First row of ours."""
@@ -55,7 +55,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Rows of one tensor of theirs within one of our parameters."""
+    """Rows of one of their tensors inside one of our parameters."""
 
     ours: str
     """Our parameter."""
@@ -74,15 +74,15 @@ class StateDictMap:
     """
 
     runs: Mapping[str, tuple[RowRange, ...]]
-    """Row ranges by our full name, in order, covering all rows; those of one expert for a stacked parameter."""
+    """Row ranges by our full name, in order, covering all rows; for a stacked parameter they cover one expert."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shape by our full name."""
     their_shapes: Mapping[str, tuple[int, ...]]
     """Shape by their name, in the order of writing."""
     copies: Mapping[str, str]
-    """Their tensors that duplicate another one of theirs (a tied head), by name."""
+    """Their tensors that duplicate another of their tensors (a tied head), mapped to it."""
     optional: frozenset[str] = frozenset()
-    """Their tensors that may be there and are not read, such as the head of a tied model."""
+    """Their tensors that may exist and are not read, such as the head of a tied model."""
     stacked: frozenset[str] = frozenset()
     """Our parameters stacked per expert, by full name; `{}` in the names of their ranges stands for the expert."""
     stacks: Mapping[str, str] = field(default_factory=dict)
@@ -91,11 +91,12 @@ class StateDictMap:
     buffers: frozenset[str] = frozenset()
     """Our persistent buffers, by full name; in fp32 in every format."""
     columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Their column of each of ours, by our full name, of weights whose columns have another order in theirs."""
+    """Column order: their column for each of our columns, by our full name, for weights whose columns they order
+    differently."""
 
     @cached_property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape by the name of a stored tensor, in the order of writing; those of all experts are one."""
+        """Shape of each stored tensor, by name in the order of writing; a tensor of all experts counts as one."""
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self.their_shapes.items():
             stack, _ = self.stored(name)
@@ -103,11 +104,13 @@ class StateDictMap:
         return found
 
     def stored(self, name: str) -> tuple[str, int | None]:
-        """Stored tensor that holds one of theirs, and the expert's number in it; itself and None if stored alone."""
+        """Stored tensor that holds one of their tensors, and the expert's index in it; a tensor stored alone gives
+        itself and None."""
         return self._members.get(name, (name, None))
 
     def blocks(self, name: str, start: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Consecutive rows of a rectangular shard, in its order in memory: first row in the whole, number of rows."""
+        """Runs of consecutive rows in a rectangular shard, in memory order: first row in the whole parameter, number of
+        rows."""
         shape = self.shapes[name]
         if name not in self.stacked or size[1] == shape[1]:
             rows = shape[1] if name in self.stacked else 1
@@ -127,7 +130,7 @@ class StateDictMap:
                 yield replace(run, start=run.start + expert * rows, name=run.name.format(expert))
 
     def owner(self, name: str) -> str:
-        """Our parameter that holds a tensor of theirs, stored or not, or the one that it duplicates."""
+        """Our parameter that holds one of their tensors, stored or not, or the tensor that it duplicates."""
         return self._owners[self.stacks.get(self.copies.get(name, name), self.copies.get(name, name)).format(0)][0]
 
     def copies_of(self, name: str) -> list[str]:
@@ -135,7 +138,7 @@ class StateDictMap:
         return [copy for copy, original in self.copies.items() if original == name]
 
     def of_theirs(self, name: str) -> TensorRows:
-        """Row ranges of a tensor of theirs, or of the one that it duplicates."""
+        """Row ranges of one of their tensors, or of the tensor that it duplicates."""
         name = self.copies.get(name, name)
         ours, expert = self._owners[name]
         rows = self.shapes[ours][0] if expert is None else self.shapes[ours][1]
@@ -143,14 +146,14 @@ class StateDictMap:
         return TensorRows(ours, expert, tuple(run for run in self.of(ours, first, first + rows) if run.name == name))
 
     def their_names(self, name: str) -> list[str]:
-        """Their tensors in one of our parameters."""
+        """Their tensors that one of our parameters is made of."""
         names = dict.fromkeys(run.name for run in self.runs[name])
         if name not in self.stacked:
             return [*names]
         return [template.format(expert) for expert in range(self.shapes[name][0]) for template in names]
 
     def is_buffer(self, name: str) -> bool:
-        """True if a tensor of theirs is one of our buffers."""
+        """True if one of their tensors is one of our buffers."""
         return self.owner(name) in self.buffers
 
     def _within(self, name: str, start: int, stop: int) -> Iterator[RowRange]:
@@ -166,7 +169,8 @@ class StateDictMap:
 
     @cached_property
     def _members(self) -> dict[str, tuple[str, int]]:
-        """Stack and number of each expert's tensor that is stored in one, by its name."""
+        """Stored tensor and expert index by tensor name, for every expert's tensor that is stored in one of all
+        experts."""
         return {
             template.format(expert): (stack, expert)
             for stack, template in self.stacks.items()
@@ -175,7 +179,7 @@ class StateDictMap:
 
     @cached_property
     def _owners(self) -> dict[str, tuple[str, int | None]]:
-        """Our parameter that holds each tensor of theirs, and the expert in it, by their name."""
+        """Our parameter that holds each of their tensors, with the expert in it, by their name."""
         found: dict[str, tuple[str, int | None]] = {}
         for ours in self.runs:
             names = self.their_names(ours)
@@ -187,7 +191,7 @@ class StateDictMap:
 
 
 def qkv_rows(attention: AttentionSpec, query: str, key: str, value: str, interleaved: bool) -> Iterator[RowRange]:
-    """Rows of the fused weight, by key-value head: its query heads, its key, its value."""
+    """Rows of the fused qkv weight, by key-value head: its query heads, its key, its value."""
     width, group = attention.qk_dim, attention.group
     start = 0
     for head in range(attention.kv_heads):
@@ -203,7 +207,7 @@ def qkv_rows(attention: AttentionSpec, query: str, key: str, value: str, interle
 
 
 def gate_up_rows(channels: int, gate: str, up: str, *, up_first: int = 0, step: int = 1) -> Iterator[RowRange]:
-    """Rows of the fused weight, which alternate in groups (see `ops.swiglu`).
+    """Rows of the fused gate and up weight, which alternate in groups (see `ops.swiglu`).
 
     Their up rows begin at `up_first`, and `step` is the stride of both.
     """
@@ -214,7 +218,7 @@ def gate_up_rows(channels: int, gate: str, up: str, *, up_first: int = 0, step: 
 
 
 def rotated_tail_rows(heads: int, width: int, rotated: int, name: str) -> Iterator[RowRange]:
-    """Rows of heads whose last `rotated` features their RoPE rotates as pairs (2i, 2i + 1)."""
+    """Rows of heads whose last `rotated` features they rotate as pairs (2i, 2i + 1)."""
     for start in range(0, heads * width, width):
         if width > rotated:
             yield RowRange(start, width - rotated, name, start)
@@ -222,21 +226,21 @@ def rotated_tail_rows(heads: int, width: int, rotated: int, name: str) -> Iterat
 
 
 def half_split_rows(start: int, width: int, name: str, first: int) -> Iterator[RowRange]:
-    """Rows of pairs (i, i + width / 2), from neighbours (2i, 2i + 1) of theirs."""
+    """Rows of our pairs (i, i + width / 2), taken from their neighbours (2i, 2i + 1)."""
     half = width // 2
     yield RowRange(start, half, name, first, step=2)
     yield RowRange(start + half, half, name, first + 1, step=2)
 
 
 CheckpointFormat = Literal["huggingface", "llama", "torchtune", "diffusers", "bfl"]
-"""Parameter names of Hugging Face, of Meta's `consolidated.*.pth`, of torchtune, of diffusers, or of Black Forest
-Labs' `*.safetensors`."""
+"""Other tools' checkpoint formats: Hugging Face, Meta's `consolidated.*.pth`, torchtune, diffusers, Black Forest Labs'
+`*.safetensors`."""
 
 
 def checkpoint_formats(config: ModelConfig) -> Sequence[str]:
     """Checkpoint formats of other tools for this model; empty if its family has no state-dict map.
 
-    A family that lists no `STATE_DICTS` has Hugging Face's names if it has a `huggingface` as well.
+    A family without `STATE_DICTS` has Hugging Face's names if it defines `huggingface`.
     """
     family = component("model", config.architecture)
     has_config = hasattr(family, "huggingface")

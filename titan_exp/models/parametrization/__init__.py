@@ -1,1 +1,1 @@
-"""Parametrizations: factors of initial weights, learning rate, weight decay and epsilon by a model's shape."""
+"""Parametrizations: scale initial weights, learning rate, weight decay and epsilon by a model's shape."""

@@ -1,4 +1,5 @@
-"""CompleteP (Dey et al. 2025, arXiv 2505.01618, table 1): muP, and the same hyperparameters at every depth.
+"""CompleteP (Dey et al. 2025, arXiv 2505.01618, table 1): muP, extended to keep hyperparameters the same at every
+depth.
 
 With l = layers / base depth and the exponent a, inside residual branches and beside the factors of `mup`: the output of
 a branch is multiplied by l^-a, learning rates by l^(a-1), Adam's epsilon by l^-a, and initial weights are those of the
@@ -25,15 +26,15 @@ class Config(BaseShapeConfig):
     """Fields of CompleteP."""
 
     base_depth: PositiveInt
-    """`model.layers` at which the hyperparameters were tuned.
+    """Base depth: the `model.layers` at which the hyperparameters were tuned.
     E.g. `parametrization=completep parametrization.base_depth=12`."""
     depth_exponent: Annotated[float, Interval(ge=0.5, le=1)] = 1.0
-    """Exponent of the depth in the factor of residual branches: 1 is CompleteP, 0.5 depth-muP.
-    E.g. `parametrization=completep parametrization.depth_exponent=0.5`."""
+    """Exponent a of the depth in the factor of residual branches, (layers / base_depth)^-a: 1 is CompleteP, and 0.5 is
+    depth-muP. E.g. `parametrization=completep parametrization.depth_exponent=0.5`."""
 
 
 def parameter_scales(spec: ModelSpec, model: ModelConfig, config: Config) -> dict[str, ParameterScale]:
-    """Scale of every parameter by full name. Modules of multi-token prediction are one block deep at any depth."""
+    """Scale of every parameter by full name. A module of multi-token prediction is one block deep at any depth."""
     depth, exponent = len(spec.layers) / config.base_depth, config.depth_exponent
     base = model_spec(replace(model, layers=config.base_depth))
     assert base is not None, "the model has a spec"

@@ -9,8 +9,8 @@ With m = dim / base width, relative to the base model (table 3, equal to table 8
 | head, router | 1/m | 1/m | m | 1 |
 | final norm instead of a tied head | 1/m | 1/m | m | 1 |
 
-Decoupled weight decay acts as learning rate times decay, and is the same at every width. Gradients shrink as 1/m, and
-epsilon with them. Scores of attention are divided by the width of a head, not by its root.
+Decoupled weight decay acts as learning rate times decay, which stays the same at every width. Gradients shrink as 1/m,
+and epsilon with them. Attention scores are divided by the head width, not by its root.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def width_scales(spec: ModelSpec, model: ModelConfig, config: BaseShapeConfig) -
             scales[f"{prefix}.{name}"] = scales[f"{prefix}.{name}"].times(scale)
     embedded = multiplier(config.embedding_multiplier)
     scales["embedding.weight"] = scales["embedding.weight"].times(embedded)
-    # A tied head has the factor of the embedding, and the last norm the rest.
+    # A tied head has the embedding's factor, and the final norm takes the rest.
     shared = config.embedding_multiplier if spec.tied else 1.0
     last = "norm.weight" if spec.tied else "head.weight"
     scales[last] = output.times(multiplier(config.output_multiplier / shared))
@@ -62,14 +62,14 @@ def width_scales(spec: ModelSpec, model: ModelConfig, config: BaseShapeConfig) -
 
 
 def block_parameters(layer: LayerSpec) -> Iterator[tuple[str, LinearSpec | None]]:
-    """Parameters of a block by name in it, with the linear layer that they belong to."""
+    """Parameters of a block by name, each with the linear layer that it belongs to."""
     linears = {linear.name: linear for linear in layer.linears}
     for name in layer.shapes:
         yield name, linears.get(name.rpartition(".")[0])
 
 
 def fixed_inputs(model: ModelConfig, keys: tuple[str, ...]) -> frozenset[str]:
-    """Linear layers, by module path in the block, whose inputs depend on one of these keys of the model."""
+    """Linear layers of a block, by module path, whose number of inputs depends on one of these keys of the model."""
     return _fixed_sizes(model, keys, "inputs")
 
 
@@ -88,16 +88,16 @@ def _sizes(model: ModelConfig, side: Literal["inputs", "outputs"]) -> dict[str, 
 
 
 def _with_other_value(config: Any, parts: list[str]) -> Any:
-    """The config with another value of a number, by key."""
+    """Copy of the config with another value for the number at a key path."""
     value = getattr(config, parts[0])
     return replace(config, **{parts[0]: 2 * value if len(parts) == 1 else _with_other_value(value, parts[1:])})
 
 
 def _score_scales(layer: LayerSpec, base_head_dim: int | None) -> dict[str, ParameterScale]:
-    """Scales that multiply the scores of attention by sqrt(base width of a head / its width), by name in the block.
+    """Scales that multiply attention scores by sqrt(base head width / head width), by name in the block.
 
-    They lie in the norm of queries or in their own linear layer; where queries, keys and values are one, each takes the
-    root, and the output takes it back from the values.
+    They go into the norm of queries or into the queries' linear layer. In a fused qkv, queries and keys take the root
+    each, and the output projection takes it back from the values.
     """
     attention = layer.attention
     if base_head_dim is None or attention is None or attention.qk_dim == base_head_dim:

@@ -1,4 +1,4 @@
-"""Scale of a parameter, by its parametrization: factors of initial weights, learning rate, weight decay and epsilon."""
+"""Scale of a parameter under a parametrization: factors of initial weights, learning rate, weight decay and epsilon."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -23,32 +23,34 @@ class ParameterScale:
     eps: float = 1.0
     """Factor of Adam's epsilon."""
     inputs: float = 1.0
-    """Inputs of a matrix, relative to the base model's; its learning rate is Adam's, and others follow from these."""
+    """Number of inputs of a matrix, relative to the base model's. `lr` is for Adam; other optimizers derive theirs from
+    `inputs` and `outputs`."""
     outputs: float = 1.0
-    """Outputs of a matrix, relative to the base model's."""
+    """Number of outputs of a matrix, relative to the base model's."""
 
     def times(self, other: "ParameterScale") -> "ParameterScale":
-        """Both scales applied."""
+        """Multiply the factors of both scales."""
         return ParameterScale(*(getattr(self, field.name) * getattr(other, field.name) for field in fields(self)))
 
 
 def multiplier(factor: float) -> ParameterScale:
-    """Scale of w' = factor · w, which trains as `factor` in front of w does.
+    """Scale of w' = factor · w, which trains exactly like a multiplier `factor` in front of w.
 
     The update of Adam, and of every optimizer that `is_scale_invariant`, does not depend on the gradient's scale, which
     changes by 1 / factor: the update of w' is `factor` times that of w if epsilon is divided by the factor, and so is
     the decoupled decay of w' if the decay per learning rate is (Yang et al. 2022, Tensor Programs V, lemma J.1). No
-    multiplier is left in the forward pass, so that a checkpoint of any format holds the function that was trained.
+    multiplier is left in the forward pass, so a checkpoint of any format holds the function that was trained.
     """
     return ParameterScale(init=factor, lr=factor, weight_decay=1 / factor, eps=1 / factor)
 
 
 UNSCALED = ParameterScale()
-"""Scale of parameters whose hyperparameters are those of the configuration."""
+"""Scale of parameters that train with the configured hyperparameters."""
 
 
 def scales_of(parametrization: ParametrizationConfig, model: ModelConfig) -> Mapping[str, ParameterScale]:
-    """Scales by full parameter name; parameters without one are unscaled, as all are of a model without a spec."""
+    """Scales by full parameter name. A parameter without one is unscaled, as are all parameters of a model without a
+    spec."""
     spec, name = model_spec(model), parametrization.name
     if spec is None:
         return {}

@@ -1,4 +1,4 @@
-"""Standard parametrization: hyperparameters of the configuration at every shape."""
+"""Standard parametrization: uses the configured hyperparameters at every shape."""
 
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.training import ParametrizationConfig as Config
@@ -9,5 +9,5 @@ __all__ = ["Config", "parameter_scales"]
 
 
 def parameter_scales(spec: ModelSpec, model: ModelConfig, config: Config) -> dict[str, ParameterScale]:
-    """No scale."""
+    """Return no scales: every parameter is unscaled."""
     return {}

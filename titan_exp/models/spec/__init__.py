@@ -1,1 +1,1 @@
-"""Descriptions of a model that parallelism reads: tensor-parallel plan, pipeline plan."""
+"""Model specs: descriptions of a model that parallelism, planner and converters read."""

@@ -1,4 +1,4 @@
-"""Feed-forward of a layer: linears and shape rules of SwiGLU with gate and up fused, dense or one per expert."""
+"""Feed-forward of a layer: linears and shape rules of SwiGLU with fused gate and up, dense or one per expert."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from titan_exp.models.spec.moe import MoEConfig
 from titan_exp.models.spec.tp_plan import Colwise, FusedRows, ReplicatedGateUp, RowPiece, Rowwise
 
 FFN_GROUP = 32
-"""Gate and up rows alternate in groups of this many in the fused weight; `ops.swiglu` computes on them."""
+"""Rows per group: gate and up rows alternate in groups of this many in the fused weight (see `ops.swiglu`)."""
 GATE_UP = FusedRows("feed_forward", (RowPiece("gate", FFN_GROUP), RowPiece("up", FFN_GROUP)))
 """Rows of a fused gate and up."""
 
@@ -26,7 +26,8 @@ def swiglu_linears(
     active: int = 1,
     bias_std: float | None = None,
 ) -> tuple[LinearSpec, LinearSpec]:
-    """Linears `name`.gate_up and `name`.down of `channels`, which the config's `key` sets; None is no biases."""
+    """Linears `name`.gate_up and `name`.down of `channels`, which the config's `key` sets. A `bias_std` of None means
+    no biases."""
     split = ReplicatedGateUp(FFN_GROUP, count="group") if experts == 1 else None
     described = f"{channels} feed-forward channels ({key})"
     gate_up = Colwise(channels // FFN_GROUP, split, described, key=key, width=FFN_GROUP)
@@ -39,12 +40,12 @@ def swiglu_linears(
 
 
 def swiglu_violations(channels: int, key: str) -> Iterator[Violation]:
-    """Widths that the fused feed-forward cannot compute, set by the config's `key`."""
+    """Violations by widths, set by the config's `key`, that the fused feed-forward cannot compute."""
     if channels % FFN_GROUP:
         yield Violation(
             key,
             channels,
-            f"it is not a multiple of {FFN_GROUP}, the groups in which gate and up rows alternate",
+            f"gate and up rows alternate in groups of {FFN_GROUP}, so this must be a multiple of {FFN_GROUP}",
             f"nearest: {key}={listed(multiples_near(channels, FFN_GROUP))}",
         )
 
@@ -72,13 +73,13 @@ def moe_linears(
 
 
 def moe_violations(config: MoEConfig, key: str = "model.moe") -> Iterator[Violation]:
-    """Numbers of experts, groups and channels that do not belong together."""
+    """Violations by numbers of experts, groups and channels that do not fit together."""
     if config.active_experts > config.experts:
         yield Violation(
             f"{key}.active_experts",
             config.active_experts,
-            f"there are {config.experts} experts ({key}.experts)",
-            f"at most {key}.active_experts={config.experts}",
+            f"a layer has only {key}.experts={config.experts} experts",
+            f"use {key}.active_experts={config.experts} or less",
         )
     yield from swiglu_violations(config.ffn_dim, f"{key}.ffn_dim")
     if config.experts % config.groups:
@@ -92,8 +93,8 @@ def moe_violations(config: MoEConfig, key: str = "model.moe") -> Iterator[Violat
         yield Violation(
             f"{key}.active_groups",
             config.active_groups,
-            f"{'there is 1 group' if config.groups == 1 else f'there are {config.groups} groups'} ({key}.groups)",
-            f"at most {key}.active_groups={config.groups}",
+            f"the experts form only {key}.groups={config.groups} group{'s' * (config.groups > 1)}",
+            f"use {key}.active_groups={config.groups} or less",
         )
     elif config.active_groups * (config.experts // config.groups) < config.active_experts <= config.experts:
         fewest = -(-config.active_experts * config.groups // config.experts)
@@ -102,23 +103,26 @@ def moe_violations(config: MoEConfig, key: str = "model.moe") -> Iterator[Violat
             config.active_groups,
             f"{config.active_groups} of {config.groups} groups of {config.experts // config.groups} experts cannot "
             f"hold {config.active_experts} active experts",
-            f"{key}.active_groups={listed(range(fewest, config.groups + 1))}",
+            f"use {key}.active_groups={listed(range(fewest, config.groups + 1))}",
         )
     elif config.group_score == "top2_sum" and config.groups > 1 and config.experts // config.groups < 2:
         yield Violation(
-            f"{key}.group_score", config.group_score, "its groups have one expert", f"{key}.group_score=max"
+            f"{key}.group_score",
+            config.group_score,
+            "it adds the scores of two experts, and each group has one",
+            f"use {key}.group_score=max",
         )
     if config.balance.bias_rate and not config.router_bias:
         yield Violation(
             f"{key}.balance.bias_rate",
             config.balance.bias_rate,
             "the router has no bias to change",
-            f"{key}.router_bias=true, or {key}.balance.bias_rate=0",
+            f"use {key}.router_bias=true, or {key}.balance.bias_rate=0",
         )
     if config.balance.coefficient and config.balance.loss == "none":
         yield Violation(
             f"{key}.balance.coefficient",
             config.balance.coefficient,
-            "without a loss it changes nothing",
-            f"{key}.balance.loss=sequence, or {key}.balance.coefficient=0",
+            f"it multiplies a loss, and {key}.balance.loss is none",
+            f"use {key}.balance.loss=sequence, or {key}.balance.coefficient=0",
         )

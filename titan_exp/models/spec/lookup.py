@@ -1,4 +1,4 @@
-"""Model spec of a config, by its architecture, and roles of its parameters. Imports no torch."""
+"""Model spec of a config, looked up by architecture, and roles of its parameters. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +14,7 @@ from titan_exp.models.spec.model_spec import ModelSpec
 
 
 def model_spec(config: ModelConfig) -> ModelSpec | None:
-    """Spec of a model; None for a plain class of the user's own.
+    """Spec of a model; None for a plain class.
 
     Raises:
         UserError: the architecture's import path cannot be imported.
@@ -26,7 +26,7 @@ def model_spec(config: ModelConfig) -> ModelSpec | None:
 
 
 def family_violations(config: ModelConfig) -> Iterator[Violation]:
-    """Shapes that the model's family cannot compute."""
+    """Violations by shapes that the model's family cannot compute."""
     rules = getattr(component("model", config.architecture), "violations", None)
     if rules is not None:
         with _calling("violations", config):
@@ -34,7 +34,8 @@ def family_violations(config: ModelConfig) -> Iterator[Violation]:
 
 
 def token_mixing(config: ModelConfig) -> str | None:
-    """Sentence about a module that mixes tokens outside attention; None without one, or if the family does not say."""
+    """Sentence about a module that mixes tokens outside attention; None if there is none, or the family does not
+    say."""
     find = getattr(component("model", config.architecture), "token_mixing", None)
     if find is None:
         return None
@@ -56,13 +57,13 @@ def block_count(config: ModelConfig) -> int:
 
 
 def mtp_depth(config: ModelConfig) -> int:
-    """Modules of multi-token prediction; 0 for a plain class."""
+    """Number of modules of multi-token prediction; 0 for a plain class."""
     spec = model_spec(config)
     return 0 if spec is None else len(spec.mtp_layers)
 
 
 def with_mtp_depth(config: ModelConfig, depth: int) -> ModelConfig:
-    """The same model with other modules of multi-token prediction; unchanged if it has no such key."""
+    """The same model with `depth` modules of multi-token prediction; unchanged if it has no such key."""
     has_key = any(field.name == "mtp" for field in fields(config))
     return replace(config, mtp=replace(config.mtp, depth=depth)) if has_key else config  # type: ignore[attr-defined]
 
@@ -96,7 +97,7 @@ def _calling(function: str, config: ModelConfig) -> AbstractContextManager[None]
 
 
 def parameter_roles(spec: ModelSpec) -> dict[str, Role]:
-    """Role of every parameter by full name; the same that an optimizer sees."""
+    """Role of every parameter by full name, as an optimizer sees it."""
     stacked = {f"{name}.{part}" for name, linear in spec.linears() if linear.experts > 1 for part in ("weight", "bias")}
     ends: dict[str, Role] = {"embedding.weight": "embedding", "head.weight": "head"}
     return {
@@ -108,8 +109,9 @@ def parameter_roles(spec: ModelSpec) -> dict[str, Role]:
 
 
 def is_vector(shape: Sequence[int], *, stacked: bool) -> bool:
-    """True for one vector, for a stack of one per expert, and for numbers per head that broadcast, as [1, 1, heads, 1].
+    """True for a vector, for a stack of one vector per expert, and for numbers per head that broadcast, like [1, 1,
+    heads, 1].
 
-    Of two dims, one of size 1 is a matrix all the same: a linear layer with one output.
+    Two dims make a matrix even if one has size 1: a linear layer with one output.
     """
     return len(shape) - stacked < 2 or (len(shape) > 2 and sum(size > 1 for size in shape) < 2)

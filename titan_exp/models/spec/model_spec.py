@@ -20,33 +20,34 @@ from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Stage placement of a model's children. `blocks` are split; every stage holds the children not named here."""
+    """Stage placement of a model's children. `blocks` are split, and every stage holds the children that are not named
+    here."""
 
     first: tuple[str, ...]
     """Children of the first stage only."""
     last: tuple[str, ...]
     """Children of the last stage only."""
     shared: tuple[str, ...] = ()
-    """Children of `first` whose parameters are the head's too, so that the last stage has a copy (tied embeddings)."""
+    """Children of `first` whose parameters the head shares, so that the last stage has a copy (tied embeddings)."""
     looked_up: tuple[str, ...] = ()
     """Children of `first` that the last stage calls too, with a copy of their parameters (multi-token prediction)."""
     extra_tokens: int = 0
-    """Tokens of `dim` numbers that stages send each other beside those of the sequence (a conditioning)."""
+    """Tokens of `dim` numbers that stages send each other beside the tokens of the sequence (a conditioning)."""
 
     @property
     def copied(self) -> tuple[str, ...]:
-        """Children of `first` that the last stage has a copy of."""
+        """Children of `first` that the last stage has copies of."""
         return tuple(dict.fromkeys((*self.shared, *self.looked_up)))
 
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Tokens of a sequence that a layer computes, as the bounds of a slice."""
+    """Span of tokens of a sequence that a layer computes, as the bounds of a slice."""
 
     start: int = 0
     """First token."""
     stop: int | None = None
-    """End of the tokens; None is that of the sequence."""
+    """End of the span; None is the end of the sequence."""
 
     def share(self, seq_len: int) -> float:
         """Computed tokens per token of a sequence."""
@@ -56,7 +57,7 @@ class TokenSpan:
 EVERY_TOKEN = TokenSpan()
 """All tokens of a sequence."""
 ONCE = TokenSpan(stop=1)
-"""As many as one token: a layer over a vector per sequence."""
+"""Span as long as one token, for a layer over one vector per sequence."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class QueryTemperature:
     coefficient: float
     """Coefficient of the logarithm."""
     floor_scale: int
-    """Positions of one factor."""
+    """Number of positions for which the factor stays the same."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,11 @@ class AttentionSpec:
     v_dim: int
     """Width of a value head."""
     qk_dim_key: str = "model.head_dim"
-    """Key of the configuration that sets `qk_dim`, for messages."""
+    """Key of the configuration that sets `qk_dim`, for error messages."""
     window: int | None = None
-    """Sliding window in keys, the token itself included; None is no window."""
+    """Sliding window in keys, including the token itself; None means no window."""
     chunk: int | None = None
-    """Chunk length: keys of the same chunk of positions are visible; None is no chunks."""
+    """Chunk length: keys in the same chunk of positions are visible; None means no chunks."""
     sinks: bool = False
     """True if the softmax has one learned logit per head beside the keys, the vector `attention.sinks`."""
     scale: float | None = None
@@ -107,7 +108,7 @@ class AttentionSpec:
 
     @property
     def pattern(self) -> MaskPattern:
-        """Keys that a query sees."""
+        """Mask pattern: the keys that a query sees."""
         return MaskPattern(self.window, self.chunk, self.causal)
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -158,7 +159,7 @@ class LinearSpec:
 
     @property
     def flops_per_token(self) -> int:
-        """Forward and backward FLOPs of the matmul per token that it computes."""
+        """Forward and backward FLOPs of the matmul, per token that the layer computes."""
         return 6 * self.inputs * self.outputs * self.active_experts
 
     @property
@@ -168,13 +169,13 @@ class LinearSpec:
 
     @property
     def quantizable(self) -> bool:
-        """False for a layer over one vector per sequence: its rows form no scaling blocks."""
+        """False for a layer over one vector per sequence, whose rows form no scaling blocks."""
         return self.tokens != ONCE
 
 
 @dataclass(frozen=True)
 class VectorSpec:
-    """A weight vector of a norm, or of one number per head."""
+    """Weight vector of a norm, or of one number per head."""
 
     name: str
     """Module path inside the block (`attention_norm`)."""
@@ -185,21 +186,22 @@ class VectorSpec:
     std: float | None = None
     """Standard deviation of initial values; None is ones."""
     writes_residual: bool = False
-    """True for a norm over what a branch adds to the residual stream, False for one over what it reads."""
+    """True for a norm over what a branch adds to the residual stream, False for a norm over what it reads."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A parameter that is neither a linear's nor one vector of a norm, by its full name in the block or model."""
+    """Parameter, by its full name in the block or model, that is neither a linear's weight nor the only vector of a
+    norm."""
 
     name: str
     """Parameter name (`norm.bias`)."""
     shape: tuple[int, ...]
     """Shape."""
     in_matmul: bool = False
-    """True if each token is multiplied with it."""
+    """True if each token is multiplied by it."""
     tokens: TokenSpan = EVERY_TOKEN
-    """Tokens of a sequence that are."""
+    """Span of the tokens that are multiplied by it."""
 
     @property
     def parameters(self) -> int:
@@ -208,18 +210,18 @@ class TensorSpec:
 
     @property
     def flops_per_token(self) -> int:
-        """Forward and backward FLOPs of its matmul per token that it computes."""
+        """Forward and backward FLOPs of the matmul, per token that is multiplied."""
         return 6 * self.parameters if self.in_matmul else 0
 
 
 @dataclass(frozen=True)
 class Unsupported:
-    """An axis along which the model cannot be divided."""
+    """Axis along which the model cannot be divided."""
 
     key: str
-    """Key of its degree (`parallelism.cp`)."""
+    """Key of the axis's degree (`parallelism.cp`)."""
     reason: str
-    """Reason, for messages."""
+    """Reason, for error messages."""
 
 
 @dataclass(frozen=True)
@@ -227,11 +229,11 @@ class LayerSpec:
     """One block of the model."""
 
     attention: AttentionSpec | None
-    """Attention, whose module is `attention` in the block; None for a block without."""
+    """Attention, whose module is `attention` in the block; None for a block without attention."""
     linears: tuple[LinearSpec, ...]
     """Linear layers in forward order."""
     vectors: tuple[VectorSpec, ...]
-    """Norm weights, and numbers per head."""
+    """Norm weights, and vectors of one number per head."""
     router: RouterSpec | None = None
     """Router of a layer with experts."""
     swiglu: SwiGLUVariant = SWIGLU
@@ -248,7 +250,7 @@ class LayerSpec:
         return next((vector for vector in self.vectors if vector.name == name), None)
 
     def tp_plan(self, module: str) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears of a module, or of the block itself (""), by their name in it."""
+        """Tensor-parallel styles of the linears of a module, or of the block itself (""), by their name in it."""
         prefix = f"{module}." if module else ""
         return {
             linear.name.removeprefix(prefix): linear.tp
@@ -299,7 +301,8 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model of blocks. A decoder has an embedding, a final norm and an LM head; others name their parts in `ends`."""
+    """Spec of a model made of blocks. A decoder has an embedding, a final norm and an LM head; other models name their
+    parts in `ends`."""
 
     layers: tuple[LayerSpec, ...]
     """Blocks in order."""
@@ -324,19 +327,19 @@ class ModelSpec:
     mtp_weight: float = 0.0
     """Factor of their mean loss."""
     ends: tuple[TensorSpec, ...] | None = None
-    """Parameters outside of embedding, blocks and head; None is the weight of the final norm."""
+    """Parameters outside of embedding, blocks and head; None means the weight of the final norm."""
     stage_ends: PipelinePlan | None = None
-    """Children that the first and the last stage hold; None is those of a decoder."""
+    """Children that the first and the last stage hold; None means a decoder's."""
     unsupported: tuple[Unsupported, ...] = ()
     """Axes along which the model cannot be divided."""
     inputs: ModelInputs | None = None
-    """Inputs of a model that reads no token ids; None for one that does."""
+    """Inputs of a model that reads no token ids; None for a model that does."""
     per_sequence: bool = False
-    """True if modules of a family's own compute something per sequence, beside attention."""
+    """True if a family's own modules compute something per sequence, beside attention."""
 
     @property
     def blocks(self) -> tuple[LayerSpec, ...]:
-        """Blocks in order, those of multi-token prediction last; a number names `blocks.NUMBER`."""
+        """Blocks in order, modules of multi-token prediction last; the index names `blocks.NUMBER`."""
         return (*self.layers, *self.mtp_layers)
 
     @cached_property
@@ -370,12 +373,12 @@ class ModelSpec:
 
     @cached_property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each parameter and of each of these buffers by its full name."""
+        """Shape of each parameter, and of each persistent buffer that outputs depend on, by its full name."""
         return {**self.shapes, **self.buffers}
 
     @cached_property
     def parameters(self) -> int:
-        """Number of parameters, a tied weight once."""
+        """Number of parameters; a tied weight counts once."""
         tables = self.vocab_size * self.dim * (1 if self.tied else 2)
         ends = self.dim if self.ends is None else sum(end.parameters for end in self.ends)
         return tables + ends + sum(layer.parameters for layer in self.blocks)
@@ -386,11 +389,16 @@ class ModelSpec:
         unused = sum(linear.parameters - linear.active_parameters for layer in self.blocks for linear in layer.linears)
         return self.parameters - self.vocab_size * self.dim - unused
 
+    @property
+    def non_embedding_parameters(self) -> int:
+        """Number of parameters that one token uses, without embedding and head: the size N of scaling laws."""
+        return self.active_parameters - (0 if self.tied else self.vocab_size * self.dim)
+
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of a training step per token, as executed.
 
-        6 per weight of a matmul (2 forward, 4 backward), the head's included and the embedding's look-up not; and
-        attention over visible keys. Each module of multi-token prediction runs the head once more.
+        Each weight of a matmul counts 6 (2 forward, 4 backward), including the head but not the embedding's look-up.
+        Attention counts visible keys only. Each module of multi-token prediction runs the head once more.
         """
         head = 6 * self.dim * self.vocab_size * (1 + len(self.mtp_layers))
         ends = _flops_per_token(self.ends or (), seq_len)
@@ -398,14 +406,14 @@ class ModelSpec:
 
     @property
     def computes_per_sequence(self) -> bool:
-        """True if something beside attention is computed per sequence: by modules of a family's own, a balance
-        loss over sequences, or depths of multi-token prediction, which are joined along the batch."""
+        """True if something beside attention is computed per sequence: by a family's own modules, by a balance loss
+        over sequences, or by depths of multi-token prediction, which are joined along the batch."""
         balances = (router.moe.balance for _, router in self.routers())
         over_sequences = any(balance.coefficient and balance.loss in ("switch", "sequence") for balance in balances)
         return self.per_sequence or bool(self.mtp_layers) or over_sequences
 
     def streams(self, seq_len: int) -> tuple[int, ...]:
-        """Tokens of each stream of a sequence, which ranks divide each; a sequence of token ids is one."""
+        """Number of tokens in each stream of a sequence, which ranks divide each; token ids are one stream."""
         return (seq_len,) if self.inputs is None else self.inputs.streams(seq_len)
 
     @property
@@ -421,13 +429,13 @@ class ModelSpec:
 
     @property
     def attention(self) -> AttentionSpec | None:
-        """Attention of the first layer; None if a layer has none."""
+        """Attention of the first layer; None if any layer has none."""
         found = [layer.attention for layer in self.layers]
         return None if None in found else found[0]
 
     @cached_property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """Distinct attention of all layers that have it, in order."""
+        """Distinct attention specs of all layers that have attention, in order."""
         return tuple(dict.fromkeys(layer.attention for layer in self.layers if layer.attention is not None))
 
     @property
@@ -442,16 +450,16 @@ class ModelSpec:
 
     @cached_property
     def is_causal(self) -> bool:
-        """True if no token sees later ones, so that later tokens are more work."""
+        """True if no token sees later ones, so that later tokens cost more."""
         return all(pattern.causal for pattern in self.patterns)
 
     @cached_property
     def has_sinks(self) -> bool:
-        """True if a layer's softmax has sinks."""
+        """True if a layer's softmax has attention sinks."""
         return any(layer.attention is not None and layer.attention.sinks for layer in self.layers)
 
     def is_masked(self, seq_len: int) -> bool:
-        """True if a layer sees less than every earlier key of a sequence of this length."""
+        """True if some layer sees fewer than all earlier keys in a sequence of this length."""
         return any(not pattern.within(seq_len).is_unlimited for pattern in self.patterns)
 
     @property
@@ -462,8 +470,9 @@ class ModelSpec:
 
     @property
     def weights(self) -> tuple[object, ...]:
-        """Shapes of all parameters, and heads within them: weights of equal values are interchangeable."""
-        # The scale of scores follows from RoPE, which no weight depends on.
+        """Shapes of all parameters and the heads within them. Weights of specs with equal values are
+        interchangeable."""
+        # The scale of scores follows from RoPE, on which no weight depends.
         heads = (layer.attention and replace(layer.attention, scale=None) for layer in self.blocks)
         return self.shapes, tuple(heads)
 
@@ -481,5 +490,5 @@ class ModelSpec:
 
 
 def _flops_per_token(parts: Iterable[LinearSpec | TensorSpec], seq_len: int) -> float:
-    """Forward and backward FLOPs of matmuls per token of a sequence."""
+    """Forward and backward FLOPs of matmuls, per token of a sequence."""
     return sum((part.flops_per_token * part.tokens.share(seq_len) for part in parts), 0.0)

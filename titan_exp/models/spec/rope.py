@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021): base frequency, context scaling, and the context that they reach."""
+"""Rotary position embedding (Su et al. 2021): base frequency, context scaling, and the context that it reaches."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from titan_exp.config.groups.experiment import Change, ModelConfig
 from titan_exp.config.groups.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
 ROPE = "model.rope"
-"""Key of the embedding."""
+"""Key of the embedding in the configuration."""
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn", "yarn_if_longer"]
 
@@ -26,7 +26,8 @@ READ_BY = {
 
 
 def _change(rope: Any, _: str) -> Change:
-    """A declared scaling may stretch the context of given weights; a forgotten one would lose theirs."""
+    """Kind of a change to given weights: declaring a scaling may be meant, since it stretches their context; dropping
+    theirs is not."""
     return Change.FUNCTION if rope.scaling == "none" else Change.MEANT
 
 
@@ -42,11 +43,11 @@ class PlainRope:
     """Base of the geometric series of wavelengths. E.g. `model.rope.theta=1e6`."""
 
     def resolved(self, context: int) -> "PlainRope":
-        """The same embedding for a model of this context."""
+        """Return the embedding with values resolved for a model of this context."""
         return self
 
     def effective(self, context: int) -> "PlainRope":
-        """The same embedding, resolved, with all keys that it does not read at their defaults."""
+        """Return the resolved embedding, with all keys that it does not read at their defaults."""
         return self
 
     def longest(self, context: int) -> int:
@@ -64,56 +65,57 @@ class ScaledRope(PlainRope):
     """Rotary position embedding with a context scaling."""
 
     scaling: RopeScaling = field(default="none", metadata=STRETCHES)
-    """Method that stretches the context: `none`; `linear` slows every pair down, `llama3` long wavelengths as Llama 3.1
-    and 3.2 do, `yarn` slow pairs (Peng et al. 2023). `yarn_if_longer` is `yarn` if the model's context is longer than
-    `original_context`, else `none`.
+    """Scaling of RoPE, which stretches the context: `none`, or `linear` (slows every pair down), `llama3` (slows long
+    wavelengths down, as Llama 3.1 and 3.2 do), or `yarn` (slows slow pairs down, Peng et al. 2023). `yarn_if_longer` is
+    yarn if the model's context is longer than `original_context`, and else none.
 
     `yarn` is computed as in `transformers`, `yarn_if_longer` as in DeepSeek's own code.
     E.g. `model.rope.scaling=yarn model.rope.factor=4`."""
     factor: PositiveFloat = field(default=1.0, metadata=STRETCHES)
-    """Factor by which the context is stretched (8 in Llama 3.1, 32 in Llama 3.2 and GPT-OSS, 40 in DeepSeek).
+    """Factor by which the context is stretched: 8 in Llama 3.1, 32 in Llama 3.2 and GPT-OSS, and 40 in DeepSeek.
     E.g. `model.rope.scaling=linear model.rope.factor=2`."""
     low_freq_factor: PositiveFloat = field(default=1.0, metadata=STRETCHES)
-    """`llama3` stretches wavelengths longer than `original_context / low_freq_factor` by the whole factor.
-    E.g. `model.rope.low_freq_factor=1`."""
+    """Low-frequency factor of `llama3`: it stretches wavelengths longer than `original_context / low_freq_factor` by
+    the whole factor. E.g. `model.rope.low_freq_factor=1`."""
     high_freq_factor: PositiveFloat = field(default=4.0, metadata=STRETCHES)
-    """`llama3` leaves wavelengths shorter than `original_context / high_freq_factor` alone.
-    E.g. `model.rope.high_freq_factor=4`."""
+    """High-frequency factor of `llama3`: it leaves wavelengths shorter than `original_context / high_freq_factor` as
+    they are. E.g. `model.rope.high_freq_factor=4`."""
     original_context: PositiveInt | None = field(default=None, metadata=STRETCHES)
-    """Context in tokens before scaling; null is `model.context`. E.g. `model.rope.original_context=8192`."""
+    """Context length in tokens before scaling; null takes `model.context`. E.g. `model.rope.original_context=8192`."""
     beta_fast: PositiveFloat = field(default=32.0, metadata=STRETCHES)
-    """`yarn` leaves pairs that turn more often than this in the original context alone.
+    """Upper end of the blend of `yarn`, in turns: pairs that turn more often in the original context stay as they are.
     E.g. `model.rope.beta_fast=16`."""
     beta_slow: PositiveFloat = field(default=1.0, metadata=STRETCHES)
-    """`yarn` slows pairs that turn less often than this in the original context down by the whole factor.
-    E.g. `model.rope.beta_slow=2`."""
+    """Lower end of the blend of `yarn`, in turns: pairs that turn less often in the original context are slowed down by
+    the whole factor. E.g. `model.rope.beta_slow=2`."""
     mscale: NonNegativeFloat = field(default=1.0, metadata=STRETCHES)
-    """Coefficient m in the factor 0.1 · m · ln(factor) + 1 of cosines and sines with `yarn`.
+    """Coefficient m of `yarn` in the factor 0.1 · m · ln(factor) + 1, by which cosines and sines are multiplied.
     E.g. `model.rope.mscale=0.707`."""
     mscale_all_dim: NonNegativeFloat = field(default=0.0, metadata=STRETCHES)
-    """The same coefficient for all features of a head, with `yarn`: cosines and sines are divided by its factor, and
-    the scores of latent attention multiplied by its square. E.g. `model.rope.mscale_all_dim=0.707`."""
+    """Coefficient m of `yarn` for all features of a head: cosines and sines are divided by the same factor, and the
+    scores of latent attention are multiplied by its square. E.g. `model.rope.mscale_all_dim=0.707`."""
     truncate: bool = field(default=True, metadata=STRETCHES)
-    """`yarn` rounds the first and the last blended pair outwards; false in GPT-OSS.
+    """True if `yarn` rounds the first and the last blended pair outwards. GPT-OSS has false.
     E.g. `model.rope.truncate=false`."""
 
     def resolved(self, context: int) -> "ScaledRope":
-        """The same embedding for a model of this context, its scaling no `yarn_if_longer`."""
+        """Return the embedding with values resolved for a model of this context; its scaling is never
+        `yarn_if_longer`."""
         original = self.original_context or context
         if self.scaling != "yarn_if_longer":
             return replace(self, original_context=original)
         return replace(self, original_context=original, scaling="yarn" if context > original else "none")
 
     def effective(self, context: int) -> "ScaledRope":
-        """The same embedding, resolved, with all keys that it does not read at their defaults."""
+        """Return the resolved embedding, with all keys that its scaling does not read at their defaults."""
         rope = self.resolved(context)
         unread = {one.name: one.default for one in fields(ScaledRope) if one.name not in READ_BY[rope.scaling]}
         return replace(rope, **unread | {"theta": rope.theta, "scaling": rope.scaling})
 
     def longest(self, context: int) -> int:
-        """Longest sequence in tokens of a model of this context: what its scaling reaches, if that is more.
+        """Longest sequence in tokens of a model of this context: the length that its scaling reaches, if that is more.
 
-        Published models with `llama3` have a context of their own, which is not the product.
+        Published models with `llama3` state a context that is not the product.
         """
         rope = self.resolved(context)
         assert rope.original_context is not None, "resolved"
@@ -146,7 +148,7 @@ class RopeConfig(ScaledRope):
     """Rotary position embedding of Llama."""
 
     in_run_id = ("scaling", "factor", "low_freq_factor", "high_freq_factor", "original_context")
-    """Keys that name a run at their defaults too, as before they had any."""
+    """Keys that belong to a run's id even at their defaults, as in older versions."""
 
 
 @dataclass(frozen=True)
@@ -157,55 +159,56 @@ class YarnRope(ScaledRope):
         *("scaling", "factor", "original_context"),
         *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     )
-    """Keys that name a run at their defaults too, as before they had any."""
+    """Keys that belong to a run's id even at their defaults, as in older versions."""
 
 
 def rope_violations(rope: PlainRope) -> Iterator[Violation]:
-    """Context scalings that are not defined, and factors without one."""
+    """Violations by undefined context scalings, and by factors without a scaling."""
     if not isinstance(rope, ScaledRope):
         return
     if rope.scaling == "none" and rope.factor != 1:
         yield Violation(
             "model.rope.factor",
             rope.factor,
-            "without a scaling it changes nothing",
-            "choose the scaling (model.rope.scaling=llama3, linear or yarn), or model.rope.factor=1",
+            "it changes nothing while model.rope.scaling is none",
+            "use model.rope.scaling=llama3 (or linear, yarn), or model.rope.factor=1",
         )
     if rope.scaling != "none" and rope.factor < 1:
-        yield Violation("model.rope.factor", rope.factor, "a scaling stretches the context", "at least 1")
+        reason = "a scaling can only stretch the context"
+        yield Violation("model.rope.factor", rope.factor, reason, "use model.rope.factor=1 or more")
     if rope.scaling == "llama3" and rope.low_freq_factor > rope.high_freq_factor:
         yield Violation(
             "model.rope.low_freq_factor",
             rope.low_freq_factor,
             f"it must not exceed model.rope.high_freq_factor, {rope.high_freq_factor:g}",
-            "Llama 3.1 has model.rope.low_freq_factor=1 and model.rope.high_freq_factor=4",
+            "use the values of Llama 3.1: model.rope.low_freq_factor=1 model.rope.high_freq_factor=4",
         )
     if rope.scaling.startswith("yarn") and rope.beta_fast < rope.beta_slow:
         yield Violation(
             "model.rope.beta_fast",
             rope.beta_fast,
             f"it must be at least model.rope.beta_slow, {rope.beta_slow:g}",
-            "published models have model.rope.beta_fast=32 and model.rope.beta_slow=1",
+            "use the values of published models: model.rope.beta_fast=32 model.rope.beta_slow=1",
         )
 
 
 def magnitude(factor: float, mscale: float) -> float:
-    """YaRN's factor of cosines and sines for a coefficient."""
+    """YaRN's factor of cosines and sines, from its coefficient."""
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def longest_sequence(model: ModelConfig) -> int:
-    """Longest sequence in tokens: the context, or what the scaling of RoPE reaches, if that is more."""
+    """Longest sequence in tokens: the context, or the length that RoPE's scaling reaches, if that is more."""
     rope = getattr(model, "rope", None)
     return rope.longest(model.context) if isinstance(rope, PlainRope) else model.context
 
 
 def exceeds_context(model: ModelConfig, seq_len: int) -> Iterator[Violation]:
-    """Sequence length beyond the model's context, with the scalings that reach it."""
+    """Violation by a sequence longer than the model's context, with the scalings that reach it."""
     rope, longest = getattr(model, "rope", None), longest_sequence(model)
     if seq_len <= longest:
         return
-    reason = f"it is longer than the context of {model.name}, {longest} tokens"
+    reason = f"the context of {model.name} is {longest} tokens"
     stretched = f"model.context={seq_len}"
     if isinstance(rope, ScaledRope):
         resolved = rope.resolved(model.context)
@@ -217,5 +220,5 @@ def exceeds_context(model: ModelConfig, seq_len: int) -> Iterator[Violation]:
             reason += f" with {ROPE}.scaling={rope.scaling} {ROPE}.factor={rope.factor:g}"
             scaling = f"{ROPE}.factor={rope.factor * -(-seq_len // longest):g}"
             scaling += f" {stretched}" if resolved.scaling == "llama3" else ""
-        stretched = f"to stretch it, {scaling}; or {stretched} for weights of that context, or new ones"
-    yield Violation("training.seq_len", seq_len, reason, f"at most training.seq_len={longest}; {stretched}")
+        stretched = f"{scaling}, which stretches the context, or {stretched} for new weights or weights of that context"
+    yield Violation("training.seq_len", seq_len, reason, f"use training.seq_len={longest} or less, or {stretched}")

@@ -1,8 +1,8 @@
 """Tensor-parallel styles of linears, norms, embedding and head, and rows of fused weights: plain data, naming no mesh.
 
 A `Colwise` linear is followed by a `Rowwise` one (Shoeybi et al. 2019), so that heads or feed-forward channels between
-them stay on their rank, and only the block's input and output are exchanged. What a style does to a module is its
-handler in `parallel/tensor_parallel/styles.py`, and nothing else asks for a style by its name.
+them stay on their rank, and only the block's input and output are exchanged. A style's handler in
+`parallel/tensor_parallel/styles.py` changes the module, and nothing else asks for a style by name.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 @dataclass(frozen=True)
 class TPStyle:
-    """Tensor-parallel style: of a module as its `tp_style`, of a linear in the `tp_plan()` of the module around it."""
+    """Tensor-parallel style: a module has it as `tp_style`, a linear in the `tp_plan()` of the module around it."""
 
     divided: ClassVar[Literal["inputs", "outputs"] | None] = None
     """Dim of a linear's weight that is divided among the ranks; None if every rank has all of it."""
@@ -23,7 +23,7 @@ class TPStyle:
 
 @dataclass(frozen=True)
 class ReplicatedKV:
-    """Sharding of a unit of outputs among ranks: query heads are split, key and value heads replicated."""
+    """Sharding of a unit of outputs among several ranks: query heads are split, key and value heads replicated."""
 
     pieces: int
     """Equal pieces at the start of a unit that can be split (query heads)."""
@@ -35,15 +35,15 @@ class ReplicatedKV:
 
 @dataclass(frozen=True)
 class ReplicatedGateUp:
-    """Sharding of groups of gate and up rows among ranks, if their boundaries cut through groups: weights replicated.
+    """Sharding of gate and up rows if the ranks' boundaries cut through groups: the weight is replicated.
 
-    A unit is a group of gate rows and as many up rows. Each rank computes its channels only.
+    A unit is a group of gate rows followed by as many up rows. Each rank computes only its own channels.
     """
 
     pieces: int
     """Channels per group."""
     count: str
-    """Attribute of the block that counts a group's channels in this rank's outputs: all of its channels."""
+    """Attribute of the block that counts a group's channels in this rank's outputs, which are all of its channels."""
 
 
 @dataclass(frozen=True)
@@ -54,24 +54,25 @@ class Colwise(TPStyle):
     units: int
     """Groups of consecutive outputs that stay together, such as the heads of one key."""
     common: ReplicatedKV | ReplicatedGateUp | None = None
-    """Split of units that cannot be divided among the ranks; None if units cannot be split."""
+    """Sharding of units that are fewer than ranks; None if a unit cannot be split."""
     described: str = "the units of a linear layer"
     """Noun phrase for error messages."""
     key: str = ""
     """Key of the configuration that sets the number of units."""
     width: int = 1
-    """Units of that key per unit here."""
+    """Number of that key's units per unit here."""
     gathers: bool = True
-    """False if the linear's input is the output of a `GatherTokens` module, or an input of one with `GatherInput`."""
+    """False if the linear's input is already gathered, by a `GatherTokens` module or as an input of a module with
+    `GatherInput`."""
     gathers_output: bool = False
-    """True if every rank gets the outputs of all, for a `Rowwise` linear that splits them again."""
+    """True if every rank gets all ranks' outputs, for a `Rowwise` linear that splits them again."""
     vector: bool = False
-    """True for a modulation: its input is a vector per sequence, which every rank has, and every rank gets the outputs
-    of all, for its own tokens."""
+    """True for a modulation: its input is one vector per sequence, which every rank has. Every rank gets all outputs,
+    for its own tokens."""
 
     @property
     def pieces(self) -> int:
-        """Parts that a unit can be split into."""
+        """Number of parts that a unit can be split into."""
         return 1 if self.common is None else self.common.pieces
 
     def divides(self, degree: int) -> bool:
@@ -81,7 +82,7 @@ class Colwise(TPStyle):
         return self.units * self.pieces % degree == 0
 
     def is_replicated(self, degree: int) -> bool:
-        """True if `degree` ranks replicate the weight, since some units are used by several of them."""
+        """True if `degree` ranks replicate the weight because several ranks use the same unit."""
         return self.common is not None and self.units % degree != 0
 
     def repeats_outputs(self, degree: int) -> bool:
@@ -91,14 +92,15 @@ class Colwise(TPStyle):
 
 @dataclass(frozen=True)
 class Rowwise(TPStyle):
-    """Row-parallel linear: inputs are split like the outputs of the `Colwise` linear before, outputs summed."""
+    """Row-parallel linear: inputs are split like the outputs of the preceding `Colwise` linear, and outputs are
+    summed."""
 
     divided = "inputs"
     splits_input: bool = False
-    """True if every rank has the whole input, of which it takes its part."""
+    """True if every rank has the whole input and takes its part."""
     gathers: str = ""
-    """Name of a module beside the linear and before it, such as a norm over all heads, that is called with the features
-    of all ranks; the linear takes its part of what comes of them. Empty if none is."""
+    """Name of a sibling module before the linear, such as a norm over all heads, that needs the features of all ranks;
+    the linear takes its part of the result. Empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,10 @@ class HeadParallel(TPStyle):
 
 @dataclass(frozen=True)
 class AcrossHeads(TPStyle):
-    """An RMSNorm over the features of all heads at once, those of other ranks included; its weight is sharded with the
-    heads."""
+    """RMSNorm over the features of all heads at once, including other ranks'; its weight is sharded with the heads."""
 
     heads: int
-    """Heads of the weight; several ranks share one if there are fewer than ranks."""
+    """Number of heads in the weight; if there are fewer heads than ranks, several ranks share one."""
 
 
 @dataclass(frozen=True)
@@ -131,28 +132,29 @@ class HeadSharded(TPStyle):
 
 @dataclass(frozen=True)
 class GatherTokens(TPStyle):
-    """A module without weights: this rank's tokens to all tokens, for several readers that each use them in part."""
+    """Module without weights that gathers all tokens from this rank's, for several readers that each use a part of
+    them."""
 
 
 @dataclass(frozen=True)
 class GatherInput(TPStyle):
-    """A module whose hidden states, its first argument or `hidden_states`, are this rank's tokens: it is called with
-    all tokens."""
+    """Module that is called with all tokens, although its hidden states, the first argument or `hidden_states`, are
+    this rank's."""
 
 
 @dataclass(frozen=True)
 class ShardTokens(TPStyle):
-    """A module without weights: all tokens of the model's input to this rank's tokens."""
+    """Module without weights that takes this rank's part of the model's input tokens."""
 
 
 @dataclass(frozen=True)
 class GatherResult(TPStyle):
-    """A module without weights: results of this rank's tokens to those of all tokens, which every rank uses alike."""
+    """Module without weights that gathers results of all tokens from this rank's; every rank uses them alike."""
 
 
 @dataclass(frozen=True)
 class GatheredOrder(TPStyle):
-    """A module without weights: RoPE caches of two streams in the order in which gathered tokens come."""
+    """Module without weights that puts the RoPE caches of two streams in the order of gathered tokens."""
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,10 @@ class RowPiece:
 
 @dataclass(frozen=True)
 class FusedRows:
-    """Units of rows with the same pieces, repeated through the weight."""
+    """Row layout of a fused weight: units of the same pieces, repeated through the weight."""
 
     kind: Literal["attention", "feed_forward"]
-    """Kind of the projections; those of attention have heads."""
+    """Kind of the projections; attention's have heads."""
     pieces: tuple[RowPiece, ...]
     """Pieces of a unit in order."""
 

@@ -1,8 +1,8 @@
 """Decoders with grouped-query attention and SwiGLU: config fields, spec and shape rules that families share.
 
-Module k of multi-token prediction (DeepSeek-AI 2024, V3), behind the last layer, joins the hidden state of token i with
-the embedding of token i + k, and predicts token i + k + 1 by a block of its own and the model's LM head. It is trained
-and not used in inference.
+Module k of multi-token prediction (DeepSeek-AI 2024, V3) comes after the last layer. It joins the hidden state of token
+i with the embedding of token i + k, and predicts token i + k + 1 by a block of its own and the model's LM head. Only
+training uses it.
 """
 
 from collections.abc import Iterator
@@ -35,32 +35,36 @@ from titan_exp.models.spec.tp_plan import (
     Rowwise,
 )
 
+WIDTHS = ("dim", "heads", "kv_heads", "ffn_dim", "moe.ffn_dim")
+"""Keys of the group `model` that grow with the width of a transformer."""
+
 
 @dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
     """Fields of a decoder."""
 
     vocab_size: PositiveInt
-    """Rows of the embedding; at least as many as the tokenizer has tokens. E.g. `model.vocab_size=50304`."""
+    """Vocabulary size: number of rows of the embedding, at least as many as the tokenizer has tokens.
+    E.g. `model.vocab_size=50304`."""
     norm_eps: PositiveFloat
-    """Added to the mean square in RMSNorm. E.g. `model.norm_eps=1e-6`."""
+    """Epsilon of RMSNorm, which is added to the mean square. E.g. `model.norm_eps=1e-6`."""
     tied_embeddings: bool
-    """The output head uses the embedding's weight. E.g. `model.tied_embeddings=true`."""
+    """True if the output head uses the embedding's weight. E.g. `model.tied_embeddings=true`."""
     rope: PlainRope
     """Rotary position embedding."""
     init_std: PositiveFloat = field(metadata=NO_CHANGE)
-    """Standard deviation of initial weights. Llama scales residual outputs down by sqrt(2 · layers).
+    """Standard deviation of initial weights. Llama divides that of residual outputs by sqrt(2 · layers).
     E.g. `model.init_std=0.01`."""
     attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"] = field(
         metadata=NO_CHANGE
     )
-    """Attention kernel. `auto` takes the fastest that torch brings along for this device; `fa3` and `fa4` are
-    FlashAttention 3 and 4, from packages of their own; `flex` is FlexAttention.
+    """Attention kernel. `auto` takes the fastest that torch brings along for this device. `fa3` and `fa4` are
+    FlashAttention 3 and 4, from packages of their own, and `flex` is FlexAttention.
 
     The log says which one runs. E.g. `model.attention_backend=cudnn`."""
 
     def effective(self) -> "DecoderConfig":
-        """The same decoder with keys of RoPE that its scaling does not read at their defaults."""
+        """Return the same decoder, with the keys of RoPE that its scaling does not read at their defaults."""
         return replace(self, rope=self.rope.effective(self.context))
 
 
@@ -94,11 +98,11 @@ class AttentionConfig(DecoderConfig):
     """Fields of a decoder with grouped-query attention."""
 
     heads: PositiveInt
-    """Query heads. E.g. `model.heads=8`."""
+    """Number of query heads. E.g. `model.heads=8`."""
     kv_heads: PositiveInt
-    """Key and value heads; fewer than `heads` is grouped-query attention. E.g. `model.kv_heads=2`."""
+    """Number of key and value heads; fewer than `heads` is grouped-query attention. E.g. `model.kv_heads=2`."""
     head_dim: PositiveInt
-    """Width of one head. E.g. `model.head_dim=64`."""
+    """Width of a head. E.g. `model.head_dim=64`."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +110,12 @@ class TransformerConfig(AttentionConfig):
     """Fields of a decoder with grouped-query attention and SwiGLU."""
 
     ffn_dim: PositiveInt
-    """Width of the feed-forward layer; a multiple of 32. E.g. `model.ffn_dim=1536`."""
+    """Width of the feed-forward layer, a multiple of 32. E.g. `model.ffn_dim=1536`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionVariant:
-    """Attention of one layer, beyond grouped-query attention with RoPE; fields as in `AttentionSpec`."""
+    """Variant of a layer's attention, beyond grouped-query attention with RoPE."""
 
     window: int | None = None
     """Sliding window in keys, the token itself included."""
@@ -120,12 +124,12 @@ class AttentionVariant:
     sinks_std: float | None = None
     """Standard deviation of initial sinks; None is attention without sinks."""
     bias_std: float | None = None
-    """Standard deviation of the initial biases of qkv and of the output, 0 for zeros; None is no biases."""
+    """Standard deviation of the initial biases of qkv and of the output, 0 for zeros; None means no biases."""
     rope: bool = True
     """False if queries and keys are not rotated."""
     qk_norm: Literal["head", "all_heads"] | None = None
-    """Extent of norms with weights over queries and keys, before RoPE: every head by itself with one weight, or all
-    heads at once. None is none."""
+    """Extent of the norms with weights over queries and keys before RoPE: each head by itself, sharing one weight, or
+    all heads at once. None is none."""
     rotated_norm_eps: float | None = None
     """Epsilon of a norm without weight over query and key heads, after RoPE."""
     temperature: QueryTemperature | None = None
@@ -135,7 +139,7 @@ class AttentionVariant:
 PLAIN = AttentionVariant()
 """Full causal attention with RoPE."""
 NORMED = AttentionVariant(qk_norm="head")
-"""The same with QK norm per head."""
+"""Full causal attention with RoPE and QK norm per head."""
 
 
 def transformer_layer(config: TransformerConfig, *, out_std: float, attention: AttentionVariant = PLAIN) -> LayerSpec:
@@ -220,7 +224,7 @@ def _qk_norms(config: AttentionConfig, extent: Literal["head", "all_heads"] | No
 
 
 def post_normed(layer: LayerSpec) -> LayerSpec:
-    """The same block, with both norms over the outputs of attention and feed-forward instead of over their inputs."""
+    """Return the block with both norms over the outputs of attention and feed-forward, instead of over their inputs."""
     norms = ("attention_norm", "feed_forward_norm")
     vectors = (replace(vector, writes_residual=vector.name in norms) for vector in layer.vectors)
     linears = (replace(linear, writes_residual=False) for linear in layer.linears)
@@ -233,7 +237,7 @@ def transformer_spec(config: AttentionConfig, layers: tuple[LayerSpec, ...]) -> 
 
 
 def attention_violations(config: AttentionConfig) -> Iterator[Violation]:
-    """Head counts and head width that the shared block cannot compute."""
+    """Violations by head counts and head widths that the shared block cannot compute."""
     if config.heads % config.kv_heads:
         yield Violation(
             "model.kv_heads",
@@ -245,19 +249,19 @@ def attention_violations(config: AttentionConfig) -> Iterator[Violation]:
         yield Violation(
             "model.head_dim",
             config.head_dim,
-            "rotary embedding turns pairs, so a head's width must be even",
+            "rotary embedding rotates pairs of features, so a head's width must be even",
             f"nearest: model.head_dim={listed(multiples_near(config.head_dim, 2))}",
         )
 
 
 def shape_violations(config: TransformerConfig) -> Iterator[Violation]:
-    """Head counts, head width and feed-forward width that the shared block cannot compute."""
+    """Violations by head counts, head widths and feed-forward widths that the shared block cannot compute."""
     yield from attention_violations(config)
     yield from swiglu_violations(config.ffn_dim, "model.ffn_dim")
 
 
 MTP_DEPTH, MTP_WEIGHT = "model.mtp.depth", "model.mtp.weight"
-"""Keys of the configuration."""
+"""Keys of multi-token prediction in the configuration."""
 
 
 @dataclass(frozen=True)
@@ -265,16 +269,16 @@ class MTPConfig:
     """Multi-token prediction."""
 
     depth: BlockCount = 0
-    """Modules, each of which predicts one token further ahead; 0 is none, and DeepSeek V3 has 1.
+    """Number of modules, each of which predicts one token further ahead. 0 is none, and DeepSeek V3 has 1.
     E.g. `model=deepseek_debug model.mtp.depth=1`."""
     weight: NonNegativeFloat = field(default=0.3, metadata=NO_CHANGE)
-    """Factor of the modules' mean loss in the objective; V3 trains with 0.3, and with 0.1 for its last third.
+    """Factor of the modules' mean loss in the objective. V3 trains with 0.3, and with 0.1 for its last third.
     E.g. `model=deepseek_debug model.mtp.weight=0.1`."""
 
 
 def mtp_layers(config: MTPConfig, layer: LayerSpec, dim: int, std: float) -> tuple[LayerSpec, ...]:
-    """Specs of the modules, whose block is `layer`; each has its own norms and projection, and shares embedding and
-    head with the model."""
+    """Specs of the modules of multi-token prediction. Their block is `layer`; each has its own norms and projection,
+    and shares embedding and head with the model."""
     projection = LinearSpec("projection", 2 * dim, dim, std, SEQUENCE_PARALLEL)
     before = (VectorSpec("embedding_norm", dim), VectorSpec("hidden_norm", dim))
     module = replace(
@@ -284,25 +288,25 @@ def mtp_layers(config: MTPConfig, layer: LayerSpec, dim: int, std: float) -> tup
 
 
 def mtp_violations(config: MTPConfig, *, tied: bool) -> Iterator[Violation]:
-    """A model whose embedding and head the modules cannot share."""
+    """Violations by a model whose embedding and head the modules cannot share."""
     if config.depth and tied:
         yield Violation(
             MTP_DEPTH,
             config.depth,
-            "its modules look tokens up in the embedding where the head is, and with model.tied_embeddings=true the "
-            "embedding is the head's weight as well",
-            f"model.tied_embeddings=false, or {MTP_DEPTH}=0",
+            "its modules look up tokens beside the head, so embedding and head need a weight each, and with "
+            "model.tied_embeddings=true they share one",
+            f"use model.tied_embeddings=false, or {MTP_DEPTH}=0",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionSpec(AttentionSpec):
-    """Latent attention of one layer; a head's features are `qk_dim - rope_dim` of its own and `rope_dim` rotated."""
+    """Latent attention of one layer; each head has `qk_dim - rope_dim` unrotated and `rope_dim` rotated features."""
 
     latent_dim: int
     """Width of the latent of keys and values."""
     rope_dim: int
-    """Rotated features of a query or key head, its last."""
+    """Number of rotated features of a query or key head, which are its last."""
 
 
 @dataclass(frozen=True)
@@ -310,16 +314,16 @@ class LatentAttentionConfig(DecoderConfig):
     """Fields of a decoder with latent attention."""
 
     heads: PositiveInt
-    """Heads of queries, keys and values. E.g. `model.heads=16`."""
+    """Number of heads of queries, keys and values. E.g. `model.heads=16`."""
     q_lora_rank: PositiveInt | None
-    """Width of the latent of queries; null computes queries from the hidden state.
+    """Width of the queries' latent; null computes queries from the hidden state.
     E.g. `model=deepseek_debug model.q_lora_rank=768`."""
     kv_lora_rank: PositiveInt
     """Width of the latent of keys and values. E.g. `model=deepseek_debug model.kv_lora_rank=256`."""
     qk_nope_head_dim: PositiveInt
-    """Features of a query or key head without RoPE. E.g. `model=deepseek_debug model.qk_nope_head_dim=64`."""
+    """Number of features of a query or key head without RoPE. E.g. `model=deepseek_debug model.qk_nope_head_dim=64`."""
     qk_rope_head_dim: PositiveInt
-    """Features of a query or key head with RoPE; heads share those of keys.
+    """Number of features of a query or key head with RoPE. All heads share those of the key.
     E.g. `model=deepseek_debug model.qk_rope_head_dim=32`."""
     v_head_dim: PositiveInt
     """Width of a value head. E.g. `model=deepseek_debug model.v_head_dim=64`."""
@@ -330,7 +334,7 @@ class LatentAttentionConfig(DecoderConfig):
 def latent_attention(
     config: LatentAttentionConfig, *, out_std: float
 ) -> tuple[LatentAttentionSpec, tuple[LinearSpec, ...], tuple[VectorSpec, ...]]:
-    """Attention, linears and latent norms of a layer.
+    """Attention spec, linears and latent norms of a layer.
 
     `out_std` is the initial standard deviation of the linear that writes to the residual stream.
     """
@@ -371,12 +375,12 @@ def latent_attention(
 
 
 def latent_attention_violations(config: LatentAttentionConfig) -> Iterator[Violation]:
-    """Head widths that latent attention cannot compute."""
+    """Violations by head widths that latent attention cannot compute."""
     if config.qk_rope_head_dim % 2:
         yield Violation(
             "model.qk_rope_head_dim",
             config.qk_rope_head_dim,
-            "rotary embedding turns pairs, so the rotated part of a head must be even",
+            "rotary embedding rotates pairs of features, so the rotated part of a head must have an even width",
             f"nearest: model.qk_rope_head_dim={listed(multiples_near(config.qk_rope_head_dim, 2))}",
         )
     qk_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -384,7 +388,7 @@ def latent_attention_violations(config: LatentAttentionConfig) -> Iterator[Viola
         yield Violation(
             "model.v_head_dim",
             config.v_head_dim,
-            f"attention kernels take values at most as wide as keys, and those are {qk_dim} wide "
-            "(model.qk_nope_head_dim + model.qk_rope_head_dim)",
-            f"at most model.v_head_dim={qk_dim}",
+            "attention kernels do not take values wider than keys, and a key is "
+            f"model.qk_nope_head_dim + model.qk_rope_head_dim = {qk_dim} wide",
+            f"use model.v_head_dim={qk_dim} or less",
         )

@@ -1,10 +1,11 @@
-"""Attention to a part of the keys with log-sum-exp (LSE), by which partial outputs merge (Milakov and Gimelshein 2018).
+"""Attention to a part of the keys, with its log-sum-exp (LSE) for merging partial outputs (Milakov and Gimelshein
+2018).
 
 Merging is in fp32. Keys and values are shared by their group of query heads, in memory and between ranks.
 
 An attention sink is one learned logit per head beside the keys, dropped after the softmax (Xiao et al. 2023): a key
-whose value is zero. Output and log-sum-exp merge with it like those of any part of the keys, and the backward kernels,
-which take the merged ones, give the gradients of queries, keys and values as they are.
+whose value is zero. Output and log-sum-exp merge with it as with any part of the keys. The backward kernels take the
+merged ones and give the right gradients of queries, keys and values without a change.
 """
 
 from typing import Any, Literal
@@ -47,7 +48,7 @@ def attention_forward(
     """Attention output over these keys in the dtype of `query`, and its log-sum-exp in fp32.
 
     `bias`, in the dtype of `query`, is added to the scores and excludes `causal`; the flash kernel takes neither a bias
-    nor fp32. `scale` is the scores' factor, None 1 / sqrt(head_dim).
+    nor fp32. `scale` is the scores' factor; None means 1 / sqrt(head_dim).
     """
     if backend == "efficient":
         key, value = _for_every_head(query, key), _for_every_head(query, value)
@@ -79,7 +80,7 @@ def attention_backward(
     backend: PartialBackend,
     scale: float | None = None,
 ) -> tuple[Heads, Keys, Values]:
-    """Gradients of query, key and value through these keys; `out` and `lse` are those of all parts merged."""
+    """Gradients of query, key and value through these keys; `out` and `lse` are those merged over all parts."""
     # The kernel computes exp(score - lse): with the merged lse, the probabilities of the whole softmax.
     lse = lse.contiguous()
     unused: Any = torch.empty(2, dtype=torch.int64, device=query.device)  # dropout's RNG state
@@ -99,7 +100,7 @@ def attention_backward(
         )
     else:
         rows, keys = query.shape[2], key.shape[2]
-        # No cumulative lengths: all sequences of a batch have the same length.
+        # Cumulative lengths are not needed, since all sequences of a batch have the same length.
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             gradient, query, key, padded, out, lse, None, None, rows, keys, 0.0, causal, unused, unused, scale=scale
         )
@@ -114,7 +115,7 @@ def merge_lse(out: Outputs, lse: Rows, part: Outputs, part_lse: Rows) -> None:
 
 
 def merge_sinks(out: Outputs, lse: Rows, sinks: Sinks) -> tuple[Outputs, Rows]:
-    """Output and log-sum-exp of a softmax over all keys, with sinks beside them; in the dtype of `lse`."""
+    """Merge sinks into the output and log-sum-exp of a softmax over all keys; the output has the dtype of `lse`."""
     whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return out * (lse - whole).exp()[..., None], whole
 
@@ -126,7 +127,7 @@ def sinks_grad(gradient: Outputs, out: Outputs, lse: Rows, sinks: Sinks) -> Sink
 
 
 def additive(visible: Bool[Tensor, "batch_or_1 1 rows keys"] | None, query: Tensor) -> Tensor | None:
-    """Mask as a bias of scores in the dtype of `query`."""
+    """Convert a mask to an additive bias in the dtype of `query`."""
     if visible is None:
         return None
     return torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(~visible, HIDDEN)
@@ -143,7 +144,7 @@ def attention_with_sinks(
     backend: PartialBackend,
     scale: float | None,
 ) -> Outputs:
-    """Attention with sinks by a kernel that returns the log-sum-exp; `visible` excludes `causal`."""
+    """Compute attention with sinks by a kernel that returns the log-sum-exp; `visible` excludes `causal`."""
     bias = additive(visible, query)
     return _SinkAttention.apply(query, key, value, sinks, bias, causal, backend, scale)  # type: ignore[return-value]
 
@@ -158,7 +159,7 @@ def math_attention_with_sinks(
     causal: bool,
     scale: float | None,
 ) -> Outputs:
-    """The same by the whole score matrix, in fp32 at least."""
+    """Compute attention with sinks from the whole score matrix, in fp32 at least."""
     times = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -187,8 +188,8 @@ class _SinkAttention(torch.autograd.Function):
     ) -> Tensor:
         out, lse = attention_forward(query, key, value, bias=bias, causal=causal, backend=backend, scale=scale)
         merged, lse = merge_sinks(out, lse, sinks)
-        # Heads are contiguous per token, as those of kernels, and as the next projection reads them. No operator in
-        # place is the last (`ops.autograd.in_type`).
+        # Heads are contiguous per token, like those of kernels and as the next projection reads them. The last operator
+        # must not be in place (`ops.autograd.in_type`).
         out = merged.transpose(1, 2).to(out.dtype).contiguous().transpose(1, 2)
         ctx.save_for_backward(query, key, value, sinks, bias, out, lse)
         ctx.how = {"causal": causal, "backend": backend, "scale": scale}
@@ -202,7 +203,7 @@ class _SinkAttention(torch.autograd.Function):
 
 
 def _as_wide(narrow: Tensor, key: Keys) -> Tensor:
-    """Values, or tensors of their width, padded with zeros to the width of keys, for kernels of one width."""
+    """Pad values, or tensors of their width, with zeros to the width of keys, for kernels that need equal widths."""
     missing = key.shape[-1] - narrow.shape[-1]
     return F.pad(narrow, (0, missing)) if missing else narrow
 
@@ -213,7 +214,7 @@ def _for_every_head(query: Heads, shared: Keys | Values) -> Tensor:
 
 
 def _for_kernel(query: Heads, bias: Bias | None) -> Tensor | None:
-    """The bias expanded over heads, with rows aligned for the efficient kernel."""
+    """Expand the bias over heads, with rows aligned for the efficient kernel."""
     if bias is None:
         return None
     keys = bias.shape[-1]
@@ -221,23 +222,23 @@ def _for_kernel(query: Heads, bias: Bias | None) -> Tensor | None:
 
 
 TILE_SCORES = 1 << 22
-"""Scores that are held at a time, over batch and heads."""
+"""Maximum number of scores held at a time, over batch and heads."""
 
 TILE_ROWS = 256
-"""Rows of a tile at most: of causal attention it has all keys up to its last row."""
+"""Maximum number of rows in a tile; a causal tile has all keys up to its last row."""
 
 
 class MaxLogits(nn.Module):
-    """Largest logit of each query head over the visible keys of this rank's micro-batches of a step, recomputation
-    excluded; reported as `model/max_logit` over all layers and heads, and by layer.
+    """Largest logit of each query head in a step, over the visible keys of this rank's micro-batches, recomputation
+    excluded. It is reported as `model/max_logit` over all layers and heads, and by layer.
 
-    It costs the first of attention's two forward matmuls once more, and a tile of scores.
+    It repeats the first of attention's two forward matmuls, and needs memory for a tile of scores.
     """
 
     def __init__(self, heads: int, layer: str, device: torch.device) -> None:
         super().__init__()
         self.largest = torch.full((heads,), -torch.inf, device=device)
-        """Logits [heads], fp32; no buffer, since no checkpoint and no initialization knows it."""
+        """Logits [heads], fp32. They are not a buffer, since neither checkpoints nor initialization know them."""
         self.metric_reductions = {"max_logit": "max", f"max_logit/{layer}": "max"}
 
     def forward(
@@ -249,29 +250,29 @@ class MaxLogits(nn.Module):
         causal: bool,
         scale: float,
     ) -> None:
-        """Take the logits of these queries and keys into account, if this is a forward pass in training."""
+        """Include the logits of these queries and keys, if this is a forward pass in training."""
         if torch.is_grad_enabled():
             add_max_logits(self.largest, query.detach(), key.detach(), visible, causal, scale)
 
     def add(self, found: Float[Tensor, " heads"]) -> None:
-        """Take logits into account that another attention operator has found in a forward pass in training."""
+        """Include logits that another attention operator has found in a forward pass in training."""
         add_found_logits(self.largest, found.detach())
 
     def metrics(self) -> dict[str, Tensor]:
-        """Largest logit, for the layer and for all."""
+        """Largest logit, under the layer's name and under the name of all layers."""
         return dict.fromkeys(self.metric_reductions, self.largest.amax())
 
     def reset_metrics(self) -> None:
-        """Begin a step."""
+        """Reset the logits for the next step."""
         self.largest.fill_(-torch.inf)
 
 
-# An operator, so that compiled code asks when it runs whether it recomputes.
+# This is an operator so that compiled code checks at run time whether it recomputes.
 @torch.library.custom_op("titan_exp::add_max_logits", mutates_args=("largest",))
 def add_max_logits(  # noqa: PLR0917  # custom ops take positional arguments
     largest: Tensor, query: Tensor, key: Tensor, visible: Tensor | None, causal: bool, scale: float
 ) -> None:
-    """Raise `largest` to the logits of each head, unless backward repeats a forward pass."""
+    """Raise `largest` to each head's largest logit, unless backward repeats a forward pass."""
     if not is_recomputing():
         raise_to_logits(largest, query, key, visible, causal=causal, scale=scale)
 
@@ -285,14 +286,14 @@ def raise_to_logits(
     causal: bool,
     scale: float,
 ) -> None:
-    """Raise `largest` to the logits of each head, by tiles of rows."""
+    """Raise `largest` to each head's largest logit, by tiles of rows."""
     batch, heads, rows, _ = query.shape
     groups, keys = key.shape[1], key.shape[2]
     step = max(1, min(TILE_ROWS, TILE_SCORES // (batch * heads * keys)))
     columns = torch.arange(keys, device=query.device)
     for first in range(0, rows, step):
         tile, seen = query[:, :, first : first + step], first + step if causal else keys
-        # Query heads of a group share their key: rows of one matrix.
+        # Query heads of a group share their key, so they are rows of one matrix.
         scores = tile.unflatten(1, (groups, -1)).flatten(2, 3) @ key[:, :, :seen].transpose(2, 3)
         scores = scores.unflatten(2, (heads // groups, -1))
         if causal:
@@ -312,7 +313,7 @@ def _added(  # noqa: PLR0917  # as above
 
 @torch.library.custom_op("titan_exp::add_found_logits", mutates_args=("largest",))
 def add_found_logits(largest: Tensor, found: Tensor) -> None:
-    """Raise `largest` to other logits of each head."""
+    """Raise `largest` to each head's logit in `found`."""
     torch.maximum(largest, found, out=largest)
 
 

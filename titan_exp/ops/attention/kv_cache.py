@@ -13,7 +13,7 @@ from titan_exp.ops.attention.sdpa import CausalAttention
 
 
 class CachedAttention(nn.Module):
-    """Replaces `CausalAttention` while one sequence of at most `length` tokens grows."""
+    """KV cache: replaces `CausalAttention` while one sequence of at most `length` tokens grows."""
 
     def __init__(self, core: CausalAttention, length: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class CachedAttention(nn.Module):
         self.filled = 0
 
     def mask(self, documents: Any, positions: Any = None, *, seq: int = 0, device: torch.device | None = None) -> Any:
-        """Mask of the first call's tokens; None for a later token. A generated text is one document."""
+        """Mask of the first call's tokens; None for later tokens. A generated text is one document."""
         assert documents is None
         return None if self.filled else self.core.mask(None, seq=seq, device=device)
 
@@ -88,7 +88,7 @@ class LatentCache(nn.Module):
         self.filled = 0
 
     def append(self, latent: Float[Tensor, "batch new latent"], shared: Float[Tensor, "batch new rope"]) -> bool:
-        """Cache new tokens; True if there are earlier ones, to which `attend` must be called.
+        """Cache new tokens. Returns True if there are earlier ones, so that `attend` must be called.
 
         The first call takes several tokens, later ones take one each.
         """
@@ -105,9 +105,9 @@ class LatentCache(nn.Module):
     def attend(
         self, query: Float[Tensor, "batch heads 1 qk"], weight: Float[Tensor, "rows latent"]
     ) -> Float[Tensor, "batch heads 1 v"]:
-        """Attention of the last token to the cached ones that it sees.
+        """Attend from the last token to the cached tokens that it sees.
 
-        `weight` expands latents, by head to own key and value.
+        `weight` expands latents, by head, to the unrotated key and the value.
         """
         assert self._latents is not None, "append comes first"
         assert self._shared is not None

@@ -1,7 +1,7 @@
 """Attention mask pattern: causal, sliding window, chunked, or full. Imports no torch.
 
-Visible keys of a query under a causal pattern are one interval that ends at the query, so a block of the score matrix
-is hidden, whole, causal or in need of a mask by arithmetic on its corners.
+Under a causal pattern, the visible keys of a query are one interval that ends at the query. So arithmetic on a block's
+corners tells whether the block is hidden, whole, causal, or needs a mask.
 """
 
 import sys
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 TILES = 8
-"""Tiles of query rows per block of the score matrix. More of them compute fewer hidden scores, in more calls."""
+"""Number of tiles of query rows per block of the score matrix. With more tiles, fewer hidden scores are computed, in
+more calls."""
 
 
 class Tile(NamedTuple):
@@ -30,7 +31,7 @@ class Tile(NamedTuple):
 
     @property
     def keys(self) -> slice:
-        """Keys."""
+        """Key columns."""
         return slice(self.first_key, self.end_key)
 
 
@@ -41,9 +42,9 @@ class MaskPattern:
     window: int | None = None
     """Sliding window in keys, the query's own included."""
     chunk: int | None = None
-    """Chunk length: keys of the query's chunk `position // chunk` are visible."""
+    """Chunk length: a query sees the keys of its chunk `position // chunk`."""
     causal: bool = True
-    """False if later keys are visible too: all keys, without a window or chunks."""
+    """False if later keys are visible too; then, without window and chunks, all keys are."""
 
     def __post_init__(self) -> None:
         assert self.causal or self.is_unlimited, "only causal patterns have a window or chunks"
@@ -65,12 +66,12 @@ class MaskPattern:
         return min(limits, default=None)
 
     def within(self, seq: int) -> "MaskPattern":
-        """The same pattern of a sequence without the limits that it does not reach."""
+        """Return the pattern for a sequence of this length, without limits that it does not reach."""
         window, chunk = (None if limit is None or seq <= limit else limit for limit in (self.window, self.chunk))
         return MaskPattern(window, chunk, self.causal)
 
     def visible(self, query: Any, key: Any) -> Any:
-        """True where a query sees a key, by positions: numbers, or tensors that broadcast."""
+        """True where a query sees a key, by position; positions are numbers, or tensors that broadcast."""
         found = (key <= query) | (not self.causal)
         if self.window is not None:
             found = found & (key > query - self.window)
@@ -84,7 +85,7 @@ class MaskPattern:
         return max(0, of_window, 0 if self.chunk is None else query - query % self.chunk)
 
     def visible_keys(self, queries: range) -> float:
-        """Number of keys that these consecutive queries see, over all of them, under a causal pattern."""
+        """Number of keys that these consecutive queries see in total, under a causal pattern."""
         assert self.causal, "all keys of the sequence are visible"
         first, end = (_pairs(place, self.window, self.chunk) for place in (queries.start, queries.stop))
         return end - first
@@ -94,7 +95,7 @@ class MaskPattern:
         return self.visible_keys(range(seq)) / seq if self.causal else float(seq)
 
     def tiles(self, queries: range, keys: range) -> Iterator[Tile]:
-        """Tiles of the block of these consecutive queries and keys, which cover every visible pair once."""
+        """Tiles of the block of these consecutive queries and keys. Together they cover every visible pair once."""
         assert self.causal, "a full block is one tile"
         for first, end in self._row_tiles(queries):
             low, high = max(keys.start, self.first_visible(first)), min(keys.stop, end)
@@ -111,12 +112,12 @@ class MaskPattern:
             yield Tile(row - queries.start, last - queries.start, low - keys.start, high - keys.start, kind)
 
     def _first_beyond(self, place: int) -> int:
-        """First query that sees no key before a position, for queries from there on."""
+        """First query, from a position on, that sees no key before that position."""
         of_window = sys.maxsize if self.window is None else place + self.window - 1
         return min(of_window, sys.maxsize if self.chunk is None else -(-place // self.chunk) * self.chunk)
 
     def _row_tiles(self, queries: range) -> Iterator[tuple[int, int]]:
-        """First and end of consecutive rows, of one length; with chunks cut at multiples of theirs."""
+        """Begin and end of row tiles of one length; with chunks, tiles are cut at multiples of the chunk length."""
         step, origin = len(queries), queries.start
         if self.chunk is not None:
             step, origin = self.chunk * max(1, -(-len(queries) // (2 * TILES * self.chunk))), 0

@@ -14,9 +14,9 @@ from titan_exp.ops.autograd import in_type
 
 
 class RotaryEmbedding(nn.Module):
-    """RoPE cache: cosines and sines by position, in fp32.
+    """RoPE cache: cosines and sines by position, in fp32. A sine lies there with both signs, one for each of its pair.
 
-    A non-persistent buffer, which `reset` computes once its memory is allocated.
+    It is a non-persistent buffer that `reset` computes once its memory is allocated.
     """
 
     cos: Tensor
@@ -26,7 +26,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.head_dim, self.length, self.frequencies = head_dim, length, frequencies
         self.register_buffer("cos", torch.empty(length, head_dim // 2), persistent=False)
-        self.register_buffer("sin", torch.empty(length, head_dim // 2), persistent=False)
+        self.register_buffer("sin", torch.empty(length, 2, head_dim // 2), persistent=False)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -34,12 +34,12 @@ class RotaryEmbedding(nn.Module):
         positions = torch.arange(self.length, dtype=torch.float64)
         angles, magnitude = torch.outer(positions, self.frequencies.inverse(self.head_dim)), self.frequencies.magnitude
         self.cos.copy_(angles.cos() * magnitude)
-        self.sin.copy_(angles.sin() * magnitude)
+        self.sin.copy_(torch.stack((-angles.sin(), angles.sin()), dim=1) * magnitude)
 
     def forward(
         self, seq: int, positions: Int[Tensor, "batch seq"] | None
-    ) -> tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 half"]]:
-        """Cosines and sines of the given positions, or of 0 .. seq - 1."""
+    ) -> tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 2 half"]]:
+        """Cosines and signed sines of the given positions, or of 0 .. seq - 1."""
         if positions is None:
             return self.cos[None, :seq, None], self.sin[None, :seq, None]
         return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
@@ -105,32 +105,23 @@ class Frequencies:
 
 
 def rotate(
-    heads: Float[Tensor, "batch seq heads head_dim"],
-    cos: Float[Tensor, "batch_or_1 seq 1 half"],
-    sin: Float[Tensor, "batch_or_1 seq 1 half"],
-) -> Float[Tensor, "batch seq heads head_dim"]:
+    heads: Float[Tensor, "batch seq *heads head_dim"],
+    cos: Float[Tensor, "batch_or_1 seq *ones half"],
+    sin: Float[Tensor, "batch_or_1 seq *ones 2 half"],
+) -> Float[Tensor, "batch seq *heads head_dim"]:
     """Rotate each pair by its position's angle, in fp32; returns the input dtype."""
-    return _rotate(heads, cos, _signed(sin))
-
-
-def _signed(sin: Tensor) -> Tensor:
-    """Factors [..., 2, half] of the swapped pairs."""
-    return sin.unsqueeze(-2) * torch.arange(-1, 2, 2, device=sin.device)[:, None]
-
-
-def _rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     # Multiplied by sign and swapped rather than concatenated, which the compiler would not fuse.
-    pairs = heads.float().view(*heads.shape[:-1], 2, -1)
-    rotated = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * signed_sin
+    pairs = heads.float().unflatten(-1, (2, -1))
+    rotated = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * sin
     return in_type(rotated.flatten(-2), heads.dtype)
 
 
 def rotate_tail(
     heads: Float[Tensor, "batch seq heads head_dim"],
     cos: Float[Tensor, "batch_or_1 seq 1 half"],
-    sin: Float[Tensor, "batch_or_1 seq 1 half"],
+    sin: Float[Tensor, "batch_or_1 seq 1 2 half"],
 ) -> Float[Tensor, "batch seq heads head_dim"]:
-    """Rotate the last 2 · half features of each head, and leave those before."""
+    """Rotate the last 2 · half features of each head, and leave the features before them."""
     plain, tail = heads.split((heads.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
     return torch.cat((plain, rotate(tail, cos, sin)), dim=-1)
 
@@ -138,15 +129,16 @@ def rotate_tail(
 def split_rotated(
     qkv: Float[Tensor, "batch seq kv_heads slots head_dim"],
     cos: Float[Tensor, "batch_or_1 seq 1 half"],
-    sin: Float[Tensor, "batch_or_1 seq 1 half"],
+    sin: Float[Tensor, "batch_or_1 seq 1 2 half"],
 ) -> tuple[
     Float[Tensor, "batch seq heads head_dim"],
     Float[Tensor, "batch seq kv_heads head_dim"],
     Float[Tensor, "batch seq kv_heads head_dim"],
 ]:
-    """Rotated query heads, rotated keys and values of a fused projection; per key-value head queries, key and value.
+    """Split a fused projection (per key-value head: queries, key, value) into rotated query heads, rotated keys, and
+    values.
 
-    Nothing of `qkv` is kept for backward.
+    Backward keeps nothing of `qkv`.
     """
     return _SplitRotated.apply(qkv, cos, sin)  # type: ignore[return-value]  # tensors
 
@@ -155,26 +147,27 @@ class _SplitRotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        query, key, value = (heads.flatten(2, 3) for heads in qkv.split((qkv.shape[3] - 2, 1, 1), dim=3))
-        signed = _signed(sin)
-        # A view would keep the whole of `qkv`.
-        value = value.clone(memory_format=torch.contiguous_format)
-        return _rotate(query, cos, signed), _rotate(key, cos, signed), value
+        # Queries and keys together are half as many kernels. A view of a value would keep all of `qkv`.
+        rotated = rotate(qkv[..., :-1, :], cos[:, :, None], sin[:, :, None])
+        key, value = (
+            heads.clone(memory_format=torch.contiguous_format) for heads in (rotated[..., -1, :], qkv[..., -1, :])
+        )
+        return rotated[..., :-1, :].flatten(2, 3), key, value
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         query, key, value = gradients
-        signed = _signed(-sin)
-        parts = (_rotate(query, cos, signed), _rotate(key, cos, signed), value)
-        return torch.cat([part.unflatten(2, (key.shape[2], -1)) for part in parts], dim=3), None, None
+        both = torch.cat((query.unflatten(2, (key.shape[2], -1)), key[:, :, :, None]), dim=3)
+        rotated = rotate(both, cos[:, :, None], -sin[:, :, None])
+        return torch.cat((rotated, value[:, :, :, None]), dim=3), None, None
 
 
 class TemperatureTable(nn.Module):
     """Query temperature by position, which keeps long sequences' softmax sharp (Llama 4): factors of queries
     1 + coefficient · ln(1 + floor((position + 1) / floor_scale)), in fp32.
 
-    A non-persistent buffer, which `reset` computes once its memory is allocated.
+    It is a non-persistent buffer that `reset` computes once its memory is allocated.
     """
 
     factors: Tensor

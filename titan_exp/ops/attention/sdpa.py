@@ -1,7 +1,7 @@
 """Attention with an explicit kernel: torch's SDPA backends, FlashAttention 3 and 4, or FlexAttention.
 
-Kernels with grouped-query support read shared keys and values without repeating them. Those without block masks compute
-a window or chunks by tiles of query rows, each with the keys that one of its rows sees.
+Kernels with grouped-query support read shared keys and values without repeating them. Kernels without block masks
+compute a window or chunks by tiles of query rows, each with only the keys that some row sees.
 """
 
 from collections.abc import Callable, Collection
@@ -37,7 +37,7 @@ SDPA_BACKENDS: dict[str, SDPBackend] = {
 }
 
 ONE_WIDTH = ("flash", "fa3", "fa4")
-"""Kernels that take values as wide as keys only: narrower ones are padded with zeros."""
+"""Kernels whose values must be as wide as keys; narrower values are padded with zeros."""
 
 BLOCK = 128
 """Rows and columns of a block of FlexAttention's score matrix."""
@@ -57,7 +57,7 @@ def choose_backend(
 ) -> AttentionBackend:
     """Choose the attention kernel, and activate FlashAttention 3 or 4 in this process if requested.
 
-    `auto` is flash on CPU and `auto_backend` on CUDA, with cuDNN from Hopper on; the arguments are described there.
+    `auto` means flash on a CPU and `auto_backend` on CUDA (cuDNN from Hopper on), which describes the arguments.
 
     Raises:
         UserError: the device or the installed packages cannot run the requested backend.
@@ -97,22 +97,22 @@ def activate(backend: str, device: torch.device) -> None:
             restore_flash_attention_impl()
         return
     if device.type != "cuda":
-        raise _refused(backend, f"{package.title} runs on GPUs, and this is a {device.type.upper()}")
+        raise _refused(backend, f"{package.title} needs a GPU, and this run uses a {device.type.upper()}")
     major, minor = torch.cuda.get_device_capability(device)
     if major not in package.majors:
         name = torch.cuda.get_device_name(device)
-        supported = " and ".join(f"{number}.0" for number in package.majors)
-        raise _refused(backend, f"{package.title} runs on capability {supported}, and {name} has {major}.{minor}")
+        supported = " or ".join(f"{number}.0" for number in package.majors)
+        raise _refused(backend, f"{package.title} needs CUDA capability {supported}, and {name} has {major}.{minor}")
     try:
         activate_flash_attention_impl(package.implementation)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         # The installed package may be built for another torch or CUDA.
-        raise _refused(backend, f"{package.title} cannot be used here: {error}") from error
+        raise _refused(backend, f"{package.title} does not load here: {error}") from error
 
 
 def _refused(backend: str, reason: str) -> UserError:
-    remedy = f"{ATTENTION_BACKEND}=auto"
-    return UserError("This run cannot be started.", [Violation(ATTENTION_BACKEND, backend, reason, remedy)])
+    remedy = f"use {ATTENTION_BACKEND}=auto"
+    return UserError("This run cannot start.", [Violation(ATTENTION_BACKEND, backend, reason, remedy)])
 
 
 def document_mask(documents: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch 1 seq seq"]:
@@ -124,11 +124,11 @@ def document_mask(documents: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch 1 
 
 
 TileMask = tuple[tuple[Tile, ...], tuple[Tensor | None, ...]]
-"""Mask of a pattern by tiles of query rows: tiles with a visible pair; and for each tile its visible pairs [batch_or_1,
-1, rows, keys], or None if its kind says it.
+"""Mask of a pattern by tiles of query rows: the tiles that have a visible pair, and for each its visible pairs
+[batch_or_1, 1, rows, keys], or None if its kind implies them.
 
-No named tuple: of such an argument dynamo keeps the value in a reference cycle, and the first mask of a compiled graph
-would stay allocated until the next garbage collection.
+It is not a named tuple: dynamo would keep such an argument's value in a reference cycle, and the first mask of a
+compiled graph would stay allocated until the next garbage collection.
 """
 
 
@@ -138,10 +138,10 @@ def segment_ids(
     positions: Int[Tensor, "batch seq"] | None,
     index: Int[Tensor, " seq"] | None,
 ) -> tuple[Int[Tensor, "batch seq"] | None, MaskPattern]:
-    """Ids equal for tokens that may see each other, and the pattern within them.
+    """Ids that are equal for tokens that may see each other, and the pattern among such tokens.
 
-    `positions` are None if they are those of the sequence. Else they start again in documents, and so do chunks: a
-    chunk is named by its first token's place in the sequence, from each token's place `index`.
+    `positions` are None if they count through the sequence. Otherwise they restart in documents, and so do chunks: a
+    chunk's id is its first token's place in the sequence, computed from each token's place `index`.
     """
     if pattern.chunk is None or positions is None:
         return documents, pattern
@@ -153,20 +153,20 @@ def segment_ids(
 
 
 PLACE_BITS = 40
-"""Bits of a place in a sequence, below those of a document's number."""
+"""Number of bits for a place in a sequence, below the bits of a document's number."""
 
 
 class CausalAttention(nn.Module):
-    """Attention core without linears, causal unless its pattern is full; a module, so that context parallelism can
-    replace it."""
+    """Attention core without linears, causal unless its pattern is full. It is a module, so that context parallelism
+    can replace it."""
 
     def __init__(self, backend: AttentionBackend, scale: float | None = None, pattern: MaskPattern = CAUSAL) -> None:
         super().__init__()
         self.backend: AttentionBackend = backend
         self.scale = scale
-        """Factor of the scores; None is 1 / sqrt(head_dim)."""
+        """Factor of the scores; None means 1 / sqrt(head_dim)."""
         self.pattern = pattern
-        """Visible keys, beside documents. Layers of one pattern share their mask."""
+        """Mask pattern: the visible keys, documents aside. Layers of one pattern share their mask."""
         self.max_logits: MaxLogits | None = None
         """Tracks the largest logit of each head, for QK-Clip."""
 
@@ -178,10 +178,10 @@ class CausalAttention(nn.Module):
         seq: int = 0,
         device: torch.device | None = None,
     ) -> Any:
-        """Argument `mask` of `forward`, built once per forward pass of the model; None where kernels need none.
+        """Build the argument `mask` of `forward`, once per forward pass of the model; None if kernels need none.
 
-        `positions` are given if they start again within the sequence of `seq` tokens; `seq` and `device` are read
-        without documents only.
+        `positions` are given if they restart within the sequence of `seq` tokens; `seq` and `device` are only used
+        without documents.
         """
         if documents is not None:
             seq, device = documents.shape[1], documents.device
@@ -205,9 +205,9 @@ class CausalAttention(nn.Module):
         mask: Any = None,
         sinks: Float[Tensor, " heads"] | None = None,
     ) -> Float[Tensor, "batch heads seq v_dim"]:
-        """Softmax(q·k · scale) · v over visible positions, in the dtype of `query`; v may be narrower than k.
+        """Compute softmax(q·k · scale) · v over visible positions, in the dtype of `query`; v may be narrower than k.
 
-        `sinks` are logits of the softmax beside the keys.
+        `sinks` are further logits of the softmax, beside the keys.
         """
         if self.backend == "flex":
             if mask is None and self.pattern.causal:
@@ -238,7 +238,7 @@ class CausalAttention(nn.Module):
         causal: bool,
         sinks: Float[Tensor, " heads"] | None = None,
     ) -> Float[Tensor, "batch heads rows v_dim"]:
-        """Attention to these keys by a kernel of SDPA, or one that returns the log-sum-exp for sinks."""
+        """Attend to these keys by a kernel of SDPA; with sinks, by a kernel that returns the log-sum-exp."""
         grouped, width = query.shape[1] != key.shape[1], value.shape[-1]
         if self.max_logits is not None:
             scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
@@ -255,13 +255,13 @@ class CausalAttention(nn.Module):
             key, value, grouped = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), False
         if self.backend in ONE_WIDTH and width < key.shape[-1]:
             value = F.pad(value, (0, key.shape[-1] - width))
-        # cuDNN takes no single key, as of an empty prompt.
+        # cuDNN refuses a single key, such as an empty prompt's.
         kernel = "math" if self.backend == "cudnn" and key.shape[2] == 1 else self.backend
         with sdpa_kernel(SDPA_BACKENDS[kernel]):
             out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=visible, is_causal=causal, scale=self.scale, enable_gqa=grouped
             )
-        # Kernels lay out rows of all heads together, and copy a gradient that is not.
+        # Kernels lay out rows of all heads together, and copy a gradient that is laid out otherwise.
         return out if out.shape[-1] == width else out.transpose(1, 2)[..., :width].transpose(1, 2)
 
 
@@ -284,8 +284,8 @@ def _tile_mask(
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Any, sinks: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Attention under a block mask, in the dtype of `query`; arguments as of `CausalAttention.forward`."""
-    # The compiler of a whole block reads no cache.
+    """FlexAttention under a block mask, in the dtype of `query`; arguments are as in `CausalAttention.forward`."""
+    # When a whole block is compiled, no cache is read.
     kernel = _uncompiled() if torch.compiler.is_compiling() else _kernel(query.device.type)
     how = {"block_mask": mask, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     if sinks is None:
@@ -302,7 +302,7 @@ def block_mask(pattern: MaskPattern, segments: Int[Tensor, "batch seq"]) -> Any:
     some, every = _visible_blocks(pattern, seq, segments.device)
     padded = torch.arange(-(-seq // BLOCK) * BLOCK, device=segments.device).clamp(max=seq - 1)
     low, high = segments[:, padded].unflatten(1, (-1, BLOCK)).aminmax(dim=-1)
-    # Segments that ascend, as documents do, are in both blocks or in neither; of others too many blocks are computed.
+    # Ascending segments, such as documents, are in both blocks or in neither; for others, too many blocks are computed.
     some = some & (low[:, :, None] <= high[:, None]) & (low[:, None] <= high[:, :, None])
     every = every & (low[:, :, None] == high[:, None]) & (low[:, None] == high[:, :, None])
     return _create(some, every, lambda b, h, q, k: visible(q, k) & (segments[b, q] == segments[b, k]), seq)
@@ -325,9 +325,9 @@ def _visible(pattern: MaskPattern, seq: int) -> Callable[[Tensor, Tensor], Tenso
 
 
 def _visible_blocks(pattern: MaskPattern, seq: int, device: torch.device) -> tuple[Blocks, Blocks]:
-    """Blocks of the score matrix with a visible pair, and those of which every pair is visible.
+    """Blocks of the score matrix with some visible pair, and blocks in which every pair is visible.
 
-    `create_block_mask` of torch looks at every pair, in 10 bytes each.
+    torch's `create_block_mask` would look at every pair, with 10 bytes each.
     """
     starts = torch.arange(0, seq, BLOCK, device=device)
     ends = (starts + BLOCK).clamp(max=seq) - 1
@@ -347,7 +347,7 @@ def _create(some: Blocks, every: Blocks, mask_mod: Callable[..., Tensor], seq: i
 
 
 def _ordered(blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """Number of blocks in each row of blocks, and their indices, then those of the others."""
+    """Number of blocks in each row of blocks, and the indices of these blocks, followed by those of the others."""
     marked = blocks.int()
     indices = marked.argsort(dim=-1, descending=True, stable=True)
     return marked.sum(dim=-1, dtype=torch.int32), indices.to(torch.int32)
@@ -361,8 +361,8 @@ def _uncompiled() -> Callable[..., Any]:
 
 @cache
 def _kernel(device_type: str) -> Callable[..., Any]:
-    # Uncompiled FlexAttention holds the whole score matrix; a CPU has only that.
+    # Uncompiled FlexAttention holds the whole score matrix, and a CPU has no other.
     if device_type != "cuda":
         return _uncompiled()
-    # One operator of uncompiled blocks, which activation checkpointing sees and can keep.
+    # In uncompiled blocks it is one operator, which activation checkpointing sees and can keep.
     return torch.compile(_uncompiled(), options={"wrap_inductor_compiled_regions": True})

@@ -1,10 +1,10 @@
-"""Grouped matmul of experts: each row of a matrix by the weight of its expert, rows sorted by expert.
+"""Grouped matmul of experts: multiplies each row of a matrix, sorted by expert, by the weight of its expert.
 
-On CUDA in bf16 it is torch's grouped matmul, one kernel that reads the group ends on the device. Otherwise it is a loop
-over experts that reads the ends on the host, which synchronizes a GPU; so does torch's kernel before Hopper.
+On CUDA in bf16 it is torch's grouped matmul, a single kernel that reads the group ends on the device. Otherwise it is a
+loop over experts that reads the ends on the host, which synchronizes a GPU, as does torch's kernel before Hopper.
 
-The linear layer of weighted SwiGLU is the second half of an expert. Its backward keeps SwiGLU's input; the gradient of
-the weight needs SwiGLU's output too, which SwiGLU's backward, with the factors at hand, writes over its upstream
+The linear layer of weighted SwiGLU is the second half of an expert. Its backward keeps SwiGLU's input. The gradient of
+the weight also needs SwiGLU's output, which SwiGLU's backward can compute on the way and write over its upstream
 gradient.
 """
 
@@ -23,9 +23,9 @@ from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 from titan_exp.ops.triton_kernels import jit, runs_kernel, tl
 
 ALIGNED = 8
-"""Multiple that torch's kernel requires of dims: bf16 rows start every 16 bytes."""
+"""Multiple that torch's kernel requires of dims, because each bf16 row must start on 16 bytes."""
 PROGRAMS = 1024
-"""Kernel programs that share the rows of no expert."""
+"""Number of kernel programs that zero the rows of no expert."""
 
 
 def grouped_linear(
@@ -33,10 +33,10 @@ def grouped_linear(
     weight: Float[Tensor, "experts dim_out dim_in"],
     ends: Int32[Tensor, " experts"],
 ) -> Float[Tensor, "tokens dim_out"]:
-    """x · weight[expert]ᵀ row by row, differentiable in both.
+    """Compute x · weight[expert]ᵀ row by row, differentiable in both.
 
-    `x` is sorted by expert; `ends`, ascending, are the ends of each expert's rows, of which there may be none. Rows
-    after the last end give zeros and no gradient.
+    `x` is sorted by expert; `ends`, ascending, are the ends of each expert's rows; an expert may have none. Rows after
+    the last end give zeros and no gradient.
 
     Raises:
         ValueError: `ends` do not ascend or exceed the rows; only if read on the host.
@@ -45,7 +45,8 @@ def grouped_linear(
 
 
 def grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [tokens, k] · weight[expert] [experts, k, n] without gradients: [tokens, n], zeros after the last end."""
+    """Multiply x [tokens, k] by weight[expert] [experts, k, n], without gradients: [tokens, n], zeros after the last
+    end."""
     if not torch.compiler.is_compiling() or not _has_kernel(x, weight):
         return _grouped_rows(x, weight, ends)
     # The compiler knows torch's operator, and fuses the mask into the next one.
@@ -54,7 +55,7 @@ def grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """leftᵀ [tokens, m] · right [tokens, n] per expert without gradients: [experts, m, n]."""
+    """Multiply leftᵀ [tokens, m] by right [tokens, n] per expert, without gradients: [experts, m, n]."""
     if not _has_kernel(left, right):
         return _loop_outer(left, right, ends)
     return F.grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends)
@@ -123,7 +124,7 @@ def _empty_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _zero_rows_after(rows: Tensor, ends: Tensor) -> None:
-    """Zero the rows after the last end; usually there are none, and masking would read and write all of them."""
+    """Zero the rows after the last end. Usually there are none, and masking would read and write all rows."""
     if not runs_kernel(rows):
         row = torch.arange(rows.shape[0], device=rows.device, dtype=ends.dtype)
         rows.masked_fill_(row[:, None] >= ends[-1], 0)
@@ -142,7 +143,7 @@ def zero_rows_after_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-o
     programs: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Zero this program's share of the `rows` after `ends[last]`."""
+    """Zero this program's share of the `rows` rows after `ends[last]`."""
     first = tl.load(ends + last).to(tl.int64) + tl.program_id(0)
     for row in range(first, rows, programs):  # type: ignore[arg-type]  # a loop of Triton
         for start in range(0, width, block):  # type: ignore[arg-type]  # a loop of Triton
@@ -152,21 +153,22 @@ def zero_rows_after_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-o
 
 
 def sizes_of_experts(ends: Tensor, tokens: int) -> list[int]:
-    """Numbers of rows of the experts, of fake tensors, which have no values, equally many; then that of the others."""
+    """Number of rows of each expert, then of the rest. Fake tensors have no values, so their experts get equal
+    numbers."""
     sizes, start, experts = [], 0, ends.shape[0]
     known = (
         [tokens * (expert + 1) // experts for expert in range(experts)] if type(ends) is FakeTensor else ends.tolist()
     )
     for expert, end in enumerate(known):
         if not start <= end <= tokens:
-            raise ValueError(f"rows of expert {expert} end at {end}, after {start}: ends ascend, to at most {tokens}")
+            raise ValueError(f"rows of expert {expert} end at {end}, which must be between {start} and {tokens}")
         sizes.append(end - start)
         start = end
     return [*sizes, tokens - start]
 
 
 def runs_of_experts(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
-    """Experts that have rows, with their rows."""
+    """Yield each expert that has rows, with its rows."""
     start = 0
     for expert, size in enumerate(sizes_of_experts(ends, tokens)[:-1]):
         if size:
@@ -183,9 +185,10 @@ def weighted_swiglu_linear(
     *,
     variant: SwiGLUVariant = SWIGLU,
 ) -> Float[Tensor, "rows dim"]:
-    """`grouped_linear` of `weighted_swiglu`: each row's silu(gate) · up · weight by its expert's matrix."""
+    """Apply `grouped_linear` to `weighted_swiglu`: multiply each row's silu(gate) · up · weight by its expert's
+    matrix."""
     if torch.compiler.is_compiling():
-        # The partitioner recomputes what is cheap.
+        # The partitioner recomputes cheap operators.
         return grouped_linear(weighted_swiglu(gate_up, row_weights, group, variant), weight, ends)
     return _WeightedSwiGLULinear.apply(gate_up, weight, row_weights, ends, group, variant)  # type: ignore[return-value]  # a Tensor
 
@@ -226,10 +229,10 @@ def add_expert_bias(
     ends: Int32[Tensor, " experts"],
     weights: Float[Tensor, " rows"] | None = None,
 ) -> Float[Tensor, "rows width"]:
-    """rows + weight · bias[expert], in the dtype of `rows`, which are sorted by expert.
+    """Compute rows + weight · bias[expert], in the dtype of `rows`, which are sorted by expert.
 
-    `ends` are the ends of the experts' rows. Rows after the last end stay as they are. The gradient of a bias sums the
-    rows of an expert in their order: no atomics.
+    `ends` are the ends of the experts' rows. Rows after the last end stay as they are. A bias's gradient sums an
+    expert's rows in order, without atomics.
     """
     return _AddExpertBias.apply(rows, bias, ends, weights)  # type: ignore[return-value]  # a Tensor
 
@@ -241,7 +244,7 @@ class _AddExpertBias(torch.autograd.Function):
         ctx.save_for_backward(None if weights is None else bias, ends, weights)
         ctx.dtype = bias.dtype
         if torch.compiler.is_compiling() or rows.is_cuda:
-            # The compiler fuses it with what follows, and no end comes to the host.
+            # The compiler fuses this with later operators, and no end comes to the host.
             added = _bias_of_rows(bias, ends, rows.shape[0])
             return rows + (added if weights is None else added * weights[:, None]).to(rows.dtype)
         return _add_bias(rows.contiguous(), bias, ends, weights)
@@ -264,9 +267,9 @@ class _AddExpertBias(torch.autograd.Function):
 def bias_backward_without_ends(
     gradient: Tensor, bias: Tensor | None, ends: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """`_bias_backward` by torch's grouped matmul, with which no end comes to the host."""
+    """Compute `_bias_backward` by torch's grouped matmul, so that no end comes to the host."""
     scaled = gradient if weights is None else (gradient * weights[:, None]).to(gradient.dtype)
-    # A product with ones, of which the kernel wants a few columns.
+    # The sum is a product with ones; the kernel requires a few columns of them.
     bias_grad = grouped_outer(gradient.new_ones(gradient.shape[0], ALIGNED), scaled, ends)[:, 0]
     if bias is None or weights is None:
         return bias_grad, None
@@ -276,7 +279,7 @@ def bias_backward_without_ends(
 def _bias_of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:
     row = torch.arange(rows, device=ends.device, dtype=ends.dtype)
     expert = torch.searchsorted(ends, row, right=True)
-    # One more expert, of the rows after the last end.
+    # One more expert stands for the rows after the last end.
     return torch.cat((bias, bias.new_zeros(1, bias.shape[1])))[expert]
 
 

@@ -1,12 +1,12 @@
-"""Permutation of tokens to rows sorted by expert, the weighted sum back, in one fixed order, and padding for experts.
+"""Permutation of tokens to rows sorted by expert, the weighted sum back in a fixed order, and padding for experts.
 
-Sums gather, so results and gradients are deterministic: scattering sums needs atomics on a GPU. Uncompiled on CUDA,
-each direction is one Triton kernel over tokens that reads or writes a token once and its rows once. A program has one
-token; the rows of its choices are anywhere, and no other program touches them.
+Sums gather, so results and gradients are deterministic; scattering would need atomics on a GPU. Uncompiled on CUDA,
+each direction is one Triton kernel that reads or writes each token once and each row once. A program handles one token;
+the rows of its choices lie anywhere, and no other program touches them.
 
-With padding each expert has a multiple of some number of rows: numbers that share a scale along tokens then belong to
-one expert, and kernels get the group sizes that they require. There is room for the worst case, so that no count comes
-to the host.
+With padding, the number of each expert's rows is a multiple. Then elements that share a scale along tokens belong to
+one expert, and kernels get the group sizes that they require. There is room for the worst case, so no count comes to
+the host.
 """
 
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ from titan_exp.ops.triton_kernels import jit, rounded, runs_kernel, tl
 BLOCK = 1024
 """Columns per kernel program."""
 TILE = 4096
-"""Numbers of each operand that a program of `combine`'s backward holds."""
+"""Elements of each operand that a program of `combine`'s backward holds."""
 _NARROW = 2**15
-"""Number of experts whose indices fit int16, which a radix sort orders in a quarter of the passes."""
+"""Number of experts up to which indices fit int16, which a radix sort orders in a quarter of the passes."""
 
 
 def sort_by_expert(
     experts: Int64[Tensor, "tokens k"], count: int
 ) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, "tokens k"], Int32[Tensor, " count"]]:
-    """Order of the choices by expert then token, its inverse, and the end of each expert's rows.
+    """Sort choices by expert, then token; returns the order, its inverse, and the end of each expert's rows.
 
     Row i is choice `order[i]`, of token `order[i] // k`; `inverse` is the row of each choice. Choices of expert `count`
     or above come after the last end.
@@ -47,7 +47,7 @@ def sort_by_expert(
 
 @dataclass(frozen=True)
 class PaddedOrder:
-    """Order of the choices by expert, where each expert has a multiple of some number of rows, and some at least."""
+    """Order of the choices by expert, padded so that each expert's number of rows is a positive multiple."""
 
     order: Int64[Tensor, " rows"]
     """Choice of each row; 0 for padding."""
@@ -56,18 +56,18 @@ class PaddedOrder:
     ends: Int32[Tensor, " experts"]
     """End of each expert's rows, padding included."""
     padding: Int64[Tensor, " padding"]
-    """Rows without a choice: those between experts, and all after the last end."""
+    """Rows without a choice: those between experts, and those after the last end."""
 
     @staticmethod
     def sort(experts: Int64[Tensor, "tokens k"], count: int, multiple: int) -> "PaddedOrder":
-        """Order of choices of `count` experts with a `multiple` of rows each."""
+        """Sort choices of `count` experts, padding each expert to a `multiple` of rows."""
         order, inverse, ends = sort_by_expert(experts, count)
         choices, starts = order.shape[0], torch.cat([ends.new_zeros(1), ends[:-1]])
         room = multiple * (-(-choices // multiple) + count)
         sizes = ((ends - starts + multiple - 1) // multiple).clamp(min=1) * multiple
         padded = sizes.cumsum(0, dtype=torch.int32)
         inverse = inverse + (padded - sizes - starts)[experts]
-        # Before the padding of an expert lie its rows and those before; before the last padding lie all.
+        # An expert's padding comes after its rows and all earlier ones; the last padding comes after all rows.
         number = torch.arange(room - choices, device=order.device)
         expert = torch.searchsorted(padded - ends, number.int(), right=True)
         padding = number + torch.cat([ends, ends.new_full((1,), choices)])[expert]
@@ -81,7 +81,7 @@ def permute(
     inverse: Int64[Tensor, "tokens k"],
     padding: Int64[Tensor, " padding"] | None = None,
 ) -> Float[Tensor, "rows dim"]:
-    """Copy each token's row to each of its choices, sorted by `sort_by_expert` or `PaddedOrder`; padding is zeros."""
+    """Copy each token to the rows of its choices, sorted by `sort_by_expert` or `PaddedOrder`; padding is zeros."""
     return _Permute.apply(x, order, inverse, padding)  # type: ignore[return-value]  # a Tensor
 
 
@@ -92,10 +92,10 @@ def combine(
     weights: Float[Tensor, "tokens k"] | None,
     padding: Int64[Tensor, " padding"] | None = None,
 ) -> Float[Tensor, "tokens dim"]:
-    """Weighted sum of each token's rows, in fp32 and in the order of its choices; plain sum if `weights` is None.
+    """Sum each token's rows with weights, in fp32 and in the order of its choices; a plain sum if `weights` is None.
 
-    Backward keeps `rows` for the gradient of `weights`, nothing for a plain sum (see `ops.swiglu`). The
-    gradient of padding is zeros.
+    Backward keeps `rows` for the gradient of `weights`, and nothing for a plain sum (see `ops.swiglu`). The gradient of
+    padding is zero.
     """
     return _Combine.apply(rows, order, inverse, weights, padding)  # type: ignore[return-value]  # a Tensor
 
@@ -112,7 +112,7 @@ class _Permute(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
         ctx.save_for_backward(inverse)
         if torch.compiler.is_compiling():
-            # Reads k times what the kernel reads, but the partitioner may recompute it instead of keeping it.
+            # This reads k times as much as the kernel, but the partitioner may recompute it instead of keeping it.
             rows = x[order // inverse.shape[1]]
             return rows if padding is None else rows.index_fill(0, padding, 0)
         return copy_tokens(x.contiguous(), inverse, padding)
@@ -129,7 +129,7 @@ class _Combine(torch.autograd.Function):
         ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor | None, padding: Tensor | None
     ) -> Tensor:
         if weights is None and not torch.compiler.is_compiling():
-            # Else a recomputation would compute the rows again, or receive them.
+            # Otherwise a recomputation would compute the rows again, or receive them.
             keep_unsaved(ctx, inverse, padding)
         else:
             ctx.save_for_backward(rows if weights is not None else None, inverse, padding, weights)
@@ -158,7 +158,7 @@ class _PermuteWeights(torch.autograd.Function):
 
 
 def sum_rows(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum of each token's rows. The compiler fuses torch's operators into one kernel with those around them."""
+    """Sum each token's rows. torch's operators are used here so that the compiler fuses them with their neighbours."""
     if torch.compiler.is_compiling():
         return _sum_choices(rows, inverse, weights)
     return _sum_rows_kernel(rows.contiguous(), inverse, weights)
@@ -180,7 +180,7 @@ def _sum_dtype(rows: Tensor) -> torch.dtype:
 
 @operator("copy_tokens")
 def copy_tokens(x: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
-    """Copies of tokens in the rows of their choices without a gradient, and zeros as padding."""
+    """Copy tokens to the rows of their choices, without a gradient; padding is zeros."""
     rows = _empty_copies(x, inverse, padding)
     if padding is not None:
         rows.index_fill_(0, padding, 0)
@@ -206,7 +206,7 @@ def _sum_rows_kernel(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> T
         _launch(sum_rows_kernel, out, inverse, *operands, **choices, block=BLOCK)
         return out
     if not rows.is_cuda:
-        # One pass on a CPU, choices in order. Narrower rows it would sum in their dtype.
+        # On a CPU this is one pass, with choices in order. Narrower rows would be summed in their dtype.
         wide = _sum_dtype(rows)
         factors = None if weights is None else weights.to(wide)
         return F.embedding_bag(inverse, rows.to(wide), mode="sum", per_sample_weights=factors).to(rows.dtype)
@@ -221,7 +221,7 @@ def _sum_rows_kernel(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> T
 def _combine_backward(
     rows: Tensor, gradient: Tensor, inverse: Tensor, weights: Tensor, padding: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of rows and weights from that of the sum."""
+    """Gradients of rows and weights from the gradient of the sum."""
     rows_grad, weights_grad = results = _empty_gradients(rows, gradient, inverse, weights, padding)
     if padding is not None:
         rows_grad.index_fill_(0, padding, 0)
@@ -257,7 +257,7 @@ def _empty_gradients(
 
 
 def _launch(kernel: Any, of_tokens: Tensor, inverse: Tensor, *others: Tensor, **constants: int | bool) -> None:
-    """Launch a kernel per token, and per block of columns unless it loops over them."""
+    """Launch a kernel for each token, and for each block of columns unless the kernel loops over them."""
     tokens, width = of_tokens.shape
     if isinstance(of_tokens, FakeTensor) or of_tokens.numel() == 0:
         return
@@ -344,7 +344,7 @@ def combine_backward_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-
 
 @dataclass(frozen=True)
 class TokenPadding:
-    """Positions in a padded buffer of rows that are sorted by expert, and back."""
+    """Padding of rows that are sorted by expert: positions in the padded buffer, and back."""
 
     ends: Tensor
     """End of each expert's padded rows, int32 [experts]; every expert has some rows, if only zeros."""
@@ -398,7 +398,7 @@ def experts_of_rows(ends: Tensor, rows: int) -> Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """Gathers rows in both directions: scattering would need atomics on a GPU."""
+    """Gathers rows in both directions, since scattering would need atomics on a GPU."""
 
     @staticmethod
     def forward(  # noqa: PLR0917  # autograd functions take positional arguments
@@ -414,7 +414,7 @@ class _Move(torch.autograd.Function):
 
 def _choose(rows: Tensor, chosen: Tensor, kept: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
-        # Received rows may be none, which the compiler cannot ask: one of zeros follows, in no memory.
+        # There may be no received rows, which the compiler cannot check: a row of zeros follows, without memory.
         rows = F.pad(rows, (0, 0, 0, 1))
     elif rows.shape[0] == 0:
         return rows.new_zeros(chosen.shape[0], rows.shape[1])

@@ -1,7 +1,7 @@
-"""Routing of tokens to experts: scores, group-limited top k with the lowest index at ties, weights; balance losses.
+"""Routing of tokens to experts: scores, group-limited top k with the lowest index at ties, weights, and balance losses.
 
-No layout changes a balance loss: with the share f of choices known over a whole sequence or batch, and without a
-gradient, it is a plain sum over tokens, to which a rank or a micro-batch adds its own tokens' part.
+No layout changes a balance loss. The share f of choices is known over a whole sequence or batch and has no gradient, so
+the loss is a plain sum over tokens, to which each rank and micro-batch adds its tokens' part.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor
 from titan_exp.ops.autograd import is_recomputing, operator
 
 TINY = 1e-20
-"""Added to the sum of the chosen scores, which sigmoids may round to 0."""
+"""Term added to the sum of the chosen scores, which sigmoids may round to 0."""
 
 
 class Routing(NamedTuple):
@@ -23,7 +23,7 @@ class Routing(NamedTuple):
     experts: Int64[Tensor, "tokens k"]
     """Chosen experts."""
     weights: Float32[Tensor, "tokens k"]
-    """Factors of their outputs."""
+    """Factors of the experts' outputs."""
 
 
 def choose_experts(
@@ -34,10 +34,10 @@ def choose_experts(
     active_groups: int = 1,
     top2_groups: bool = False,
 ) -> Int64[Tensor, "*tokens k"]:
-    """The k experts of the highest scores, in `active_groups` of `groups` equal groups of neighbours.
+    """Choose the k experts with the highest scores, in `active_groups` of `groups` equal groups of neighbours.
 
     A group's score is its maximum (DeepSeek V2), or the sum of its two highest with `top2_groups` (V3). Among equal
-    scores the lowest index wins. Has no gradient.
+    scores the lowest index wins. There is no gradient.
     """
     scores = scores.detach()
     if active_groups < groups:
@@ -53,8 +53,8 @@ def choose_experts(
 def topk_lowest_index(scores: Tensor, k: int) -> Tensor:
     """Indices of the k highest scores of each row, descending, lowest index first among equals.
 
-    An operator of its own, since `torch.topk` leaves the order of equals open, and so that activation checkpointing
-    keeps the choice by its name.
+    It is an operator of its own because `torch.topk` leaves the order of equals open, and so that activation
+    checkpointing can keep the choice by name.
     """
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
@@ -88,7 +88,7 @@ def router_scores(logits: Float[Tensor, "*tokens experts"], *, sigmoid: bool) ->
 def sequence_balance_loss(
     scores: Float32[Tensor, "batch part experts"], choices: Int64[Tensor, "batch experts"], length: int
 ) -> Float32[Tensor, ""]:
-    """Sum over sequences and these tokens of Σ count · score / length² · experts.
+    """Sum of Σ count · score / length² · experts over sequences and these tokens.
 
     Balanced routing gives k per sequence of `length` tokens if scores add up to 1. `choices` counts the choices of each
     expert in whole sequences.
@@ -100,12 +100,13 @@ def sequence_balance_loss(
 def batch_balance_loss(
     scores: Float32[Tensor, "batch part experts"], load: Float32[Tensor, " experts"]
 ) -> Float32[Tensor, ""]:
-    """Sum over these tokens of Σ load · score, where `load` is an expert's share of choices times the experts."""
+    """Sum of Σ load · score over these tokens, where `load` is an expert's share of choices times the number of
+    experts."""
     return (scores.flatten(0, 1).sum(0) * load).sum()
 
 
 def router_z_loss(logits: Float32[Tensor, "*tokens experts"]) -> Float32[Tensor, ""]:
-    """Sum over these tokens of logsumexp(logits)² (Zoph et al. 2022)."""
+    """Sum of logsumexp(logits)² over these tokens (Zoph et al. 2022)."""
     return logits.logsumexp(-1).square().sum()
 
 
@@ -115,9 +116,9 @@ def normalized_scores(scores: Float32[Tensor, "*tokens experts"]) -> Float32[Ten
 
 
 def attach_loss(x: Tensor, loss: Float32[Tensor, ""]) -> Tensor:
-    """`x`, whose backward pass also starts that of `loss`, with gradient 1.
+    """Return `x`, whose backward pass also starts the backward pass of `loss`, with gradient 1.
 
-    It needs no path to the objective, so it works in every pipeline schedule and with every fused loss.
+    The loss needs no path to the objective, so this works in every pipeline schedule and with every fused loss.
     """
     return _AttachLoss.apply(x, loss)  # type: ignore[return-value]  # a Tensor
 
@@ -137,7 +138,7 @@ class _AttachLoss(torch.autograd.Function):
 def add_unless_recomputing(total: Tensor, values: Tensor) -> None:
     """Add `values` to `total` in place, except when backward repeats a forward pass.
 
-    An operator, so that compiled code asks when it runs.
+    It is an operator so that compiled code checks at run time.
     """
     if not is_recomputing():
         total.add_(values)
@@ -149,4 +150,4 @@ def _added(total: Tensor, values: Tensor) -> None:
 
 
 SumCounts = Callable[[Tensor], Tensor]
-"""Sum of counts over the ranks that share sequences."""
+"""Sums counts over the ranks that share sequences."""

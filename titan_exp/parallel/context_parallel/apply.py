@@ -1,4 +1,4 @@
-"""Context parallelism: ranks hold parts of each sequence; attention exchanges keys and values, or heads."""
+"""Context parallelism: each rank holds a part of every sequence; attention exchanges keys and values, or heads."""
 
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -17,10 +17,10 @@ from titan_exp.parallel.mesh import Mesh
 
 
 def gather_sequence(part: Tensor, mesh: Mesh) -> Tensor:
-    """Sequences [rows, seq, ...] of which every rank has its part [rows, seq / cp, ...]; the inverse of
+    """Gather whole sequences [rows, seq, ...] from the ranks' parts [rows, seq / cp, ...]; the inverse of
     `ShardedSequence.take`. All ranks that share the sequences must call it."""
     shards = mesh.sequence_shard
-    # A part is a piece of the group's, which is a piece of the sequence.
+    # A rank's part is a piece of its group's part, which is a piece of the sequence.
     for shard, axis in ((shards.within, "cp_within"), (shards.across, "cp_across")):
         if shard.degree == 1:
             continue
@@ -33,9 +33,9 @@ def gather_sequence(part: Tensor, mesh: Mesh) -> Tensor:
 
 
 class UlyssesAttention(nn.Module):
-    """Replaces `CausalAttention`, with the same arguments, each this rank's part of the sequence.
+    """Ulysses attention: replaces `CausalAttention`, with the same arguments for this rank's part of the sequence.
 
-    `core` attends over the joint sequence of the ranks in `group`, whose number must divide query heads and key-value
+    `core` attends over the joint sequence of the ranks in `group`, whose size must divide query heads and key-value
     heads.
     """
 
@@ -46,7 +46,7 @@ class UlyssesAttention(nn.Module):
 
     @property
     def pattern(self) -> MaskPattern:
-        """Visible keys, beside documents."""
+        """Mask pattern: the visible keys, documents aside."""
         return self.core.pattern
 
     def mask(
@@ -57,9 +57,9 @@ class UlyssesAttention(nn.Module):
         seq: int = 0,
         device: torch.device | None = None,
     ) -> Any:
-        """Argument `mask` of `forward`: the core's mask for the joint sequence; None for causal attention.
+        """Build the argument `mask` of `forward`: the core's mask for the joint sequence, or None for causal attention.
 
-        `positions` are given if they start again within the sequence; `seq` tokens are this rank's.
+        `positions` are given if they restart within the sequence; `seq` counts this rank's tokens.
         """
         if self.pattern.chunk is None:
             positions = None
@@ -75,7 +75,7 @@ class UlyssesAttention(nn.Module):
         """Attend from this rank's queries [batch, heads, part, head_dim] to all visible positions."""
         if sinks is not None:
             sinks = sinks.chunk(self.degree)[self.rank]
-        # Each rank's heads of query, key and value, [degree, batch, part, channels], in one message.
+        # One message carries the heads of query, key and value for each rank, [degree, batch, part, channels].
         by_rank = [self._channels(heads) for heads in (query, key, value)]
         received = all_to_all(torch.cat(by_rank, dim=-1), self.group).movedim(0, 1).flatten(1, 2)
         channels = received.split([part.shape[-1] for part in by_rank], dim=-1)
@@ -85,7 +85,8 @@ class UlyssesAttention(nn.Module):
         return all_to_all(out.movedim(2, 0).contiguous(), self.group).movedim(0, 1).flatten(1, 2)
 
     def _channels(self, heads: Tensor) -> Tensor:
-        """Heads [batch, heads, part, width] as channels of the ranks, [degree, batch, part, heads / degree · width]."""
+        """Pack heads [batch, heads, part, width] into channels by rank, [degree, batch, part, heads / degree ·
+        width]."""
         return heads.transpose(1, 2).unflatten(2, (self.degree, -1)).flatten(3).movedim(2, 0)
 
 

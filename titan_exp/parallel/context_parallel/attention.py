@@ -1,10 +1,9 @@
 """Attention over a sharded sequence, zigzag if it is causal; keys and values move by ring or all-gather.
 
-A rank's queries attend causally to the own block and, piece by piece, to all tokens of another block that are earlier:
-of one segment, to the head of every earlier rank, and with their tail to the whole block of every later rank. So no
-kernel computes hidden scores, and without documents no mask is needed.
-A window or chunks are computed by tiles of the ranks' pieces; a block without visible keys is skipped.
-Partial outputs are merged by log-sum-exp, and sinks after all of them.
+A rank's queries attend causally to their own block and to the earlier tokens of every other block. Within a segment,
+these are the head piece of every earlier rank and, for tail queries, the whole block of every later rank. So no kernel
+computes hidden scores, and without documents no mask is needed. A window or chunks are computed by tiles of the ranks'
+pieces; a block without visible keys is skipped. Partial outputs are merged by log-sum-exp, and sinks after all of them.
 """
 
 from collections.abc import Iterator
@@ -49,12 +48,13 @@ class GatheredLatents(nn.Module):
         self.group, self.degree = group.group_name, group.size()
 
     def forward(self, latents: Tensor) -> Tensor:
-        """[batch, part, width] to [batch, degree · part, width], the ranks' parts in order."""
+        """Gather [batch, part, width] into [batch, degree · part, width], the ranks' parts in order."""
         return _GatherLatents.apply(latents, self.degree, self.group)  # type: ignore[return-value]  # a Tensor
 
 
 class WholeKV:
-    """Keys and values of the whole sequence on every rank, in the blocks of `ring` and `all_gather`."""
+    """Keys and values of the whole sequence, which every rank has, cut into blocks like those of `ring` and
+    `all_gather`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.degree = group.rank(), group.size()
@@ -72,7 +72,7 @@ class WholeKV:
         self._gradients[rank] = gradient
 
     def reduced_grad(self) -> Tensor:
-        """Gradient of all blocks, of this rank's queries alone: latents sum them."""
+        """Return the gradient of all blocks, for this rank's queries alone: the latents sum it over ranks."""
         return torch.cat([self._gradients[rank] for rank in range(self.degree)], dim=2)
 
 
@@ -111,13 +111,13 @@ class RingKV:
         self._gradient = _Transfer(gradient, self.group)
 
     def reduced_grad(self) -> Tensor:
-        """Gradient of the local block, summed over ranks; called after the last block."""
+        """Return the gradient of the local block, summed over ranks; call it after the last block."""
         assert self._gradient is not None, "no block was processed"
         return self._gradient.wait()
 
 
 class _Transfer:
-    """Send to the next rank of the group and receive from the previous one."""
+    """Transfer to the next rank of the group and from the previous one."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         rank, degree = group.rank(), group.size()
@@ -163,7 +163,7 @@ class AllGatherKV:
         self._gradients[rank] = gradient
 
     def reduced_grad(self) -> Tensor:
-        """Sum over ranks of the gradient of the own block, after all blocks."""
+        """Sum the gradient of the own block over ranks, after all blocks."""
         assert self._gradients is not None, "no block was processed"
         own = torch.empty_like(self._gradients[0])
         scatter_sums(own, self._gradients.flatten(0, 1), group=self.group)
@@ -171,7 +171,7 @@ class AllGatherKV:
 
 
 ExchangeMethod = Literal["ring", "allgather", "whole"]
-"""Exchange of keys and values; `whole` is none, since every rank has them."""
+"""Exchange of keys and values; `whole` exchanges nothing, since every rank has them."""
 
 
 class ContextMask(NamedTuple):
@@ -184,7 +184,8 @@ class ContextMask(NamedTuple):
 
 
 class ContextAttention(nn.Module):
-    """Replaces `CausalAttention`, with the same arguments, each this rank's part of the sequence."""
+    """Ring or all-gather attention: replaces `CausalAttention`, with the same arguments for this rank's part of the
+    sequence."""
 
     def __init__(  # noqa: PLR0917  # one line in `apply`
         self,
@@ -213,9 +214,9 @@ class ContextAttention(nn.Module):
         seq: int = 0,
         device: torch.device | None = None,
     ) -> ContextMask | None:
-        """Argument `mask` of `forward`, from this rank's part of `seq` tokens; None for causal attention.
+        """Build the argument `mask` of `forward` from this rank's part of `seq` tokens; None for causal attention.
 
-        `positions` are given if they start again within the sequence.
+        `positions` are given if they restart within the sequence.
         """
         ranks = group_named(self.group)
         part = seq if documents is None else documents.shape[1]
@@ -273,10 +274,10 @@ def context_attention(  # noqa: PLR0917  # custom ops take positional arguments
     causal: bool,
     tracked: bool,  # custom ops take positional arguments
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output in the dtype of `query`, and log-sum-exp [batch, heads, part] in fp32, sinks included.
+    """Return the output in the dtype of `query`, and the log-sum-exp [batch, heads, part] in fp32, sinks included.
 
-    If `tracked`, also the largest logit of each head over these queries and the keys of all ranks [heads] in fp32,
-    -inf in recomputation; else an empty tensor.
+    If `tracked`, the third result [heads] in fp32 is each head's largest logit over these queries and the keys of all
+    ranks, -inf in recomputation; else it is empty.
     """
     exchange, pattern = _exchange(method, group), MaskPattern(window, chunk, causal)
     largest = _no_logits(query, tracked=tracked)
@@ -332,7 +333,7 @@ def context_attention_backward(  # noqa: PLR0917  # custom ops take positional a
     cuts: list[int],
     causal: bool,  # custom ops take positional arguments
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, summed in fp32 over blocks and ranks, and of sinks by these queries."""
+    """Gradients of query, key and value, summed in fp32 over blocks and ranks, and of sinks for these queries."""
     exchange, pattern = _exchange(method, group), MaskPattern(window, chunk, causal)
     query_grad = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     own = _pieces(exchange, exchange.rank, query, cuts, pattern)
@@ -385,7 +386,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # once: activation checkpointing hands them out once
+    saved = ctx.saved_tensors  # read once: activation checkpointing hands them out a single time
     *of_heads, of_sinks = context_attention_backward(gradient, *saved, *ctx.how)
     return (*of_heads, None, None if saved[4] is None else of_sinks, *(None,) * 9)
 
@@ -401,7 +402,7 @@ def _exchange(method: str, group: str) -> RingKV | AllGatherKV | WholeKV:
 def _blocks(
     exchange: RingKV | AllGatherKV | WholeKV, key: Tensor, value: Tensor
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Source rank, keys and values of every block, the own block first."""
+    """Yield source rank, keys and values of every block, the own block first."""
     if isinstance(exchange, WholeKV):
         yield from exchange.blocks(key, value)
         return
@@ -418,7 +419,7 @@ def _pieces(
 
 
 def _tiles(pattern: MaskPattern, own: Pieces, other: Pieces) -> Iterator[Tile]:
-    """Tiles with visible pairs of the queries and the keys of two ranks' blocks."""
+    """Yield the tiles of two ranks' blocks, queries by keys, that have visible pairs."""
     if not pattern.causal:
         yield Tile(0, sum(map(len, own)), 0, sum(map(len, other)), "whole")
     elif not pattern.is_causal:
@@ -440,7 +441,7 @@ def _tiles(pattern: MaskPattern, own: Pieces, other: Pieces) -> Iterator[Tile]:
 
 
 def _offsets(pieces: Pieces) -> list[int]:
-    """Index in the block of each piece's first token, and at last the length of the block."""
+    """Offset of each piece's first token in the block, then the length of the block."""
     return list(accumulate(map(len, pieces), initial=0))
 
 
@@ -452,7 +453,7 @@ def _places(pieces: Pieces, device: torch.device) -> Tensor:
 def _segments(
     segments: Tensor | None, exchange: RingKV | AllGatherKV | WholeKV, other: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Segment ids [batch, part] of the own tokens, and of another rank's."""
+    """Segment ids [batch, part] of this rank's tokens and of another rank's."""
     return None if segments is None else (segments[exchange.rank], segments[other])
 
 
@@ -465,7 +466,8 @@ def _bias(
     other: Pieces,
     query: Tensor,
 ) -> Tensor | None:
-    """Additive mask [batch_or_1, 1, rows, keys] of a tile, in the dtype of `query`; None if its kind says it."""
+    """Additive mask [batch_or_1, 1, rows, keys] of a tile, in the dtype of `query`; None if the kind of tile implies
+    it."""
     if segments is None and tile.kind != "masked":
         return None
     rows, keys = _places(own, query.device)[tile.rows], _places(other, query.device)[tile.keys]
@@ -476,17 +478,17 @@ def _bias(
 
 
 def _no_logits(query: Tensor, *, tracked: bool) -> Tensor:
-    """Largest logits before the first [heads] in fp32; empty if they are not tracked."""
+    """Initial largest logits [heads] in fp32; empty if they are not tracked."""
     return query.new_full((query.shape[1] if tracked else 0,), -torch.inf, dtype=torch.float32)
 
 
 def _split(block: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [batch, kv_heads, part, width], of two widths, from a tensor with both."""
+    """Split a tensor into the keys and values [batch, kv_heads, part, width] that it joins, of different widths."""
     width = key.shape[-1]
     return block[..., :width], block[..., width:]
 
 
 def _like_projection(query: Tensor, value: Tensor) -> Tensor:
-    """Empty heads [batch, heads, part, v_dim], contiguous per token as the next projection reads them."""
+    """Empty output [batch, heads, part, v_dim], contiguous per token because the output projection reads it so."""
     batch, heads, part, _ = query.shape
     return query.new_empty((batch, part, heads, value.shape[-1])).transpose(1, 2)

@@ -1,8 +1,8 @@
 """Context-parallel sequence sharding with head-tail (zigzag) load balancing.
 
 Later tokens attend to more keys, so contiguous parts are unequal work. Of 2 · degree pieces, rank r takes the r-th from
-the head and the r-th from the tail. Windows and chunks bend this line: the sequence is cut where they do, and every
-segment is shared head-tail.
+the head and the r-th from the tail. Windows and chunks bend this linear growth: there we cut the sequence, and divide
+every segment head-tail.
 """
 
 import itertools
@@ -17,16 +17,16 @@ from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.ops.attention.mask_pattern import MaskPattern
 
 EVEN = 0.02
-"""Maximum excess of the busiest rank over the mean, in visible keys, that needs no cut."""
+"""Excess of the busiest rank over the mean, as a share of visible keys, below which no cut is needed."""
 GRANULES = (128, 16, 1)
-"""Multiples of tokens that pieces have, the first that is even enough."""
+"""Multiples that piece lengths may have; the first that is even enough is taken."""
 
 Pieces = tuple[range, ...]
 """Positions in the sequence of a rank's tokens, in order."""
 
 
 def head_tail_pieces(rank: int, degree: int, seq: int, cuts: Sequence[int] = ()) -> Pieces:
-    """A rank's piece from the head and from the tail of every segment between cuts."""
+    """Head and tail piece of a rank in every segment between cuts."""
     found = list[range]()
     edges = (0, *cuts, seq)
     for first, end in itertools.pairwise(edges):
@@ -37,16 +37,16 @@ def head_tail_pieces(rank: int, degree: int, seq: int, cuts: Sequence[int] = ())
 
 
 def sequence_cuts(spec: ModelSpec | None, parallelism: ParallelismConfig, seq: int) -> tuple[int, ...]:
-    """Cuts that make attention even work for the ranks that exchange keys and values."""
+    """Cuts that balance attention over the ranks that exchange keys and values."""
     degree = parallelism.cp // parallelism.ulysses_degree
     return () if spec is None or degree == 1 or not spec.is_causal else even_cuts(spec.patterns, seq, degree)
 
 
 def even_cuts(patterns: Collection[MaskPattern], seq: int, degree: int) -> tuple[int, ...]:
-    """The fewest cuts, and the coarsest pieces, after which every layer's mask leaves ranks as many visible keys.
+    """Fewest cuts, with the coarsest pieces, that balance the visible keys over ranks for every layer's mask.
 
-    A token sees one key more than the one before, up to the window. Within chunks it does, too, and over whole chunks
-    head and tail are even by symmetry, so that one cut, before the last part of a chunk, is enough.
+    A token sees one key more than the one before, up to the window or within its chunk. Over whole chunks head and tail
+    are even by symmetry, so one cut before the last, partial chunk is enough.
     """
     patterns = [pattern.within(seq) for pattern in patterns]
     places = {pattern.window for pattern in patterns if pattern.window is not None}
@@ -62,7 +62,7 @@ def _rounded(places: Collection[int], seq: int, multiple: int) -> tuple[int, ...
 
 
 def _excess(patterns: Collection[MaskPattern], seq: int, degree: int, cuts: tuple[int, ...]) -> float:
-    """Visible keys of each layer's busiest rank beyond the mean, as a part of the mean, for one layer of each mask."""
+    """Excess of visible keys on the busiest rank over the mean, as a share of the mean, for one layer of each mask."""
     shares = [head_tail_pieces(rank, degree, seq, cuts) for rank in range(degree)]
     busiest = sum(max(sum(map(pattern.visible_keys, pieces)) for pieces in shares) for pattern in patterns)
     return busiest * degree / sum(pattern.visible_keys(range(seq)) for pattern in patterns) - 1
@@ -94,12 +94,12 @@ class SequenceShard:
 
 @dataclass(frozen=True)
 class ShardedSequence:
-    """A shard within a shard of every sequence."""
+    """Shard of every sequence for two nested exchanges."""
 
     across: SequenceShard
-    """Zigzag shard of a group of ranks, among which keys and values are exchanged."""
+    """Zigzag shard of a group of ranks; groups exchange keys and values."""
     within: SequenceShard
-    """Contiguous shard inside it, among which heads are exchanged (Ulysses)."""
+    """Contiguous shard inside it; the ranks of a group exchange heads (Ulysses)."""
 
     @property
     def degree(self) -> int:

@@ -41,7 +41,7 @@ class ActivationSpec:
 
     @staticmethod
     def of(layout: ResolvedLayout, device: torch.device, extra_tokens: int = 0) -> "ActivationSpec":
-        """The spec of a layout; `extra_tokens` are sent beside those of the sequence."""
+        """Activation spec of a layout; `extra_tokens` are sent beside the tokens of the sequence."""
         dtype = torch.bfloat16 if layout.training.mixed_precision == "bf16" else torch.float32
         rows, tokens, width = layout.hidden_shape
         return ActivationSpec((rows, tokens + extra_tokens, width), dtype, device)
@@ -51,7 +51,7 @@ class P2PTransport:
     """Sends and receives between the ranks of one pipeline."""
 
     sees_completion = True
-    """True if sent tensors are freed as soon as their send is complete, else at the end of the pass."""
+    """True if a sent tensor can be freed as soon as its send is complete, else at the end of the pass."""
 
     def __init__(self, group: dist.ProcessGroup, activation: ActivationSpec) -> None:
         self.rank = dist.get_rank(group)
@@ -77,7 +77,7 @@ class P2PTransport:
         return work
 
     def broadcast(self, tensor: Tensor | None, source: int) -> Tensor:
-        """Tensor in fp32 of a pipeline rank on all of them; the others give None."""
+        """Broadcast a pipeline rank's tensor in fp32 to all of them; the others pass None."""
         shape = torch.zeros(3, dtype=torch.int64) if tensor is None else torch.tensor(tensor.shape)
         shape = shape.to(self._activation.device)
         dist.broadcast(shape, group=self._group, group_src=source)
@@ -95,7 +95,7 @@ class P2PTransport:
 
 
 class TiedWeights:
-    """The copies on this rank, if any."""
+    """Copies of tied weights on this rank, if any."""
 
     def __init__(self, stages: Sequence[Stage], placement: list[int], transport: P2PTransport) -> None:
         self._transport = transport
@@ -112,7 +112,7 @@ class TiedWeights:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Give both copies the sum of their gradients; called by all ranks of the pipeline."""
+        """Set the gradient of both copies to their sum; all ranks of the pipeline call it."""
         for original, copy in self._local_pairs:
             total = _gradient(original).add_(_gradient(copy))
             _gradient(copy).copy_(total)
@@ -164,7 +164,8 @@ def build_schedule(schedule: str, ranks: int, stages: int, microbatches: int) ->
 
 
 def forward_schedule(placement: list[int], microbatches: int) -> Schedule:
-    """Actions of each rank in a forward-only pass: all micro-batches through its first stage, then through the next."""
+    """Actions of each rank in a forward-only pass: all micro-batches go through its first stage, then through the
+    next."""
     return [
         [
             Action(stage, "F", number)
@@ -179,9 +180,9 @@ def forward_schedule(placement: list[int], microbatches: int) -> Schedule:
 def insert_p2p(schedule: Schedule, placement: list[int], rank: int) -> list[Step]:
     """Steps of one rank: its actions, with the P2P operations between them.
 
-    All ranks derive their steps from one global order of actions, by their end with free communication, and a transfer
-    follows the action that produces its tensor on both sides. So any two ranks meet in the same order, as NCCL
-    requires, and cannot deadlock.
+    All ranks derive their steps from one global order of actions, sorted by when each ends if communication is free. A
+    transfer follows the action that produces its tensor, on both sides. So any two ranks meet in the same order, as
+    NCCL requires, and cannot deadlock.
     """
     last = len(placement) - 1
     steps: list[Step] = []
@@ -241,14 +242,14 @@ def _by_torch(name: str, ranks: int, stages_per_rank: int, microbatches: int) ->
 
 
 def _no_loss() -> None:
-    """Never called: torch's schedules are read, not run."""
+    """Placeholder loss that is never called, since torch's schedules are read and not run."""
 
 
 class Pipeline:
     """This rank's stages and the schedules of all ranks.
 
-    `schedules` are of passes with different numbers of micro-batches, as steps of a batch ramp have. `placement` gives
-    the pipeline rank of each stage; `keep_gathered` keeps sharded parameters gathered over a step.
+    `schedules` are passes with different numbers of micro-batches, as a batch ramp needs. `placement` gives the
+    pipeline rank of each stage; `keep_gathered` keeps sharded parameters gathered over a step.
     """
 
     def __init__(
@@ -270,11 +271,11 @@ class Pipeline:
         self._placement, self._keep_gathered = placement, keep_gathered
         self._by_number = {stage.number: stage for stage in stages}
         self._tied = TiedWeights(self.stages, placement, transport)
-        # A cached method would keep every pipeline alive.
+        # Caching a method would keep every pipeline alive.
         self._forward = cache(lambda number: insert_p2p(forward_schedule(placement, number), placement, transport.rank))
 
     def pass_size(self, microbatches: int) -> int:
-        """Micro-batches per pass of a training step with so many: all of them if there is such a schedule."""
+        """Micro-batches per pass of a training step with this many: all of them if there is such a schedule."""
         return microbatches if microbatches in self._training else self.microbatches
 
     def train(self, passes: Iterable[Forward], microbatches: int) -> None:
@@ -288,7 +289,7 @@ class Pipeline:
             reduce_gradients(stage.module)
 
     def sum_tied_gradients(self) -> None:
-        """Give the copies of tied weights the sum of their reduced gradients; called by all ranks after `train`."""
+        """Set the reduced gradients of tied copies to their sum; all ranks call it after `train`."""
         step_observer().tied_sum_begin()
         self._tied.sum_gradients()
 
@@ -298,7 +299,7 @@ class Pipeline:
             self._run(self._forward(microbatches), compute)
 
     def from_last_stage(self, result: Tensor | None) -> Tensor:
-        """Result [rows, tokens, width] of the last stage in fp32, given by its rank, on every rank of the pipeline."""
+        """Broadcast the last stage's result [rows, tokens, width] in fp32 to every rank of the pipeline."""
         return self.transport.broadcast(result, self._placement[-1])
 
     def _run(self, steps: Iterable[Step], compute: Forward) -> None:
@@ -332,7 +333,7 @@ class Pipeline:
         return result
 
     def _comes_from(self, action: Action) -> Action | None:
-        """Action whose result this one takes; an input gradient (`I`) counts as a whole backward (`B`)."""
+        """Action whose result this action takes; an input gradient (`I`) counts as a whole backward (`B`)."""
         stage = action.stage + (-1 if action.kind == "F" else 1)
         if not 0 <= stage < len(self._placement):
             return None

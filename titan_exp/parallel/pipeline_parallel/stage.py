@@ -33,7 +33,7 @@ def prune_to_stage(model: nn.Module, layers: Collection[int], *, first: bool, la
 
 
 def shared_parameters(model: nn.Module) -> tuple[str, ...]:
-    """Names of the first stage's parameters that the last stage has a copy of; for the unpruned model."""
+    """Names of the first stage's parameters that the last stage has copies of, in the unpruned model."""
     return tuple(
         f"{child}.{name}"
         for child in model.pp_plan().copied  # type: ignore[operator]  # a method, not a submodule
@@ -42,11 +42,12 @@ def shared_parameters(model: nn.Module) -> tuple[str, ...]:
 
 
 NODES_LIVE_ALONE = torch.__version__ >= "2.13"
-"""True if references keep nodes of Python operators alive; before torch 2.13 the graph had to be kept."""
+"""True if references keep nodes of Python operators alive; before torch 2.13 the whole graph has to be kept."""
 
 
 class BackwardSplit:
-    """Backward pass of one micro-batch through one stage, of which `parameters` are the names and weights."""
+    """Split backward pass of one micro-batch through one stage: input gradient first, weight gradients later.
+    `parameters` are the stage's names and weights."""
 
     def __init__(self, output: Tensor, input: Tensor, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         named = {get_gradient_edge(weight).node: (name, weight) for name, weight in parameters if weight.requires_grad}
@@ -55,7 +56,7 @@ class BackwardSplit:
         self._kept = deque[tuple[Node, tuple[Tensor | None, ...]]]()
         branches = _branches(output, input, self._weights.keys())
         early = _early_weights(branches)
-        # A weight of a compiled graph has its whole gradient early, also that of a use elsewhere.
+        # A weight of a compiled graph has its whole gradient early, including the part from uses elsewhere.
         self._branches = {
             node: branch._replace(weights=branch.weights - early)
             for node, branch in branches.items()
@@ -70,7 +71,8 @@ class BackwardSplit:
         return bool(self._early)
 
     def compute_input_gradient(self, gradient: Tensor | None) -> Tensor:
-        """Gradient of the input, for one of the output, or None for the loss of the last stage; called once."""
+        """Compute the input's gradient from the output's gradient, or from None for the loss of the last stage. Call it
+        once."""
         assert self._ends is not None, "the first part runs once"
         output, input = self._ends
         hooks = [self._keep_gradients(node) for node in self._branches]
@@ -89,7 +91,7 @@ class BackwardSplit:
                 self._ends = None
 
     def add_weight_gradients(self) -> None:
-        """Accumulate the gradients of the weights, and free the graph from the output on; called once."""
+        """Accumulate the gradients of the weights, and free the graph from the output on. Call it once."""
         while self._kept:
             self._add_branch(*self._kept.popleft())
         self._ends = None
@@ -105,23 +107,23 @@ class BackwardSplit:
         step_observer().weight_gradients_begin(sorted(self._names[weight] for weight in branch.weights))
         edges, grads = zip(*starts, strict=True)
         if branch.begins:
-            # Without the path itself, on which the weights' other uses follow, which may read the same nodes.
+            # The path itself is left out: the weights' other uses follow on it and may read the same nodes.
             edges, grads = branch.begins, torch.autograd.grad(edges, branch.begins, grads)
         weights = tuple(self._weights[weight] for weight in branch.weights)
         torch.autograd.backward(edges, grads, retain_graph=bool(branch.begins), inputs=weights)
 
 
 class _Branch(NamedTuple):
-    """Weights that branch off the path at one node."""
+    """Weights that branch off the path at one node of the backward graph."""
 
     weights: set[Node]
     """Nodes that accumulate their gradients."""
     begins: tuple[GradientEdge, ...] = ()
-    """Edges off the path, if a weight is used further down the path as well; else empty, for all edges."""
+    """Edges off the path, if a weight is also used further down the path; empty stands for all edges."""
 
 
 def _early_weights(branches: Mapping[Node, _Branch]) -> set[Node]:
-    """Weights whose gradients the first part computes; `branches` are in order, the deepest first."""
+    """Weights whose gradients are computed with the input gradient; `branches` are ordered deepest first."""
     compiled = [node.name().startswith("CompiledFunction") for node in branches]
     # Where only nodes above all compiled graphs are left for the second part, they would keep the graphs alive for it.
     above = any(compiled) and all(compiled[: sum(compiled)])
@@ -130,7 +132,7 @@ def _early_weights(branches: Mapping[Node, _Branch]) -> set[Node]:
 
 
 def _branches(output: Tensor, input: Tensor, weights: Iterable[Node]) -> dict[Node, _Branch]:
-    """Nodes on paths from output to input where weights branch off, with those weights."""
+    """Nodes on paths from output to input where weights branch off, each with its weights."""
     target, ends = get_gradient_edge(input).node, set(weights)
     # Weights that branch off at a node of the path or below it.
     on_path: dict[Node, set[Node]] = {target: set()}
@@ -185,11 +187,11 @@ def keep_compiled_buffers() -> None:
 
 @dataclass
 class _Pass:
-    """State of a micro-batch between forward and backward."""
+    """State of a micro-batch between its forward and backward pass."""
 
     input: Tensor | None
     output: Tensor | None
-    """None after `backward_input`, whose rest keeps the part of the graph that it needs."""
+    """Output of the stage; None after `backward_input`, because `rest` keeps the part of the graph that it needs."""
     gradient: Tensor | None = None
     rest: BackwardSplit | None = None
 
@@ -203,7 +205,7 @@ class Stage:
     last: bool
     """True for the last stage, whose output is the loss."""
     module: nn.Module
-    """This stage's part of the model."""
+    """Parameters that the last stage has copies of."""
     shared: tuple[str, ...] = ()
     """Parameters that the last stage has a copy of."""
     copied: tuple[str, ...] = ()
@@ -224,7 +226,7 @@ class Stage:
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Accumulate weight gradients; returns the gradient of the input, None for the first stage.
 
-        `gradient` is that of the output; None for the last stage.
+        `gradient` is the output's gradient; None for the last stage.
         """
         kept = self._passes.pop(microbatch)
         assert kept.output is not None, "its backward pass is not split"
@@ -233,7 +235,7 @@ class Stage:
         return None if kept.input is None else kept.input.grad
 
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """Gradient of the input only; arguments and result as in `backward`."""
+        """Compute the gradient of the input only; arguments and result are as in `backward`."""
         kept = self._passes[microbatch]
         kept.gradient = gradient
         if kept.input is None or kept.output is None:

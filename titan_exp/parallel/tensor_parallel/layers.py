@@ -1,6 +1,6 @@
 """Sharded layers that replace a block's linears, embedding and head.
 
-Weights are DTensors over the tp axis, so that checkpoints and FSDP know the whole shape; they are computed with as
+Weights are DTensors over the tp axis, so that checkpoints and FSDP know the whole shape; the computation uses their
 local tensors.
 """
 
@@ -20,7 +20,7 @@ from titan_exp.parallel.collectives import all_gather, all_reduce, reduce_scatte
 
 @dataclass(frozen=True)
 class TensorParallelGroup:
-    """Tensor-parallel ranks of this rank."""
+    """Group of tensor-parallel ranks, as one of them sees it."""
 
     group: str
     """Name of their process group."""
@@ -31,56 +31,59 @@ class TensorParallelGroup:
     sequence: bool
     """True with sequence parallelism: outside blocks each rank holds a part of the tokens."""
     by_sequence: bool = True
-    """True if that is a part of each sequence, False if consecutive tokens of all sequences, which are gathered and
-    scattered without copies."""
+    """True if a rank's part is a part of each sequence; False if it is consecutive tokens of all sequences, which are
+    gathered and scattered without copies."""
     float8_as_bytes: bool = False
     """True if float8 is sent as bytes, as gloo needs. NCCL takes float8, whose gather the compiler can fuse."""
 
     def gather_input(self, x: Tensor) -> Tensor:
-        """All tokens [batch, seq, dim]; the gradient is summed over ranks."""
+        """Gather all tokens [batch, seq, dim]; the gradient is summed over ranks."""
         return _AllGatherSeq.apply(x, self) if self.sequence else _CopyToTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
     def reduce_output(self, x: Tensor) -> Tensor:
-        """Sum over ranks of [batch, seq, dim], of which a rank keeps its tokens with sequence parallelism."""
+        """Sum [batch, seq, dim] over ranks; with sequence parallelism a rank keeps only its tokens."""
         return _ReduceScatterSeq.apply(x, self) if self.sequence else _ReduceFromTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
     def gather_outputs(self, part: Tensor, outputs: int) -> Tensor:
-        """All outputs [batch, seq, outputs] from the ranks' shards; the last shard may be smaller.
+        """Gather all outputs [batch, seq, outputs] from the ranks' shards; the last shard may be smaller.
 
-        All ranks compute the same from them, so that the gradient of a shard is that of this rank.
+        All ranks compute the same from them, so the gradient of a shard is taken from this rank alone.
         """
         return _GatherOutputs.apply(part, self, outputs)  # type: ignore[return-value]  # a Tensor
 
     def share_vector(self, x: Tensor) -> Tensor:
-        """A vector per sequence, which ranks use in part; with sequence parallelism the gradient stays partial."""
+        """Pass on a vector per sequence, of which each rank uses a part; with sequence parallelism its gradient stays
+        partial."""
         return x if self.sequence else _CopyToTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
     def gather_vector(self, part: Tensor) -> Tensor:
-        """All outputs from equal shards of the ranks. With sequence parallelism ranks use them for their own tokens,
-        and gradients are summed."""
+        """Gather all outputs from the ranks' equal shards. With sequence parallelism, each rank uses them for its own
+        tokens, and gradients are summed."""
         return _GatherVector.apply(part, self)  # type: ignore[return-value]  # a Tensor
 
     def split_inputs(self, x: Tensor) -> Tensor:
-        """This rank's part of whole features [batch, seq, features]; the gradient is gathered."""
+        """Take this rank's part of whole features [batch, seq, features]; the gradient is gathered."""
         return _SplitInputs.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
     def rms_norm(self, part: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm over the features of all ranks, of which `part` [..., features] and `weight` [features] are this
-        rank's, computed in fp32. Ranks may share features, if all have as many and every feature as many ranks."""
+        """Compute RMSNorm in fp32 over the features of all ranks; `part` [..., features] and `weight` [features] belong
+        to this rank. Ranks may share features if all ranks have equally many, and each feature is on equally many
+        ranks."""
         return _RMSNorm.apply(part, weight, eps, self)  # type: ignore[return-value]  # a Tensor
 
     def gather_result(self, x: Tensor) -> Tensor:
-        """All tokens [batch, seq, width]. All ranks compute the same from them: the gradient is that of this rank's."""
+        """Gather all tokens [batch, seq, width]. All ranks compute the same from them, so the gradient is taken from
+        this rank alone."""
         return _GatherResult.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """All tokens [batch, seq, width] of the ranks', without a gradient."""
+        """Gather all tokens [batch, seq, width], without a gradient."""
         if x.dtype.itemsize == 1 and self.float8_as_bytes:
             return _gather_tokens(x.view(torch.uint8), self).view(x.dtype)
         return _gather_tokens(x, self)
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
-        """This rank's tokens of the sum over ranks of [batch, seq, width], without a gradient."""
+        """Sum [batch, seq, width] over ranks and take this rank's tokens, without a gradient."""
         return _scatter_tokens(x, self)
 
 
@@ -100,7 +103,8 @@ def _scatter_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
 
 
 def _unflattened(tokens: Tensor, x: Tensor) -> Tensor:
-    """Tokens by row of the batch. No view, which FSDP2 warns about where it is the output of one of its units."""
+    """Split gathered tokens into rows of the batch. The result is a copy, since FSDP2 warns if the output of a unit is
+    a view."""
     return torch.ops.aten._unsafe_view(tokens, (x.shape[0], -1, *x.shape[2:]))
 
 
@@ -218,11 +222,11 @@ class _SplitInputs(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Column-parallel linear layer: whole tokens to this rank's outputs.
+    """Column-parallel linear layer: maps whole tokens to this rank's outputs.
 
     Weight and bias are sharded by rows, or whole with `rows` and `bias_rows`, the slices that this rank uses. `gathers`
-    is False if the input has been gathered. `whole_outputs` is the number of outputs of all ranks, if each gets them
-    all.
+    is False if the input has been gathered. `whole_outputs` is the number of outputs of all ranks, if each rank gathers
+    them all.
     """
 
     def __init__(
@@ -243,7 +247,7 @@ class ColumnParallelLinear(nn.Module):
         self.gathers, self.whole_outputs = gathers, whole_outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq of this rank, dim] to [batch, seq, outputs of this rank]."""
+        """Map [batch, seq of this rank, dim] to [batch, seq, outputs of this rank]."""
         weight, bias = local_tensor(self.weight), None if self.bias is None else local_tensor(self.bias)
         if self.rows is not None:
             weight = torch.cat([weight[rows] for rows in self.rows])
@@ -257,7 +261,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class VectorParallelLinear(nn.Module):
-    """Column-parallel linear layer over a vector per sequence; every rank gets all outputs, for its own tokens.
+    """Column-parallel linear layer for one vector per sequence; every rank gets all outputs, for its own tokens.
 
     The bias is sharded like the weight, or whole with the rows that this rank uses.
     """
@@ -269,7 +273,7 @@ class VectorParallelLinear(nn.Module):
         self.weight, self.bias, self.region, self.bias_rows = weight, bias, region, bias_rows
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, inputs] to [batch, outputs of all ranks]."""
+        """Map [batch, inputs] to [batch, outputs of all ranks]."""
         bias = None if self.bias is None else local_tensor(self.bias)
         if bias is not None and self.bias_rows is not None:
             bias = bias[self.bias_rows]
@@ -278,22 +282,22 @@ class VectorParallelLinear(nn.Module):
 
 
 class GatheredTokens(nn.Module):
-    """All tokens from this rank's tokens, for readers that each use them in part."""
+    """Gathers all tokens for modules that each read a part of them."""
 
     def __init__(self, region: TensorParallelGroup) -> None:
         super().__init__()
         self.region = region
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq of this rank, width] to [batch, seq, width]."""
+        """Map [batch, seq of this rank, width] to [batch, seq, width]."""
         return self.region.gather_input(x)
 
 
 class RowParallelLinear(nn.Module):
-    """Row-parallel linear layer: this rank's inputs to whole tokens; the weight is sharded by columns.
+    """Row-parallel linear layer: maps this rank's inputs to whole tokens; the weight is sharded by columns.
 
-    The bias is whole and added once, to the sum; with sequence parallelism to this rank's tokens only, so that its
-    gradient is partial. `splits_input` says that the input is whole.
+    The bias is whole and added once, to the sum. With sequence parallelism it is added to this rank's tokens only, so
+    its gradient is partial. `splits_input` says that the input is whole.
     """
 
     def __init__(
@@ -310,7 +314,7 @@ class RowParallelLinear(nn.Module):
         self.splits_input = splits_input
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, inputs of this rank] to [batch, seq of this rank, dim]."""
+        """Map [batch, seq, inputs of this rank] to [batch, seq of this rank, dim]."""
         x = self.region.split_inputs(x) if self.splits_input else x
         return add_bias(self.linear_impl.row_parallel(x, local_tensor(self.weight), self.region), self.bias)
 
@@ -326,7 +330,7 @@ class RMSNormAcrossRanks(nn.Module):
         self.weight, self.region, self.eps, self.rows = weight, region, eps, rows
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., features of this rank] to the same."""
+        """Normalize [..., features of this rank]."""
         weight = local_tensor(self.weight)
         return self.region.rms_norm(x, weight if self.rows is None else weight[self.rows], self.eps)
 
@@ -345,7 +349,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(
         self, x: Tensor, head: nn.Module | None = None, loss: LogitsLoss | None = None
     ) -> Tensor | LossSum | tuple[LossSum, ...]:
-        """Embeddings of token ids [batch, seq], as [batch, seq of this rank, dim]; for hidden states, the tied head's
+        """Embed token ids [batch, seq] as [batch, seq of this rank, dim]; given hidden states, return the tied head's
         result."""
         if head is not None:
             return head(x, self.weight, loss)
@@ -370,7 +374,7 @@ class VocabParallelHead(nn.Module):
     def forward(
         self, x: Tensor, tied: Tensor | None = None, loss: LogitsLoss | None = None
     ) -> Tensor | LossSum | tuple[LossSum, ...]:
-        """Logits [batch, seq, vocab], or `loss` of all tokens' hidden states and this rank's weight."""
+        """Return logits [batch, seq, vocab], or the `loss` of all tokens' hidden states under this rank's weight."""
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head is handed the embedding's weight"
         x, weight = self.region.gather_input(x), local_tensor(weight)

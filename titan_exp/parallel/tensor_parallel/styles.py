@@ -1,6 +1,6 @@
-"""Handlers of tensor-parallel styles: what a style does to a module, its parameters, its input and its output.
+"""Handlers of tensor-parallel styles, which change a module, its parameters, its input and its output.
 
-A style is plain data in a spec (`models/spec/tp_plan.py`); another one is a class there, or beside the spec that uses
+A style is plain data in a spec (`models/spec/tp_plan.py`); a new style is a class there, or beside the spec that uses
 it, and an entry here.
 """
 
@@ -53,38 +53,39 @@ from titan_exp.parallel.tensor_parallel.layers import (
 
 
 class ShardedTokens(nn.Module):
-    """This rank's tokens of whole ones, without a gradient."""
+    """Takes this rank's part of all tokens, without a gradient."""
 
     def __init__(self, region: TensorParallelGroup) -> None:
         super().__init__()
         self.region = region
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, width] to [batch, seq of this rank, width]."""
+        """Map [batch, seq, width] to [batch, seq of this rank, width]."""
         return x.detach().chunk(self.region.degree, dim=1)[self.region.rank].contiguous()
 
 
 class GatheredResult(nn.Module):
-    """Results of all tokens from those of this rank's."""
+    """Gathers results of all tokens from each rank's."""
 
     def __init__(self, region: TensorParallelGroup) -> None:
         super().__init__()
         self.region = region
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq of this rank, width] to [batch, seq, width]."""
+        """Map [batch, seq of this rank, width] to [batch, seq, width]."""
         return self.region.gather_result(x)
 
 
 class GatheredRopeOrder(nn.Module):
-    """RoPE caches by rank, from those of the whole first stream, then the second."""
+    """Reorders RoPE caches from (first stream, second stream) to the order of gathered tokens: rank by rank, both
+    streams."""
 
     def __init__(self, region: TensorParallelGroup) -> None:
         super().__init__()
         self.region = region
 
     def forward(self, rope: Rope, first_stream: int) -> Rope:
-        """Caches of all tokens; the first stream has `first_stream` of this rank's."""
+        """Reorder the caches of all tokens; `first_stream` is this rank's number of tokens in the first stream."""
         cosines, sines = (self._by_rank(part, first_stream * self.region.degree) for part in rope)
         return cosines, sines
 
@@ -114,10 +115,10 @@ class Ranks:
         return nn.Parameter(sharded, weight.requires_grad)
 
     def divided_vector(self, vector: nn.Parameter, units: int | None = None) -> tuple[nn.Parameter, slice | None]:
-        """This rank's shard of a whole vector; or the whole vector and the rows that this rank uses.
+        """This rank's shard of a whole vector, or the whole vector and the rows that this rank uses.
 
-        FSDP cannot shard unevenly what is sharded already, and a vector has no other dim. Ranks share each of `units`
-        if these are fewer than ranks.
+        FSDP cannot shard unevenly what is already sharded, and a vector has no other dim. If there are fewer `units`
+        than ranks, several ranks share each unit.
         """
         degree, rank = self.region.degree, self.region.rank
         if units is not None and units < degree:
@@ -131,12 +132,12 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Part:
-    """Module of a model that is sharded, and its place."""
+    """Module of a model that is to be sharded, and its place in the model."""
 
     ranks: Ranks
     """Ranks that share it."""
     parent: nn.Module
-    """Module that it is replaced in: the model, or the one whose `tp_plan()` names it."""
+    """Module that contains it: the model, or the module whose `tp_plan()` names it."""
     name: str
     """Path in the parent."""
     module: nn.Module
@@ -166,7 +167,7 @@ def _vocabulary_logits(style: VocabLogits, part: Part) -> None:
 
 
 def _numbers_of_heads(_: HeadSharded, part: Part) -> None:
-    """Give a module of one number per head this rank's heads."""
+    """Replace a module of one number per head by this rank's heads."""
     weight, rows = part.ranks.divided_vector(part.module.get_parameter("weight"))
     part.module.weight, part.module.rows = weight, rows  # type: ignore[assignment]  # a plain attribute
     if rows is not None:
@@ -200,7 +201,7 @@ def _gathered_tokens(_: GatherTokens, part: Part) -> None:
 
 
 def _with_sequence_parallelism(kind: Callable[[TensorParallelGroup], nn.Module]) -> "Handler":
-    """Handler that puts a module of this kind in place of an identity if ranks hold parts of the tokens."""
+    """Handler that replaces an identity by a module of this kind under sequence parallelism."""
 
     def replace(_: TPStyle, part: Part) -> None:
         if part.region.sequence:
@@ -257,7 +258,8 @@ def _column_parallel(style: Colwise, part: Part) -> None:
 
 
 def _replicate_units(style: Colwise, part: Part, linear: Linear) -> None:
-    """Replicate a weight some of whose units several ranks use; each computes with the rows of its pieces."""
+    """Replicate a weight whose units are each shared by several ranks; each rank computes with the rows of its
+    pieces."""
     assert style.common is not None, "only units with a split are replicated"
     unit = linear.out_features // style.units
     if isinstance(style.common, ReplicatedGateUp):
@@ -286,7 +288,7 @@ def _shard_matmul(part: Part, *, input_sharded: bool) -> None:
 def _gather_hidden_states(
     region: TensorParallelGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a module with the hidden states of all tokens."""
+    """Gather the hidden states among a module's arguments over all tokens."""
     if args:
         return (region.gather_input(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": region.gather_input(kwargs["hidden_states"])}
@@ -295,12 +297,12 @@ def _gather_hidden_states(
 def _gather_features(
     region: TensorParallelGroup, features: int, _: nn.Module, args: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Arguments of a module with the features of all ranks as the first."""
+    """Gather the first of a module's arguments over the features of all ranks."""
     return (region.gather_outputs(args[0], features), *args[1:])
 
 
 def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: ReplicatedKV) -> Iterator[slice]:
-    """This rank's rows of a weight with `units` units of `unit` rows each, fewer units than ranks."""
+    """Rows that this rank uses of a weight with `units` units of `unit` rows each, fewer units than ranks."""
     sharing = region.degree // units
     assert region.degree % units == 0, "checked by the rules"
     assert common.pieces % sharing == 0, "checked by the rules"
@@ -310,7 +312,7 @@ def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: Replica
 
 
 def _gate_up_rows_of(region: TensorParallelGroup, unit: int, units: int, common: ReplicatedGateUp) -> Iterator[slice]:
-    """This rank's gate rows, then its up rows, of a weight with `units` groups of `unit` rows each."""
+    """Gate rows, then up rows, that this rank uses of a weight with `units` groups of `unit` rows each."""
     assert unit == 2 * common.pieces, "a group has as many gate rows as up rows"
     channels, rest = divmod(units * common.pieces, region.degree)
     assert rest == 0, "checked by the rules"
@@ -352,7 +354,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
     """Replace linears, embedding and head by their sharded versions, in place; parameter names stay.
 
     Does nothing if the tp axis has size 1. Sequence parallelism splits each sequence if the model's `spec` asks for it,
-    or if it has none.
+    or if the model has no spec.
     """
     axis = mesh.sharding["tp"]
     if axis.size() == 1:
@@ -376,7 +378,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
 def drop_unused_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
     """Drop the rows of replicated weights that this rank does not use, in place (inference only).
 
-    For a model on the meta device. Returns the kept rows by the weight's name, since the weight is no DTensor.
+    The model is on the meta device. Returns the kept rows by weight name, since these weights are not DTensors.
     """
     kept: dict[str, tuple[slice, ...]] = {}
     for name, module in model.named_modules():

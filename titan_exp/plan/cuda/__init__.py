@@ -1,1 +1,1 @@
-"""CUDA models without a GPU: caching allocator, fake kernels, device data sheets."""
+"""CUDA without a GPU: models of the caching allocator, fake kernels, device data sheets."""

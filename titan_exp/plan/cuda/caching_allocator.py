@@ -1,8 +1,8 @@
 """CUDA caching allocator of torch, replayed on allocation events without a GPU.
 
 Rules and sizes follow c10/cuda/CUDACachingAllocator.cpp in torch 2.13 with default settings; the constants are in
-c10/core/AllocatorConfig.h. The driver chooses the address of a new segment; here addresses ascend. Memory still read
-by another stream is not held back: the trainer and FSDP2 wait on events instead of using `record_stream`.
+c10/core/AllocatorConfig.h. The driver chooses the address of a new segment; here addresses ascend. We do not hold back
+memory that another stream still reads, because the trainer and FSDP2 wait on events instead of using `record_stream`.
 """
 
 from array import array
@@ -43,11 +43,11 @@ class Event(NamedTuple):
 
 
 Numbers = tuple[int, int, int]
-"""Values of an `Event`."""
+"""Tuple of an `Event`'s values."""
 
 
 class Events:
-    """Events in order, packed: a plan holds millions, and hands them to other processes."""
+    """Events in order, packed, because a plan holds millions and hands them to other processes."""
 
     def __init__(self) -> None:
         self.packed: array[int] = array("q")
@@ -57,7 +57,7 @@ class Events:
         self.packed.extend((storage, size, stream))
 
     def numbers(self) -> list[Numbers]:
-        """Values of all events."""
+        """Unpack the values of all events."""
         return list(zip(*[iter(self.packed)] * 3, strict=True))
 
     def __len__(self) -> int:
@@ -88,7 +88,8 @@ STEPS = 3
 def steady_reserved(
     before: Iterable[Numbers], step: Iterable[Numbers], *, expandable: bool, capacity: int | None = None
 ) -> Reserved:
-    """Replay setup and `STEPS` steps; if they do not fit in `capacity`, without that limit, to tell what they need."""
+    """Replay setup and `STEPS` steps. If they do not fit in `capacity`, replay without that limit, to tell how much
+    they need."""
     setup, work = (events.numbers() if isinstance(events, Events) else list(events) for events in (before, step))
     found = replay(repeated(setup, work, STEPS), expandable=expandable, capacity=capacity)
     return found if found.fits else replay(repeated(setup, work, STEPS), expandable=expandable)
@@ -97,8 +98,8 @@ def steady_reserved(
 def repeated(before: Sequence[Numbers], step: Sequence[Numbers], times: int) -> Iterator[list[Numbers]]:
     """Events of `times` equal steps as in training, one list per step; the first includes the setup.
 
-    A storage released but not allocated by a step is replaced, in the next step, by a storage of the same size and
-    stream that this step kept. A step that keeps other storages is not repeated.
+    If a step releases a storage that it did not allocate, the next step releases an equal one (size, stream) that this
+    step kept. A step that keeps other storages is not repeated.
     """
     yield [*before, *step]
     successors = _successors(before, step)
@@ -117,7 +118,7 @@ def repeated(before: Sequence[Numbers], step: Sequence[Numbers], times: int) -> 
 
 
 def _successors(before: Sequence[Numbers], step: Sequence[Numbers]) -> dict[int, int] | None:
-    """Map from earlier storages that a step releases to equal ones that it keeps; None if they do not match."""
+    """Map from earlier storages that a step releases to equal storages that it keeps; None if they do not match."""
     allocated = {storage: (size, stream) for storage, size, stream in before if size}
     left = {storage: (size, stream) for storage, size, stream in step if size}
     released = [storage for storage, size, _ in step if not size]
@@ -156,7 +157,7 @@ def replay(steps: Iterable[Iterable[Numbers]], *, expandable: bool, capacity: in
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Block of a segment."""
+    """Block of memory in a segment."""
 
     address: int
     size: int
@@ -217,7 +218,7 @@ class CachingAllocator:
         self._next_address = 0
 
     def allocate(self, size: int, stream: int = 0) -> Block | None:
-        """Allocate a block of at least `size` bytes; None if out of memory. A capture begins with an empty cache."""
+        """Allocate a block of at least `size` bytes; None if out of memory. A capture starts from an empty cache."""
         if stream == GRAPH and (GRAPH, True) not in self._pools:
             self._release_unused()
             self._pools |= {(GRAPH, small): _Pool(small) for small in (True, False)}
@@ -234,7 +235,7 @@ class CachingAllocator:
             if block is None:
                 return None
         rest = block.size - size
-        # A small rest of a large block in a fixed segment stays a part of it.
+        # A large block in a fixed segment keeps a small rest.
         if rest >= MIN_BLOCK and (self._expandable or small or rest > SMALL_SIZE):
             pool.put(block.cut(size))
         block.allocated = True
@@ -289,7 +290,7 @@ class CachingAllocator:
                     block.after.before = block
 
     def _grow(self, pool: _Pool, size: int) -> Block | None:
-        """Reserve memory; returns a free block that is in no list."""
+        """Reserve memory; returns a free block that is in no list yet."""
         if self._expandable:
             return self._expand(pool, size)
         if not self._reserve(size):
@@ -345,7 +346,7 @@ class CachingAllocator:
         return True
 
     def _release_unused(self) -> None:
-        """Release unused segments, or unused pages of expandable ones, but those of a graph."""
+        """Release unused segments, or the unused pages of expandable ones, except a graph's."""
         for (stream, _), pool in self._pools.items():
             for *_, block in list(pool.free) if stream != GRAPH else ():
                 if self._expandable:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
+from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
 from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -46,10 +46,10 @@ class Device:
     fp8_tflops: float | None
     """Dense fp8 peak, TFLOP/s; None without fp8 support."""
     gemm: Mapping[str, float]
-    """Sustained TFLOP/s of large matmuls, by quantization recipe; `bf16` without one."""
+    """Sustained TFLOP/s of large matmuls, by quantization recipe; `bf16` means no recipe."""
     copy_tbs: float
-    """Sustained bandwidth of copies, TB/s read plus written; passes over all weights reach it too (casts, norm,
-    optimizer)."""
+    """Sustained bandwidth of copies, TB/s read plus written. Passes over all weights (casts, norm, optimizer) reach it
+    too."""
     elementwise_tbs: float
     """Sustained bandwidth of other elementwise kernels, TB/s."""
     link_gbs: float
@@ -71,7 +71,7 @@ class Device:
     launches_ahead: bool = True
     """True if the host launches operators while the device computes, so that the slower of both counts."""
     attention: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
-    """Sustained TFLOP/s of causal attention, forward and backward, by kernel and head size."""
+    """Sustained TFLOP/s of causal attention, (forward, backward), by kernel and head size."""
     context_gib: float = 0.0
     """Memory of the CUDA context and its code, GiB."""
     communicator_gib: float = 0.0
@@ -82,7 +82,7 @@ class Device:
     """Bytes of torch's cuBLAS workspace per thread; 0 if unknown."""
     multiprocessors: int = 132
     watts: int | None = None
-    """Power limit of these rates."""
+    """Power limit at which these rates hold."""
     bandwidth_tbs: float | None = None
     """Peak memory bandwidth, TB/s."""
     driver_names: tuple[str, ...] = ()
@@ -104,14 +104,15 @@ class Device:
 
     @property
     def fp8_rate(self) -> float:
-        """Sustained FLOP/s of the recipe's fp8 matmuls; tensorwise float8's for others, bf16's without fp8 support."""
+        """Sustained FLOP/s of the recipe's fp8 matmuls. Recipes without a rate use tensorwise float8's, devices without
+        fp8 bf16's."""
         tflops = self.gemm.get(self.recipe, self.gemm.get("float8_tensorwise", self.gemm["bf16"]))
         return tflops * 1e12
 
     @property
     def attention_rates(self) -> tuple[float, float]:
-        """Sustained FLOP/s of attention, forward and backward: the nearest head size of its kernel, else flash's; that
-        of matmuls if neither is known."""
+        """Sustained FLOP/s of attention, forward and backward, at the nearest head size of its kernel. Without it,
+        flash's rates count; without both, those of matmuls."""
         by_size = self.attention.get(self.kernel, self.attention.get("flash"))
         if not by_size:
             return self.matmul_rate, self.matmul_rate
@@ -134,7 +135,7 @@ class Device:
         return max(0.0, host - compute) if self.launches_ahead else host
 
     def overhead(self, process_groups: int = 0) -> int:
-        """Bytes of a process beyond its tensors, with NCCL's buffers of `process_groups`."""
+        """Bytes of a process beyond its tensors, including NCCL's buffers of `process_groups`."""
         return round((self.context_gib + process_groups * self.communicator_gib) * GIB)
 
 
@@ -153,8 +154,8 @@ DEVICES = {path.stem: _read(path) for path in sorted(TABLE.glob("*.yaml"))}
 def device_named(name: str) -> Device:
     """Look up a device of the table. Raises UserError if the name is unknown."""
     if name.lower() not in DEVICES:
-        known = did_you_mean(name, DEVICES) or f"known are {listed(DEVICES)}"
-        raise UserError(f"--device {name}: unknown device; {known}.".replace("?.", "?"))
+        known = did_you_mean(name, DEVICES) or f"use --device {listed(DEVICES)}"
+        raise UserError("We cannot plan this run.", [Violation("--device", name, "unknown device", known)])
     return DEVICES[name.lower()]
 
 
@@ -165,7 +166,7 @@ def device_reported_as(name: str) -> str | None:
 
 CPU_OVERHEAD_GB = 0.45
 """Default memory of a CPU rank beside its tensors, measured with torch 2.13: Python, torch and the processes that
-launch a run; the heap keeps little of freed tensors (`return_freed_memory`)."""
+launch a run. The heap keeps little of freed tensors (`return_freed_memory`)."""
 SAVE_PROCESS_GB = 0.25
 """Memory of the process that writes with `checkpoint.mode=async_process`, measured with torch 2.13."""
 
@@ -179,9 +180,9 @@ class DeviceMemory:
     capacity: int | None
     """Bytes shared by `sharing` processes; None if unknown."""
     sharing: int
-    """Processes that share the memory: one on a GPU, all of a node on a CPU."""
+    """Number of processes that share the memory: one on a GPU, all of a node on a CPU."""
     overhead: int
-    """Bytes per process in addition to predicted tensors."""
+    """Bytes of a process beside its predicted tensors."""
     name: str
     """Name of the device: `H100 80GB SXM`, `this machine`."""
     unknown: str = ""
@@ -202,9 +203,9 @@ def room_of(layout: ResolvedLayout, spec: ModelSpec | None, device: Device) -> i
 
 
 def overhead_of(layout: ResolvedLayout, spec: ModelSpec | None, device: Device) -> int:
-    """Bytes of a GPU beside those tensors: the CUDA context, NCCL's buffers (a group of all ranks, and one per mesh
-    axis), symmetric memory, and with async tensor parallelism workspaces of the matmul library for a second stream in
-    each thread."""
+    """Bytes of a GPU that are not for tensors: the CUDA context, NCCL's buffers (for the group of all ranks and one
+    group per mesh axis) and symmetric memory. Async tensor parallelism adds the matmul library's workspaces for a
+    second stream in each thread."""
     parallelism = layout.parallelism
     groups = (layout.world_size > 1) + sum(getattr(parallelism, name) > 1 for name in DEGREES)
     workspaces = 2 * device.matmul_workspace if parallelism.async_tp else 0
@@ -212,7 +213,7 @@ def overhead_of(layout: ResolvedLayout, spec: ModelSpec | None, device: Device) 
 
 
 def symmetric_memory(layout: ResolvedLayout, spec: ModelSpec | None) -> int:
-    """Bytes of symmetric memory: two pieces of a product for async tensor parallelism, or exchanged tokens."""
+    """Bytes of symmetric memory: two pieces of a product for async tensor parallelism, or the exchanged tokens."""
     parallelism, itemsize = layout.parallelism, 2 if layout.training.mixed_precision == "bf16" else 4
     if parallelism.async_tp:
         return 2 * math.prod(layout.hidden_shape) * itemsize
@@ -225,7 +226,7 @@ def symmetric_memory(layout: ResolvedLayout, spec: ModelSpec | None) -> int:
 
 
 def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: int) -> Device | None:
-    """Device of one of several processes on a CPU; None if `titan-exp doctor` has not measured the CPU.
+    """CPU as the device of one of several processes; None if `titan-exp doctor` has not measured it.
 
     Matmuls run in `dtype` (`fp32` or `bf16`) on the process's `threads` cores; `processes` share the bandwidth.
     """
@@ -278,7 +279,7 @@ def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
 def gpu_memory(cluster: ClusterConfig, cache: Path, layout: ResolvedLayout, spec: ModelSpec | None) -> DeviceMemory:
     """Device and memory of a run on GPUs; `cache` is `.cache` of the runs.
 
-    The capacity of GPUs in this machine is the driver's; of others, that of the device table.
+    The driver tells the capacity of GPUs in this machine; for others, the device table does.
     """
     installed = gpu_names() if not cluster.is_remote and cluster.gpu_type is None else []
     key = (cluster.gpu_type or "").lower()
@@ -287,8 +288,8 @@ def gpu_memory(cluster: ClusterConfig, cache: Path, layout: ResolvedLayout, spec
     if key not in DEVICES:
         text = f"cluster.gpu_type={cluster.gpu_type or 'null'}"
         if installed:
-            text = f"this machine has {listed(sorted(set(installed)), 'and')}, {text}"
-        return DeviceMemory(None, None, 1, 0, "the GPU", f"{text}; the planner knows {listed(DEVICES, 'and')}")
+            text = f"this machine has {listed(sorted(set(installed)), 'and')}, and {text}"
+        return DeviceMemory(None, None, 1, 0, "the GPU", f"{text}, and the planner only knows {listed(DEVICES, 'and')}")
     device = refine_gpu(DEVICES[key], cluster, cache)
     if installed and (present := gpu_memory_bytes()) is not None:
         device = replace(device, memory=present)
@@ -318,11 +319,11 @@ def _cpu_memory(cluster: ClusterConfig, world: int, dtype: str, cache: Path) -> 
     processes, overhead = min(world, node_size(cluster, world)), round(CPU_OVERHEAD_GB * 1e9)
     if cluster.is_remote:
         if not cluster.memory_gb:
-            unknown = "the memory of a node is not known; set cluster.memory_gb"
+            unknown = "we do not know the memory of a node (set cluster.memory_gb)"
             return DeviceMemory(None, None, processes, overhead, "a node", unknown)
         return DeviceMemory(None, cluster.memory_gb * GIB, processes, overhead, "a node (cluster.memory_gb)")
     name, processes = cpu_name(), processes * cluster.worlds
     device = cpu_device(name, cache, dtype=dtype, threads=process_threads(cluster, world), processes=processes)
     capacity = host_memory()
-    unknown = "" if capacity else "the system does not report its memory"
+    unknown = "" if capacity else "this machine does not report its memory"
     return DeviceMemory(device, capacity, processes, overhead, "this machine", unknown)

@@ -30,14 +30,14 @@ from titan_exp.plan.trace.torch_patches import GPU, replaced_attributes
 from titan_exp.quantization.recipes import GROUPED_MULTIPLE, MIN_CAPABILITY, Hardware, assume_hardware
 
 BLOCK = 32
-"""Numbers of MXFP8 that share a scale."""
+"""Number of elements that share an MXFP8 scale."""
 TILE_ROWS, TILE_COLUMNS = 128, 4
-"""Multiples to which rows and columns of MXFP8's scales are padded."""
+"""Multiples to which the rows and columns of MXFP8 scales are padded."""
 _E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 
 def _kernel(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Custom operator, which takes a cast's tensors and ignores its options."""
+    """Make a custom operator that takes a cast's tensors and ignores its options."""
     operator = torch.library.custom_op(f"titan_exp::{body.__name__}", mutates_args=())(body)
     operator.register_fake(body)
     tensors = body.__code__.co_argcount
@@ -46,69 +46,69 @@ def _kernel(body: Callable[..., Any]) -> Callable[..., Any]:
 
 @_kernel
 def fp8_columns_of_experts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[experts, inputs, outputs] by columns, column-major."""
+    """Cast [experts, inputs, outputs] by columns, column-major."""
     return _by_columns(x), x.new_empty(x.shape[0], 1, x.shape[2], dtype=torch.float32)
 
 
 @_kernel
 def fp8_transposed_rows_of_experts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[experts, inputs, outputs] by rows, transposed and column-major."""
+    """Cast [experts, inputs, outputs] by rows, transposed and column-major."""
     return _by_columns(x.mT), x.new_empty(x.shape[:2], dtype=torch.float32)
 
 
 @_kernel
 def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, columns] by rows."""
+    """Cast [rows, columns] by rows."""
     return torch.empty_like(x, dtype=_E4M3), x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
 
 @_kernel
 def fp8_columns_of_groups(x: Tensor, y: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Two matrices [rows, columns] by columns of each group of rows, column-major."""
+    """Cast two matrices [rows, columns] by columns of each group of rows, column-major."""
     x_scales, y_scales = (each.new_empty(each.shape[1] * ends.shape[0], dtype=torch.float32) for each in (x, y))
     return _by_columns(x), x_scales, _by_columns(y), y_scales
 
 
 @_kernel
 def mxfp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, columns] by blocks of rows, with padded scales."""
+    """Cast [rows, columns] by blocks of rows, with padded scales."""
     return torch.empty_like(x, dtype=_E4M3), x.new_empty(_tiled(x.shape[0], x.shape[1] // BLOCK), dtype=_E8M0)
 
 
 @_kernel
 def mxfp8_columns(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, columns] by blocks of columns, column-major, with the scales of the transposed matrix."""
+    """Cast [rows, columns] by blocks of columns, column-major; the scales are the transposed matrix's."""
     return _by_columns(x), x.new_empty(x.shape[0] // BLOCK, x.shape[1], dtype=_E8M0).mT
 
 
 @_kernel
 def mxfp8_columns_of_experts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[experts, outputs, inputs] by blocks of columns, column-major, with padded scales."""
+    """Cast [experts, outputs, inputs] by blocks of columns, column-major, with padded scales."""
     experts, outputs, inputs = x.shape
     return _by_columns(x), x.new_empty(experts, prod(_tiled(inputs, outputs // BLOCK)), dtype=_E8M0)
 
 
 @_kernel
 def mxfp8_padded_scales_of_experts(scales: Tensor) -> Tensor:
-    """Scales [experts, rows, columns] in tiles."""
+    """Tile the scales [experts, rows, columns]."""
     experts, rows, columns = scales.shape
     return scales.new_empty(experts, prod(_tiled(rows, columns)))
 
 
 @_kernel
 def mxfp8_padded_scales_of_groups(scales: Tensor, ends: Tensor) -> Tensor:
-    """Scales [rows, columns] in tiles of each group of columns."""
+    """Tile the scales [rows, columns] of each group of columns."""
     rows, columns = scales.shape
     return scales.new_empty(_tiled(rows, 0)[0], columns + TILE_COLUMNS * ends.shape[0])
 
 
 def _by_columns(x: Tensor) -> Tensor:
-    """fp8 values of matrices, column-major."""
+    """Allocate fp8 values of matrices, column-major."""
     return x.new_empty(x.mT.shape, dtype=_E4M3).mT
 
 
 def _tiled(rows: int, columns: int) -> tuple[int, int]:
-    """Rows and columns of MXFP8's scales, padded to whole tiles."""
+    """Rows and columns of MXFP8 scales, padded to whole tiles."""
     return -(-rows // TILE_ROWS) * TILE_ROWS, -(-columns // TILE_COLUMNS) * TILE_COLUMNS
 
 
@@ -137,7 +137,7 @@ _IN = {
 
 
 def fake_casts() -> Iterator[tuple[Any, str, Any]]:
-    """Replaced attributes of torchao's modules, as far as they are imported."""
+    """Attributes of torchao's imported modules to replace."""
     for module, names in _IN.items():
         if (owner := sys.modules.get(f"torchao.prototype.{module}")) is not None:
             yield from ((owner, name, fake) for name, fake in names.items())
@@ -165,7 +165,7 @@ class Kernel:
     def workspace(self, shape: tuple[int, int, int, int], keys: int, *, half: bool) -> int:
         """Workspace bytes, as in `Params::workspace_size`, for queries [batch, heads, rows, head_dim]."""
         batch, heads, rows, width = shape
-        # Tiles of dQ, each with a lock, a counter and padding.
+        # Tiles of dQ: each has a lock, a counter and padding.
         tile = self.rows * self.keys + 4
         numbers = -(-rows // self.rows) * -(-width // self.keys) * tile
         if half and not self.widest <= self.rows:
@@ -181,7 +181,7 @@ class Kernel:
 HALF = (Kernel(32, 64, 64), Kernel(64, 64, 64), Kernel(128, 128, 128), Kernel(128, 64, 64))
 SINGLE = (Kernel(32, 64, 64), Kernel(64, 64, 64), Kernel(128, 128, 64), Kernel(128, 64, 64))
 WIDE = (Kernel(65536, 128, 64), Kernel(65536, 64, 64))
-"""Candidates for 16-bit dtypes, for fp32, and for wide heads."""
+"""Candidate kernels for 16-bit dtypes, for fp32, and for wide heads."""
 SINGLE_KERNEL_HEAD_DIM = 64
 """Largest head_dim for which the first candidate is always chosen in 16 bits: its 64 x 64 tiles also fit GPUs with
 99 KiB of shared memory (cutlassB.h distinguishes them only for wider heads)."""
@@ -216,7 +216,7 @@ def workspace_bytes(operator: Any, args: tuple[Any, ...]) -> int:
 
 @contextmanager
 def efficient_kernel(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Route attention to this kernel's operator in the `with` block, if an attention module uses it."""
+    """Route attention to the memory-efficient operator in the `with` block, if an attention module uses that kernel."""
     modules = [module for part in parts for module in part.modules()]
     if all(getattr(module, "backend", None) != "efficient" for module in modules):
         yield
@@ -238,7 +238,7 @@ def _efficient_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` with this kernel."""
+    """`scaled_dot_product_attention` by the memory-efficient operator."""
     assert not enable_gqa, "the kernel has no grouped-query mode"
     keeps = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     bias = None if attn_mask is None else _bias(attn_mask, query, key)
@@ -247,7 +247,7 @@ def _efficient_attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Attention bias as passed to the kernel by aten: additive, with aligned rows, expanded over heads."""
+    """Attention bias as aten passes it to the kernel: additive, with aligned rows, expanded over heads."""
     if mask.dtype == torch.bool:
         hidden = torch.scalar_tensor(-torch.inf, dtype=query.dtype, device=mask.device)
         mask = torch.where(mask, 0.0, hidden)
@@ -262,7 +262,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 FLASH_ROWS, FLASH_WIDTH = 128, 32
-"""Multiples to which flash attention's backward pass rounds rows and head_dim up."""
+"""Multiples to which flash attention's backward pass rounds up rows and head_dim."""
 
 _PLAIN_RMS_NORM = F.rms_norm
 _MULTIPROCESSORS: ContextVar[int | None] = ContextVar("multiprocessors", default=None)
@@ -277,7 +277,7 @@ def fake_cuda_kernels(*, beside: bool = False) -> Iterator[None]:
     """
     replacements: list[tuple[Any, str, Any]] = [
         (F, "rms_norm", _rms_norm),
-        # Selects code paths with CUDA-only kernels.
+        # This selects code paths with CUDA-only kernels.
         (FakeTensor, "is_cuda", property(lambda tensor: not beside or tensor.device == GPU)),
     ]
     # torchao's cast kernel needs Triton; the rest of its MX matmuls runs unchanged.
@@ -301,20 +301,20 @@ class _FakeHardware(Hardware):
         from titan_exp.quantization.grouped_kernels import OF_TOKENS
 
         if recipe in GROUPED_MULTIPLE and not OF_TOKENS:
-            reason = "of torchao before 0.18, the casts of its grouped matmuls are not known without a GPU"
-            remedy = "a newer torchao, or a quantization.filter that names the experts"
-            raise UserError("This run cannot be planned.", [Violation("quantization.recipe", recipe, reason, remedy)])
+            reason = "without a GPU we do not know the casts of grouped matmuls in torchao before 0.18"
+            remedy = "install a newer torchao, or keep the experts in bf16: quantization.filter=['*.experts.*']"
+            raise UserError("We cannot plan this run.", [Violation("quantization.recipe", recipe, reason, remedy)])
         return recipe in GROUPED_MULTIPLE
 
 
 def fake_cuda_capability(capability: tuple[int, int] | None) -> AbstractContextManager[None]:
-    """Assume a GPU of this compute capability in quantization recipes; None for no CUDA."""
+    """Let quantization recipes assume a GPU of this compute capability; None means no CUDA."""
     return assume_hardware(_FakeHardware(capability))
 
 
 @contextmanager
 def deterministic_attention(multiprocessors: int | None) -> Iterator[None]:
-    """Assume flash attention's deterministic backward pass in the `with` block; None for the usual one."""
+    """Let flash attention assume its deterministic backward pass in the `with` block; None means the usual one."""
     token = _MULTIPROCESSORS.set(multiprocessors)
     try:
         yield
@@ -323,7 +323,7 @@ def deterministic_attention(multiprocessors: int | None) -> Iterator[None]:
 
 
 def workspaces(operator: Any, args: tuple[Any, ...]) -> list[int]:
-    """Workspaces of a call's CUDA kernel beyond the CPU kernel's, in bytes, in the order of their allocation."""
+    """Workspaces in bytes, in order of allocation, that a call's CUDA kernel needs beyond the CPU kernel's."""
     if operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         query, key = args[1], args[2]
         batch, heads, rows, width = query.shape
@@ -339,7 +339,7 @@ def workspaces(operator: Any, args: tuple[Any, ...]) -> list[int]:
 
 
 def _to_mxfp8(x: Tensor, inner_block_size: int = 32, scaling_mode: str = "rceil") -> tuple[Tensor, Tensor]:
-    """Float8 values, and one scale per block of a row, in the layout of torchao's kernel."""
+    """Float8 values with one scale per block of a row, in the layout of torchao's kernel."""
     assert x.is_contiguous(), "required by the kernel"
     assert x.dtype == torch.bfloat16, "required by the kernel"
     assert scaling_mode in ("floor", "rceil"), "required by the kernel"
@@ -358,7 +358,7 @@ def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | 
 
 
 class _Norm(torch.autograd.Function):
-    """Fused RMSNorm: saves its input and one fp32 value per row. Its operators move as many bytes as the kernels.
+    """Fused RMSNorm: saves its input and one fp32 value per row. Its operators move as many bytes as the real kernels.
 
     Both kernels first copy an input that is not contiguous, such as the queries among projected heads.
     """

@@ -1,1 +1,1 @@
-"""Extrapolation of a step from traces of a small model."""
+"""Extrapolation of a full step from traces of a small model."""

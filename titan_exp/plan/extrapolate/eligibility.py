@@ -17,10 +17,10 @@ from titan_exp.models.spec.lookup import model_spec, mtp_depth, parameter_roles
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 
 MAX_DISTINCT_LAYERS, MAX_PERIOD, MAX_LAST_LAYERS = 4, 4, 4
-"""Most first layers that may differ from the rest, e.g. dense ones before layers with experts, layers after which the
-others repeat, and last layers that may differ, e.g. unquantized ones."""
+"""Limits: the most first layers that may differ from the rest (dense layers before layers with experts), the longest
+period in which layers repeat, and the most last layers that may differ (unquantized ones)."""
 _REPETITIONS: dict[str, tuple[int, int, int]] = {}
-"""Memoized repetitions by the values that they depend on: a search asks for those of thousands of layouts."""
+"""Memoized repetitions by the values that they depend on, since a search asks for those of thousands of layouts."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LayerKind:
 
 
 def repetition(experiment: Experiment) -> tuple[int, int]:
-    """Number of first layers that do not repeat, and of layers after which the others do; their sum is minimal."""
+    """Number of first layers that do not repeat, and the period with which the others do; their sum is minimal."""
     return _found(experiment)[:2]
 
 
@@ -48,7 +48,7 @@ def last_layers(experiment: Experiment) -> int:
 
 
 def last_blocks(experiment: Experiment) -> int:
-    """Number of last blocks that do not repeat: layers, and modules of multi-token prediction."""
+    """Number of last blocks that do not repeat: layers and modules of multi-token prediction."""
     return last_layers(experiment) + mtp_depth(experiment.model)
 
 
@@ -154,7 +154,7 @@ def _layer_kinds(experiment: Experiment, spec: ModelSpec) -> list[LayerKind]:
 
 
 def _groups(experiment: Experiment, spec: ModelSpec) -> dict[str, str]:
-    """Group of each parameter that is in one of `optimizer.groups`."""
+    """Parameter group of each parameter that is in one of `optimizer.groups`."""
     groups = experiment.optimizer.groups
     roles = parameter_roles(spec).items() if groups else ()
     found = ((name, [key for key, group in groups.items() if group.has(name, role)]) for name, role in roles)
@@ -168,13 +168,14 @@ def _matching(names: Iterable[str], prefix: str, patterns: Sequence[str]) -> tup
 
 
 def _modules(parameters: Iterable[str]) -> list[str]:
-    """Modules that hold these parameters, the modules around them included."""
+    """Modules that hold these parameters, enclosing modules included."""
     paths = (accumulate(name.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}") for name in parameters)
     return list(dict.fromkeys(module for path in paths for module in path))
 
 
 def _repetition_before_last(kinds: Sequence[LayerKind]) -> tuple[int, int, int]:
-    """Repetition, and the fewest last layers without which layers repeat soon; 0 if their specs do not."""
+    """Repetition, and the smallest number of last layers without which layers repeat soon; 0 if their specs do not
+    repeat."""
     distinct, period = _repetition([LayerKind(kind.layer) for kind in kinds])
     for last in range(min(MAX_LAST_LAYERS, len(kinds) - 1) + 1):
         found = _repetition(kinds[: len(kinds) - last])
@@ -198,28 +199,27 @@ def _repetition(kinds: Sequence[LayerKind]) -> tuple[int, int]:
 
 
 SAMPLED_LAYERS = 5
-"""Like layers of the small model; the third is repeated, because blocks prefetch and reduce for their neighbours. Where
-kinds of layers alternate, a period of them is repeated."""
+"""Number of equal layers in the small model. The third is repeated, because blocks prefetch and reduce for their
+neighbours. Where kinds of layers alternate, a whole period is repeated."""
 SAMPLED_MICRO_BATCHES = 3
 """Micro-batches of the small model's step: first, repeated, last."""
 MIN_SPEEDUP = 2
-"""Minimum ratio of block passes in the full step to block passes in the samples."""
+"""Minimum ratio of block passes in the full step to those in the samples."""
 SAMPLED_BLOCKS = 8
 """Blocks of the sampled pipeline rank."""
 
 
 def unsupported_reason(experiment: Experiment) -> str | None:
-    """Reason against extrapolating a run, or None."""
+    """Reason against extrapolating a run; None if it can be extrapolated."""
     parallelism, spec = experiment.parallelism, model_spec(experiment.model)
     layout, (distinct, period), last = ResolvedLayout.of(experiment), repetition(experiment), last_layers(experiment)
     alike = [*layout.layer_counts[:-1], layout.layer_counts[-1] - last]
     reasons = {
-        "a model without a spec may have different layers": spec is None,
+        "the layers of a model without a spec may differ": spec is None,
         "a captured pass keeps the gradients of all layers": experiment.compile.cuda_graphs,
-        f"layers differ beyond the first {MAX_DISTINCT_LAYERS} and periods of {MAX_PERIOD}, in the model or by "
-        f"quantization.filter, training.fp32_modules or optimizer.groups; the last {MAX_LAST_LAYERS} may differ too": (
-            distinct > MAX_DISTINCT_LAYERS or period > MAX_PERIOD
-        ),
+        f"too many layers differ, by the model, quantization.filter, training.fp32_modules or optimizer.groups "
+        f"(at most the first {MAX_DISTINCT_LAYERS} and the last {MAX_LAST_LAYERS} may, and the others repeat after at "
+        f"most {MAX_PERIOD})": distinct > MAX_DISTINCT_LAYERS or period > MAX_PERIOD,
     }
     if distinct or last or period > 1 or parallelism.prefetch_blocks > 1:
         few = sampled_layers(experiment) if parallelism.pp == 1 else distinct
@@ -229,13 +229,13 @@ def unsupported_reason(experiment: Experiment) -> str | None:
             "parallelism.prefetch_blocks spans most of a stage": (
                 parallelism.prefetch_blocks > 1 and min(alike) < 2 * sampled_edge(experiment)
             ),
-            "a stage begins within a period of layers": any(
+            "a stage begins in the middle of a repeated group of layers": any(
                 count % period for count in (alike[0] - distinct, *alike[1:])
             ),
             "a full backward pass lies between a stage's first input gradients and its first weight gradients": (
                 is_file(parallelism.pp_schedule) and _splits_around_backward(read_schedule(parallelism.pp_schedule))
             ),
-            "a stage behind the first has no layers, or none but last ones that differ": min(alike[1:]) < 1,
+            "a stage after the first has no layers, or only last layers that differ": min(alike[1:]) < 1,
             "a rank has both copies of the embedding": (
                 spec is not None
                 and bool(spec.pipeline.copied)
@@ -246,7 +246,7 @@ def unsupported_reason(experiment: Experiment) -> str | None:
 
 
 def _splits_around_backward(orders: Schedule) -> bool:
-    """True if a full backward pass finds gradients of compiled graphs allocated, and others not."""
+    """True if a full backward pass finds the gradients of compiled graphs allocated but not the other gradients."""
     begun: set[tuple[int, str]] = set()
     for action in (action for order in orders for action in order):
         if action.kind == "B" and (action.stage, "I") in begun and (action.stage, "W") not in begun:
@@ -259,8 +259,8 @@ def sampled_edge(experiment: Experiment) -> int:
     """Blocks at each end of a sampled stage that are not repeated.
 
     Blocks prefetch and reduce for their neighbours; a tensor that all blocks of one kind save is released by the first.
-    An FSDP unit of experts in a block is gathered a block earlier, and its buffer freed in the next block with experts
-    that gathers: in a pipeline, a forward pass behind another finds the last block gathered.
+    A block's FSDP unit of experts is gathered a block earlier, and its buffer is freed in the next block with experts
+    that gathers, so that in a pipeline a forward pass after another finds the last block gathered.
     """
     parallelism, spec, (_, period) = experiment.parallelism, model_spec(experiment.model), repetition(experiment)
     # Gradients are reduced in the blocks of the last micro-batch, or parameters freed, behind the block's own pass.
@@ -272,14 +272,14 @@ def sampled_edge(experiment: Experiment) -> int:
         skipped = parallelism.pp > 1 and policy == "all_but_last"
         edge = max(edge, parallelism.prefetch_blocks + (1 + skipped) * (period // max(1, with_experts)))
     if spec is not None and spec.pipeline.extra_tokens:
-        # The conditioning's gradient is summed over blocks. A block's own part has the sum's size, and of two sampled
-        # blocks it cannot be said which one a release means.
+        # The conditioning's gradient is summed over blocks. A block's own part has the sum's size, and with two sampled
+        # blocks we cannot tell which one a release means.
         edge = max(edge, 2)
     return max(edge, period)
 
 
 def sampled_layers(experiment: Experiment) -> int:
-    """Layers of the small model without a pipeline: its last one is of the same kind as the run's."""
+    """Number of layers in the small model without a pipeline; its last layer is of the same kind as the run's."""
     (distinct, period), last = repetition(experiment), last_layers(experiment)
     few = distinct + 2 * sampled_edge(experiment) + period + last
     return few + (experiment.model.layers - few) % period
@@ -288,19 +288,20 @@ def sampled_layers(experiment: Experiment) -> int:
 def sampled_stages(experiment: Experiment, size: int | None) -> tuple[int, int, int]:
     """Layers of a sampled pipeline's first, middle and last stage, in whole periods, without `last_layers`.
 
-    `size` is as in `stage_sizes`.
+    `size` comes from `stage_sizes`.
     """
     (distinct, period), edge = repetition(experiment), sampled_edge(experiment)
     if size is not None:
         return distinct + size, max(size, period), size
     ends, middle = (-(-few // period) * period for few in (2 * edge, 2 * edge + period))
-    # A first stage does not split its backward pass, so that others' blocks are not like its own.
+    # A first stage does not split its backward pass, so other stages' blocks differ from its own.
     first = middle if ResolvedLayout.of(experiment).splits_backward else ends
     return distinct + first, middle, ends
 
 
 def stage_sizes(experiment: Experiment) -> list[int | None]:
-    """Size of each pipeline stage: its like layers if they are too few to be sampled by a larger stage, else None."""
+    """Sample size for each pipeline stage: its own number of equal layers if that is too small for a larger sample,
+    else None."""
     (distinct, _), edge = repetition(experiment), sampled_edge(experiment)
     if experiment.parallelism.pp == 1:
         return [None]
@@ -313,7 +314,7 @@ def stage_sizes(experiment: Experiment) -> list[int | None]:
 def recompute_modes(
     checkpointing: ActivationCheckpointConfig, layers: int
 ) -> tuple[list[ActivationCheckpointConfig], list[int]]:
-    """Activation checkpointing of different blocks, and the index of each block's."""
+    """Distinct activation checkpointing configurations of the blocks, and the index of each block's."""
     automatic = checkpointing.automatic
     if automatic is not None and automatic.every > 1 and automatic.more is None:
         every, modes = automatic.every, [checkpointing.with_blocks_alike(more=more) for more in (False, True)]
@@ -333,6 +334,6 @@ def is_worthwhile(layout: ResolvedLayout, checkpointing: ActivationCheckpointCon
         return layers >= SAMPLED_LAYERS and layers * (1 + micro_batches) > MIN_SPEEDUP * few
     lone = len({min(count, 2) for count in layout.layer_counts})
     per_rank = layers / layout.parallelism.pp
-    # Samples have up to three micro-batches, and those of stages whose first backward pass is split are others.
+    # Samples have up to three micro-batches; stages whose first backward pass is split need samples of their own.
     passes = 6 if layout.splits_backward else 3 if layout.reshard_policy != "never" else 2
     return ranks * per_rank * 2 * micro_batches > MIN_SPEEDUP * ways * lone * SAMPLED_BLOCKS * 2 * passes

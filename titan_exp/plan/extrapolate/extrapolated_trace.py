@@ -1,4 +1,4 @@
-"""Extrapolated traces: composed from samples of a small model, equal to full traces in every allocation.
+"""Extrapolated traces: full steps, composed from samples of a small model, that equal full traces in every allocation.
 
 A storage released but not allocated by a segment was allocated nearby: in the forward pass of the same block, in the
 next block, or in the first micro-batch. It is looked up at the same relative position in the full step; if missing,
@@ -48,8 +48,8 @@ from titan_exp.plan.trace.trace_step import HostUsage, Trace
 class EventComposer:
     """Composes the allocation events of a full step, segment by segment.
 
-    `blocks` has the number of blocks by stage; sizes are rounded up to `granularity`; `workspace` is allocated by the
-    matmul library's first call in each thread and kept.
+    `blocks` has the number of blocks by stage; sizes are rounded up to `granularity`; the matmul library allocates
+    `workspace` at its first call in each thread and keeps it.
     """
 
     def __init__(self, blocks: Mapping[int, int], granularity: int, workspace: int = 0) -> None:
@@ -154,8 +154,8 @@ class EventComposer:
     ) -> int:
         """Add an optimizer step of a rank with the same layers; returns the bytes of reduced gradients.
 
-        `gradients` has the storages of gradients, which parameters may share; `metrics` those of the
-        step's metrics in order.
+        `gradients` has the storages of gradients, which parameters may share; `metrics` has the storages of the step's
+        metrics, in order.
 
         Raises:
             ExtrapolationError: the optimizer step reads more than gradients and metrics.
@@ -199,12 +199,12 @@ class EventComposer:
     def _micros(
         self, sample: Sample, site: AllocationSite, source: StepPosition, at: StepPosition
     ) -> Sequence[int | None]:
-        """Micro-batch of an allocation, or several, of which it is the first that still holds it."""
+        """Micro-batches to look for an allocation in; it belongs to the first one that still holds it."""
         there = site.position
         if there.micro is not None and source.micro is not None:
             is_later = there.micro > source.micro
             if is_later or site.key.category == "gathered parameters":
-                # Passes free parameters that any other gathered: one at a time has them.
+                # A pass frees parameters that any other pass gathered, so one at a time holds them.
                 return [at.micro, *self._passed[at.step, at.stage, there.part[:1]][::-1]]
         return [self._micro(sample, there, source, at)]
 
@@ -241,7 +241,7 @@ class EventComposer:
 
 
 def _is_across(sample: Sample, there: StepPosition, source: StepPosition) -> bool:
-    """True if repeated blocks lie between two blocks of a sampled stage."""
+    """True if the repeated blocks lie between two blocks of a sampled stage."""
     if there.stage != source.stage or there.block is None or source.block is None or min(there.block, source.block) < 0:
         return False
     first, last = sorted((there.block, source.block))
@@ -250,7 +250,7 @@ def _is_across(sample: Sample, there: StepPosition, source: StepPosition) -> boo
 
 
 def _is_far(sample: Sample, there: StepPosition, source: StepPosition) -> bool:
-    """True if no block refers to another one at this distance by its place among repeated blocks."""
+    """True if the distance is too large for a block to refer to another by its place among repeated blocks."""
     assert there.block is not None, "across blocks"
     assert source.block is not None, "across blocks"
     return abs(there.block - source.block) > sample.edge
@@ -305,13 +305,13 @@ class TraceExtrapolator:
         pipeline_ranks: Collection[int],
         begin: Callable[[Callable[[], OptimizerStepTrace]], Call[OptimizerStepTrace]],
     ) -> None:
-        """Begin to trace the optimizer steps of several ranks by `begin`, if there are several."""
+        """Begin to trace the optimizer steps of several ranks by `begin`; does nothing if they share one."""
         calls = {self._shape(rank): self._tracing(rank) for rank in pipeline_ranks}
         if len(calls) > 1:
             self._optimizer_steps |= {shape: begin(call) for shape, call in calls.items()}
 
     def optimizer_step(self, pipeline_rank: int) -> OptimizerStepTrace:
-        """Setup and optimizer steps, shared by ranks with equal layer counts."""
+        """Trace of setup and optimizer steps, shared by ranks with equal layer counts."""
         shape = self._shape(pipeline_rank)
         found = self._optimizer_steps.get(shape)
         if not isinstance(found, OptimizerStepTrace):
@@ -403,7 +403,7 @@ class _Rank:
 
     def _replay(self, at: StepPosition, part: SampledPart, micro: int | None) -> None:
         source = StepPosition(at.step, part.stage, micro, part.part, part.block)
-        # Only actions name the block in their phase.
+        # Only actions have the block in the name of their phase.
         layer = None if micro is None or part.place is None else self._stages[at.stage].layers[part.place]
         self._composer.replay(self._samples[at.stage][part.mode], source, at, layer)
 
@@ -434,7 +434,7 @@ class _Rank:
 
 
 def _pass_costs(samples: Samples, stages: Sequence[StageShape], simulation: ScheduleSimulation) -> OpCosts:
-    """Costs of a rank's step before the optimizer step: prologue, actions and messages, gradient reductions."""
+    """Costs of a rank's step before the optimizer step: prologue, actions, messages and gradient reductions."""
     own, first = {stage.number: stage for stage in stages}, samples[stages[0].sample][0]
 
     def of_parts(stage: StageShape, parts: Iterable[SampledPart], micro: int | None) -> OpCosts:

@@ -1,9 +1,9 @@
 """Trace of the optimizer step: gradient clipping, the update, and released gradients.
 
-It depends only on a rank's layers, so it is traced without forward and backward, with empty gradients. That of a deep
-model without a pipeline is unrolled from those of three small ones, each a period of layers larger. A sequence has runs
-of periods, to each of which a larger model adds one at the end. Numbers in it, such as the number of an allocation or
-its size, are linear in the period and in the number of periods.
+It depends only on a rank's layers, so we trace it without forward and backward, on empty gradients. For a deep model
+without a pipeline, we unroll it from the steps of three small models, each larger by one period of layers. A sequence
+has runs of periods; a larger model adds one period at the end of each run. Numbers in it, such as the number or size of
+an allocation, are linear in the period's index and in the number of periods.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,16 +36,16 @@ class Token(NamedTuple):
     """Element of a sequence."""
 
     kind: tuple[Any, ...]
-    """What does not depend on the depth."""
+    """Part of the element that does not depend on the depth."""
     numbers: tuple[int, ...] = ()
-    """Numbers that depend on it."""
+    """Numbers that depend on the depth."""
 
 
 def unroll(sequences: Sequence[Sequence[Token]], periods: int) -> list[Token]:
-    """Sequence with `periods` more than the first of three, of which the second has one more and the third two.
+    """Unroll a sequence to `periods` more periods than the first of three; the second has one more, the third two more.
 
     Raises:
-        ExtrapolationError: a number is not linear, or more is added than a period.
+        ExtrapolationError: a number is not linear, or a model adds more than a period.
     """
     first, second, third = sequences
     if len(third) - len(second) != len(second) - len(first):
@@ -62,19 +62,20 @@ def unroll(sequences: Sequence[Sequence[Token]], periods: int) -> list[Token]:
 
 
 def _in_period(alone: Token, early: Token, late: Token, period: int, periods: int) -> Token:
-    """Token of an added period, from that of the only one, and those of two."""
+    """Token of an added period, from the only added period's token (`alone`) and the tokens of two added periods."""
     triples = zip(alone.numbers, early.numbers, late.numbers, strict=True)
     return Token(alone.kind, tuple(x + (y - x) * (periods - 1) + (z - y) * period for x, y, z in triples))
 
 
 def _outside(none: Token, one: Token, periods: int) -> Token:
-    """Token outside of added periods, from those of sequences with none and one."""
+    """Token outside of added periods, from sequences with none and one."""
     return Token(none.kind, tuple(x + (y - x) * periods for x, y in zip(none.numbers, one.numbers, strict=True)))
 
 
 def _added(first: Sequence[Token], second: Sequence[Token], third: Sequence[Token]) -> list[int]:
-    """Number of tokens that the second sequence adds before each of the first, and at the end, and the third twice: at
-    as few places as possible, with periods that continue those before them, and other numbers linear."""
+    """Number of tokens that the second sequence adds before each token of the first, and at the end. The third adds
+    twice as many. Chooses as few places as possible, so that periods continue the ones before them and all other
+    numbers are linear."""
     most, reached = len(second) - len(first), {0: (0, None)}
     for place in range(len(first) + 1):
         following: dict[int, tuple[int, Any]] = {}
@@ -106,7 +107,8 @@ def _is_linear(none: Token, one: Token, two: Token) -> bool:
 
 
 def _continues(second: Sequence[Token], third: Sequence[Token], one: int, two: int, length: int) -> bool:
-    """True if an added period differs from the tokens before it as the two of the third sequence do from each other."""
+    """True if an added period differs from the tokens before it as the third sequence's two periods differ from each
+    other."""
     if one < length or len(third) < two + 2 * length:
         return False
     return all(
@@ -124,9 +126,9 @@ def _difference(token: Token, other: Token) -> list[int] | None:
 
 
 _TRACES: dict[tuple[str, int, bool], "OptimizerStepTrace"] = {}
-"""Traces of the process by run, global rank and device type."""
+"""Traces in this process by run, global rank and device type."""
 MIN_DEPTH = 6
-"""Layers over those of the deepest small model from which on unrolling is faster than a trace."""
+"""Number of layers beyond the deepest small model at which unrolling becomes faster than tracing."""
 
 
 @dataclass(frozen=True)
@@ -134,15 +136,16 @@ class OptimizerStepTrace:
     """Setup and two optimizer steps of a rank, traced without passes."""
 
     setup: Sequence[Segment]
-    """Before the first step. Sizes on the device are not rounded up, as in `ends`."""
+    """Segments before the first step. Sizes on the device are not rounded up, as in `ends`."""
     ends: Sequence[Sequence[Segment]]
-    """Each optimizer step, from reduced gradients to the next step."""
+    """Segments of each optimizer step, from reduced gradients to the next step."""
     gradients: Sequence[Mapping[int, GradientKey]]
     """Parameters by the allocations of their placeholder gradients, for each step."""
     others: Sequence[Sequence[int]]
-    """Other prior allocations in order, for each step: placeholder metrics, and everything else that the step reads."""
+    """Other earlier allocations of each step, in order: placeholder metrics, and everything else that the step
+    reads."""
     costs: OpCosts
-    """Costs of the second step, without an exchange between worlds."""
+    """Costs of the second step, without the exchange between worlds."""
     parameters: int
     """Parameters of the whole model."""
     flops_per_token: float
@@ -160,14 +163,15 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
         depths = _depths(experiment)
         try:
             found = _unrolled(experiment, depths, cuda=cuda) if depths else None
-        except ExtrapolationError:  # an optimizer whose step is not linear in the layers
+        except ExtrapolationError:  # the optimizer's step is not linear in the layers
             found = None
         _TRACES[key] = found or _trace(experiment, rank, cuda=cuda)
     return _TRACES[key]
 
 
 def _depths(experiment: Experiment) -> range | None:
-    """Layers of three small models, a period apart, from which to unroll; None where a trace is as fast or another."""
+    """Layers of three small models, a period apart, to unroll from; None if a trace is as fast, or the model does not
+    repeat."""
     (distinct, period), last, layers = repetition(experiment), last_layers(experiment), experiment.model.layers
     few = distinct + last + 2 * period
     few += (layers - few) % period
@@ -177,7 +181,7 @@ def _depths(experiment: Experiment) -> range | None:
 
 
 def _unrolled(experiment: Experiment, depths: range, *, cuda: bool) -> OptimizerStepTrace:
-    """Trace of a model without a pipeline, unrolled from those of small ones.
+    """Trace of a model without a pipeline, unrolled from the traces of small models.
 
     Raises:
         ExtrapolationError: the step is not linear in the number of layers.
@@ -209,7 +213,7 @@ def _unrolled(experiment: Experiment, depths: range, *, cuda: bool) -> Optimizer
 
 
 def _tokens(trace: OptimizerStepTrace) -> list[Token]:
-    """Segments, gradients and others of a trace as one sequence."""
+    """Flatten the segments, gradients and others of a trace into one sequence."""
     found = list[Token]()
     for place, segments in enumerate((trace.setup, *trace.ends)):
         for segment in segments:
@@ -227,7 +231,7 @@ def _tokens(trace: OptimizerStepTrace) -> list[Token]:
 
 
 def _segments(tokens: Sequence[Token], place: int) -> Iterator[Segment]:
-    """Segments of the setup or of a step, from their tokens; their totals are not read."""
+    """Read the segments of the setup or of a step back from their tokens; totals are not read."""
     events = list[AllocationEvent]()
     for token in tokens:
         what, at, *rest = token.kind
@@ -245,13 +249,13 @@ def _key(gradient: Token) -> GradientKey:
 
 
 def _holds_batches(experiment: Experiment) -> bool:
-    """True if a rank holds the batches of a step before it, on its device or beside it: other GPUs hold copies."""
+    """True if a rank holds the batches of a step before it, on the device or beside it; other GPUs hold copies."""
     spec, on_gpu = model_spec(experiment.model), ResolvedLayout.of(experiment).device_type == "cuda"
     return not on_gpu or experiment.parallelism.cpu_offload or (spec is not None and spec.inputs is not None)
 
 
 def _without_passes(experiment: Experiment) -> Experiment:
-    """Variant of a run with equal optimizer steps: gradients of several micro-batches are summed in fp32."""
+    """Variant of a run with an equal optimizer step: gradients of several micro-batches are summed in fp32."""
     layout = ResolvedLayout.of(experiment)
     number = layout.gradient_accumulation if layout.parallelism.pp > 1 else min(layout.gradient_accumulation, 2)
     batch = layout.dp_degree * number

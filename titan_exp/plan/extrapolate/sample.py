@@ -1,7 +1,7 @@
-"""Samples: traced steps of small models, in segments by position, which make up a full step.
+"""Samples: traced steps of small models, cut into segments by position. A full step is made of them.
 
-Without a pipeline, five layers and three micro-batches. With a pipeline, a synthetic rank with every kind of stage and
-action, first and repeated; the schedule simulation tracks hidden states passed between stages.
+Without a pipeline, a sample has five layers and three micro-batches. With a pipeline, it is a synthetic rank with every
+kind of stage and action, first and repeated; the schedule simulation tracks the hidden states that stages exchange.
 """
 
 from collections import Counter, defaultdict
@@ -73,7 +73,7 @@ _CATEGORY = {"received": "communication", "made": "activations", "objective": "l
 
 
 class StorageKey(NamedTuple):
-    """Key of a segment's storages; equal keys are distinguished by order."""
+    """Key of a segment's storages; order distinguishes equal keys."""
 
     size: int
     role: int
@@ -87,9 +87,10 @@ class AllocationSite(NamedTuple):
     position: StepPosition
     key: StorageKey
     place: int
-    """Index among storages with the same key, from the last: the first block gathers for itself, too."""
+    """Index among storages with the same key, counted from the last, since the first block also gathers for itself."""
     first: int
-    """The same from the first, for parts outside blocks: a first micro-batch adds gradients of the head's weights."""
+    """Index counted from the first, for parts outside blocks, since a first micro-batch adds gradients of the head's
+    weights."""
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,17 @@ class Sample:
     distinct: int
     """Number of first blocks that differ from the rest."""
     period: int
-    """Number of other blocks after which their kinds repeat."""
+    """Period in which the kinds of the other blocks repeat."""
     edge: int
     """Blocks at each end of a stage that are not repeated."""
     last: int
-    """Number of last blocks of the model that differ from the rest, as in `layer_kinds.last_blocks`."""
+    """Number of last blocks of the model that differ from the rest, as in `eligibility.last_blocks`."""
     micro_batches: int
-    """Sampled micro-batches."""
+    """Number of sampled micro-batches."""
     backward: Sequence[str]
-    """Ways of backward passes in a pipeline, by micro-batch, as in `stages.backward_ways`."""
+    """Kinds of backward passes in a pipeline, by micro-batch, as in `backward_ways`."""
     hidden: Sequence[tuple[int, str]]
-    """Bytes and category of hidden states, by kind as in `ScheduleSimulation`."""
+    """Bytes and category of hidden states, by kind, as in `ScheduleSimulation`."""
     sends_complete: bool
     """True if sends complete immediately."""
     message: OpCosts
@@ -129,7 +130,7 @@ class Sample:
     results: Mapping[StepPosition, int]
     """Allocations of action results, by position."""
     saved_calls: tuple[str, ...]
-    """Automatic lists of selective activation checkpointing, in words."""
+    """Automatic lists of saved calls in selective activation checkpointing, in words."""
 
     @cached_property
     def blocks(self) -> dict[int, int]:
@@ -142,7 +143,7 @@ class Sample:
         return [stage for stage in self.blocks if stage != OTHER_RANK]
 
     def ways(self, micro: int) -> tuple[str, str]:
-        """Kinds of actions of a micro-batch's forward and backward pass."""
+        """Kinds of actions in a micro-batch's forward and backward pass."""
         return "F", "B" if WHOLE in self.layers else self.backward[micro]
 
     def last_of(self, stage: int) -> int:
@@ -156,7 +157,7 @@ class Sample:
     def block_like(self, stage: StageShape, place: int) -> tuple[int, int]:
         """Sampled stage and block that a stage's block repeats.
 
-        Blocks are counted from the nearer end where possible, because blocks prefetch and reduce for their neighbours.
+        Where possible, blocks count from the nearer end, because blocks prefetch and reduce for their neighbours.
         """
         sampled, last, count = stage.sampled, self.last_of(stage.sampled), len(stage.modes)
         left, alike = count - last - place, place - self.distinct_of(sampled)
@@ -191,13 +192,13 @@ class Sample:
 
     @property
     def last_micro(self) -> int | None:
-        """Last micro-batch; None in a pipeline, where it may be repeated."""
+        """Last micro-batch; None in a pipeline, where it may be a repeated one."""
         return self.micro_batches - 1 if WHOLE in self.layers else None
 
     @cached_property
     def roles(self) -> dict[tuple[int, int], int]:
-        """Index of each stream within its stage, by stage and stream number, in order of first use; host memory is
-        `HOST`, too."""
+        """Index of each stream within its stage, in order of first use, by stage and stream number. `HOST` memory
+        counts as a stream."""
         roles: dict[tuple[int, int], int] = {}
         used: Counter[int] = Counter()
         for position, segments in self.segments.items():
@@ -229,7 +230,7 @@ class Sample:
         return sites
 
     def metrics(self, step: int) -> list[int]:
-        """Allocations of a step's loss and other metrics, in order: in its prologue, released by no pass."""
+        """Allocations of a step's loss and other metrics, in order: made in its prologue, released by no pass."""
         own = [segment for at, segments in self.segments.items() if at.step == step for segment in segments]
         freed = {event.allocation for segment in own for event in segment.events if not event.size}
         return sorted(
@@ -237,7 +238,7 @@ class Sample:
         )
 
     def joined(self, kind: str, micro: int, *parts: str, block: int | None = None) -> Totals:
-        """Totals of parts of the second step, in a stage of one kind."""
+        """Totals of parts of the second step, in a stage of kind `kind`."""
         at = [StepPosition(1, SAMPLED_STAGES[kind], micro, part, block) for part in parts]
         return join_segments([segment for position in at for segment in self.segments.get(position, ())])
 
@@ -329,7 +330,7 @@ def _small_model(
 
 
 def _blocks(layers: Mapping[str, int], period: int) -> dict[int, int]:
-    """Number of blocks by stage number, from those by kind of stage."""
+    """Number of blocks by stage number, from the number of layers by kind of stage."""
     blocks = {SAMPLED_STAGES[kind]: count for kind, count in layers.items()}
     return blocks if WHOLE in layers else {**blocks, OTHER_RANK: period}
 
@@ -337,10 +338,10 @@ def _blocks(layers: Mapping[str, int], period: int) -> dict[int, int]:
 def _segments_of_passes(
     segments: Iterable[Segment], blocks: Mapping[int, int]
 ) -> tuple[dict[StepPosition, list[Segment]], list[Segment]]:
-    """Segments before the optimizer step by position, and segments of messages between actions.
+    """Segments before the optimizer step, by position, and the segments of messages between actions.
 
-    Blocks are numbered within their stage, of which `blocks` has the number of each; so are parameter groups, and that
-    of a stage's other parameters comes first, as -1.
+    Blocks are numbered within their stage; `blocks` has their number per stage. Parameter groups are numbered likewise;
+    the group of a stage's other parameters comes first, as -1.
     """
     passes, between = defaultdict[StepPosition, list[Segment]](list), list[Segment]()
     for segment in segments:
@@ -363,7 +364,8 @@ def _segments_of_passes(
 
 
 def _allocations_of_hidden_states(results: Collection[int], between: Iterable[Segment]) -> frozenset[int]:
-    """Hidden states: results of actions, and what messages between actions allocate; these release nothing else."""
+    """Allocations of hidden states: results of actions, and allocations by messages between actions, which release
+    nothing else."""
     events = [event for segment in between for event in segment.events]
     hidden = frozenset((*results, *(event.allocation for event in events if event.size)))
     if any(not event.size and event.allocation > 0 and event.allocation not in hidden for event in events):
@@ -401,7 +403,7 @@ def _hidden_states(tracker: SegmentTracker, experiment: Experiment) -> list[tupl
 
 
 def _message(costs: OpCosts) -> OpCosts:
-    """Costs of one of several messages, each of one send and one receive."""
+    """Costs of one message, from several, each of one send and one receive."""
     sent, share = sum(calls for (_, kind), calls in costs.calls.items() if kind == "send"), OpCosts()
     if sent:
         share.bytes_moved, share.operators = costs.bytes_moved // sent, costs.operators // sent

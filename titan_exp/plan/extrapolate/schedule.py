@@ -24,22 +24,22 @@ from titan_exp.plan.roofline import schedule_and_bubble
 WHOLE, FIRST, MIDDLE, LAST = "whole", "first", "middle", "last"
 """Kinds of stages: whole model; with the embedding, middle, with the head."""
 SAMPLED_STAGES = {WHOLE: 0, FIRST: 0, MIDDLE: 1, LAST: 3}
-"""Stage numbers in a sample, by kind."""
+"""Stage number in a sample, by kind of stage."""
 OTHER_RANK = 2
-"""Number of the stage of a sample's other rank, which has one period of layers."""
+"""Stage number of a sample's other rank; that stage has one period of layers."""
 
 
 class ExtrapolationError(Exception):
-    """Samples do not determine the full step, which has to be traced."""
+    """The samples do not determine the full step, so it must be traced."""
 
 
 class SampleKey(NamedTuple):
     """Everything that distinguishes the samples of a run's stages."""
 
     size: int | None
-    """Size of the stages, as in `eligibility.stage_sizes`."""
+    """Size of the stages, from `eligibility.stage_sizes`."""
     ways: tuple[str, ...]
-    """Backward passes of its micro-batches, as in `backward_ways`."""
+    """Backward passes of its micro-batches, from `backward_ways`."""
     resharded: bool = False
     """True if parameters are gathered again for each micro-batch."""
 
@@ -47,8 +47,8 @@ class SampleKey(NamedTuple):
     def order(self) -> Iterator[tuple[str, int]]:
         """Kinds and micro-batches of a sampled stage's actions.
 
-        With `resharded`, passes find parameters as the pass before leaves them: forward passes follow none, a forward
-        and a backward pass, and later backward passes either.
+        With `resharded`, a pass finds parameters as the previous pass left them. So there are forward passes after no
+        pass, after a forward and after a backward pass, and later backward passes after either.
         """
         if self.resharded:
             return zip("FFBFBB", (0, 1, 0, 2, 1, 2), strict=True)
@@ -75,7 +75,7 @@ class StageShape:
         return self.modes[place] if self.modes else 0
 
     def last_mode(self, kind: str) -> int:
-        """Mode of the block that an action of a kind passes last."""
+        """Activation checkpointing mode of the block that an action of a kind passes last."""
         return self.mode(-1 if kind == "F" else 0)
 
     @property
@@ -85,7 +85,7 @@ class StageShape:
 
 
 class SampledPart(NamedTuple):
-    """Part of a stage's action or gradient reduction, and the sampled part that it repeats."""
+    """Part of a stage's action or gradient reduction, with the sampled part that it repeats."""
 
     mode: int
     """Index of the activation checkpointing mode whose sample it repeats."""
@@ -139,9 +139,9 @@ def sample_keys(experiment: Experiment) -> list[SampleKey]:
 
 
 def backward_ways(orders: Schedule) -> dict[int, tuple[str, ...]]:
-    """Backward passes of a sample's micro-batches, by stage: `B` is a full one, `IW` a split one.
+    """Kinds of backward passes of a sample's micro-batches, by stage: `B` is full, `IW` split.
 
-    The first is that of the stage, which allocates its gradients; then each of the schedule's, repeated.
+    The first is the stage's first pass, which allocates its gradients; each kind in the schedule follows, repeated.
     """
     ways = {"B": "B", "I": "IW"}
     found = [(action.stage, ways[action.kind]) for order in orders for action in order if action.kind in ways]
@@ -150,7 +150,7 @@ def backward_ways(orders: Schedule) -> dict[int, tuple[str, ...]]:
 
 
 KINDS = ("received", "made", "objective")
-"""Kinds of hidden states and gradients: received from another rank; of this rank; the last stage's objective."""
+"""Kinds of hidden states and gradients: received from another rank, made on this rank, the last stage's objective."""
 
 
 @dataclass(frozen=True)
@@ -160,18 +160,18 @@ class ScheduledAction:
     action: Action
     """Stage, kind and micro-batch."""
     sampled: int
-    """Equivalent micro-batch of a sample: 0 for the stage's first action that allocates gathered parameters or
-    gradients, a later one of `backward_ways` for others; 2 for the last one without a pipeline, which reduces
-    gradients."""
+    """Equivalent micro-batch of a sample. 0 is the stage's first action that allocates gathered parameters or
+    gradients, a later one of `backward_ways` stands for others, and 2 is the last micro-batch without a pipeline, which
+    reduces gradients."""
 
 
 class SimulationEvent(NamedTuple):
     """Event of a schedule simulation."""
 
     what: str
-    """`begin` and `end` of an action; `allocate` and `release` of hidden states."""
+    """Kind of event: `begin` and `end` of an action; `allocate` and `release` of hidden states."""
     which: int
-    """Number of the action or of the hidden states."""
+    """Index of the action or of the hidden states."""
     kind: int = 0
     """Index in `KINDS` of allocated hidden states."""
 
@@ -198,7 +198,7 @@ class _Recorder:
 
 
 class _Hidden:
-    """Placeholder with the lifetime of hidden states."""
+    """Placeholder whose lifetime is that of hidden states."""
 
     def __init__(self, recorder: _Recorder, kind: int) -> None:
         self._recorder, self._number = recorder, recorder.count
@@ -273,9 +273,9 @@ class _Stage:
 
 
 class _SampledActions:
-    """Micro-batches of a sample, for each action of a stage the one that does the same.
+    """Chooses, for each action of a stage, the sampled micro-batch that does the same.
 
-    `ways` and `resharded` as in `SampleKey`.
+    `ways` and `resharded` are as in `SampleKey`.
     """
 
     def __init__(self, ways: Sequence[str], resharded: bool) -> None:
@@ -324,7 +324,7 @@ class _Transport:
 def simulate_rank(
     layout: ResolvedLayout, rank: int, *, sends_complete: bool, passes: int | None = None
 ) -> ScheduleSimulation:
-    """Simulate a pipeline rank's step; `passes` of micro-batches through the pipeline are by default those of a step.
+    """Simulate a pipeline rank's step, or a given number of `passes` of micro-batches through the pipeline.
 
     Sends complete immediately if `sends_complete`. On CUDA the host queries a GPU event (`WorkNCCL::isCompleted`)
     queued behind several micro-batches of kernels, so sent tensors are held until the wait at the end of the pass.
@@ -381,4 +381,4 @@ def microbatch_loop(micro_batches: int, sampled: int) -> ScheduleSimulation:
 
 
 def _compute(*_: Any) -> Any:
-    """No computation."""
+    """Computation that does nothing."""

@@ -1,14 +1,15 @@
-"""Check of a run's user code before it is queued: imports, signatures, and the model built on the meta device.
+"""Check of your code before a run is queued: imports, signatures, and the model built on the meta device.
 
 Runs in a child process of the launcher, which itself imports neither torch nor user code.
 """
 
+import copy
 import inspect
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
 from titan_exp.checkpoint.formats.mapping import check_tensors
 from titan_exp.checkpoint.optimizer_state import (
@@ -53,15 +55,15 @@ from titan_exp.trainer.objective import build_objective
 from titan_exp.trainer.parts import build_part
 
 STEPS, RESTORED_AFTER = 12, (1, 9)
-"""Steps of the trial, and those after which its state is restored into a new optimizer."""
+"""Steps of the trial, and the steps after which its state is restored into a new optimizer."""
 LARGEST_SIDE = 32
-"""Size to which the dims of parameters are cut."""
-_WITHOUT = "or train without checkpoints: checkpoint=none"
+"""Size to which parameter dims are cut."""
+_WITHOUT = "or train without checkpoints (checkpoint=none)"
 
 
 def optimizer_violations(named: Sequence[NamedParameter], experiment: Experiment) -> Iterator[Violation]:
-    """Violations of an optimizer of a model's parameters, which may be on the meta device: steps that fail, and state
-    that a checkpoint or another world would lose."""
+    """Violations by an optimizer of a model's parameters, which may be on the meta device: its steps fail, or a
+    checkpoint or another world would lose some of its state."""
     name, saves = (
         experiment.optimizer.name,
         experiment.checkpoint.mode != "off" or experiment.cluster.worlds > 1,
@@ -73,8 +75,8 @@ def optimizer_violations(named: Sequence[NamedParameter], experiment: Experiment
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
     if required:
-        reason = f"its step() needs {', '.join(required)}, and a run calls step() after the gradients of a batch"
-        yield Violation("optimizer.name", name, reason, "optimizer=adamw, or another whose step() needs no argument")
+        reason = f"its step() needs {', '.join(required)}, and a run calls step() without arguments"
+        yield Violation("optimizer.name", name, reason, "give each argument a default, or use optimizer=adamw")
         return
     try:
         others = list[_Trial]()
@@ -85,19 +87,20 @@ def optimizer_violations(named: Sequence[NamedParameter], experiment: Experiment
                 if step in RESTORED_AFTER and saves:
                     others.append(trial.restored())
     except UnsavedStateError as error:
-        yield Violation("optimizer.name", name, str(error), f"keep none of it in the optimizer, {_WITHOUT}")
+        yield Violation("optimizer.name", name, str(error), f"remove it from the optimizer, {_WITHOUT}")
         return
     except Exception:
-        if device_type(experiment.cluster) == "cuda":  # an optimizer may need a GPU
+        if device_type(experiment.cluster) == "cuda":  # the optimizer may need a GPU
             return
         raise
     yield from _sharded_violations(named, experiment)
     for other, after in zip(others, RESTORED_AFTER, strict=False):
         if trial.weights_differ(other):
-            kept = ", ".join(f"self.{key}" for key in trial.hidden_state(other)) or "state"
+            lost = _lost_attributes(named, experiment, after, trial.differing_attributes(other))
+            kept = ", ".join(f"self.{key}" for key in lost) or "state"
             reason = (
-                f"restored after step {after}, it takes other steps than without: it keeps {kept} outside of "
-                "optimizer.state and optimizer.param_groups, which a checkpoint does not carry"
+                f"after a restart from the checkpoint of step {after} it takes other steps, because it keeps {kept} "
+                "outside of optimizer.state and optimizer.param_groups, and a checkpoint holds only these two"
             )
             remedy = f"keep it in self.state[parameter] or in self.param_groups, {_WITHOUT}"
             yield Violation("optimizer.name", name, reason, remedy)
@@ -105,7 +108,7 @@ def optimizer_violations(named: Sequence[NamedParameter], experiment: Experiment
 
 
 class _Trial:
-    """An optimizer of small parameters with gradients that are a function of the step."""
+    """Optimizer of small parameters whose gradients are a function of the step."""
 
     def __init__(self, named: Sequence[NamedParameter], experiment: Experiment) -> None:
         self._named, self._experiment = named, experiment
@@ -136,11 +139,11 @@ class _Trial:
         self.optimizer.zero_grad()
 
     def values(self) -> dict[str, Any]:
-        """Values of the optimizer as a checkpoint has them."""
+        """Values of the optimizer that a checkpoint has."""
         return json.loads(json.dumps(optimizer_values([self._model], self.optimizer)))
 
     def restored(self) -> "_Trial":
-        """Another trial with this one's weights and state, as through a checkpoint."""
+        """New trial with this one's weights and state, as if through a checkpoint."""
         tensors, values = optimizer_state_dict([self._model], self.optimizer), self.values()
         other = _Trial([replace(one, parameter=_copy(one.parameter)) for one in self._named], self._experiment)
         prepare_optimizer_state([other._model], other.optimizer, saved_tensors(tensors), values)
@@ -150,24 +153,51 @@ class _Trial:
         return other
 
     def weights_differ(self, other: "_Trial") -> bool:
-        """True if a parameter is another."""
+        """True if any weight differs."""
         pairs = zip(self._named, other._named, strict=True)
         return not all(_equal(one.parameter, two.parameter) for one, two in pairs)
 
-    def hidden_state(self, other: "_Trial") -> list[str]:
-        """Attributes that differ, of numbers, tensors and containers of them."""
+    def differing_attributes(self, other: "_Trial") -> list[str]:
+        """Attributes that differ between two trials: numbers, tensors, and containers of them without parameters."""
         mine, others = vars(self.optimizer), vars(other.optimizer)
         kinds = (bool, int, float, list, tuple, dict, Tensor)
         known = ("state", "param_groups", "defaults")
         return [
             key
             for key, value in mine.items()
-            if key not in known and type(value) in kinds and not same_value(value, others.get(key))
+            if key not in known
+            and type(value) in kinds
+            and not any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(value))
+            and not same_value(value, others.get(key))
         ]
 
 
+def _lost_attributes(
+    named: Sequence[NamedParameter], experiment: Experiment, after: int, differing: list[str]
+) -> list[str]:
+    """Attributes without which an optimizer, restored after a step, takes other steps. Each step computes the others
+    anew, and they differ because the weights do. Returns all if the differing ones do not explain the difference."""
+
+    def agrees(carried: Collection[str]) -> bool:
+        with _fake_ranks(1):
+            trial = _Trial(_samples(named), experiment)
+            for step in range(1, after + 1):
+                trial.step(step)
+            other, mine = trial.restored(), vars(trial.optimizer)
+            vars(other.optimizer).update({key: copy.deepcopy(mine[key]) for key in carried if key in mine})
+            for step in range(after + 1, STEPS + 1):
+                trial.step(step)
+                other.step(step)
+            return not trial.weights_differ(other)
+
+    with suppress(Exception):  # a value that has no copy
+        if len(differing) > 1 and agrees(differing):
+            return [key for key in differing if not agrees({*differing} - {key})] or differing
+    return differing
+
+
 def _sharded_violations(named: Sequence[NamedParameter], experiment: Experiment) -> Iterator[Violation]:
-    """Violations of steps on sharded parameters, whose numbers mean nothing here."""
+    """Violations by steps on sharded parameters, whose results mean nothing here."""
     degrees = experiment.parallelism.dp_shard, experiment.parallelism.tp
     if max(degrees) == 1:
         return
@@ -183,18 +213,18 @@ def _sharded_violations(named: Sequence[NamedParameter], experiment: Experiment)
                 trial.step(step)
             trial.values()
         except UnsavedStateError as error:
-            yield Violation("optimizer.name", name, str(error), f"keep none of it in the optimizer, {_WITHOUT}")
+            yield Violation("optimizer.name", name, str(error), f"remove it from the optimizer, {_WITHOUT}")
         except Exception as error:
-            # Other errors may be of what other ranks would have sent.
+            # Other errors may come from data that other ranks would have sent.
             if "sharding" in str(error).lower():
                 reason = f"torch cannot shard an operation of its step: {str(error).partition(chr(10))[0][:200]}"
-                remedy = f"parallelism.{key}=1; or compute on parameter.to_local()"
+                remedy = f"use parallelism.{key}=1, or compute on parameter.to_local()"
                 yield Violation(f"parallelism.{key}", degree, f"{name}: {reason}", remedy)
 
 
 @contextmanager
 def _fake_ranks(count: int) -> Iterator[None]:
-    """Process group of ranks of which the others send nothing."""
+    """Join a process group whose other ranks send nothing."""
     if dist.is_initialized():
         yield
         return
@@ -206,7 +236,7 @@ def _fake_ranks(count: int) -> Iterator[None]:
 
 
 def _samples(named: Sequence[NamedParameter]) -> list[NamedParameter]:
-    """Two parameters of each role and number of dims, cut and with random values."""
+    """Two parameters of each role and number of dims, cut to a small size, with random values."""
     torch.manual_seed(0)
     taken, samples = Counter[tuple[str, int]](), []
     for one in named:
@@ -232,28 +262,28 @@ DECAY_SAMPLES = 1000
 
 def check_user_code(experiment: Experiment) -> None:
     """Check every import path of a run with a resolved layout. Raises UserCodeError with every violation, and the
-    user's frames of exceptions."""
+    frames of exceptions in your code."""
     messages, found = list[str](), list[Violation]()
     for key, check in _CHECKS.items():
         paths = import_paths(experiment, [key]).values()
         if not paths:
             continue
         try:
-            with failing_user_code(experiment, f"{key}={', '.join(paths)} fails before the run is started:"):
+            with failing_user_code(experiment, f"{key}={', '.join(paths)} fails before the run starts:"):
                 found += check(experiment)
         except UserError as error:
             found += error.violations
             if not error.violations:
                 messages.append(str(error))
     if messages or found:
-        raise UserCodeError("\n".join(messages or ["This run cannot be started."]), found)
+        raise UserCodeError("\n".join(messages or ["This run cannot start."]), found)
 
 
 @contextmanager
 def failing_user_code(experiment: Experiment, what: str) -> Iterator[None]:
     """Convert an exception of the run's user code into a UserCodeError that begins with `what`.
 
-    Exceptions without a user's frame, and those of fake tensors where real ones would work, pass unchanged.
+    Exceptions without a frame in your code, and exceptions that only fake tensors raise, pass unchanged.
     """
     # Torch logs a traceback of every fake kernel that fails.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -271,11 +301,11 @@ def failing_user_code(experiment: Experiment, what: str) -> Iterator[None]:
 
 
 def _is_limitation(error: Exception, experiment: Experiment) -> bool:
-    """True if planning raised an exception that training would not: values and memory of fake tensors, GPUs that are
-    absent here, and errors of the planner itself."""
+    """True if planning raised an exception that training would not: values and memory that fake tensors lack, GPUs that
+    are absent here, errors of the planner itself."""
     kind, raised_in = type(error), innermost_module(error)
     if kind.__module__.startswith(("torch._subclasses", "torch.fx.experimental")):
-        # A tensor that was left on the meta device is there in training too.
+        # A tensor left on the meta device is there in training, too.
         return kind.__name__ != "FakeTensorDeviceMismatchError" or "meta" not in str(error)
     absent = ("torch.cuda",) if device_type(experiment.cluster) == "cuda" else ()
     if raised_in.split(".")[0] == "triton" or raised_in.startswith(("titan_exp.plan", *absent)):
@@ -284,7 +314,7 @@ def _is_limitation(error: Exception, experiment: Experiment) -> bool:
 
 
 _FAKE_ONLY = ("numpy() is not supported for tensor subclasses", "data pointer of Tensor", "on meta tensors")
-"""Messages of torch about tensors without values."""
+"""Messages of torch about tensors that have no values."""
 
 
 def _model(experiment: Experiment) -> Iterable[Violation]:
@@ -308,7 +338,7 @@ def _model(experiment: Experiment) -> Iterable[Violation]:
 
 
 def _build(experiment: Experiment) -> nn.Module:
-    """Build the model as the trainer does. Attention kernels allocate nothing, so that any of them will do."""
+    """Build the model as the trainer does. Attention kernels allocate nothing here, so any of them will do."""
     with torch.device("meta"):
         return build_model(experiment.model, seq_len=experiment.training.seq_len, attention_backend="math")
 
@@ -333,9 +363,9 @@ def _parametrization(experiment: Experiment) -> Iterator[Violation]:
     unknown = [key for key in scales if spec is not None and key not in spec.shapes]
     if wrong or unknown:
         reason = (
-            f"the value of {wrong[0]} is no ParameterScale" if wrong else f"the model has no parameter {unknown[0]}"
+            f"the value of {wrong[0]} is not a ParameterScale" if wrong else f"the model has no parameter {unknown[0]}"
         )
-        remedy = "return a ParameterScale by full parameter name, as in spec.shapes"
+        remedy = "return a dict from parameter names, as in spec.shapes, to ParameterScale"
         yield Violation("parametrization.name", name, reason, remedy)
 
 
@@ -345,10 +375,11 @@ def _objective(experiment: Experiment) -> Iterator[Violation]:
     shard = VocabShard(0, all_reduce_sum=torch.clone, all_reduce_max=torch.clone) if sharded else None
     objective = build_objective(experiment.training, experiment.compile, shard)
     if not callable(objective):
-        reason, remedy = "its objects cannot be called", "define __call__(self, model, batch, hidden=None)"
+        reason, remedy = "an object of it cannot be called", "define __call__(self, model, batch, hidden=None)"
         yield Violation("training.objective", experiment.training.objective, reason, remedy)
     elif "hidden" not in inspect.signature(objective).parameters and parallelism.pp > 1:
-        reason, remedy = f"{type(objective).__name__}.__call__ takes no `hidden`", "parallelism.pp=1"
+        reason = f"a pipeline passes hidden states as `hidden`, which {type(objective).__name__}.__call__ does not take"
+        remedy = "add the argument hidden=None, or use parallelism.pp=1"
         yield Violation("parallelism.pp", parallelism.pp, reason, remedy)
 
 
@@ -373,13 +404,13 @@ def _decay(experiment: Experiment) -> Iterator[Violation]:
     for step in range(steps, steps - decayed, -max(1, decayed // DECAY_SAMPLES)):
         rate = schedule(step)
         if not 0 <= rate <= 1:
-            reason = f"at step {step} its factor makes the learning rate {rate:g} of the peak"
+            reason = f"at step {step} its factor makes the learning rate {rate:g} times the peak"
             yield Violation("lr_schedule.decay", experiment.lr_schedule.decay, reason, "return a factor in [0, 1]")
             return
 
 
 def _source(experiment: Experiment) -> tuple[()]:
-    check_source(experiment.data, evaluates=bool(experiment.training.evaluate_every))
+    check_source(experiment.data, evaluates=experiment.evaluation.enabled)
     return ()
 
 
@@ -393,4 +424,4 @@ _CHECKS: dict[str, Callable[[Experiment], Iterable[Violation]]] = {
     "lr_schedule.decay": _decay,
     "data.source": _source,
 }
-"""Violations of user code, by the key that names it. Its exceptions are those of the code."""
+"""Checks of user code, by the key that names it. Exceptions in them come from that code."""

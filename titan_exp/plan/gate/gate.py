@@ -1,19 +1,15 @@
-"""Memory check: compares a run's predicted memory with its device's capacity. Imports no torch.
+"""Memory gate: compares a run's predicted memory with its device's capacity. Imports no torch.
 
-An upper bound from shapes decides small runs; the others are predicted.
+An upper bound from shapes decides small runs; we predict the others.
 """
 
-import itertools
-import math
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.errors.user_error import UserError, shown
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
@@ -24,28 +20,29 @@ from titan_exp.plan.cuda.caching_allocator import STEPS
 from titan_exp.plan.cuda.devices import SAVE_PROCESS_GB, DeviceMemory, device_memory_of, symmetric_memory
 from titan_exp.plan.gate.predictions import PredictionRequest, predict_many
 from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, exchange_of
-from titan_exp.plan.search.layouts import LOSS_CHUNK, MICRO_BATCH, MODE, Move, further_moves, moves, with_values
+from titan_exp.plan.search.layouts import with_values
 from titan_exp.rules import check
 from titan_exp.tracking.number_format import GIB, format_bytes
 
 BYTES_PER_PARAMETER = 128
-"""20 for weight, gradient and three numbers of optimizer state; 28 for FSDP's gathered and reduced copies; 20 for
-temporaries of the update and of clipping; 28 for the copies of an asynchronous save; 32 as margin."""
+"""Bytes per parameter in the upper bound: 20 for weight, gradient and three elements of optimizer state; 28 for FSDP's
+gathered and reduced copies; 20 for temporaries of the update and of clipping; 28 for the copies of an asynchronous
+save; 32 as margin."""
 BYTES_PER_STATE = 12
-"""Each further number of optimizer state, its copy in a save, and a temporary."""
+"""Bytes per further element of optimizer state: itself, its copy in a save, and a temporary."""
 PROCESS_OVERHEAD = {"cpu": 2**30, "cuda": 4 * 2**30}
 """Non-tensor bytes: Python and torch on a CPU (a third to a half of it, measured); on CUDA the context, and the
 workspaces and buffers of cuBLAS and NCCL."""
 
 
 def upper_bound(experiment: Experiment) -> int | None:
-    """Upper bound of any rank's process in bytes; None with a user-defined model or optimizer."""
+    """Upper bound of any rank's process in bytes; None with your own model or optimizer."""
     spec = model_spec(experiment.model)
     state = experiment.optimizer.max_state
     if spec is None or state is None:
         return None
     layout, seq = ResolvedLayout.of(experiment), experiment.training.seq_len
-    # Through symmetric memory, every tensor of rows has room for those of all ranks.
+    # With symmetric memory, every tensor of rows has room for the rows of all ranks.
     room = layout.parallelism.ep if layout.parallelism.symmetric_exchange else 1
     blocks = sum(_numbers_per_token(layer, seq, room) for layer in spec.blocks)
     ends = (6 * spec.vocab_size + 4 * spec.dim) * (1 + len(spec.mtp_layers))
@@ -63,8 +60,8 @@ def upper_bound(experiment: Experiment) -> int | None:
 
 
 def _numbers_per_token(layer: LayerSpec, seq: int, room: int) -> int:
-    """Upper bound of elements that a block keeps per token, with their gradients: eight times each linear's output
-    (rotated, cast, split), of experts for `room` times the rows, and all attention scores."""
+    """Upper bound of elements that a block keeps per token, gradients included: eight times each linear's output
+    (rotated, cast, split), with `room` times the rows for experts, plus all attention scores."""
     rows = ((linear, room if linear.experts > 1 else 1) for linear in layer.linears)
     outputs = sum(linear.outputs * linear.active_experts * times for linear, times in rows)
     scores = 0 if layer.attention is None else 6 * layer.attention.heads * seq
@@ -80,17 +77,17 @@ class MemoryCheck:
     device_memory: DeviceMemory | None
     """Memory of the device; None with plan.gate=off."""
     bound: int | None = None
-    """Upper bound per process in bytes; None if it does not decide."""
+    """Upper bound per process in bytes; None if it is too loose to decide."""
     prediction: Prediction | None = None
     """Predicted peaks, if needed or requested."""
     why_not: str = ""
-    """Reason for neither bound nor prediction; else empty."""
+    """Reason why there is neither bound nor prediction; else empty."""
     user_error: str = ""
     """Failure of the run's user code, with its frames; else empty."""
 
     @property
     def planned(self) -> tuple[Prediction, DeviceMemory]:
-        """Prediction of a run that was planned, as all that are refused, and its memory."""
+        """Prediction and device memory of a run that was planned; every refused run was."""
         assert self.prediction is not None, "an upper bound refuses nothing"
         assert self.device_memory is not None, "plan.gate=off refuses nothing"
         return self.prediction, self.device_memory
@@ -122,7 +119,7 @@ class MemoryCheck:
 
 
 def staged(experiment: Experiment, rank: RankPrediction) -> int:
-    """Bytes of the state's copy on a CPU, while an asynchronous save is written beside training."""
+    """Bytes of the state's copy on a CPU while an asynchronous save is written."""
     if device_type(experiment.cluster) != "cpu" or not experiment.checkpoint.mode.startswith("async"):
         return 0
     return rank.saved + (round(SAVE_PROCESS_GB * 1e9) if experiment.checkpoint.mode == "async_process" else 0)
@@ -147,11 +144,11 @@ def check_memory(
 
 
 def explain_fit(memory_check: MemoryCheck) -> str:
-    """Sentence about a run that fits: what its processes need, and what is left."""
+    """Sentence about a run that fits: the memory that its processes need, and the rest."""
     prediction, memory = memory_check.planned
     needed, room = memory_check.needed or 0, memory.capacity or 0
     who = "its process needs" if memory.sharing == 1 else f"the {memory.sharing} ranks that share its memory need"
-    text = f"Fits, {format_bytes(room - needed)} of {memory.name}'s {format_bytes(room)} are left: {who} "
+    text = f"Fits, with {format_bytes(room - needed)} of {memory.name}'s {format_bytes(room)} left: {who} "
     return f"{text}{format_bytes(needed)}. {breakdown(memory_check, prediction.largest)}"
 
 
@@ -170,12 +167,12 @@ def explain_oom(memory_check: MemoryCheck) -> str:
     who = f"pipeline rank {largest.pipeline_rank} of {len(prediction.ranks)}" if len(prediction.ranks) > 1 else "a rank"
     text = f"{who} needs {format_bytes(memory_check.process_bytes(largest))} at its peak ({largest.during})"
     if memory.sharing > 1:
-        text += f", the {memory.sharing} ranks that share its memory {format_bytes(memory_check.needed or 0)}"
-    return f"{text}; {memory.name} has {format_bytes(memory.capacity or 0)}.\n  {breakdown(memory_check, largest)}"
+        text += f", and the {memory.sharing} ranks that share its memory {format_bytes(memory_check.needed or 0)}"
+    return f"{text}, and {memory.name} has {format_bytes(memory.capacity or 0)}.\n  {breakdown(memory_check, largest)}"
 
 
 def breakdown(memory_check: MemoryCheck, rank: RankPrediction) -> str:
-    """Breakdown of a process's memory, the largest category of its peak first."""
+    """Breakdown of a process's memory, largest category first."""
     parts = sorted(((size, name) for name, size in rank.by_category.items()), reverse=True)
     if rank.reserved is not None:
         parts.append((rank.reserved - rank.allocated, "reserved but not allocated"))
@@ -200,7 +197,7 @@ def plan_record(memory_check: MemoryCheck) -> dict[str, Any] | None:
     if prediction is None:
         return record
     experiment, speed = memory_check.experiment, prediction.tokens_per_second_per_device
-    # `memory` of metrics.jsonl counts allocated tensors on a GPU and the whole process on a CPU, both of rank 0.
+    # `memory` in metrics.jsonl is rank 0's: allocated tensors on a GPU, the whole process on a CPU.
     process = memory.overhead + staged(experiment, prediction.ranks[0])
     return {
         **record,
@@ -224,6 +221,15 @@ def _check_by_bound(experiment: Experiment, runs: Path) -> MemoryCheck:
     return MemoryCheck(experiment, memory, bound if fits else None)
 
 
+def fits_unsharded(experiment: Experiment, runs: Path) -> bool:
+    """True if the upper bound of a run with a resolved layout says that `parallelism.dp_shard=1` would fit, too."""
+    alone = with_values(experiment, {"parallelism.dp_shard": 1})
+    with suppress(UserError):
+        check(alone)
+        return _check_by_bound(alone, runs).bound is not None
+    return False
+
+
 def _request(memory_check: MemoryCheck) -> PredictionRequest | None:
     """Request for a run that needs a prediction or has user code."""
     experiment, memory = memory_check.experiment, memory_check.device_memory
@@ -236,167 +242,4 @@ def _request(memory_check: MemoryCheck) -> PredictionRequest | None:
 
 
 _UNNEEDED = NotPredicted("")
-"""Answer for a run of which only the user code is checked."""
-
-
-MAX_SUGGESTIONS = 3
-TIME_LIMIT = 60.0
-"""Time limit in seconds; no further combination is predicted after it."""
-BATCH = 2
-"""Number of combinations predicted together."""
-COPY = "copy of the state"
-"""Category of what an asynchronous save holds on a CPU."""
-RECOMPUTATION = {"selective": (2.0, 0.25), "full": (5.0, 0.02)}
-"""Cost and best-case factor of activations, by suggested value of activation_checkpoint.mode."""
-OF_MICRO_BATCH = ("activations", "loss", "communication", "other")
-"""Memory categories in proportion to the size of micro-batches."""
-SHARDED = ("parameters", "gradients", "optimizer")
-"""Memory categories divided by the number of shards."""
-
-
-@dataclass(frozen=True)
-class Offer:
-    """Move that saves memory; the default is none."""
-
-    move: Move | None = None
-    option: str = ""
-    """Key of the move, or `parallelism`: a suggestion has one move of each option."""
-    cost: float = 0.0
-    """Cost in speed, numerics or devices, in a unit that only orders offers."""
-    categories: tuple[str, ...] | None = ()
-    """Memory categories that shrink; None is all."""
-    factor: float = 1.0
-    """Best-case factor of these categories."""
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """Moves that make the run fit."""
-
-    overrides: tuple[str, ...]
-    memory_check: MemoryCheck
-
-
-def suggestions(memory_check: MemoryCheck, runs: Path, say: Callable[[str], None] = lambda _: None) -> list[Suggestion]:
-    """Suggest the cheapest moves that fit, each predicted; empty if none is found in time."""
-    began, found, chosen = time.monotonic(), list[Suggestion](), list[tuple[int, ...]]()
-    say("It does not fit; looking for changes that would ...")
-    candidates = _candidates(memory_check)
-    while len(found) < MAX_SUGGESTIONS and time.monotonic() - began < TIME_LIMIT:
-        # Skip supersets of a suggestion.
-        fresh = (candidate for candidate in candidates if not any(_contains(candidate[0], other) for other in chosen))
-        batch = list(itertools.islice(fresh, BATCH))
-        if not batch:
-            break
-        checks = check_memory([experiment for _, _, experiment in batch], runs)
-        for (levels, overrides, _), changed in zip(batch, checks, strict=True):
-            if changed.fits and not any(_contains(levels, other) for other in chosen):
-                found.append(Suggestion(overrides, changed))
-                chosen.append(levels)
-    return found[:MAX_SUGGESTIONS]
-
-
-def explain_changes(memory_check: MemoryCheck, runs: Path, say: Callable[[str], None] = lambda _: None) -> str:
-    """Why a run does not fit, and the changes with which it would."""
-    found = suggestions(memory_check, runs, say)
-    lines = [f"This run does not fit: {explain_oom(memory_check)}"]
-    if found:
-        lines.append("  Predicted to fit:")
-        width = max(len(" ".join(suggestion.overrides)) for suggestion in found)
-        lines += [f"    {' '.join(suggestion.overrides):{width}}  {_outcome(suggestion)}" for suggestion in found]
-    else:
-        lines.append("  None of the tried changes fits; use a smaller model or shorter sequences.")
-    return "\n".join(lines)
-
-
-def _outcome(suggestion: Suggestion) -> str:
-    memory_check = suggestion.memory_check
-    if memory_check.prediction is None:
-        return "fits by an upper bound"
-    prediction, memory = memory_check.planned
-    together = f"{format_bytes(memory_check.needed or 0)} together" if memory.sharing > 1 else ""
-    peak = format_bytes(memory_check.process_bytes(prediction.largest))
-    return ", ".join(filter(None, (peak, explain_retries(memory_check), together)))
-
-
-def _candidates(memory_check: MemoryCheck) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], Experiment]]:
-    """Combinations that may fit and break no rule, cheapest first, each with its level per option."""
-    by_option = defaultdict[str, list[Offer]](lambda: [Offer()])
-    for offer in _offers(memory_check):
-        by_option[offer.option].append(offer)
-    options = [enumerate(sorted(offers, key=lambda offer: -offer.factor)) for offers in by_option.values()]
-    for combination in sorted(itertools.product(*options), key=lambda found: sum(offer.cost for _, offer in found)):
-        levels, offers = zip(*combination, strict=True)
-        if not any(levels) or not _may_fit(memory_check, offers):
-            continue
-        values: dict[str, Any] = {}
-        for offer in offers:
-            values |= offer.move.values if offer.move is not None else {}
-        changed = with_values(memory_check.experiment, values)
-        with suppress(UserError):
-            check(changed)
-            yield levels, tuple(_override(key, value) for key, value in values.items()), changed
-
-
-def _may_fit(memory_check: MemoryCheck, offers: Sequence[Offer]) -> bool:
-    prediction, memory = memory_check.planned
-    largest, overhead = prediction.largest, memory.overhead * memory.sharing
-    sizes = {**largest.by_category, COPY: staged(memory_check.experiment, largest)}
-    best = 0.0
-    for name, size in sizes.items():
-        shrinking = (offer for offer in offers if offer.categories is None or name in offer.categories)
-        best += size * math.prod(offer.factor for offer in shrinking)
-    needed = memory_check.needed or 0
-    return (needed - overhead) * best / sum(sizes.values()) + overhead <= (memory.capacity or 0)
-
-
-def _offers(memory_check: MemoryCheck) -> Iterator[Offer]:
-    """Moves that save memory, with their costs and best cases."""
-    run = memory_check.experiment
-    layout, on_cpu = ResolvedLayout.of(run), ResolvedLayout.of(run).device_type == "cpu"
-    now, tokens = layout.micro_batch_size, layout.micro_batch_size * layout.training.seq_len
-    for move in (*moves(run), *further_moves(run)):
-        key, value = next(iter(move.values.items()))
-        if key == MODE and move.direction < 0 and value in RECOMPUTATION:
-            cost, factor = RECOMPUTATION[value]
-            yield Offer(move, key, cost, ("activations",), factor)
-        elif key == MICRO_BATCH and value < now:
-            yield Offer(move, key, 1.0 + 0.5 * math.log2(now / value), OF_MICRO_BATCH, value / now)
-        elif key == LOSS_CHUNK and move.direction < 0:
-            chunks = [at.loss_chunk_tokens or tokens for at in (ResolvedLayout.of(move.experiment), layout)]
-            yield Offer(move, key, 1.0, ("loss",), chunks[0] / chunks[1])
-        elif key == "optimizer.state_precision":
-            yield Offer(move, key, 4.0, ("optimizer",), 0.28)
-        elif key == "checkpoint.mode" and staged(run, memory_check.planned[0].largest):
-            yield Offer(move, key, 0.5, (COPY,), 0.0)
-        elif key.startswith("parallelism.") and not on_cpu and (offer := _degrees(move, run)):
-            yield offer
-
-
-def _degrees(move: Move, run: Experiment) -> Offer | None:
-    """Offer of other degrees for the same number of GPUs, or of more GPUs; None if it saves little."""
-    own, option = run.parallelism, "parallelism"
-    more = {key.partition(".")[2] for key, value in move.values.items() if value > _value(run, key)}
-    if move.values.keys() == {"parallelism.dp_shard"}:
-        factor = move.values["parallelism.dp_shard"] // own.dp_shard
-        # An unset micro-batch size follows from the data-parallel degree.
-        sharded = (*SHARDED, "activations", "loss") if run.training.micro_batch_size is None else SHARDED
-        return Offer(move, option, 8.0 * math.log2(factor), sharded, 1 / factor)
-    halves = move.values.get("parallelism.dp_shard") == own.dp_shard // 2
-    if more <= {"tp", "pp"} and more and (halves or len(move.values) == 1):
-        return Offer(move, option, 6.0 if halves else 10.0, None, 0.5)
-    return None
-
-
-def _value(run: Experiment, key: str) -> Any:
-    group, _, name = key.partition(".")
-    return getattr(getattr(run, group), name)
-
-
-def _contains(levels: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """True if a combination has every change of another, or a stronger one."""
-    return all(level >= than for level, than in zip(levels, other, strict=True))
-
-
-def _override(key: str, value: object) -> str:
-    return f"activation_checkpoint={value}" if key == "activation_checkpoint.mode" else f"{key}={shown(value)}"
+"""Answer for a run whose user code alone is checked."""

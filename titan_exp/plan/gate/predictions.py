@@ -1,8 +1,9 @@
-"""Predictions before a launch: each distinct run once, its pipeline ranks in parallel child processes, cached on disk.
+"""Predictions before a launch: each distinct run is predicted once, by pipeline rank in parallel child processes, and
+cached on disk.
 
 Child processes keep torch out of the launcher and isolate failures of user-defined models. Pipeline ranks that share
-traces share a process. The cache's key has the options that affect memory or speed, unlike learning rate, seed and
-name, a digest of this package's code, and the versions of torch and torchao.
+traces share a process. The cache key has the options that affect memory or speed (not learning rate, seed or name), a
+digest of this package's code, and the versions of torch and torchao.
 """
 
 import hashlib
@@ -39,16 +40,16 @@ FOLDER = "plan"
 """Folder below `.cache` of the runs."""
 IRRELEVANT_KEYS = {
     "model": ("name", "init_std", "norm_eps"),
-    "training": ("steps", "stop_after", "evaluate_every", "gc_every", "deterministic", "stop_on_nonfinite"),
+    "training": ("steps", "stop_after", "gc_every", "deterministic", "stop_on_nonfinite"),
     "optimizer": ("lr", "betas", "eps"),
     "grad_clip": ("max_value", "relative", "decay", "warmup_steps"),
     "weight_average": ("decay", "steps"),
 }
-"""Keys of relevant groups without effect on predictions."""
+"""Keys of relevant groups that do not affect predictions."""
 ON_OFF_KEYS = {"training": ("max_grad_norm", "z_loss"), "optimizer": ("weight_decay",)}
-"""Keys compared only as set or unset."""
+"""Keys of which only set or unset matters."""
 STEP_KEYS = ("model.architecture", "parametrization.name", "training.objective", "training.parts", "tracking.metrics")
-"""Keys that may name user-defined code of a step, beside `optimizer.name`, whose `max_state` is None then."""
+"""Keys that may name your code in a step, beside `optimizer.name`, whose `max_state` is then None."""
 RELEVANT_GROUPS = (
     *("model", "training", "parallelism", "optimizer", "parametrization", "quantization"),
     *("grad_clip", "weight_average", "activation_checkpoint", "compile"),
@@ -56,7 +57,8 @@ RELEVANT_GROUPS = (
 
 
 def cache_key(experiment: Experiment, device: Device | None) -> str | None:
-    """Cache key of a prediction, by its code and every value that affects it; None with user-defined code."""
+    """Cache key of a prediction, from the planner's code and every value that affects it; None with user-defined
+    code."""
     if import_paths(experiment, STEP_KEYS) or experiment.optimizer.max_state is None:
         return None
     config = to_dict(experiment)
@@ -87,7 +89,7 @@ def get(cache: Path, key: str) -> Prediction | None:
 
 
 def put(cache: Path, key: str, prediction: Prediction) -> None:
-    """Write a prediction; a full disk is ignored."""
+    """Write a prediction. A full disk is not an error."""
     path = cache / FOLDER / f"{key}.json"
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +123,7 @@ class PredictionRequest:
     device: Device | None
     """Device; None for a CPU of unknown speed."""
     answer: Prediction | NotPredicted | None = None
-    """Known answer, so that only the run's user code is checked."""
+    """Known answer, if only the run's user code is to be checked."""
 
 
 def predict_many(
@@ -143,7 +145,7 @@ def predict_many(
         elif keys[-1] not in answers:
             pending.setdefault(keys[-1], replace(request, answer=known))
     if pending:
-        _say([request for request in pending.values() if request.answer is None], say)
+        _say([*pending.values()], say)
         answers |= _predict_in_processes(pending)
         for key, request in pending.items():
             answer, stored = answers[key], cache_key(request.experiment, request.device)
@@ -164,11 +166,16 @@ def _known_answer(request: PredictionRequest, cache: Path) -> tuple[str | None, 
     return key, None if key is None else get(cache, key)
 
 
-def _say(predicted: Sequence[PredictionRequest], say: Callable[[str], None]) -> None:
+def _say(pending: Sequence[PredictionRequest], say: Callable[[str], None]) -> None:
+    predicted = [request for request in pending if request.answer is None]
+    if not predicted:
+        own = dict.fromkeys(path for request in pending for path in import_paths(request.experiment).values())
+        say(f"Checking your own code ({', '.join(own)}), which can take a minute ...")
+        return
     runs = f"{len(predicted)} runs" if len(predicted) > 1 else "the run"
     ranks = sum(request.experiment.parallelism.pp for request in predicted)
     of = f", {ranks} pipeline ranks" if ranks > len(predicted) else ""
-    say(f"Predicting the memory of {runs}{of} ..." if predicted else "Checking your own code ...")
+    say(f"Predicting the memory of {runs}{of} ...")
 
 
 def _predict_in_processes(pending: dict[str, PredictionRequest]) -> dict[str, Prediction | NotPredicted]:
@@ -187,7 +194,7 @@ def _predict_in_processes(pending: dict[str, PredictionRequest]) -> dict[str, Pr
 
 
 class _PlanningFailedError(Exception):
-    """An exception of the planner, as text."""
+    """Exception of the planner, as text."""
 
 
 def _rank_groups(request: PredictionRequest) -> list[tuple[int, ...]]:
@@ -226,7 +233,7 @@ def _predict_ranks(request: PredictionRequest, ranks: tuple[int, ...]) -> Predic
 def _merge(
     request: PredictionRequest, parts: Sequence[Future[Prediction | None]], deadline: float
 ) -> Prediction | NotPredicted:
-    """Answer to a request, from its ranks; `deadline` is of the monotonic clock."""
+    """Merge the answers of a request's ranks; `deadline` is on the monotonic clock."""
     try:
         found = [part.result(timeout=max(0.0, deadline - time.monotonic())) for part in parts]
         return request.answer or merge_ranks([part for part in found if part is not None])
@@ -239,10 +246,10 @@ def _merge(
     except TimeoutError:
         return NotPredicted(f"its prediction took more than plan.seconds={request.experiment.plan.seconds:g}")
     except BrokenProcessPool:
-        return NotPredicted("the planner's process was killed; titan-exp plan shows why")
+        return NotPredicted("the planner's process was killed (titan-exp plan shows why)")
     except _PlanningFailedError as error:
         # A user-defined model may raise anything here and still train.
-        return NotPredicted(f"planning it failed with {error}")
+        return NotPredicted(f"the planner failed with {error}")
 
 
 def _not_predicted(error: UserError) -> NotPredicted:

@@ -26,7 +26,7 @@ SCHEDULE, EP, ETP = "parallelism.pp_schedule", "parallelism.ep", "parallelism.et
 MICRO_BATCH, MODE = "training.micro_batch_size", "activation_checkpoint.mode"
 DEGREE_KEYS = (*(f"parallelism.{degree}" for degree in DEGREES), EP, ETP)
 KEYS = (*DEGREE_KEYS[:-2], SCHEDULE, EP, ETP, MICRO_BATCH, MODE)
-"""Searched keys, unless fixed on the command line, of which commands give every value."""
+"""Keys that a search varies unless the command line fixes them; commands give all their values."""
 REFINED = (
     "activation_checkpoint.every",
     "activation_checkpoint.budget",
@@ -37,23 +37,23 @@ REFINED = (
     "parallelism.reshard_after_forward",
     "training.loss_chunk_tokens",
 )
-"""Searched keys, unless fixed, of which commands give the values that the typed run does not have."""
+"""Further keys that a search varies unless fixed; commands give only values that differ from the typed run."""
 RECIPE = "quantization"
-"""Group of recipes, searched like `REFINED` if asked for."""
+"""Group of recipes, searched like `REFINED` on request."""
 MODES = ("none", "selective", "full")
-"""Modes of recomputation, the fastest first, of which seeds have the first that the rules allow."""
+"""Recomputation modes, fastest first; seeds take the first one that the rules allow."""
 SEED_PIPELINES, SEED_TOKENS = (2, 8), 2**14
-"""Degrees of the seeds' pipelines, and most tokens of their micro-batches."""
+"""Pipeline degrees of the seeds, and the most tokens in their micro-batches."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Layout of a search."""
+    """Layout in a search."""
 
     experiment: Experiment
     spec: ModelSpec | None
     refined: tuple[tuple[str, Any], ...] = ()
-    """Values of `REFINED` keys, and a recipe, that the typed run does not have."""
+    """Values of `REFINED` keys, and a recipe, that differ from the typed run."""
 
     @cached_property
     def identity(self) -> tuple[Any, ...]:
@@ -67,7 +67,7 @@ class Candidate:
 
     @cached_property
     def layout(self) -> ResolvedLayout:
-        """Resolved layout, of a world with its share of a step."""
+        """Resolved layout of one world, with its share of a step."""
         return ResolvedLayout.of(share_of_world(self.experiment))
 
     @property
@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Values of searched keys that make the typed run this one."""
+        """Overrides of searched keys that turn the typed run into this one."""
         has_experts = self.spec is not None and self.spec.has_experts
         idle = [*([SCHEDULE] if self.parallelism.pp == 1 else []), *([] if has_experts else [EP, ETP])]
         values = {key: value for key, value in zip(KEYS, self.base, strict=True) if key not in idle}
@@ -105,17 +105,17 @@ class SearchSpace:
         object.__setattr__(self, "run", resolve_kernels(self.run))
 
     def candidate(self, experiment: Experiment, recipe: str | None = None) -> Candidate:
-        """Layout with its differences from the typed run; `recipe` is another one than the typed one."""
+        """Candidate with its differences from the typed run; `recipe` is given if it differs from the typed one."""
         typed = zip(REFINED, values_of(REFINED, experiment), values_of(REFINED, self.run), strict=True)
         refined = {key: value for key, value, before in typed if value != before}
         more = [(RECIPE, recipe)] if recipe else []
         return Candidate(experiment, model_spec(experiment.model), (*refined.items(), *more))
 
     def seeds(self, mode: str) -> Iterator[Iterator[Candidate]]:
-        """Layouts that are like each seed of a search, the most alike first; they may break rules.
+        """For each seed of a search, layouts by similarity to it, the most similar first; they may break rules.
 
-        Seeds are FSDP alone, and with tensor parallelism in a node, replicas, context, pipeline and expert parallelism.
-        Raises UserError if no product of degrees is the number of GPUs.
+        Seeds are FSDP alone, and FSDP with tensor parallelism in a node, replicas, context, pipeline or expert
+        parallelism. Raises UserError if no product of degrees is the number of GPUs.
         """
         layouts = list(self._layouts(mode))
         if not layouts:
@@ -123,7 +123,7 @@ class SearchSpace:
             degrees = " ".join(f"{key}={attrgetter(key)(self.run)}" for key in given)
             raise UserError(
                 f"plan search: {degrees} does not divide {self.gpus} GPUs. Use another --gpus, or leave a degree out, "
-                "which searches it."
+                "so that the search chooses it."
             )
         node = ResolvedLayout.of(layouts[0]).node_size
         plain = [{}, {"tp": node}, {"dp_replicate": max(2, self.gpus // node)}, {"cp": 2}, {"ep": node}]
@@ -134,12 +134,12 @@ class SearchSpace:
                 yield (self.candidate(each) for each in sorted(layouts, key=lambda each: _distance(each, ideal)))
 
     def _layouts(self, mode: str) -> Iterator[Experiment]:
-        """Products of degrees, with one schedule, size of micro-batches, and `mode` of recomputation."""
+        """All products of degrees, with one schedule, one micro-batch size, and recomputation by `mode`."""
         run, fixed = self.run, self.fixed
         checkpointing = run.activation_checkpoint if MODE in fixed else replace(run.activation_checkpoint, mode=mode)
         for degrees in _degrees(run.parallelism, self.gpus, fixed):
             rows = math.gcd(*run.training.batch_sizes) // (degrees["dp_replicate"] * degrees["dp_shard"])
-            # Micro-batches are small where they fill a pipeline.
+            # Micro-batches are small if they must fill a pipeline.
             most = 1 if degrees["pp"] > 1 else SEED_TOKENS * degrees["cp"] // run.training.seq_len
             size = micro_batches(rows, min(MAX_MICRO_BATCH, max(1, most)))[-1]
             batch = {} if MICRO_BATCH in fixed else {"micro_batch_size": size}
@@ -154,7 +154,7 @@ class SearchSpace:
 
 
 def _distance(layout: Experiment, ideal: Mapping[str, int]) -> float:
-    """Doublings of degrees between a layout and an ideal one, which uses no axis that it does not name."""
+    """Doublings of degrees between a layout and an ideal one, in which axes that it does not name are unused."""
     own = layout.parallelism
     searched = ("dp_replicate", "tp", "cp", "pp", "ep", "etp")
     return sum(abs(math.log2(getattr(own, key) / ideal.get(key, 1))) for key in searched)
@@ -177,8 +177,8 @@ def train_command(candidate: Candidate, typed: Sequence[str], more: Mapping[str,
 def expert_degrees(
     experiment: Experiment, degrees: Mapping[str, int], fixed: Collection[str]
 ) -> Iterator[tuple[int, int]]:
-    """Searched values of `parallelism.ep` and `etp`: experts are whole or divided by `tp`, and `ep` divides the
-    regrouped ranks and the experts."""
+    """Searched values of `parallelism.ep` and `etp`: experts are whole or divided by `tp`; `ep` divides the regrouped
+    ranks and the number of experts."""
     parallelism, spec = experiment.parallelism, model_spec(experiment.model)
     counts = [] if spec is None else [linear.experts for linear in spec.expert_linears]
     for etp in [parallelism.etp] if ETP in fixed or not counts else sorted({1, degrees["tp"]}):
@@ -188,7 +188,7 @@ def expert_degrees(
 
 
 def micro_batches(sequences: int, most: int = MAX_MICRO_BATCH) -> list[int]:
-    """Searched sizes of micro-batches for a data-parallel rank with so many sequences."""
+    """Searched micro-batch sizes for a data-parallel rank with this many sequences."""
     return [size for size in divisors(max(1, sequences)) if size <= most]
 
 
@@ -196,12 +196,28 @@ def _degrees(parallelism: ParallelismConfig, gpus: int, fixed: Collection[str]) 
     """Factorizations of the number of GPUs into degrees that keep the fixed ones."""
     typed = {degree: getattr(parallelism, degree) for degree in DEGREES if f"parallelism.{degree}" in fixed}
     *searched, last = sorted(DEGREES, key=lambda degree: degree not in typed)
-    # -1 takes what is left.
+    # -1 takes the remaining factor.
     choices = {degree: [typed[degree]] if typed.get(degree, 0) > 0 else divisors(gpus) for degree in DEGREES}
     for values in product(*(choices[degree] for degree in searched)):
         left, remainder = divmod(gpus, math.prod(values))
         if not remainder and left in choices[last]:
             yield {**dict(zip(searched, values, strict=True)), last: left}
+
+
+def least_bytes(candidate: Candidate) -> float:
+    """Estimate of the memory that a layout needs at least: its state, gradients, and the linears' outputs that are
+    kept; 0 for a model of your own."""
+    layout, spec, own = candidate.layout, candidate.spec, candidate.parallelism
+    if spec is None:
+        return 0.0
+    pieces, passes = own.tp * own.pp * own.ep, layout.gradient_accumulation
+    sharded = spec.parameters / max(pieces, own.tp * own.pp * own.dp_shard * own.cp)
+    # Accumulated gradients are whole until a step's last micro-batch.
+    gradients = 4 * (spec.parameters / pieces if passes > 1 else sharded)
+    outputs = sum(linear.outputs * linear.active_experts for layer in spec.blocks for linear in layer.linears)
+    kept = {"none": outputs, "full": spec.dim * len(spec.blocks)}.get(candidate.mode, outputs / 3)
+    tokens = layout.micro_batch_size * layout.training.seq_len / own.cp * min(1.0, passes / own.pp)
+    return 4 * sharded * (1 + (candidate.experiment.optimizer.max_state or 0)) + gradients + 2 * kept * tokens / own.tp
 
 
 def values_of(keys: Sequence[str], experiment: Experiment) -> tuple[Any, ...]:
@@ -212,31 +228,31 @@ def values_of(keys: Sequence[str], experiment: Experiment) -> tuple[Any, ...]:
 T = TypeVar("T")
 
 BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-"""Values of activation_checkpoint.budget; a move goes to the next."""
+"""Searched values of activation_checkpoint.budget; a move goes to the next one."""
 MAX_EVERY = 8
 """Largest value of activation_checkpoint.every."""
 LOSS_CHUNK = "training.loss_chunk_tokens"
 LEAST_CHUNK = 2048
-"""Fewest tokens of `LOSS_CHUNK`; more are doubled, up to those of a micro-batch."""
+"""Fewest searched tokens of `LOSS_CHUNK`; further values double, up to a micro-batch's tokens."""
 RESHARDED = ("always", "all_but_last", "never")
-"""Values of parallelism.reshard_after_forward, the least memory first."""
+"""Values of parallelism.reshard_after_forward, least memory first."""
 CP_METHODS = ("ring", "allgather", "ulysses")
 """Values of parallelism.cp_method."""
 
 IDLE_AFTER = {MODE: ("every", "budget"), SCHEDULE: ("pp_layers_per_stage",)}
-"""Keys of the same group that a new value of a key makes meaningless."""
+"""Keys of the same group that lose their meaning when a key gets a new value."""
 _RECOMPUTED = {"none": 0, "full": 2}
-"""Rank of modes by the share of recomputed work; some of the others, 1, do not compare."""
+"""Rank of modes by their share of recomputed work; the other modes, 1, do not always compare."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """Move from a run to another."""
+    """Move from one run to another."""
 
     values: Mapping[str, Any]
-    """New values of keys, with the recipe's name as that of `RECIPE`."""
+    """New values of keys; the value of `RECIPE` is the recipe's name."""
     experiment: Experiment
-    """Moved run, which may break rules."""
+    """Run after the move, which may break rules."""
     direction: int = 0
     """1 for more memory and no more time, -1 for the opposite, 0 if neither is known."""
 
@@ -247,8 +263,8 @@ def moves(
     recipes: Mapping[str, QuantizationConfig] | None = None,
     typed: Experiment | None = None,
 ) -> Iterator[Move]:
-    """Moves on as many devices, `fixed` keys excluded, to one of `recipes`, too. Keys without meaning after a move get
-    their values in the `typed` run."""
+    """Moves with the same number of devices, also to one of `recipes`; `fixed` keys stay. Keys that lose their meaning
+    get their values in the `typed` run."""
     yield from _degree_moves(run, fixed)
     for key, values in _values(run).items():
         group, _, name = key.partition(".")
@@ -262,10 +278,18 @@ def moves(
 
 
 def further_moves(run: Experiment) -> Iterator[Move]:
-    """Moves to less memory that no search makes: to more devices, other numerics, and slower checkpoints."""
+    """Moves to less memory that a search never makes: to more devices, many times the degree, one micro-batch, other
+    numerics, and slower checkpoints."""
     for degree, factors in (("dp_shard", (2, 4)), ("tp", (2,)), ("pp", (2,))):
         for factor in factors:
             yield _move(run, {f"parallelism.{degree}": factor * getattr(run.parallelism, degree)}, -1)
+    for degree, factor in product(("tp", "pp"), (4, 8)):
+        sharded, rest = divmod(run.parallelism.dp_shard, factor)
+        if sharded and not rest:
+            more = factor * getattr(run.parallelism, degree)
+            yield _move(run, {"parallelism.dp_shard": sharded, f"parallelism.{degree}": more}, -1)
+    if run.training.micro_batch_size is not None:
+        yield _move(run, {MICRO_BATCH: None})
     if keeps_fp32_moments(run.optimizer):
         yield _move(run, {"optimizer.state_precision": "int8"}, -1)
     if run.checkpoint.mode.startswith("async"):
@@ -273,7 +297,7 @@ def further_moves(run: Experiment) -> Iterator[Move]:
 
 
 def with_values(run: Experiment, values: Mapping[str, Any]) -> Experiment:
-    """Run with other values of keys."""
+    """Copy of a run with other values of keys."""
     for key, value in values.items():
         group, _, name = key.partition(".")
         run = replace(run, **{group: replace(getattr(run, group), **{name: value})})
@@ -287,7 +311,7 @@ def _move(
 
 
 def _degree_moves(run: Experiment, fixed: Collection[str]) -> Iterator[Move]:
-    """Prime factors that move from one degree to another, and other degrees of experts."""
+    """Moves of a prime factor from one degree to another, and moves to other expert degrees."""
     own, spec = run.parallelism, model_spec(run.model)
     for one, other in permutations([key for key in DEGREES if f"parallelism.{key}" not in fixed], 2):
         for prime in divisors(getattr(own, one)):
@@ -334,13 +358,13 @@ def _others(own: T, values: Iterable[T]) -> list[tuple[int, T]]:
 
 
 def _beside(own: T, values: Sequence[T]) -> list[tuple[int, T]]:
-    """Values before and after one, with -1 and 1."""
+    """Neighbours of a value in a sequence, with -1 before and 1 after it."""
     at = values.index(own)
     return [(place - at, values[place]) for place in (at - 1, at + 1) if 0 <= place < len(values)]
 
 
 def _interleaved(layout: ResolvedLayout) -> Iterator[tuple[int, int]]:
-    """Layers of a stage with the next smaller and larger number of stages on each pipeline rank."""
+    """Layers per stage for the next smaller and larger number of stages per pipeline rank, with their directions."""
     own, held = layout.parallelism, layout.layers
     if own.pp == layout.stage_count or own.pp_schedule not in SCHEDULES:
         return
@@ -351,7 +375,7 @@ def _interleaved(layout: ResolvedLayout) -> Iterator[tuple[int, int]]:
 
 
 def _loss_chunks(layout: ResolvedLayout) -> Iterator[tuple[int, int | str]]:
-    """Half and twice the tokens of a chunk of logits; of whole logits, the smallest chunk."""
+    """Tokens of a logits chunk halved and doubled, with directions; for whole logits, the smallest chunk."""
     tokens = layout.micro_batch_size * layout.training.seq_len // layout.parallelism.cp
     if layout.loss_chunk_tokens is None:
         yield from [(-1, LEAST_CHUNK)] * (tokens > LEAST_CHUNK)

@@ -1,7 +1,7 @@
-"""Search of layouts: descent along moves from about a dozen seeds, by the costs that `titan-exp plan` predicts.
+"""Layout search: descends along moves from about a dozen seeds, by the costs that `titan-exp plan` predicts.
 
-The gate's rule decides which layouts fit. The fastest one that fits has no neighbour that is faster and fits, and whose
-compute or state alone does not speak against it.
+The gate's rule decides which layouts fit. No neighbour of the fastest fitting layout is faster and fits too, apart from
+neighbours that compute or state alone rule out.
 """
 
 import os
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation, shown
@@ -25,13 +26,16 @@ from titan_exp.plan.roofline import pipeline_bubble
 from titan_exp.plan.search.layouts import (
     DEGREE_KEYS,
     MICRO_BATCH,
+    MODE,
     MODES,
     RECIPE,
     SCHEDULE,
     Candidate,
     Move,
     SearchSpace,
+    least_bytes,
     moves,
+    with_values,
 )
 from titan_exp.plan.supported import check_supported
 from titan_exp.rules import EVERY_RULE
@@ -39,7 +43,7 @@ from titan_exp.rules.rule import find_violations
 from titan_exp.tracking.number_format import format_bytes
 
 NEARLY_FULL = 0.03
-"""Share of the room that must be left for pipeline ranks in the middle not to be planned, which need less."""
+"""Share of the memory that must be left over for the search to skip pipeline ranks in the middle, which need less."""
 DESCENTS = 2
 """Number of seeds from which the search descends."""
 CERTAIN = 0.95
@@ -48,7 +52,7 @@ LONGEST_SCHEDULE = 2**13
 """Maximum number of forward passes (stages times micro-batches) of a simulated schedule; longer ones take seconds."""
 
 _SAME_WORK = (*DEGREE_KEYS, SCHEDULE, MICRO_BATCH)
-"""Keys whose moves leave a device's share of the computation as it is."""
+"""Keys whose moves leave a device's share of the computation unchanged."""
 Key = tuple[Any, ...]
 
 
@@ -69,7 +73,7 @@ class LayoutCost:
     reserved: int
     """Peak of the allocator's reserved memory."""
     retries: int
-    """Allocations that find the device full and give cached memory back."""
+    """Number of allocations that find the device full and free cached memory first."""
     compute: float = 0.0
     """Seconds of kernels in a step, on the pipeline rank with the least."""
     state: int = 0
@@ -87,13 +91,19 @@ class LayoutCost:
 
     @property
     def priced_rank(self) -> tuple[bool, float]:
-        """Sort key: time, multiplied by the share of the memory that it needs, where it does not fit."""
+        """Sort key: time, multiplied by the share of memory needed if the layout does not fit."""
         return False, self.step_seconds * max(1.0, self.reserved / self.room)
 
+    @property
+    def overrides(self) -> str:
+        """Overrides of the layout, without degrees of 1."""
+        values = self.candidate.values.items()
+        return " ".join(f"{key}={shown(value)}" for key, value in values if key not in DEGREE_KEYS or value != 1)
+
     def __str__(self) -> str:
-        values = (f"{short_key(key)}={shown(value)}" for key, value in self.candidate.values.items())
-        degrees = " ".join(value for value in values if not value.endswith("=1"))
-        return f"{self.tokens_per_second:,.0f} tokens/s/GPU, {format_bytes(self.reserved)} reserved: {degrees}"
+        pressure = ", allocator under pressure" if self.retries else ""
+        reserved = f"{format_bytes(self.reserved)} reserved{pressure}"
+        return f"{self.tokens_per_second:,.0f} tokens/s/GPU, {reserved}: {self.overrides}"
 
     @property
     def tokens_per_second(self) -> float:
@@ -105,7 +115,7 @@ class LayoutCost:
 def planned_cost(candidate: Candidate, device: Device) -> LayoutCost:
     """Cost of a layout. Raises ExtrapolationError if it cannot be extrapolated."""
     room, degree = room_of(candidate.layout, candidate.spec, device), candidate.parallelism.pp
-    # The fullest and the slowest rank are among them: those between the second and the last keep fewer micro-batches in
+    # The fullest and the slowest rank are among them: ranks between the second and the last keep fewer micro-batches in
     # flight than the second, and have no more layers.
     extremes = {0, min(1, degree - 1), degree - 1}
     plan = predict(candidate.experiment, device, extremes, cores=1, falls_back=False)
@@ -129,7 +139,7 @@ Rank = Callable[[LayoutCost], tuple[bool, float]]
 
 
 def short_key(key: str) -> str:
-    """Last word of a searched key, or its group if that is switched on."""
+    """Last word of a searched key, or its group's name if the key switches the group on."""
     return key.removesuffix(".enabled").rpartition(".")[2]
 
 
@@ -141,25 +151,26 @@ class SearchResult:
     """Fastest layouts that fit, fastest first."""
     front: list[bool]
     """True for each row on the Pareto front of speed and memory."""
-    smallest: LayoutCost | None
-    """Planned layout that needs the least memory."""
+    missed: list[LayoutCost]
+    """Planned layouts that do not fit, those that need the least more memory first."""
     tried: int
-    """Number of layouts that were seeds or neighbours."""
+    """Number of layouts tried, as seeds or neighbours."""
     left_out: list[tuple[int, Violation]]
-    """Number of these that break a rule by key, with an example, the most frequent first."""
+    """Number of tried layouts that break a rule, by key, with an example; most frequent first."""
     planned: int
     """Number of planned layouts."""
     too_large: int
-    """Number of these layouts that do not fit."""
+    """Number of planned layouts that do not fit."""
     floor: int
-    """Layouts whose state alone does not fit."""
+    """Number of layouts whose state alone does not fit."""
     slower: int
-    """Layouts that are not planned: their compute alone takes as long as the best, or the search was stopped."""
+    """Number of layouts that were not planned, because their compute alone takes as long as the best step, or the
+    search was stopped."""
     unknown: list[tuple[str, int]]
-    """Layouts that cannot be extrapolated, counted by reason."""
+    """Number of layouts that cannot be extrapolated, by reason."""
     seconds: float
     stopped: bool = False
-    """True if Ctrl-C or the time limit ended the search: rows are the fastest so far."""
+    """True if Ctrl-C, SIGTERM or the time limit ended the search; rows are then the fastest so far."""
 
 
 class LayoutSearch:
@@ -171,53 +182,74 @@ class LayoutSearch:
     def __init__(self, space: SearchSpace, device: Device, limit: int, show: Callable[[str], None]) -> None:
         self._space, self._device, self._limit, self._show = space, device, limit, show
         self._valid: dict[Key, bool] = {}
-        """Layouts that were proposed, and whether they can be planned."""
+        """Proposed layouts; True if they can be planned."""
         self._broken: dict[str, list[Violation]] = defaultdict(list)
         self._unknown, self._costs = Counter[str](), dict[Key, LayoutCost]()
         self._large = set[Key]()
 
-    def run(self, seconds: float | None = None) -> SearchResult:
-        """Run the search, for up to `seconds`; Ctrl-C ends it early, too. Raises UserError if every layout breaks a
-        rule."""
-        began, stopped = time.perf_counter(), False
+    def run(self, seconds: float | None = None, began: float | None = None) -> SearchResult:
+        """Run the search, for up to `seconds` after `began`, a time of `time.perf_counter`; Ctrl-C and SIGTERM end it
+        early, too. Raises UserError if every layout breaks a rule."""
+        began, stopped = time.perf_counter() if began is None else began, False
         with PlannerProcesses(usable_cores()) as pool:
             # A pool that is interrupted while it starts cannot be shut down.
             pool.submit(os.getpid)
             try:
-                with interrupt_after(seconds):
+                with interrupt_after(None if seconds is None else began + seconds - time.perf_counter()):
                     self._search(pool)
             except KeyboardInterrupt:
                 stopped = True
         rows, costs = self._fastest()[: self._limit], list(self._costs.values())
         front = [all(row.reserved < faster.reserved for faster in rows[:place]) for place, row in enumerate(rows)]
-        smallest = min(costs, key=lambda cost: cost.reserved, default=None)
+        missed = sorted((cost for cost in costs if not cost.fits), key=lambda cost: cost.reserved - cost.room)
         left_out = [(len(alike), alike[0]) for alike in sorted(self._broken.values(), key=len, reverse=True)]
         floor = len(self._large - self._costs.keys())
         others = sum(self._valid.values()) - len(costs) - floor
         counts = len(costs), sum(not cost.fits for cost in costs), floor, others
         took = time.perf_counter() - began
         unknown = self._unknown.most_common()
-        return SearchResult(rows, front, smallest, len(self._valid), left_out, *counts, unknown, took, stopped)
+        return SearchResult(rows, front, missed, len(self._valid), left_out, *counts, unknown, took, stopped)
 
     def _search(self, pool: PlannerProcesses) -> None:
         seeds = sorted(self._planned(pool, self._seeds()), key=lambda cost: cost.priced_rank)
         for seed in seeds[:DESCENTS]:
-            # Layouts that are fast and nearly fit lie between slow ones and those that are fast and fit.
+            # Layouts that are fast and nearly fit lie between slow layouts and those that are fast and fit.
             priced = self._descend(pool, seed, lambda cost: cost.priced_rank)
             self._descend(pool, priced, lambda cost: cost.rank)
 
     def _seeds(self) -> list[Candidate]:
-        """Valid layouts that are the most alike to those of the space's seeds."""
+        """Valid layouts that are most similar to the seeds of the space. Those that cannot fit recompute in full and
+        accumulate no gradients, or are left out if others may fit."""
         for mode in MODES:
             firsts = (next(filter(self._is_valid, alike), None) for alike in self._space.seeds(mode))
-            if found := {seed.identity: seed for seed in firsts if seed is not None}:
-                return list(found.values())
+            smaller = (self._smaller(seed) for seed in firsts if seed is not None)
+            if found := {seed.identity: seed for seed in smaller}:
+                return [seed for seed in found.values() if self._need(seed) <= 1] or [*found.values()]
         if self._unknown:
             return []
         most = [alike[0] for alike in sorted(self._broken.values(), key=len, reverse=True)[:3]]
         raise UserError(
-            f"plan search: each of {len(self._valid)} layouts on {self._space.gpus} GPUs breaks a rule.", most
+            f"plan search: each of {len(self._valid)} layouts on {self._space.gpus} GPUs breaks a rule. The rules that "
+            "most layouts break:",
+            most,
         )
+
+    def _smaller(self, seed: Candidate) -> Candidate:
+        """Variant of a seed that cannot fit: with full recomputation, and with one micro-batch if that needs less."""
+        if self._need(seed) <= 1:
+            return seed
+        layout, fixed = seed.layout, self._space.fixed
+        sizes = {layout.micro_batch_size, *([layout.common_share] if layout.parallelism.pp == 1 else [])}
+        modes = {seed.mode} if MODE in fixed else {seed.mode, "full"}
+        found = (
+            self._space.candidate(with_values(seed.experiment, {MODE: mode, MICRO_BATCH: size}))
+            for mode, size in product(modes, {layout.micro_batch_size} if MICRO_BATCH in fixed else sizes)
+        )
+        return min(filter(self._is_valid, found), key=self._need, default=seed)
+
+    def _need(self, candidate: Candidate) -> float:
+        """Estimated share of the device's memory that a layout needs."""
+        return least_bytes(candidate) / room_of(candidate.layout, candidate.spec, self._device)
 
     def _is_valid(self, candidate: Candidate) -> bool:
         """True if a layout breaks no rule and can be planned."""
@@ -233,10 +265,10 @@ class LayoutSearch:
         return known
 
     def _reason(self, candidate: Candidate) -> str | None:
-        """Reason against planning a layout."""
+        """Reason against planning a layout; None if there is none."""
         layout = candidate.layout
         if layout.parallelism.pp > 1 and layout.stage_count * layout.gradient_accumulation > LONGEST_SCHEDULE:
-            return f"their schedules have more than {LONGEST_SCHEDULE:,} forward passes"
+            return f"a schedule has more than {LONGEST_SCHEDULE:,} forward passes"
         try:
             check_supported(candidate.experiment, self._device)
         except UserError as error:
@@ -244,7 +276,7 @@ class LayoutSearch:
         return unsupported_reason(candidate.experiment)
 
     def _descend(self, pool: PlannerProcesses, at: LayoutCost, rank: Rank) -> LayoutCost:
-        """Layout without a neighbour of a lower rank, from one on by the first such neighbours that are found."""
+        """Descend from a layout to the first neighbour found with a lower rank, until no neighbour has one."""
         while True:
             near = list(self._near(at))
             lower = [cost for each in near if (cost := self._costs.get(each.identity)) and rank(cost) < rank(at)]
@@ -256,7 +288,7 @@ class LayoutSearch:
             at = min(lower, key=rank)
 
     def _near(self, start: LayoutCost) -> Iterator[Candidate]:
-        """Neighbours of a layout that may be better, those with the same degrees first."""
+        """Neighbours of a layout that may be better; those with the same degrees come first."""
         space, recipe = self._space, dict(start.candidate.refined).get(RECIPE)
         found = list(moves(start.candidate.experiment, space.fixed, space.recipes, space.run))
         for move in sorted(found, key=lambda move: any(key in DEGREE_KEYS for key in move.values)):
@@ -267,7 +299,7 @@ class LayoutSearch:
                 yield moved
 
     def _may_be_faster(self, start: LayoutCost, move: Move, moved: Candidate) -> bool:
-        """False if a move's compute alone takes as long as the step of the best layout, or its state does not fit."""
+        """False if a move's compute alone takes as long as the best layout's step, or if its state does not fit."""
         if moved.mode != start.candidate.mode or not any(key in _SAME_WORK for key in move.values):
             return True
         own, other = start.candidate.parallelism, moved.parallelism
@@ -285,7 +317,8 @@ class LayoutSearch:
         candidates: Iterable[Candidate],
         until: Callable[[LayoutCost], bool] = lambda _: False,
     ) -> Iterator[LayoutCost]:
-        """Costs of layouts that are not planned yet, as they come; after one with `until`, no other is begun."""
+        """Yield costs of layouts that are not planned yet, as they come. Once `until` is true for one, no other is
+        begun."""
         queue = [each for each in candidates if each.identity not in self._costs]
         running, over = dict[Future[LayoutCost | str], Candidate](), False
         while running or (queue and not over):
@@ -305,7 +338,7 @@ class LayoutSearch:
                 yield cost
 
     def _fastest(self) -> list[LayoutCost]:
-        """Layouts that fit, fastest first; of those that only refine the same layout, the fastest."""
+        """Fastest fitting layouts, fastest first; of layouts that only refine the same base, the fastest."""
         found: dict[Key, LayoutCost] = {}
         for cost in sorted((cost for cost in self._costs.values() if cost.fits), key=lambda cost: cost.step_seconds):
             found.setdefault(cost.candidate.base, cost)
@@ -314,22 +347,22 @@ class LayoutSearch:
 
 @contextmanager
 def interrupt_after(seconds: float | None) -> Iterator[None]:
-    """Interrupt the `with` block as Ctrl-C does after `seconds`, and each second from then on; None for no limit."""
-    before = None
+    """Interrupt the `with` block after `seconds`, and every second from then on, and at SIGTERM, as Ctrl-C does; None
+    means no limit."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGALRM, signal.SIGTERM)}
     if seconds is not None:
-        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        # Repeated, since Python ignores an interrupt in a finalizer.
-        signal.setitimer(signal.ITIMER_REAL, seconds, 1)
+        # The interrupt repeats, since Python ignores one in a finalizer.
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), 1)
     try:
         yield
     finally:
-        if seconds is not None:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _plan(candidate: Candidate, device: Device) -> LayoutCost | str:
-    """Planned cost of a layout, or the reason for which it cannot be extrapolated."""
+    """Plan a layout: its cost, or the reason why it cannot be extrapolated."""
     try:
         return planned_cost(candidate, device)
     except ExtrapolationError as error:

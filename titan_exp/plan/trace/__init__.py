@@ -1,1 +1,1 @@
-"""Trace of the trainer's step on fake tensors."""
+"""Trace of the trainer's step, run on fake tensors."""

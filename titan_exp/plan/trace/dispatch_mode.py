@@ -45,7 +45,7 @@ from titan_exp.plan.trace.op_costs import (
 from titan_exp.plan.trace.torch_patches import AXIS, TO_GPU, TO_HOST, WAITED_FOR, replaced_attributes
 
 WORLD = "world"
-"""Name of the group of all ranks, if no mesh axis has them all."""
+"""Name of the group of all ranks, if no mesh axis contains them all."""
 _DEVICE = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _WITHOUT_FAKE = (torch.ops.aten._scaled_mm.out, torch.ops.aten.addmm.dtype_out)
@@ -64,23 +64,24 @@ class OpCosts:
     bytes_moved: int = 0
     """Bytes read and written by all other operators."""
     host_bytes: int = 0
-    """Bytes read and written by operators on the host, with offloaded parameters: gradient clipping and the optimizer.
-    """
+    """Bytes read and written by operators on the host (gradient clipping and the optimizer), with offloaded
+    parameters."""
     messages: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     """Message bytes by mesh axis and kind."""
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     """Message count by mesh axis and kind."""
     operators: int = 0
-    """Number of operators that the host launches: they compute, move bytes or send messages, and no view does."""
+    """Number of operators that the host launches: those that compute, move bytes or send messages; views are none."""
     kernels: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    """Counts of kernels, by `KERNEL_CLASSES` and `MEASURES`; FLOPs beside a message also by its kind."""
+    """Counts of kernels, by `KERNEL_CLASSES` and `MEASURES`. FLOPs that overlap with a message also count under its
+    kind."""
 
 
 class CostMode(TorchDispatchMode):
     """Records memory, FLOPs and messages of every operator.
 
-    `workspaces` returns sizes that a call allocates and frees beyond its tensors; `matmul_workspace` is allocated by
-    the matmul library's first call in each thread and kept.
+    `workspaces` returns sizes that a call allocates and frees beyond its tensors. The matmul library allocates
+    `matmul_workspace` at its first call in each thread and keeps it.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class CostMode(TorchDispatchMode):
             replacements = (
                 (torch.UntypedStorage, "resize_", self._resizing()),
                 (ShardingPropagator, "_propagate_tensor_meta_non_cached", self._without_sharding_propagation()),
-                # Selective checkpointing counts the profiler's operators, of which FSDP2 calls some in one pass only.
+                # Selective checkpointing counts the profiler's operators, some of which FSDP2 calls in one pass only.
                 (torch.autograd.profiler.record_function, "__enter__", lambda record: record),
                 (torch.autograd.profiler.record_function, "__exit__", lambda record, *_: None),
             )
@@ -117,7 +118,7 @@ class CostMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: compiled code is recorded at run time, not at compile time."""
+        """True, so that compiled code is recorded when it runs, not when it is compiled."""
         return True
 
     def __exit__(self, *failure: Any) -> None:
@@ -137,12 +138,12 @@ class CostMode(TorchDispatchMode):
         exchanged = exchanged_rows(func, args)
         body = _python_body(func) if exchanged is None else None
         if body is not None:
-            # Custom operators are opaque to the compiler; here the operators inside are recorded.
+            # Custom operators are opaque to the compiler; here we record the operators inside.
             costs, before = self.costs, (self.costs.bytes_moved, self.costs.flops)
             with self, torch.no_grad():
                 out = body(*args, **kwargs)
             if before == (costs.bytes_moved, costs.flops):
-                # On fake tensors, a kernel of ours only allocates its results.
+                # On fake tensors, our own kernels only allocate their results.
                 self.kernel(
                     count_bytes(func, args, kwargs, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
                 )
@@ -188,13 +189,13 @@ class CostMode(TorchDispatchMode):
         self._allocate_within(decomposed_workspace(func, args), *kernel)
 
     def _allocate_within(self, *sizes: int) -> None:
-        """Record memory that is freed before the operator returns, the last first."""
+        """Record memory that is freed before the operator returns, last first."""
         blocks = [self.tracker.allocate(size, self.tracker.category) for size in sizes if size]
         for block in reversed(blocks):
             self.tracker.free(block)
 
     def _first_matmul(self, func: Any) -> None:
-        """Record the workspace that the matmul library allocates on its first call in a thread and keeps."""
+        """Record the workspace that the matmul library allocates at its first call in a thread and keeps."""
         if str(func._overloadpacket) in MATMULS:
             # Backward runs in a separate thread.
             thread = torch._C._current_graph_task_id() != -1
@@ -204,14 +205,14 @@ class CostMode(TorchDispatchMode):
                 self.tracker.allocate(self._matmul_workspace, "workspaces")
 
     def _is_on_host(self, *values: Any) -> bool:
-        """True if all tensors among arguments and results are in host memory beside a device's."""
+        """True if all tensors among arguments and results are in host memory, beside a device's memory."""
         if self.tracker.device is None:
             return False
         tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         return bool(tensors) and all(map(self.tracker.is_on_host, tensors))
 
     def _copy(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[str, int] | None:
-        """Direction and bytes of a copy between host and device, else None."""
+        """Direction and bytes of a copy between host and device; None for other calls."""
         tracker = self.tracker
         if tracker.device is None or not inputs or len(outputs) != 1:
             return None
@@ -234,7 +235,7 @@ class CostMode(TorchDispatchMode):
         for tensor in outputs:
             alias = tensor.untyped_storage()._cdata in before
             new = new or not alias
-            # Python numbers become constants, not activations.
+            # Python numbers become constants, which are not activations.
             category = "other" if alias or func is torch.ops.aten.lift_fresh.default else None
             # Only gradients are copied to the host.
             offloaded = copied is not None and copied[0] == TO_HOST and not alias
@@ -272,7 +273,8 @@ class CostMode(TorchDispatchMode):
         return flops, bytes_moved, copied is not None
 
     def _filled_counts(self, func: Any, tensors: Any, flops: int, bytes_moved: int) -> tuple[int, int]:
-        """FLOPs and bytes of a grouped matmul without rows that symmetric memory has room for and that never came."""
+        """FLOPs and bytes of a grouped matmul, without the rows that symmetric memory has room for and that never
+        arrive."""
         if self._filled == 1.0 or str(func._overloadpacket) not in GROUPED:
             return flops, bytes_moved
         stacked = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor) and leaf.dim() == 3]
@@ -296,7 +298,7 @@ class CostMode(TorchDispatchMode):
                 costs.kernels[beside, measure] += count
 
     def _launch(self, operators: int = 1) -> None:
-        """Record operators, which the host launches but for those of a CUDA graph."""
+        """Count operators that the host launches; those of a CUDA graph are not counted."""
         self.costs.operators += 0 if self.tracker.stream() == GRAPH else operators
 
     def _count_kernel(self, costs: OpCosts, kind: str, *counts: int) -> None:
@@ -345,14 +347,14 @@ def ranks_by_axis(mesh: Mesh) -> dict[str, list[int]]:
 
 
 def axes_by_group(mesh: Mesh) -> dict[str, str]:
-    """Mesh axis by process group name; axes with the same ranks are joined, as in `fsdp=dp_shard`."""
+    """Mesh axis by process group name; names of axes with the same ranks are joined, as in `fsdp=dp_shard`."""
     axes: dict[str, list[str]] = defaultdict(list)
     for table in filter(None, (mesh.world, mesh.sharding, mesh.experts)):
         for axis in table.mesh_dim_names or ():
             if table[axis].size() > 1:
                 name = table.get_group(axis).group_name
                 axes[name] += [axis] if axis not in axes[name] else []
-    # Counts of experts' tokens are summed over all ranks; a mesh axis may be that group too.
+    # Expert token counts are summed over all ranks; a mesh axis may be that group, too.
     if dist.group.WORLD is not None and dist.group.WORLD.size() > 1:
         axes.setdefault(dist.group.WORLD.group_name, [WORLD])
     return {name: "=".join(names) for name, names in axes.items()}
@@ -362,14 +364,14 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # These overloads have no fake kernel, the second in torch 2.11, and return their `out` argument.
     if func in _WITHOUT_FAKE and isinstance(kwargs["out"], FakeTensor):
         return kwargs["out"]
-    # Its fake kernel returns another tensor; others return the one that is waited for.
+    # Its fake kernel returns another tensor; others return the tensor that is waited for.
     return args[0] if func is _WAIT and type(args[0]) is FakeTensor else func(*args, **kwargs)
 
 
 def _summand_counts(func: Any, args: tuple[Any, ...]) -> tuple[int, ...] | None:
     """Reference counts of the first gradient if the autograd engine is adding two, else None.
 
-    Only comparable with the counts of `_sole_owner_counts`.
+    They are only comparable with the counts of `_sole_owner_counts`.
     """
     if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return None

@@ -1,7 +1,7 @@
 """Fake process group and fake tensors: build and run any rank of any layout in one process.
 
-The trainer's own `assemble` and `train_step` run on torch's `fake` process group and in its `FakeTensorMode`. Of a CUDA
-graph, a pass's memory is the graph's own pool, and its replays launch nothing.
+The trainer's own `assemble` and `train_step` run on torch's `fake` process group and in its `FakeTensorMode`. With a
+CUDA graph, a pass's memory is the graph's own pool, and replays launch nothing.
 """
 
 import functools
@@ -42,12 +42,12 @@ CAPTURE = torch.cpu.Stream()
 
 
 class FakeRecorder:
-    """Runs the first pass as a warm-up, on a stream of its own, and the next ones as if captured; replays only count
+    """Runs the first pass as a warm-up on a stream of its own, and later passes as if captured; replays only count
     their costs."""
 
     def __init__(self) -> None:
         self.mode: CostMode | None = None
-        """Mode that records operators, if any does."""
+        """Dispatch mode that records operators, if there is one."""
         self._stream = torch.cpu.Stream()
 
     def warmup(self, work: Callable[[], None]) -> None:
@@ -87,27 +87,27 @@ class FakeRank:
     batches: Sequence[MicroBatch]
     """Micro-batches of a step."""
     recorder: FakeRecorder | None = None
-    """Recorder of the model's passes, for captured ones."""
+    """Recorder of the model's captured passes, if any."""
     parts: Parts = field(default_factory=Parts)
     """Parts that follow the optimizer's update."""
 
     @property
     def exchanges(self) -> Sequence[Beside]:
-        """What an exchange between worlds does beside some steps."""
+        """Work of an exchange between worlds, beside some steps."""
         return exchange_of(self.experiment).beside(self.state, self.parts)
 
     @property
     def evaluations(self) -> Sequence[Beside]:
-        """Evaluation of a micro-batch beside a captured pass, whose memory it cannot have; none of others, which need
-        less than training."""
-        if not (self.experiment.compile.cuda_graphs and self.experiment.training.evaluate_every):
+        """Evaluation of a micro-batch beside a captured pass, whose memory it cannot use. Other evaluations are left
+        out, since they need less than training."""
+        if not (self.experiment.compile.cuda_graphs and self.experiment.evaluation.enabled):
             return ()
         loss = torch.no_grad()(lambda: self.state.model.loss_sum(self.batches[:1]))
         return (Beside("activations", "evaluation", (loss,)),)
 
     @property
     def preallocated(self) -> list[torch.Tensor]:
-        """Batch tensors, which a CPU holds for the whole step; CUDA holds copies of single micro-batches."""
+        """Batch tensors, which a CPU holds for the whole step; CUDA holds copies of one micro-batch at a time."""
         return batch_tensors(batch for batch in self.batches if not isinstance(batch, _CopiedBatch))
 
     def step(self) -> None:
@@ -115,12 +115,13 @@ class FakeRank:
         self._step(self.batches)
 
     def warmup_step(self) -> None:
-        """Run an optimizer step with the minimum number of micro-batches; creates the same optimizer state."""
+        """Run an optimizer step with the fewest micro-batches; it creates the same optimizer state."""
         model = self.state.model
         self._step(self.batches[: model.eval_microbatches if self.state.mesh.pp_group is not None else 1])
 
     def optimizer_step(self) -> None:
-        """Run an optimizer step on empty gradients, without forward and backward; creates the same optimizer state."""
+        """Run an optimizer step on empty gradients, without forward and backward; it creates the same optimizer
+        state."""
         model = self.state.model
 
         def no_passes(*_: Any) -> Mapping[str, torch.Tensor]:
@@ -146,7 +147,7 @@ class FakeRank:
             self.state if model is None else replace(self.state, model=model),
             self.parts,
             batches,
-            # As in the costliest steps: those of a tail's average.
+            # As in the costliest steps, those with a tail average.
             step=max(1, self.experiment.training.steps),
             tokens=[self.experiment.training.global_batch_size * self.experiment.training.seq_len]
             * (1 + mtp_depth(self.experiment.model)),
@@ -155,7 +156,7 @@ class FakeRank:
 
 
 class _CopiedBatch(Batch):
-    """Micro-batch on the host of a GPU whose fake device is the CPU too, so that torch would not copy it."""
+    """Micro-batch on the host of a GPU. The fake GPU is the CPU, too, so torch itself would not copy the batch."""
 
     def to(self, device: torch.device | str) -> Batch:
         """Allocate the batch on the device."""
@@ -164,7 +165,7 @@ class _CopiedBatch(Batch):
 
 @contextmanager
 def fake_rank(experiment: Experiment, rank: int) -> Iterator[FakeRank]:
-    """Build a global rank of a resolved layout on fake tensors, for the `with` block.
+    """Build a global rank of a resolved layout on fake tensors, in the `with` block.
 
     Raises:
         UserError: from the trainer's build.
@@ -204,15 +205,15 @@ def pipeline_ranks(layout: ResolvedLayout) -> list[int]:
 
 @functools.cache
 def _mode() -> FakeTensorMode:
-    """Fake tensor mode of all fake ranks of the process, so that they share cached constants."""
+    """Fake tensor mode shared by all fake ranks of the process, so that they share cached constants."""
     # Buffers and rank tables are real tensors. Operators without a fake kernel raise instead of being computed.
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
 def fake_batches(experiment: Experiment, *, copied: bool = True) -> Sequence[MicroBatch]:
-    """Micro-batches of one data-parallel rank, as from the loader.
+    """Micro-batches of one data-parallel rank, as the loader makes them.
 
-    `copied` is False if the device of a GPU is another than the host's, so that torch copies them itself.
+    `copied` is False if the fake GPU is a different device from the host's, so that torch copies them itself.
     """
     layout, data, spec = ResolvedLayout.of(experiment), experiment.data, model_spec(experiment.model)
     shape = (layout.micro_batch_size, layout.training.seq_len)
@@ -238,7 +239,8 @@ def batch_tensors(batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Chunks of a parameter, made when they are read: FSDP2 makes one for each of hundreds of ranks, and reads two."""
+    """Chunks of a parameter, made when they are read: FSDP2 makes one for each of hundreds of ranks, and reads only
+    two."""
 
     tensor: torch.Tensor
     count: int

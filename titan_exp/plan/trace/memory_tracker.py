@@ -1,7 +1,7 @@
 """Memory tracker: allocation and release of every storage, by category, in order.
 
-A storage's category may change later (a sum that becomes a gradient), so it is read when the trace is evaluated. With
-offloaded parameters, a device's memory and the host's are tracked side by side.
+A storage's category may change later (a sum becomes a gradient), so we read it when the trace is evaluated. With
+offloaded parameters, we track the device's memory and the host's side by side.
 """
 
 import weakref
@@ -28,13 +28,13 @@ CATEGORIES = (
     "workspaces",
     "other",
 )
-"""Categories of storages. `loss` is memory of the head and the loss, logits included; `communication` are buffers of
-collectives; `optimizer` is its state and the temporaries of an update; `workspaces` are allocated once by kernel
-libraries and kept."""
+"""Categories of storages. `loss` is memory of the head and the loss, logits included; `communication` is buffers of
+collectives; `optimizer` is its state and an update's temporaries; kernel libraries allocate `workspaces` once and keep
+them."""
 MOMENTS = 400
 """Default maximum number of moments in a timeline."""
 SETTLED = ("parameters", "optimizer")
-"""Final categories: `set_category` keeps them."""
+"""Categories that `set_category` never changes."""
 HOST = -1
 """Stream number of allocations in host memory."""
 
@@ -46,11 +46,11 @@ class Storage:
     category: str
     """One of `CATEGORIES`."""
     number: int = 0
-    """Number of its last allocation; its name in allocator events."""
+    """Number of its last allocation, by which allocator events name it."""
     size: int = 0
     """Bytes, rounded up as by the allocator."""
     on_host: bool = False
-    """True if it is in host memory beside a device's."""
+    """True if it is in host memory, beside a device's memory."""
     is_final: bool = False
     """True if the category no longer changes."""
 
@@ -91,13 +91,13 @@ class MemoryTracker:
     rounded up to powers of two: CachingHostAllocatorImpl::allocate in ATen/core/CachingHostAllocator.h, torch 2.11 to
     2.15."""
     device: torch.device | None = None
-    """Device of tensors in device memory, if others are in host memory; None if there is one memory."""
+    """Device of tensors in device memory, if other tensors are in host memory; None if there is a single memory."""
     category: str = "other"
     """Category of new storages, unless another is given."""
     where: str = "before the first step"
     """Phase of the step."""
     outside_passes: str = ""
-    """Class of elementwise kernels outside a model's forward and backward passes; empty within."""
+    """Class of elementwise kernels outside the model's forward and backward passes; empty inside them."""
     gradients: int = 0
     """Bytes of this rank's reduced gradients in the last optimizer step."""
     stream: Callable[[], int] = int
@@ -110,7 +110,7 @@ class MemoryTracker:
     _named: dict[int, Storage] = field(default_factory=dict)
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        """True if a tensor, or its local shard, is in host memory beside a device's."""
+        """True if a tensor, or its local shard, is in host memory beside a device's memory."""
         return self.device is not None and local(tensor).device != self.device
 
     def track(self, tensor: Tensor, category: str | None = None) -> None:
@@ -153,7 +153,7 @@ class MemoryTracker:
         return storage.number
 
     def allocated_bytes(self, number: int) -> int:
-        """Bytes that `allocate` recorded under a number; 0 if they are freed."""
+        """Bytes that `allocate` recorded under a number; 0 once they are freed."""
         return self._named[number].size if number in self._named else 0
 
     def free(self, number: int) -> None:
@@ -175,7 +175,7 @@ class MemoryTracker:
         self._begun, self._where_before = len(self._changes), self.where
 
     def events(self) -> tuple[Events, Events]:
-        """Allocations and releases in device memory, in order, before the step and in it."""
+        """Allocations and releases in device memory, in order: before the step, and in it."""
         before, during = Events(), Events()
         for events, changes in ((before, self._on_device(0, self._begun)), (during, self._on_device(self._begun))):
             for change in changes:
@@ -230,7 +230,7 @@ class MemoryTracker:
         )
 
     def _held(self, end: int, *, on_host: bool = False) -> dict[str, int]:
-        """Bytes by category after the first changes."""
+        """Bytes by category after the first `end` changes."""
         held: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         for storage, _, size, _, _ in self._changes[:end]:
             if storage is not None and storage.on_host is on_host:

@@ -1,6 +1,6 @@
 """Op cache: results of operators on fake tensors, by operator, shapes and constants.
 
-Torch's own fake tensor cache spends most of a trace on computing keys. Only functions of shapes are cached: aten
+Torch's own fake tensor cache spends most of a trace on computing keys. We cache only functions of shapes: aten
 operators that are out-of-place or write into their result, and return new tensors, arguments, or views of their only
 tensor argument, at an offset from its own.
 """
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 Key = tuple[Hashable, ...]
 
 _VALUE_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
-"""Tags of operators that read values, or change a tensor's metadata."""
+"""Tags of operators that read values or change a tensor's metadata."""
 _LISTS = (list, tuple)
 _NOTHING = type(None)
 
@@ -32,7 +32,7 @@ class OpResult:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """Offset in the storage, from that of the viewed argument."""
+    """Offset in the storage, relative to the viewed argument's."""
     dtype: torch.dtype
 
 
@@ -111,7 +111,7 @@ def _is_cacheable(func: Any) -> bool:
     name = func._schema.name
     if func.namespace != "aten" or any(tag in func.tags for tag in _VALUE_DEPENDENT) or "lift" in name:
         return False
-    if "as_strided" in name:  # its offset is the storage's, not the argument's
+    if "as_strided" in name:  # its offset refers to the storage, not to the argument
         return False
     schema = func._schema
     written = [
@@ -125,7 +125,7 @@ def _is_cacheable(func: Any) -> bool:
 
 
 def _add_key(args: Sequence[Any], values: list[Hashable]) -> bool:
-    """Append each argument's part of the key; returns False if one has none."""
+    """Append each argument's part of the key; returns False if an argument has none."""
     for arg in args:
         kind = type(arg)
         if kind is FakeTensor:
@@ -179,7 +179,7 @@ def _result(args: tuple[Any, ...], made: FakeTensor) -> OpResult | None:
             if len(tensors) > 1 or args[place].dtype != dtype:
                 return None
             return OpResult(-1, place, shape, stride, offset - int(args[place].storage_offset()), dtype)
-    # Only storages of exactly the size that the shape needs.
+    # Only storages that have exactly the size that the shape needs.
     with torch._C._DisableTorchDispatch():
         dense = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     exact = not offset and dense.untyped_storage().nbytes() == storage.nbytes()

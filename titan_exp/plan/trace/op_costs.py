@@ -1,8 +1,8 @@
 """Operator costs: FLOPs, bytes, classes of kernels, and messages. Unknown operators raise an error.
 
-Rows that a rank receives for its experts depend on the data: uniform routing sends every rank of an expert-parallel
-group as many rows as it sends itself. Async tensor parallelism fuses messages with matmuls: torch's compiler decides
-which, also for fake tensors, if it believes that there is NCCL and symmetric memory.
+The rows that a rank receives for its experts depend on the data; we assume uniform routing, in which every rank of an
+expert-parallel group receives as many rows as it sends. Async tensor parallelism fuses messages with matmuls. torch's
+compiler decides which, on fake tensors too if it believes that there are NCCL and symmetric memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,16 +23,16 @@ from titan_exp.parallel.collectives import group_named
 from titan_exp.plan.trace.torch_patches import replaced_attributes
 
 _LOAD: ContextVar[float] = ContextVar("expert load", default=1.0)
-"""Received rows divided by sent ones."""
+"""Ratio of received to sent rows."""
 EXCHANGES = ("titan_exp.all_to_all_rows", "titan_exp.return_rows")
 """Operators that exchange tokens between the ranks of an expert-parallel group."""
 SYMMETRIC_EXCHANGES = ("titan_exp.symmetric_dispatch", "titan_exp.symmetric_return")
-"""The same through symmetric memory, whose results have room for more rows than come."""
+"""Token exchanges through symmetric memory, whose results have room for more rows than arrive."""
 
 
 @contextmanager
 def assume_expert_load(load: float) -> Iterator[None]:
-    """Assume in the `with` block that this rank's experts receive `load` times the mean rows of a rank."""
+    """Assume in the `with` block that this rank's experts receive `load` times the mean number of rows."""
     token = _LOAD.set(load)
     try:
         yield
@@ -41,18 +41,18 @@ def assume_expert_load(load: float) -> Iterator[None]:
 
 
 def exchanged_rows(operator: Any, args: tuple[Any, ...]) -> Any:
-    """Result of a token exchange on fake tensors, whose counts are unknown; None for another call."""
+    """Result of a token exchange on fake tensors, where counts are unknown; None for other calls."""
     name = str(operator._overloadpacket)
     if name not in EXCHANGES + SYMMETRIC_EXCHANGES or type(args[0]) is not FakeTensor:
         return None
     if name in SYMMETRIC_EXCHANGES:
-        return operator(*args)  # not its body, which needs symmetric memory
+        return operator(*args)  # the operator's body would need symmetric memory
     rows, _, _, size, _ = args
     return rows.new_empty((_received(rows) if size is None else size, *rows.shape[1:]))
 
 
 def filled_share(operator: Any, args: tuple[Any, ...]) -> float | None:
-    """Share of the room for received rows that is filled; None for a call that makes no such room."""
+    """Share of the room for received rows that is filled; None for a call without such room."""
     if str(operator._overloadpacket) != SYMMETRIC_EXCHANGES[0]:
         return None
     rows, _, room, _ = args
@@ -66,11 +66,11 @@ def _received(rows: Tensor) -> int:
 GATHERS = ("symm_mem.fused_all_gather_matmul", "symm_mem.fused_all_gather_scaled_matmul")
 """Operators that gather tokens and multiply each piece as it comes."""
 SCATTERS = ("symm_mem.fused_matmul_reduce_scatter", "symm_mem.fused_scaled_matmul_reduce_scatter")
-"""Operators that send each piece of a product as it is computed, and sum the received ones."""
+"""Operators that send each piece of a product as it is computed, and sum the pieces received."""
 COPIES = 2
-"""Copies of an exchange beside its own kernel, a few small kernels left out."""
+"""Number of copies in an exchange beside its own kernel, without a few small kernels."""
 BESIDE = " beside "
-"""Separates the kind of a message from the shapes of the weights [inputs, outputs] beside which it is sent."""
+"""Separator between the kind of a message and the shapes of the weights [inputs, outputs] that it overlaps with."""
 
 
 class SymmetricMessage(NamedTuple):
@@ -81,21 +81,21 @@ class SymmetricMessage(NamedTuple):
     group: str
     """Name of the process group."""
     size: int
-    """Bytes gathered, to scatter, or sent."""
+    """Bytes gathered, scattered or sent."""
     flops: int
     """FLOPs of its matmuls."""
     temporary: int
     """Bytes allocated and freed within the call: pieces received but not returned."""
     moved: int
-    """Bytes read and written outside of matmuls and messages: sums of received pieces, copies to and from symmetric
+    """Bytes read and written outside of matmuls and messages: sums of received pieces, and copies to and from symmetric
     memory."""
     launches: int
-    """Matmuls and copies."""
+    """Number of matmuls and copies."""
 
 
 @contextmanager
 def assumes_symmetric_memory() -> Iterator[None]:
-    """Let the fake process group have symmetric memory in the `with` block."""
+    """Make the fake process group claim symmetric memory in the `with` block."""
     with replaced_attributes(
         (dist, "is_nccl_available", lambda: True),
         (symmetric_memory, "is_nvshmem_available", lambda: True),
@@ -129,8 +129,8 @@ def symmetric_message(operator: Any, args: Sequence[Any], out: Any) -> Symmetric
 
 
 def _exchange(args: Sequence[Any], out: Any) -> SymmetricMessage:
-    """Token exchange: rows are copied to symmetric memory, and results from it. Only rows that are sent travel, and not
-    all the room for received ones, which one of the two tensors is."""
+    """Token exchange: rows are copied to symmetric memory, and results from it. Only the sent rows travel, not all the
+    room for received rows, which one of the two tensors is."""
     sent, result = args[0], out if isinstance(out, Tensor) else out[0]
     sizes = [tensor.numel() * tensor.element_size() for tensor in (sent, result)]
     return SymmetricMessage("all-to-all", args[-1], min(sizes), 0, 0, 2 * sum(sizes), COPIES)
@@ -139,7 +139,7 @@ def _exchange(args: Sequence[Any], out: Any) -> SymmetricMessage:
 KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_exp")
 """Namespaces of traceable operators; operators of other libraries may allocate untraced memory."""
 COMPUTING = ("mm", "bmm", "baddbmm", "addmm", "conv", "attention", "lstm", "gru", "linalg", "fft", "flex")
-"""Parts of names of aten operators that are bound by FLOPs, not by bytes."""
+"""Parts of names of aten operators that FLOPs bound, not bytes."""
 
 SCALED_MATMULS = ("aten._scaled_mm", "aten._scaled_grouped_mm", GATHERS[1], SCATTERS[1])
 """Float8 matmuls."""
@@ -149,7 +149,7 @@ MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", SCALED_MATMULS[0
 _aten, _c10d, _functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 
 _OVERWRITING = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_")
-"""Operators that write their first argument without reading it."""
+"""Operators that overwrite their first argument without reading it."""
 _GATHERS = ("embedding", "gather", "index", "index_select")
 """Operators that read as many elements of their first argument as they return."""
 
@@ -193,7 +193,7 @@ def count_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
     if packet is _aten._linalg_eigh:
         return 9 * args[0].numel() * args[0].shape[-1]  # tridiagonal form, its eigenvectors, and these rotated back
     if packet is _aten.linalg_solve_triangular:
-        return args[1].numel() * args[0].shape[-1]  # half of a square matrix, for each column
+        return args[1].numel() * args[0].shape[-1]  # half a square matrix for each column
     namespace, _, name = str(packet).partition(".")
     if namespace not in KNOWN_NAMESPACES or (namespace == "aten" and _computes(name)):
         raise unknown_operator(str(operator))
@@ -223,7 +223,7 @@ def count_bytes(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], outp
 def decomposed_workspace(operator: Any, args: Sequence[Any]) -> int:
     """Bytes allocated and freed inside a call that CUDA and CPU decompose below the dispatcher.
 
-    `_safe_softmax` compares scores with -inf, reduces that over rows, and masks these rows with a zero.
+    `_safe_softmax` compares scores with -inf, reduces the result over rows, and masks these rows with a zero.
     """
     if operator is not _aten._safe_softmax.default:
         return 0
@@ -257,8 +257,8 @@ def parse_message(operator: Any, args: Sequence[Any], out: Any) -> tuple[str, st
 def unknown_operator(operator: str) -> UserError:
     """Error for an operator unknown to the planner."""
     return UserError(
-        f"plan: the step calls {operator}, whose FLOPs, memory or messages the planner does not know. Leave out the "
-        "option that uses it, or run a few steps and read `memory` in metrics.jsonl."
+        f"plan: the step calls {operator}, and the planner does not know its FLOPs, memory or messages. Leave out the "
+        "option that uses it, or run a few steps (training.steps=5) and read `memory` in metrics.jsonl."
     )
 
 
@@ -275,7 +275,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def _attention(args: Sequence[Any], matmuls: tuple[int, int, int]) -> int:
-    """Two matmuls forward, five backward; a causal mask halves them."""
+    """FLOPs of attention: two matmuls forward, five backward; a causal mask halves them."""
     first, count, causal_at = matmuls
     query, key = args[first], args[first + 1]
     batch, heads, rows, width = query.shape
@@ -314,13 +314,13 @@ KERNEL_CLASSES = (
     NORM,
     OPTIMIZER,
 )
-"""Classes in order. Forward passes are those of recomputation too. `compute weights` are copies of weights in another
-dtype or gathered; `gradients` are casts and sums after backward, and copies for their reduction. Experts' matmuls count
-FLOPs and bytes, since few rows per expert are bound by reading its weights."""
+"""Classes in order. Forward passes include recomputation. `compute weights` are copies of weights in another dtype, or
+gathered ones; `gradients` are casts and sums after backward, and copies for their reduction. Experts' matmuls count
+FLOPs and bytes, since reading an expert's weights bounds a matmul with few rows."""
 STREAMS = (COMPUTE_WEIGHTS, GRADIENTS, NORM, OPTIMIZER)
 """Classes of kernels that stream over all weights or gradients, as a copy does."""
 MEASURES = ("flops", "fp8_flops", "bytes", "launches")
-"""Measures of a class; float8 matmuls count in `flops` too. A multi-tensor operator is one launch."""
+"""Measures of a class; float8 matmuls count in `flops`, too. A multi-tensor operator is one launch."""
 
 _FSDP = {"all_gather_copy_in": COMPUTE_WEIGHTS, "split_with_sizes_copy": COMPUTE_WEIGHTS, "chunk_cat": GRADIENTS}
 """Classes of FSDP2's own operators."""

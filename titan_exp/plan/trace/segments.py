@@ -1,6 +1,6 @@
 """Segments of a traced step: net allocation, peak, costs and allocation events of each.
 
-A segment does not depend on what was allocated before it, so segments of a small model can be repeated in a large one.
+A segment does not depend on earlier allocations, so segments of a small model can be repeated in a large one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,22 +24,23 @@ from titan_exp.plan.trace.op_costs import COMPUTE_WEIGHTS, EMBEDDING, GRADIENTS,
 NOWHERE = -1
 """Stage number outside all stages, e.g. of the loss."""
 PROLOGUE, REDUCE, GROUP, REST, END = "prologue", "reduce", "group", "rest", "end"
-"""Parts of a step outside actions: before the first; a stage's gradient reduction, its FSDP parameter groups, and the
-rest of it; the place of reduced gradients."""
+"""Parts of a step outside actions: the part before the first action; a stage's gradient reduction, its FSDP parameter
+groups, and the rest of it; a position that holds reduced gradients."""
 TIED_SUM, OPTIMIZER_STEP = "sum of tied gradients", "optimizer step"
-"""Last parts of a step: the sum of tied gradients between stages; from summed gradients to the next step."""
+"""Last parts of a step: the sum of tied gradients between stages, and the span from summed gradients to the next
+step."""
 BETWEEN, SUM, RESULT = " between", " sum", " result"
-"""Suffixes of an action's parts: messages after it; the sums of FSDP parameter groups' gradients in a split backward
-pass; the storage of its result."""
+"""Suffixes of an action's parts: the messages after it, the sums of FSDP parameter groups' gradients in a split
+backward pass, and the storage of its result."""
 GRADIENT_SUM = "sum of gradients"
-"""Phase of the sum of a parameter group's gradients in a split backward pass."""
+"""Name of the phase that sums a parameter group's gradients in a split backward pass."""
 
 
 class StepPosition(NamedTuple):
     """Position in a step."""
 
     step: int
-    """-1 for the build, 0 for the first step, 1 for the second."""
+    """Number of the step: -1 is the build, 0 the first step, 1 the second."""
     stage: int
     """Pipeline stage."""
     micro: int | None
@@ -93,13 +94,14 @@ class AllocationEvent(NamedTuple):
 
 
 FORWARD_MATMUL, BACKWARD_MATMUL = -1, -2
-"""First matmul of a segment in each thread; the matmul library allocates a workspace on its first call."""
+"""Allocation numbers for a segment's first matmul in each thread; the matmul library allocates a workspace at its first
+call."""
 NOT_TRACKED = -3
 """Allocation number of a tensor that is not tracked."""
 
 
 class GradientKey(NamedTuple):
-    """Parameter of a rank, whichever layers it holds."""
+    """Key of a rank's parameter, whichever layers the rank holds."""
 
     part: int
     """Index of its pipeline stage on this rank."""
@@ -114,9 +116,9 @@ class Totals:
     """Totals of a part of a step."""
 
     net: CategoryBytes
-    """Net allocated bytes, without those on the host."""
+    """Net bytes allocated on the device."""
     peak: CategoryBytes
-    """Bytes added at its first peak, without those on the host; zeros if it only frees."""
+    """Bytes added on the device at its first peak; zeros if it only frees."""
     costs: OpCosts
     """FLOPs, memory traffic and messages."""
 
@@ -158,9 +160,9 @@ class SegmentTracker(MemoryTracker):
         self.mode: CostMode | None = None
         """Mode that counts the costs of segments; None before the build is traced."""
         self.reduced_gradients: list[dict[GradientKey, int]] = []
-        """Allocations of reduced gradients, for each step; set by `SegmentObserver`."""
+        """Allocations of reduced gradients for each step; `SegmentObserver` sets them."""
         self.action_results: dict[StepPosition, int] = {}
-        """Allocations of the results of pipeline actions; set by `SegmentObserver`."""
+        """Allocations of the results of pipeline actions; `SegmentObserver` sets them."""
         self.position = StepPosition(-1, NOWHERE, None, PROLOGUE, None)
         """Position of the current segment."""
         self._block_outputs: set[int] = set()
@@ -241,7 +243,7 @@ class SegmentTracker(MemoryTracker):
 
 
 class SegmentObserver(StepObserver):
-    """Ends a segment at each start of a micro-batch, pipeline action, gradient reduction or optimizer step.
+    """Ends a segment at the start of each micro-batch, pipeline action, gradient reduction and optimizer step.
 
     Also sets the class of kernels outside passes, and the category of batches.
     """
@@ -254,9 +256,9 @@ class SegmentObserver(StepObserver):
         self._cut(0, index, "F before")
 
     def action_begin(self, action: Action) -> None:
-        """Begin a pipeline action: before its first block, batches are placed, or the loss is differentiated."""
+        """Begin a pipeline action. Before its first block, batches are placed or the loss is differentiated."""
         self._cut(action.stage, action.microbatch, f"{action.kind} before")
-        # The phase of the action before depends on the schedule.
+        # The previous action's phase depends on the schedule.
         if action.kind == "F":
             self._tracker.begin_phase("activations", "forward, embedding", EMBEDDING)
         else:
@@ -265,10 +267,10 @@ class SegmentObserver(StepObserver):
     def action_end(self, action: Action, result: Tensor | None) -> None:
         """Begin the segment between two pipeline actions.
 
-        Hidden states and gradients between stages are activations, also if a collective writes or reads them.
+        Hidden states and gradients between stages are activations, even if a collective writes or reads them.
         """
         tracker = self._tracker
-        # The last stage's objective is a number.
+        # The last stage's objective is a scalar.
         if result is not None and result.dim():
             tracker.set_category([result], "activations", is_final=True)
         at = tracker.position._replace(part=action.kind + RESULT, block=None)
@@ -277,7 +279,7 @@ class SegmentObserver(StepObserver):
         tracker.cut(at._replace(part=action.kind + BETWEEN))
 
     def weight_gradients_begin(self, weights: Sequence[str]) -> None:
-        """Begin the weight gradients of a block; those outside of blocks belong to the phase before."""
+        """Begin the weight gradients of a block; those outside of blocks belong to the previous phase."""
         if weights[0].startswith("blocks."):
             self._tracker.begin_phase("activations", f"backward, block {weights[0].split('.')[1]}", "")
 
@@ -353,7 +355,7 @@ def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:
         total.host_bytes += times * costs.host_bytes
         total.operators += times * costs.operators
         for key, calls in costs.calls.items():
-            # A difference of two runs may have bytes without calls: one more layer enlarges a message.
+            # A difference of two runs may have bytes without calls, since one more layer enlarges a message.
             if calls or costs.messages[key]:
                 total.messages[key] += times * costs.messages[key]
                 total.calls[key] += times * calls
@@ -418,7 +420,7 @@ def _on_part(tracker: MemoryTracker, part: nn.Module) -> list[Any]:
 
 
 def _backward_of(begins: Callable[[], None], ends: Callable[[], None] | None) -> Callable[..., None]:
-    """Forward hook that marks a block's backward pass, from its output's gradient to its input's."""
+    """Forward hook that marks a block's backward pass, from its output's gradient to its input's gradient."""
 
     def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:

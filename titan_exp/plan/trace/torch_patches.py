@@ -1,11 +1,11 @@
-"""Temporary changes of torch: monkey patches, used only if it has no hook, and settings of its compiler.
+"""Temporary changes of torch: monkey patches, where it has no hook, and compiler settings.
 
 Code of this package is never patched: it has extension points (`StepObserver`, `P2PTransport`, `Hardware`).
 
 Inductor's wrapper code runs on fake tensors. It allocates, reuses and frees buffers, so saved activations and memory
-within a block follow inductor's own decisions, for a CPU. On CUDA fusion may differ; the partition into forward and
-backward does not. FSDP2's own `CPUOffloadPolicy` code decides by the device of fake tensors what it copies: the fake
-GPU is named as a second CPU, because torch without CUDA cannot run backward on CUDA tensors.
+within a block follow inductor's own decisions for a CPU. On CUDA fusion may differ; the partition into forward and
+backward does not. FSDP2's own `CPUOffloadPolicy` code decides by the device of fake tensors what to copy. The fake GPU
+is named as a second CPU, because torch without CUDA cannot run backward on CUDA tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ _ABSENT = object()
 
 @contextmanager
 def replaced_attributes(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
-    """Replace attributes of torch's classes and modules for the `with` block: owner, name, replacement."""
+    """Replace attributes of torch's classes and modules in the `with` block, given as (owner, name, replacement)."""
     originals = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in replacements]
     try:
         for owner, name, value in replacements:
@@ -48,7 +48,7 @@ def replaced_attributes(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
 def restored_compiler_settings() -> Iterator[None]:
     """Restore the compiler's settings at the end of the `with` block.
 
-    They are the process's: a run's memory budget or rounding would decide how later runs are compiled.
+    They are global, so a run's memory budget or rounding would decide how later runs are compiled.
     """
     originals: list[tuple[Any, dict[str, Any]]] = [
         (settings, settings.get_config_copy()) for settings in (dynamo, functorch, inductor)
@@ -99,7 +99,8 @@ def uses_inductor(config: CompileConfig) -> bool:
 
 @contextmanager
 def reset_dynamo() -> Iterator[None]:
-    """Reset dynamo before and after the `with` block: guards fail on the other device name of offloaded runs."""
+    """Reset dynamo before and after the `with` block, because guards fail on the other device name of offloaded
+    runs."""
     torch._dynamo.reset()
     try:
         yield
@@ -109,7 +110,7 @@ def reset_dynamo() -> Iterator[None]:
 
 @contextmanager
 def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -> Iterator[None]:
-    """Skip inductor's kernels in the `with` block, so that its code runs on fake tensors. Nothing is cached.
+    """Skip inductor's kernels in the `with` block, so that its wrapper code runs on fake tensors. Nothing is cached.
 
     `called` gets the bytes read and written by each skipped kernel; buffers are on `device`.
 
@@ -152,13 +153,13 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
     types = dict(DTYPE_TO_CPP)
     with reset_dynamo(), inductor.patch(settings), fresh_cache(), replaced_attributes(*replacements):
         try:
-            # C++ code has no type of MXFP8's scales.
+            # Inductor's C++ code has no type for MXFP8 scales.
             DTYPE_TO_CPP.setdefault(torch.float8_e8m0fnu, "uint8_t")
             yield
         except InductorError as error:
             raise UserError(
-                f"plan: inductor failed to generate CPU code for a compiled part ({error}). Use compile=none to plan "
-                "the same run without compilation."
+                f"plan: we plan compiled parts with inductor's CPU code, and inductor failed to generate it ({error}). "
+                "Use compile=none to plan the same run without compilation."
             ) from error
         finally:
             DTYPE_TO_CPP.clear()
@@ -167,9 +168,9 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
 
 @contextmanager
 def compile_as_for_cuda(*, beside: bool) -> Iterator[None]:
-    """Compile for a GPU in the `with` block: dynamo takes CUDA's branches, the partitioner takes flash attention of the
-    CPU for a GPU's, which it counts the FLOPs of, and does not recompute at will, and activation functions have no
-    buffers that they need on a CPU alone.
+    """Compile for a GPU in the `with` block: dynamo takes CUDA's branches. The partitioner takes the CPU's flash
+    attention for a GPU's, counts its FLOPs, and does not recompute it at will. Activation functions have no buffers
+    that only a CPU needs.
 
     `beside` is True if host tensors exist in addition to those of the fake GPU.
     """
@@ -187,7 +188,7 @@ def compile_as_for_cuda(*, beside: bool) -> Iterator[None]:
 
     replacements = (
         (TensorVariable, "method_attr_is_cuda", is_cuda),
-        (ir, "is_cpu", lambda _: False),  # there, exponentials and sigmoids that several operators read get buffers
+        (ir, "is_cpu", lambda _: False),  # on a CPU, exponentials and sigmoids that several operators read get buffers
         (partitioners, "get_default_op_list", lambda: replace(known, compute_intensive_ops=kept)),
     )
     counted = dict(flop_registry)
@@ -201,7 +202,7 @@ def compile_as_for_cuda(*, beside: bool) -> Iterator[None]:
 
 
 def _reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tensor:
-    # No view for autograd, as in torch: FSDP would warn of blocks that return one.
+    # Autograd must not see a view, as in torch: FSDP would warn of blocks that return one.
     with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
         return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 

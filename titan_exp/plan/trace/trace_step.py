@@ -1,4 +1,4 @@
-"""Trace of one rank's step: memory over time, FLOPs, messages. The rank is fake or real."""
+"""Trace of one rank's step: memory over time, FLOPs, messages. The rank may be fake or real."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +29,7 @@ class HostUsage:
     """Host memory of a rank with offloaded parameters."""
 
     peak: Moment
-    """Peak host memory, pinned blocks rounded up."""
+    """Peak of host memory, with pinned blocks rounded up."""
     persistent: dict[str, int]
     """Bytes of tensors on the host between steps, by category."""
 
@@ -47,7 +47,7 @@ class Trace:
     costs: OpCosts
     """FLOPs, memory traffic and messages of the step."""
     axes: dict[str, list[int]]
-    """Ranks of this rank's group, by mesh axis."""
+    """Ranks of this rank's groups, by mesh axis."""
     timeline: list[Moment]
     """Memory from the beginning to the end of the step."""
     setup_events: Events
@@ -57,7 +57,7 @@ class Trace:
     host: HostUsage | None = None
     """Memory of the host, with offloaded parameters."""
     saved_calls: tuple[str, ...] = ()
-    """Automatic lists of selective activation checkpointing, in words."""
+    """Automatic lists of saved calls in selective activation checkpointing, in words."""
 
 
 def trace_step(
@@ -77,11 +77,10 @@ def trace_step(
     """Run two steps and trace the second.
 
     The first step is `warmup_step`, a shorter one that creates the optimizer state, or `step` itself. `preallocated`
-    are tensors allocated before it, besides the model. What lies `beside` the second step is at no costs. A `recorder`
-    is that of a captured model. With `cuda`, sizes follow CUDA's kernels and allocator, and the matmul library keeps
-    `matmul_workspace` bytes per calling thread; without `rounds`, sizes are those of the tensors. With `inductor`,
-    compiled kernels are skipped.
-    `segments` is an empty tracker, from which the caller reads the step's segments.
+    are tensors allocated before it, besides the model. Work `beside` the second step adds no costs. A captured model
+    has a `recorder`. With `cuda`, sizes follow CUDA's kernels and allocator, and the matmul library keeps
+    `matmul_workspace` bytes per calling thread; without `rounds`, sizes are the tensors' own. With `inductor`, compiled
+    kernels are skipped. `segments` is an empty tracker, from which the caller reads the step's segments.
 
     Raises:
         UserError: the step calls an unknown operator.

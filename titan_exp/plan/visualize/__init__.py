@@ -1,1 +1,1 @@
-"""Plan visualization: a page of shards, pipeline schedule, memory over a step, communication and step time."""
+"""Plan visualization: a page that shows shards, pipeline schedule, memory over a step, communication and step time."""

@@ -1,6 +1,6 @@
 """HTML page of a plan, self-contained: no network, no other file, no library.
 
-Sentences are in its template; the scripts in `page/` draw the rest from embedded numbers.
+Its template has the sentences; the scripts in `page/` draw the rest from embedded numbers.
 """
 
 import json
@@ -38,39 +38,39 @@ from titan_exp.tracking.number_format import format_bytes, format_items, format_
 
 def _explanation(degree: str) -> str:
     of_degree = [axis for axis in (*axes.AXES, *axes.EXPERT_AXES) if axis.key == degree and axis.name != "efsdp"]
-    return f"{of_degree[0].meaning} Communication: {'; '.join(axis.collectives for axis in of_degree)}."
+    return f"{of_degree[0].meaning} Communication: {'; '.join(dict.fromkeys(axis.collectives for axis in of_degree))}."
 
 
 MEANINGS = {degree: _explanation(degree) for degree in (*reversed(axes.DEGREES), "ep", "etp")}
 """Degrees, from the innermost mesh axis (adjacent ranks) outwards, then those of experts."""
 
 WORDS = {"axes": MEANINGS} | json.loads((Path(__file__).parent / "page" / "glossary.json").read_text(encoding="utf-8"))
-"""Explanations that the page's scripts show: of axes, kinds of communication, parts of a step's time, and categories of
+"""Explanations that the page's scripts show: axes, kinds of communication, parts of a step's time, and categories of
 memory."""
 
 
 def facts(plan: Plan, memory_check: MemoryCheck) -> Iterator[tuple[str, str, str]]:
-    """Quantities, values and notes of a plan's headline numbers: first whether it fits."""
+    """Headline numbers of a plan as (quantity, value, note); the first says whether it fits."""
     largest = plan.largest
-    on = f" of pipeline rank {largest.pipeline_rank}" if plan.experiment.parallelism.pp > 1 else ""
+    on = f" on pipeline rank {largest.pipeline_rank}" if plan.experiment.parallelism.pp > 1 else ""
     memory, needed = memory_check.device_memory, format_bytes(memory_check.needed or 0)
     if largest.allocator is None:
-        note = f"{format_bytes(largest.bytes)} of tensors{on}, and the processes"
+        note = f"{format_bytes(largest.bytes)} of tensors{on}, plus the processes"
     else:
-        note = f"{format_bytes(largest.bytes)} reserved{on}, CUDA's context and NCCL's buffers"
+        note = f"{format_bytes(largest.bytes)} reserved{on}, plus CUDA's context and NCCL's buffers"
     if memory is None or memory.capacity is None:
         yield "memory", needed, note
     else:
-        name = "does not fit" if memory_check.fits is False else "fits"
-        yield name, f"{needed} of {format_bytes(memory.capacity)}", note
+        verdict = plan.verdict(fits=memory_check.fits is not False)
+        yield verdict, f"{needed} of {format_bytes(memory.capacity)}", note
     if plan.step_seconds is not None:
         yield "step", format_seconds(plan.step_seconds), "estimated from the device's rates"
-        yield "speed", f"{plan.tokens_per_second:,.0f} tokens/s", "of one device"
+        yield "speed", f"{plan.tokens_per_second:,.0f} tokens/s", "per device"
         if plan.mfu is not None:
             yield "MFU", f"{plan.mfu:.0%}", "of the device's bf16 peak"
     if plan.experiment.parallelism.pp > 1:
-        yield "bubble", f"{plan.bubble:.1%}", "of the step, with equally slow stages"
-    yield "checkpoint", format_bytes(plan.checkpoint_bytes), "weights and the optimizer's state"
+        yield "bubble", f"{plan.bubble:.1%}", "of the step, if stages take equally long"
+    yield "checkpoint", format_bytes(plan.checkpoint_bytes), "weights and optimizer state"
 
 
 def device_noun(layout: ResolvedLayout) -> str:
@@ -91,8 +91,8 @@ class ShardedWeight:
     """Shape of the whole weight."""
     itemsize: int
     cuts: tuple[tuple[str, int], ...]
-    """Mesh axes that divide the weight, each with its dim, in the order of division: one piece per rank of the axis,
-    with sizes rounded up, so that the last may be smaller or empty."""
+    """Mesh axes that divide the weight, each with its dim, in the order of division. Each axis makes one piece per
+    rank, with sizes rounded up, so the last may be smaller or empty."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class RankShards:
     experts: dict[str, int]
     """Degrees of the axes of the experts' mesh, outermost first; empty if experts are sharded like other weights."""
     sharding: dict[str, tuple[str, ...]]
-    """Mesh axes behind every axis that divides weights, outermost first."""
+    """Mesh axes that make up each axis that divides weights, outermost first."""
     weights: tuple[ShardedWeight, ...]
 
 
@@ -151,7 +151,7 @@ def sharded_dims(weight: Tensor) -> tuple[tuple[str, int], ...]:
         for axis, size, placement in zip(mesh.mesh_dim_names or (), mesh.shape, weight.placements, strict=True)
         if size > 1 and isinstance(placement, Shard | _StridedShard)
     ]
-    # A strided shard divides the shards of the axes behind it.
+    # A strided shard divides the shards of the axes after it.
     divided.sort(key=lambda division: isinstance(division[1], _StridedShard))
     return tuple((axis, placement.dim) for axis, placement in divided)
 
@@ -164,7 +164,7 @@ def _unwrapped(name: str) -> str:
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 """Names of actions by kind."""
 UNIT_US = 1000.0
-"""Microseconds of a forward pass where no rates are known."""
+"""Microseconds of a forward pass if no rates are known."""
 MIN_GAP = 1e-6
 """Minimum idle time as a share of a forward pass; less is rounding."""
 
@@ -181,7 +181,8 @@ class PipelineSchedule:
     """Passes through the pipeline per step."""
 
     def timeline(self, plan: Plan) -> tuple[Timeline, list[float]]:
-        """Timeline of a pass, and seconds of a forward pass of each stage; 1 if the rates of the device are unknown."""
+        """Timeline of a pass, and seconds of each stage's forward pass, which is 1 if the device's rates are
+        unknown."""
         costs = [1.0] * len(self.placement)
         if plan.step_seconds is not None:
             # Stages of a rank are equal.
@@ -202,7 +203,7 @@ def schedule_of(layout: ResolvedLayout) -> PipelineSchedule:
 
 
 def schedule_data(plan: Plan) -> dict[str, Any]:
-    """Schedule as JSON: actions and idle times of each rank as text; in units if no time of a rank is known.
+    """Schedule as JSON: actions and idle times of each rank as text, in units of a forward pass if times are unknown.
 
     Every stage takes equally long, so that the last action ends with the plan's step.
     """
@@ -235,7 +236,7 @@ def schedule_text(order: Sequence[Action], end: dict[Action, float], stage_costs
 
 
 def trace_json(plan: Plan) -> str:
-    """Trace of a plan's step, with the schedule of the page, as JSON."""
+    """Trace of a plan's step as JSON, with the page's schedule."""
     known = plan.step_seconds is not None
     unit = "estimated from the device's rates" if known else "one millisecond for each forward pass"
     title = f"{plan.experiment.model.name} on {plan.layout.world_size}: planned step, {unit}"
@@ -267,9 +268,9 @@ def _events(plan: Plan) -> Iterator[dict[str, Any]]:
 SCRIPTS = ("numbers.js", "layout.js", "ranks.js", "rank.js", "pipeline.js", "memory.js", "time.js", "start.js")
 """Files of `page/` in the order of inclusion."""
 POINTS = 8000
-"""Number of points of memory timelines, for all pipeline ranks together."""
+"""Number of points in memory timelines, for all pipeline ranks together."""
 MIN_POINTS = 100
-"""Minimum number of points of one rank."""
+"""Minimum number of points for one rank."""
 
 
 def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:
@@ -361,7 +362,7 @@ def _rank(rank: RankPlan, shards: RankShards, moments: int) -> dict[str, Any]:
 
 
 def _memory(timeline: list[Moment], peak: Moment, most: int) -> dict[str, Any]:
-    """Memory over a step: one column per category, in a unit that leaves five digits, and phases as indices."""
+    """Memory over a step: a column per category, in a unit that leaves five digits, and phases as indices."""
     moments = _downsample(timeline, most)
     unit = max(1, peak.bytes // 20_000)
     phases = list(dict.fromkeys(moment.where for moment in moments))
@@ -379,7 +380,7 @@ def _memory(timeline: list[Moment], peak: Moment, most: int) -> dict[str, Any]:
 
 
 def _downsample(moments: list[Moment], most: int) -> list[Moment]:
-    """First moment, and the maximum of each of equal spans."""
+    """The first moment, and the maximum of each of equal spans."""
     span = max(1, -(-(len(moments) - 1) // (most - 1)))
     spans = [moments[start : start + span] for start in range(1, len(moments), span)]
     return [*moments[:1], *(max(span, key=lambda moment: moment.bytes) for span in spans)]

@@ -1,4 +1,4 @@
-"""attempts.jsonl: one row per start of a run, which may be of several worlds."""
+"""attempts.jsonl: one row per start of a run; a run may have several worlds."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from titan_exp.tracking.run_folder.files import FileLock, write_atomically
 StateName = Literal["pending", "running", "done", "failed", "preempted"]
 
 DONE, STOPPED, FAILED, HUNG = 0, 85, 1, 86
-"""Exit codes of a rank: trained to the end; stopped after saving, on request; failed; killed by the watchdog."""
+"""Exit codes of a rank: done with training; stopped on request, after saving; failed; killed by the watchdog."""
 ENDED_STATES: dict[int | None, StateName] = {DONE: "done", STOPPED: "preempted"}
 """States by exit code; any other is `failed`."""
 
@@ -42,7 +42,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Content of `heartbeat`: finished optimizer steps, the Unix time, and what a user should know meanwhile."""
+    """Content of `heartbeat`: finished optimizer steps, the Unix time, and a warning for the user, if any."""
 
     step: int
     time: float
@@ -55,8 +55,8 @@ class Heartbeat:
 
 
 def read_json(path: Path, kind: Any = dict, made: Callable[[Any], Any] | None = None) -> Any:
-    """Read a JSON object from a file, of a type as in `of_kind`, or what `made` makes of it; None if missing. Raises
-    UserError if it is none, or `made` raises ValueError."""
+    """Read a JSON object from a file, as a type that `of_kind` accepts or as the result of `made`; None if the file is
+    missing. Raises UserError if it is not such an object, or if `made` raises ValueError."""
     try:
         value = parse_json(read_file(path), kind)
         return value if made is None else made(value)
@@ -64,27 +64,30 @@ def read_json(path: Path, kind: Any = dict, made: Callable[[Any], Any] | None = 
         return None
     except ValueError as error:
         raise UserError(
-            f"{path} is damaged, or was edited by hand ({error}). Remove it; what it holds then counts as not recorded."
+            f"{path} is damaged, or was edited by hand ({error}). Remove it, and what it holds counts as not recorded."
         ) from None
 
 
 def has_diverged(state: str, reason: str | None) -> bool:
-    """True if a run failed because its loss was not finite, as it would again; the reason names the trainer's error."""
+    """True if a run failed because its loss was not finite, so that it would fail again; the reason names the trainer's
+    error."""
     return state == "failed" and ": Diverged:" in (reason or "")
 
 
 PREEMPTED = "SLURM preempted the job"
-"""Words in the reason of a run that SLURM stopped before its time limit."""
+"""Words in the reason of a run that SLURM preempted before its time limit."""
 
 
 def shown_state(state: str, reason: str | None) -> str:
-    """Word for a state: files say `preempted` of every run that saved and stopped, people only of one that SLURM
-    preempted."""
-    return "stopped" if state == "preempted" and PREEMPTED not in (reason or "") else state
+    """Word for a state. Files say `preempted` of every run that saved and stopped; people say it only of a run that
+    SLURM preempted. A run that is `pending` in its files is new."""
+    if state == "preempted" and PREEMPTED not in (reason or ""):
+        return "stopped"
+    return "new" if state == "pending" else state
 
 
 WORLD = "TITAN_EXP_WORLD"
-"""Environment variable: world of a rank as JSON; unset if the attempt has one."""
+"""Environment variable: world of a rank, as JSON; unset if the attempt has one world."""
 LOCK_TIMEOUT = 30.0
 """Lock timeout in seconds; a rewrite of the file takes milliseconds."""
 
@@ -105,20 +108,20 @@ class Attempt:
     start: float | None = None
     """Unix time of the start of the ranks."""
     end: float | None = None
-    """Unix time of the end of the last rank."""
+    """Unix time at which the last rank ended."""
     exit: int | None = None
     """Exit code: 0 done, 85 stopped after saving, any other failed."""
     reason: str | None = None
     launched_by: str = "local"
     """Launcher: `local`, `slurm`, or `hand` if torchrun or a user started the ranks."""
     token: str | None = None
-    """Submission token in the scheduler's job; identifies the job even if its id was not recorded."""
+    """Submission token in the scheduler's job, which identifies the job even if its id was not recorded."""
     restarts: int | None = None
-    """Earlier restarts of the same job by the scheduler."""
+    """Number of earlier restarts of the same job by the scheduler."""
     data: dict[str, Any] | None = None
     """Identity of the training data as the ranks opened it, by config key."""
     requeues: int = 0
-    """Consecutive automatic requeues without a new checkpoint before this start; 0 if a user submitted it."""
+    """Number of consecutive automatic requeues without a new checkpoint before this start; 0 if a user submitted it."""
     checkpoint: int | None = None
     """Step of the newest checkpoint at the start; 0 without one."""
 
@@ -128,22 +131,22 @@ class World:
     """One start of one of several worlds of an attempt."""
 
     number: int
-    """From 0 to `ClusterConfig.worlds` - 1."""
+    """Number of the world, from 0 to `ClusterConfig.worlds` - 1."""
     start: int
-    """Starts of all worlds in this attempt before this one."""
+    """Number of starts of worlds in this attempt before this one."""
 
     @property
     def logs(self) -> str:
-        """Name of the log folder below the attempt's."""
+        """Name of the log folder, below the attempt's."""
         return f"group-{self.number:02d}-start-{self.start:03d}"
 
     def to_environment(self) -> dict[str, str]:
-        """Variables for the ranks."""
+        """Environment variables for the ranks."""
         return {WORLD: json.dumps(asdict(self))}
 
     @classmethod
     def from_environment(cls) -> Self | None:
-        """World of this process; None if the attempt has one. A subclass's fields need not be read."""
+        """World of this process; None if the attempt has one world. A subclass need not read its own fields."""
         values = json.loads(os.environ.get(WORLD, "null"))
         return None if values is None else cls(**{field.name: values[field.name] for field in fields(cls)})
 
@@ -158,8 +161,8 @@ class AttemptLog:
         self.path = path
 
     def read(self) -> list[Attempt]:
-        """Read all rows, oldest first, one per number. A damaged line has those fields that can still be read, and
-        names itself. Raises UserError if the file cannot be read."""
+        """Read all rows, oldest first, one per number. A damaged line keeps the fields that can still be read, and says
+        that it is damaged. Raises UserError if the file cannot be read."""
         rows: dict[int, Attempt] = {}
         try:
             for line_number, line in enumerate(read_lines(self.path), 1):
@@ -204,7 +207,8 @@ class AttemptLog:
         return row if row.attempt >= 1 else None
 
     def _salvage(self, line: bytes, line_number: int, number: int) -> Attempt:
-        """Row of a damaged line: the fields between its damages, such as the id of a job that may still run."""
+        """Recover the row of a damaged line: the fields between its damages, such as the id of a job that may still
+        run."""
         found: dict[str, Any] = {}
         for name, text, *_ in _FIELD.findall(line.decode(errors="replace")):
             with suppress(ValueError, KeyError):

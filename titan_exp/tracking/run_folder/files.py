@@ -1,4 +1,4 @@
-"""Files of a run folder: written whole or not at all, locked, followed as they grow, temporary."""
+"""Run folder files: written completely or not at all, locked, followed as they grow, temporary."""
 
 import contextlib
 import errno
@@ -47,13 +47,14 @@ def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> No
 
 
 def overwrite(path: Path, text: str) -> None:
-    """Overwrite a file by one write in place, padded with blanks to its size, which needs no space on the disk."""
+    """Overwrite a file in place by one write, padded with blanks to its size, which needs no disk space."""
     with path.open("r+b", buffering=0) as file:
         file.write(text.removesuffix("\n").encode().ljust(path.stat().st_size - 1) + b"\n")
 
 
 def mkdir_below(root: Path, path: Path, mode: int = 0o777) -> None:
-    """Create the folder `path` below `root`, but never `root`, such as a deleted run folder. Raises OSError."""
+    """Create the folder `path` below `root`, but never `root` itself, which may be a deleted run folder. Raises
+    OSError."""
     for name in path.relative_to(root).parts:
         root = root / name
         root.mkdir(mode, exist_ok=True)
@@ -105,7 +106,7 @@ class LockedError(Exception):
 
     def __init__(self, path: Path, holder: LockHolder | None) -> None:
         self.holder = holder
-        super().__init__(f"{path} is held by {holder or 'another process'}")
+        super().__init__(f"{holder or 'another process'} holds {path}")
 
 
 class FileLock:
@@ -120,6 +121,11 @@ class FileLock:
         """True if this object holds the lock."""
         return self._descriptor is not None
 
+    def fileno(self) -> int:
+        """Descriptor of the held lock. A process that inherits it holds the lock, too, also after `release` here."""
+        assert self._descriptor is not None
+        return self._descriptor
+
     def acquire(self, role: str | None = None, *, shared: bool = False, timeout: float = 0.0) -> None:
         """Acquire the lock, exclusive or shared, within `timeout` seconds; `role` records this process for `holder`.
 
@@ -130,13 +136,16 @@ class FileLock:
         try:
             self._wait(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, time.monotonic() + timeout)
             if role is not None:
-                holder = LockHolder(role, os.getpid(), socket.gethostname(), time.time())
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
+                _record(descriptor, role)
         except BaseException:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
+
+    def rename(self, role: str) -> None:
+        """Record this process, which holds the lock, under another role."""
+        assert self._descriptor is not None
+        _record(self._descriptor, role)
 
     def release(self) -> None:
         """Release the lock, if held."""
@@ -145,7 +154,7 @@ class FileLock:
             self._descriptor = None
 
     def holder(self) -> LockHolder | None:
-        """Last recorded process; None if missing or incomplete."""
+        """Process that last recorded itself; None if the record is missing or incomplete."""
         try:
             return parse_json(read_file(self.path), LockHolder)
         except (OSError, ValueError, UserError):
@@ -165,14 +174,14 @@ class FileLock:
                 raise self._misplaced() from error
             if not query or error.errno not in (errno.EROFS, errno.EACCES):
                 raise
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # of another user, or on a read-only disk
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # another user's, or on a read-only disk
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise self._misplaced()
         return descriptor
 
     def _misplaced(self) -> UserError:
-        return UserError(f"{self.path} is no file, where that of a lock belongs. Move it away.")
+        return UserError(f"{self.path} is not a file, and a lock file belongs there. Move it away.")
 
     def _wait(self, descriptor: int, kind: int, deadline: float) -> None:
         while True:
@@ -190,8 +199,14 @@ class FileLock:
             time.sleep(0.02)
 
 
+def _record(descriptor: int, role: str) -> None:
+    text = json.dumps(asdict(LockHolder(role, os.getpid(), socket.gethostname(), time.time()))).encode()
+    os.pwrite(descriptor, text, 0)
+    os.ftruncate(descriptor, len(text))
+
+
 def is_held(path: Path, *, shared: bool = False) -> bool:
-    """True if a process holds the lock at `path` exclusively, or with `shared` in any mode."""
+    """True if a process holds the lock at `path` exclusively; with `shared`, in any mode."""
     if not path.exists():
         return False
     with contextlib.suppress(LockedError), FileLock(path) as lock:
@@ -203,7 +218,7 @@ def is_held(path: Path, *, shared: bool = False) -> bool:
 PREFIX = "titan_exp_run-"
 LOCK = ".lock"
 SOCKET_ROOM = 45
-"""Characters of socket names in the folder (multiprocessing, wandb); a socket path has at most 107."""
+"""Number of characters for socket names in the folder (multiprocessing, wandb); a socket path has at most 107."""
 
 
 def create_temporary_folder() -> tuple[Path, FileLock]:
@@ -211,7 +226,7 @@ def create_temporary_folder() -> tuple[Path, FileLock]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX))
         lock = hold_temporary_folder(path)
-        if lock is not None:  # else a starting process has just removed it
+        if lock is not None:  # otherwise a starting process has just removed it
             return path, lock
 
 
@@ -223,7 +238,7 @@ def hold_temporary_folder(path: Path) -> FileLock | None:
     except (LockedError, FileNotFoundError):
         return None
     except UserError:
-        return lock  # no file locks here: it is never removed as stale
+        return lock  # without file locks, it is never removed as stale
     if not lock.path.exists():
         lock.release()
         return None
@@ -232,7 +247,7 @@ def hold_temporary_folder(path: Path) -> FileLock | None:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yield a folder that is removed after the block, or by the next start if this process is killed."""
+    """Yield a folder that is removed after the block; if this process is killed, the next start removes it."""
     path, lock = create_temporary_folder()
     try:
         yield path
@@ -261,12 +276,12 @@ def remove_stale_temporary_folders() -> None:
 
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 LAST_BYTES = 2**18
-"""Bytes in which the last lines of a log are looked for."""
+"""Number of bytes that are searched for the last lines of a log."""
 
 
 class FileTail:
-    """Lines appended to a file, which may not exist yet; `from_now` skips existing lines, and `most` all but the last
-    bytes."""
+    """Lines appended to a file, which may not exist yet; `from_now` skips existing lines, and `most` skips all but that
+    many bytes."""
 
     def __init__(self, path: Path, *, from_now: bool = False, most: int | None = None) -> None:
         self._path, self._offset = path, 0
@@ -287,7 +302,7 @@ class FileTail:
 
     def lines(self, *, torn: bool = False) -> Iterator[str]:
         """Complete lines appended since the last call, and with `torn` an incomplete one at the end. Raises UserError
-        if something else is in the file's place."""
+        if the path is not a file."""
         try:
             file = open_file(self._path)
         except FileNotFoundError:
@@ -316,5 +331,5 @@ def last_lines(log: Path, most: int) -> list[str]:
 
 
 def _text(log: bytes) -> str:
-    """Text of a log, in which other libraries may have coloured words."""
+    """Text of a log, without the colours that other libraries may add."""
     return _COLOUR.sub("", log.decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""Owners of folders: users who could replace what a run executes, by renaming a folder or writing into it."""
+"""Folder owners: users who could replace code that a run executes, by renaming a folder or writing into it."""
 
 import contextlib
 import os
@@ -13,16 +13,16 @@ from titan_exp.config.errors.user_error import UserError
 
 
 def own_folder(path: Path) -> Path:
-    """Create a folder that only this user writes to, or take an existing one; returns it. Raises UserError if another
-    user owns it."""
+    """Create a folder that only this user can write to, or reuse an existing one; returns it. Raises UserError if
+    another user owns it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         path.mkdir(0o755)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or not _is_mine(status.st_uid, path.parent):
         raise UserError(
-            f"{path} belongs to {_name(status.st_uid)}, whose code would run as you. Have it removed, or choose a "
-            "folder of your own: paths.runs=~/runs"
+            f"{path} belongs to {_name(status.st_uid)}, whose code would run as you. Ask them to remove it, or "
+            "choose a folder of your own: paths.runs=~/runs"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         path.chmod(stat.S_IMODE(status.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
@@ -38,7 +38,7 @@ def refuse_foreign_folders(runs: Path, run: Path) -> None:
     for path in (runs, run.parent, run):
         if not path.exists():
             continue
-        for status in (path.lstat(), path.stat()):  # who owns a link may point it elsewhere
+        for status in (path.lstat(), path.stat()):  # the owner of a link may point it elsewhere
             if not _is_trusted(status.st_uid, shared, path):
                 raise UserError(
                     f"{path} belongs to {_name(status.st_uid)}, who could replace what your run executes. "
@@ -61,9 +61,9 @@ def _elsewhere(runs: Path, path: Path, run: Path) -> str:
 
 
 def _is_trusted(owner: int, shared: os.stat_result, path: Path) -> bool:
-    """True for this user, root, and those who share the folder of runs by its group.
+    """True for this user, for root, and for users who share the folder of runs through its group.
 
-    For root in a container, owners that the container does not know are outside it.
+    For root in a container, owners that the container does not know count as outsiders.
     """
     if owner == 0 or (os.geteuid() == 0 and _name(owner) == str(owner)):
         return True
@@ -74,7 +74,7 @@ def _is_trusted(owner: int, shared: os.stat_result, path: Path) -> bool:
 
 
 def _is_mine(owner: int, folder: Path) -> bool:
-    """True if the file system of `folder` names this user `owner`, which need not be its id here."""
+    """True if the file system of `folder` means this user by `owner`, which need not be this user's id here."""
     if owner == os.geteuid():
         return True
     with contextlib.suppress(OSError), tempfile.TemporaryDirectory(prefix=".owner-", dir=folder) as probe:
@@ -83,7 +83,8 @@ def _is_mine(owner: int, folder: Path) -> bool:
 
 
 def _is_member(user: int, group: int) -> bool:
-    """True if a user is in a group, or unknown here: a container knows no members, who alone can have written there."""
+    """True if a user is in a group. Unknown users count: a container knows no members, and only members can have
+    written there."""
     try:
         entry = pwd.getpwuid(user)
     except KeyError:
@@ -99,7 +100,7 @@ def _name(user: int) -> str:
 
 
 CONFIRM_SECONDS = 1.0
-"""Seconds for which the folder must be missing: network disks may show a rename late."""
+"""Seconds for which the folder must be missing, because network disks may show a rename late."""
 
 
 class FolderWatch:
@@ -114,7 +115,7 @@ class FolderWatch:
         self._missing_since: float | None = None
 
     def loss(self) -> str | None:
-        """Message once the folder is lost, with the command that continues the run; None while it is there."""
+        """Message once the folder is lost, with the command that continues the run; None while it exists."""
         if self._is_there():
             self._missing_since = None
             return None
@@ -130,7 +131,7 @@ class FolderWatch:
         return message
 
     def holds(self, path: Path) -> bool:
-        """True if the folder at `path` is the watched one, and no other run that was begun at its path meanwhile."""
+        """True if the folder at `path` is the watched one, rather than that of another run begun at its path."""
         try:
             return self._is_folder(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -155,7 +156,7 @@ class FolderWatch:
         try:
             return self.holds(self._path) and (self._path / "config.yaml").exists()
         except OSError:
-            return True  # unknown, as in `holds`
+            return True  # the disk does not respond, as in `holds`
 
     def _is_folder(self, path: Path) -> bool:
         # The open descriptor keeps the inode number from being used again.
@@ -165,15 +166,15 @@ class FolderWatch:
         moved = self.moved_to()
         if moved is not None:
             return (
-                f"the run folder {self._path} was moved to {moved}, and the run is stopped. It continues from its "
-                f"newest checkpoint with `titan-exp retry {moved}`"
+                f"somebody moved the run folder {self._path} to {moved}, so the run has stopped. To continue from its "
+                f"newest checkpoint, type titan-exp retry {moved}"
             )
         if self._path.exists() and not (self._path / "config.yaml").exists():
             return (
-                f"config.yaml was deleted from the run folder {self._path}, and the run is stopped. Remove the rest of "
-                "the folder; then the same command starts the run from the beginning"
+                f"somebody deleted config.yaml from the run folder {self._path}, so the run has stopped. Remove the "
+                "rest of the folder, and the same command starts the run from the beginning"
             )
         return (
-            f"the run folder {self._path} was deleted, and the run is stopped; nothing more is written. The same "
+            f"somebody deleted the run folder {self._path}, so the run has stopped and writes nothing more. The same "
             "command starts it from the beginning"
         )

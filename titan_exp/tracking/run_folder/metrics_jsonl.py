@@ -21,7 +21,7 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.sinks.sink import Value
 
 _ABSENT, _NULL, _INTEGER, _FLOAT, _OTHER = range(5)
-"""Kinds of a cell. Others are integers that no float holds, and lists of the record of expert load."""
+"""Kinds of cells. `_OTHER` is for integers that no float represents, and for lists in the record of expert load."""
 
 
 class _Column:
@@ -57,23 +57,24 @@ class _Column:
 
 
 class MetricRows(Sequence[dict[str, Any]]):
-    """Rows of metrics, one per step, ascending; an item is made as a dictionary when it is asked for."""
+    """Rows of metrics, one per step, ascending. An item becomes a dictionary when it is accessed."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         self._steps = array("q")
         self._columns: dict[str, _Column] = {}
         self._late: dict[int, dict[str, Any]] = {}
-        """Rows of steps between those before them, which a later attempt logged at other steps."""
+        """Rows of steps that a later attempt logged between steps of an earlier one."""
         for row in rows:
             self.append(row)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row after all others, whatever its step is."""
+        """Add a row after all others, whatever its step."""
         self._steps.append(row["step"])
         self._put(len(self._steps) - 1, row)
 
     def merge(self, row: dict[str, Any]) -> None:
-        """Add a row of any step. One of a later attempt replaces a known row, one of the same attempt completes it."""
+        """Add a row of any step. A row of a later attempt replaces a known row; one of the same attempt completes
+        it."""
         step = row["step"]
         if not self._steps or step > self._steps[-1]:
             self.append(row)
@@ -93,7 +94,7 @@ class MetricRows(Sequence[dict[str, Any]]):
         self._put(place, row)
 
     def in_order(self) -> MetricRows:
-        """These rows in the order of their steps."""
+        """Return these rows sorted by step."""
         if not self._late:
             return self
         return MetricRows(sorted([*self, *self._late.values()], key=lambda row: row["step"]))
@@ -104,7 +105,7 @@ class MetricRows(Sequence[dict[str, Any]]):
         return map(column.get, range(len(self)))
 
     def series(self, key: str, over: str, *, above: float, up_to: float) -> tuple[list[float], list[float]]:
-        """Known values of `over`, above `above` and up to `up_to`, and those of `key` beside them."""
+        """Known values of `over`, above `above` and up to `up_to`, and the values of `key` in the same rows."""
         import numpy as np
 
         kept, numbers = np.ones(len(self), dtype=bool), []
@@ -159,8 +160,8 @@ Item = TypeVar("Item")
 
 
 def final_value(rows: Sequence[Mapping[str, Value]], name: str) -> float | None:
-    """Last value of a metric, or of the training loss, since a single batch is noisy, the mean of the last 2 % of its
-    rows; NaN if it is not finite, None if it was never logged."""
+    """Last value of a metric. For the training loss, the mean over the last 2 % of its rows, since a single batch is
+    noisy. NaN if it is not finite, None if it was never logged."""
     values = [float(value) for value in column_of(rows, name) if value is not None]
     if name != "loss":
         return values[-1] if values else None
@@ -179,10 +180,10 @@ def last_fiftieth(rows: list[Item]) -> list[Item]:
 
 
 TAIL_BYTES = 16384
-"""Bytes read from the end of the file for the newest rows; they hold dozens, unless a row has many metrics."""
+"""Bytes read from the end of the file for the newest rows. They hold dozens of rows, unless a row has many metrics."""
 
 TAIL_ROWS = 8
-"""Rows that are read at least, if there are as many."""
+"""Minimum number of rows that are read, if the file has as many."""
 
 
 class JsonlSink:
@@ -193,7 +194,7 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, attempt: int, clock: Callable[[], float] | None = None) -> None:
-        """`clock` gives the Unix time of a row, which rows without one do not have."""
+        """`clock` gives the Unix time of a row; without it, rows have no time."""
         repair(path)
         self._clock = clock
         self._attempt = attempt
@@ -203,7 +204,7 @@ class JsonlSink:
         self._failed = False
 
     def log(self, row: Mapping[str, Value | Sequence[int]]) -> None:
-        """Write the row, with this attempt's number if it has none, and its time."""
+        """Write the row, adding its time, and this attempt's number if it has none."""
         encoded = {key: _encode(value) for key, value in row.items()}
         encoded.setdefault("attempt", self._attempt)
         if self._clock is not None:
@@ -214,8 +215,8 @@ class JsonlSink:
         except OSError as error:
             if not self._failed:
                 get_logger().error(
-                    "%s cannot be written (%s). Training continues; rows are kept in memory until it can, and are lost "
-                    "if the run is killed before.",
+                    "cannot write %s (%s). Training continues and keeps the rows in memory until it can write them. "
+                    "They are lost if somebody kills the run before.",
                     self._path,
                     error.strerror or error,
                 )
@@ -223,7 +224,7 @@ class JsonlSink:
             return
         if self._failed:
             self._failed = False
-            get_logger().info("%s is written again; no row is missing", self._path)
+            get_logger().info("%s is writable again, and no row is missing", self._path)
 
     def close(self, state: str) -> None:
         """Fsync and close the file. Raises OSError if rows are left in memory and the disk is still full."""
@@ -249,7 +250,9 @@ def read_metrics(path: Path) -> MetricRows:
     rows, damaged = MetricRows(), 0
     for number, line in enumerate(_lines(path), 1):
         if damaged and line:
-            raise UserError(f"{path}, line {damaged}: not a row of metrics. Remove that line; the others are kept.")
+            raise UserError(
+                f"{path}, line {damaged}: this is not a row of metrics. Remove the line and keep the others."
+            )
         row = parse_row(line)
         if row is not None:
             rows.merge(row)
@@ -259,7 +262,7 @@ def read_metrics(path: Path) -> MetricRows:
 
 
 def read_all_rows(path: Path) -> Iterator[dict[str, Value]]:
-    """Rows as they were written, also of steps that a later attempt trained again; damaged lines are left out."""
+    """Rows as they were written, including steps that a later attempt trained again; damaged lines are left out."""
     yield from (row for line in _lines(path) if (row := parse_row(line)) is not None)
 
 
@@ -271,7 +274,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def read_last_values(path: Path) -> dict[str, Value]:
-    """Latest value of every key, read from the end of the file alone. Raises UserError if it cannot be read."""
+    """Latest value of every key, read only from the end of the file. Raises UserError if it cannot be read."""
     try:
         with open_file(path) as file:
             lines = _last_lines(file)
@@ -285,7 +288,7 @@ def read_last_values(path: Path) -> dict[str, Value]:
 
 
 def _last_lines(file: BinaryIO) -> list[bytes]:
-    """At least the last `TAIL_ROWS` lines, if there are as many; the first may be torn."""
+    """At least the last `TAIL_ROWS` lines, if there are as many; the first of them may be torn."""
     size, length = file.seek(0, os.SEEK_END), TAIL_BYTES
     while True:
         file.seek(max(0, size - length))
@@ -301,7 +304,7 @@ def decode(row: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def repair(path: Path) -> None:
-    """Truncate a last line torn by a crash; a complete last line without a newline is terminated. Raises UserError if
+    """Repair the end of a file: truncate a last line torn by a crash, and terminate a complete one. Raises UserError if
     it is longer than `LINE_BYTES`."""
     try:
         with open_file(path) as file:
@@ -344,7 +347,7 @@ def rows_of(lines: Iterable[str], attempt: int) -> Iterator[dict[str, Value]]:
 def _is_value(value: object) -> bool:
     if type(value) is float or value is None:
         return True
-    if isinstance(value, list):  # of numbers, in the record of expert load
+    if isinstance(value, list):  # a list of numbers, in the record of expert load
         return all(type(item) in (int, float) for item in value)
     if isinstance(value, str):
         return value in ("NaN", "Infinity", "-Infinity")

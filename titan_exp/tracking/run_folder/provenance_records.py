@@ -1,4 +1,4 @@
-"""Records of a run: what was typed, which code ran, which run it continues."""
+"""Provenance records of a run: its overrides, its code, and the run that it continues."""
 
 import hashlib
 import json
@@ -21,12 +21,12 @@ from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, read_metrics
 
 
 def overrides_text(overrides: Sequence[str]) -> str:
-    """Content of a file of overrides."""
+    """Content of an overrides file."""
     return "".join(f"- {json.dumps(override, ensure_ascii=False)}\n" for override in overrides) or "[]\n"
 
 
 def read_overrides(path: Path) -> tuple[str, ...] | None:
-    """Overrides in a file; None if it is missing or holds something else."""
+    """Overrides in a file; None if the file is missing or not an overrides file."""
     try:
         _, lines = load_node(read_text(path))
         return of_kind(tuple[str, ...], lines)
@@ -35,13 +35,13 @@ def read_overrides(path: Path) -> tuple[str, ...] | None:
 
 
 def for_shell(override: str) -> str:
-    """Override as typed in a shell, in double quotes if its value has single ones."""
+    """Override as typed in a shell; in double quotes if its value has single quotes."""
     return f'"{override}"' if "'" in override and not re.search(r'["$`\\!\n]', override) else shlex.quote(override)
 
 
 @dataclass(frozen=True)
 class CodePart:
-    """titan_exp, or a part of the user's code: a repository, an installed package, or loose files."""
+    """titan_exp, or a part of your code: a repository, an installed package, or loose files."""
 
     name: str
     """Name of the package or repository; unique in a run."""
@@ -52,7 +52,7 @@ class CodePart:
     branch: str | None = None
     """Branch; None if HEAD is detached."""
     dirty: bool | None = None
-    """True if the working tree differs from the commit, including untracked files."""
+    """True if the working tree differs from the commit, including untracked files that may be code."""
 
     @property
     def state(self) -> str:
@@ -67,18 +67,18 @@ class CodePart:
 
 @dataclass(frozen=True)
 class CodeVersion(CodePart):
-    """Part of a run's code, with what tells its content."""
+    """Part of a run's code, with the data that determine its content."""
 
     path: str | None = None
-    """Top folder of the repository; else the folder that holds the package or the files."""
+    """Top folder of the repository; without one, the folder that holds the package or the files."""
     remote: str | None = None
     """URL of the remote `origin`, without credentials."""
     left_out: tuple[str, ...] = ()
     """Untracked files too large for the diff, and nested repositories."""
     masked: bool = False
-    """True if credentials were masked in the diff, so that it does not apply."""
+    """True if credentials were masked in the diff, so that it cannot be applied."""
     diff: str | None = None
-    """Checksum of the diff before masking; None without one."""
+    """Checksum of the diff before masking; None if there is no diff."""
     files: dict[str, str] = field(default_factory=dict)
     """Checksums of the code's files, by name relative to `path`; empty if there are too many."""
 
@@ -88,9 +88,9 @@ class CodeRecord:
     """Content of `code.json`: code of a run, and its ids."""
 
     parts: tuple[CodeVersion, ...]
-    """titan_exp, then the user's repositories and packages."""
+    """titan_exp, then your repositories and packages."""
     import_paths: Mapping[str, str] = field(default_factory=dict)
-    """Names of the user's code by key of the configuration."""
+    """Names of your code, by configuration key."""
     frozen: Mapping[str, Any] | None = None
     """Import folders of the code snapshot; None if ranks import the code in place."""
     run_id: str | None = None
@@ -111,7 +111,7 @@ class CodeRecord:
 
 
 def code_record(values: Mapping[str, Any]) -> CodeRecord:
-    """Code record of the object in `code.json`, also of other versions of titan_exp. Raises ValueError if a value is of
+    """Code record from the object in `code.json`, also of other versions of titan_exp. Raises ValueError if a value has
     another type."""
     parts = [{**values, "name": "titan_exp"}, *of_kind(list[dict], values.get("imported") or [])]
     return of_kind(CodeRecord, _known(CodeRecord, {**values, "parts": [_known(CodeVersion, part) for part in parts]}))
@@ -137,7 +137,7 @@ def read_code(path: Path) -> CodeRecord | None:
 
     def made(values: dict[str, Any]) -> CodeRecord:
         patch = b""
-        if "diff" not in values:  # older versions recorded no checksum of it
+        if "diff" not in values:  # older versions recorded no checksum of the diff
             with suppress(FileNotFoundError):
                 patch = read_file(path.with_name("diff.patch"))
         return code_record({"diff": digest(patch) if patch else None, **values})
@@ -185,7 +185,7 @@ class Lineage:
         return self.parent if "://" in self.parent else "/".join(Path(self.parent).parts[-2:])
 
     def parent_folder(self, run_folder: Path) -> Path | None:
-        """Run folder of the parent, also if both were moved together; None if it is not on this machine."""
+        """Run folder of the parent, even if both were moved together; None if it is not on this machine."""
         moved = run_folder.absolute().parents[1].joinpath(*Path(self.parent).parts[-2:])
         return next((path for path in (Path(self.parent), moved) if path.is_dir()), None)
 
@@ -195,16 +195,16 @@ class Lineage:
 
 @dataclass(frozen=True)
 class Ancestor:
-    """Run from which another was continued, directly or not."""
+    """Run that another run continues, directly or not."""
 
     lineage: Lineage
-    """Lineage of its child, which names it."""
+    """Lineage record of its child, which names this run."""
     folder: Path | None
     """Run folder; None if it is not on this machine."""
 
 
 def ancestors(run_folder: Path) -> Iterator[Ancestor]:
-    """Parent of a run, the parent's parent, and so on to the last that is on this machine."""
+    """Parent of a run, the parent's parent, and so on to the last one on this machine."""
     folder, seen = run_folder, {run_folder.resolve()}
     while (lineage := Lineage.read(folder)) is not None:
         parent = lineage.parent_folder(folder)
@@ -221,7 +221,7 @@ def children(run_folder: Path) -> list[tuple[Path, Lineage]]:
     """Run folders beside a run, in any group, that were continued from it."""
     found = []
     for path in sorted(run_folder.absolute().parents[1].glob(f"*/[!.]*/{LINEAGE_FILE}")):
-        with suppress(UserError, OSError):  # damaged, which `show` of that run explains, or closed to this user
+        with suppress(UserError, OSError):  # damaged (`show` of that run explains it), or closed to this user
             lineage = Lineage.read(path.parent)
             parent = None if lineage is None else lineage.parent_folder(path.parent)
             if lineage is not None and parent is not None and parent.resolve() == run_folder.resolve():
@@ -230,7 +230,7 @@ def children(run_folder: Path) -> list[tuple[Path, Lineage]]:
 
 
 def read_history(run_folder: Path, file: str = "metrics.jsonl") -> MetricRows:
-    """Rows of a run's metrics, after those of its parents up to the steps at which it and they were continued.
+    """Rows of a run's metrics, preceded by its ancestors' rows up to the steps at which they were continued.
 
     `file` may be another file of such rows. A parent that is not on this machine has no rows. Raises UserError if a row
     is damaged.

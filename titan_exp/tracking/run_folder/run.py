@@ -1,9 +1,10 @@
-"""Reader of a run folder: each file is read when it is asked for, and once.
+"""Reader of a run folder: reads each file once, when it is first needed.
 
-The configuration's reader, which imports Hydra, is imported with it: completion lists runs.
+The configuration's reader imports Hydra, so it is imported only with the configuration: completion lists runs.
 """
 
 import os
+import shlex
 import socket
 import time
 from dataclasses import dataclass
@@ -32,12 +33,14 @@ if TYPE_CHECKING:
 
 StatusName = Literal["new", "queued", "running", "done", "failed", "preempted", "lost", "unknown", "unreadable"]
 """`new`: never started. `queued`: in the scheduler's queue. `lost`: exited without recording its end. `unknown`: the
-scheduler that may hold its job cannot be asked."""
+scheduler that may hold its job does not answer."""
 
 STALE = 60.0
 """Seconds without a heartbeat before a run without a known holder counts as lost."""
 ENDED = ("done", "failed", "preempted")
 """Recorded states that need no check of locks or heartbeat."""
+SWEEP_GONE = "launcher whose sweep was killed"
+"""Role of a launcher, in the run lock, that goes on although the sweep that started it is gone."""
 DIED_UNRECORDED = "died without a record (killed, or the machine went down)"
 
 
@@ -59,7 +62,7 @@ class RunStatus:
 
     @property
     def active(self) -> bool:
-        """True if queued or running, or possibly so if unknown."""
+        """True if queued or running, or unknown and thus possibly so."""
         return self.state in ("queued", "running", "unknown")
 
 
@@ -79,10 +82,10 @@ class _Prediction(TypedDict, total=False):
 
 
 class Run(os.PathLike[str]):
-    """A run as its folder describes it, written by anybody and in any state.
+    """A run as its folder describes it; anybody may have written it, and it may be in any state.
 
-    Each member reads its file once, at most as much as a file of its kind may hold, and keeps what it found; whoever
-    waits for a change reads another `Run`. A member raises UserError if its file is damaged.
+    Each member reads its file once, up to the size limit of its kind, and keeps the result. To see a change, make
+    another `Run`. A member raises UserError if its file is damaged.
     """
 
     def __init__(self, folder: "RunFolder | Run | str | os.PathLike[str]") -> None:
@@ -102,13 +105,13 @@ class Run(os.PathLike[str]):
 
     @cached_property
     def experiment(self) -> "Experiment":
-        """Configuration for a process that trains the run, and so imports what it names."""
+        """Configuration for a process that trains the run, and therefore imports the code that it names."""
         from titan_exp.config.schema.typed_config import load_experiment
 
         return load_experiment(self.folder.config, trust=True)
 
     def group(self, name: str) -> Any:
-        """One group of the configuration, whose code is not imported."""
+        """One group of the configuration; the code that it names is not imported."""
         if "experiment" in vars(self):
             return getattr(self.experiment, name)
         from titan_exp.config.schema.typed_config import group_of
@@ -117,7 +120,7 @@ class Run(os.PathLike[str]):
 
     @cached_property
     def state(self) -> RunState | None:
-        """Content of state.json, or what the last attempt says if that was deleted; None before the first."""
+        """Content of state.json; if that was deleted, the last attempt's state. None before the first attempt."""
         state = self.folder.read_state()
         if state is not None or not self.attempts:
             return state
@@ -132,15 +135,15 @@ class Run(os.PathLike[str]):
 
     @cached_property
     def heartbeat(self) -> Heartbeat | None:
-        """Last heartbeat; None before the first, and if it is damaged."""
+        """Last heartbeat; None before the first, or if it is damaged."""
         return self.folder.read_heartbeat()
 
     @cached_property
     def status(self) -> RunStatus:
-        """Status by files and locks; the scheduler of a run that is not done may know another.
+        """Status by files and locks; if a run is not done, its scheduler may know better.
 
-        A run that has neither ended nor recorded why is lost if no process holds it, unless its last attempt is another
-        machine's, whose locks may be invisible across a network disk, and has given a sign of life for STALE seconds.
+        A run without a recorded end is lost if no process holds it. If its last attempt is another machine's, whose
+        locks a network disk may hide, a sign of life in the last STALE seconds counts instead.
         """
         state = self.state
         if state is None:
@@ -151,8 +154,9 @@ class Run(os.PathLike[str]):
             return RunStatus(state.state, state.step, state.reason, state.attempt, job_id)
         beat = self.heartbeat
         step = max(state.step, beat.step if beat and beat.time >= state.time else 0)
-        if self.folder.holder() is not None:
-            return RunStatus("running", step, None, state.attempt, job_id)
+        if (holder := self.folder.holder()) is not None:
+            reason = None if holder.role != SWEEP_GONE else self._without_sweep
+            return RunStatus("running", step, reason, state.attempt, job_id)
         if last is None:
             return RunStatus("new", 0, None, 0)
         age = time.time() - max(state.time, last.intent, beat.time if beat else 0.0)
@@ -161,8 +165,16 @@ class Run(os.PathLike[str]):
         reason = DIED_UNRECORDED
         if state.attempt:
             since = format_duration(max(0, round(age)))
-            reason = f"attempt {state.attempt} {reason}; last heartbeat {since} ago"
+            reason = f"attempt {state.attempt} {reason}, last heartbeat {since} ago"
         return RunStatus("lost", step, reason, state.attempt, job_id)
+
+    @property
+    def _without_sweep(self) -> str:
+        return (
+            "its sweep was killed, so the run goes on alone to its end, and no further one starts. Wait for it and "
+            "type the command of the sweep again, or stop what runs: titan-exp cancel "
+            f"{shlex.quote(str(self.folder.path.parent))}"
+        )
 
     @cached_property
     def code(self) -> CodeRecord | None:
@@ -186,17 +198,17 @@ class Run(os.PathLike[str]):
 
     @cached_property
     def ancestors(self) -> list[Ancestor]:
-        """Parent, its parent, and so on to the last that is on this machine."""
+        """Parent, the parent's parent, and so on to the last one on this machine."""
         return list(ancestors(self.folder.path))
 
     @cached_property
     def lineage(self) -> Lineage | None:
-        """Parent of a continued run, and the step at which it begins; None of other runs."""
+        """Parent of a continued run, and the step at which it begins; None for other runs."""
         return Lineage.read(self.folder.path)
 
     @cached_property
     def predicted(self) -> PredictedMetrics:
-        """Predictions made before the start; none if plan.json is missing or damaged."""
+        """Predictions made before the start; their values are None if plan.json is missing or damaged."""
         try:
             found = read_json(self.folder.plan, _Prediction) or {}
         except UserError:
@@ -210,5 +222,5 @@ class Run(os.PathLike[str]):
 
     @cached_property
     def last_values(self) -> dict[str, Value]:
-        """Latest value of every metric, from the end of the file alone."""
+        """Latest value of every metric, read only from the end of the file."""
         return read_last_values(self.folder.metrics)

@@ -1,4 +1,4 @@
-"""Run folder: all files of a run, the interface between launching, training and comparing.
+"""Run folder: all files of a run, and the interface between launching, training and comparing.
 
 Rank 0 and the launcher write; any process may read at any time. Every file stays readable after a crash.
 """
@@ -50,11 +50,11 @@ class RunFolder:
         self.overrides = self.path / "overrides.yaml"
         """Overrides as typed."""
         self.nondefault = self.path / "nondefault.yaml"
-        """Overrides that differ from the defaults, of the code that started the run."""
+        """Overrides that differ from the defaults of the code that started the run."""
         self.code = self.path / "code.json"
         """Commit, dirty flag, branch."""
         self.diff = self.path / "diff.patch"
-        """Diff of the working tree to the commit."""
+        """Diff of the working tree against the commit."""
         self.env = self.path / "env.json"
         """Versions and hardware."""
         self.plan = self.path / "plan.json"
@@ -93,11 +93,11 @@ class RunFolder:
         return logs if self._world_logs is None else logs / self._world_logs
 
     def with_world(self, world_logs: str) -> "RunFolder":
-        """The folder as the ranks of a world see it."""
+        """The run folder as the ranks of a world see it."""
         return RunFolder(self.path, world_logs=world_logs)
 
     def world_logs(self, number: int) -> list[str]:
-        """Names of the log folders of several worlds in an attempt, in the order of their starts."""
+        """Names of the log folders of an attempt's worlds, in the order of their starts."""
         folders = self.attempt_logs(number).glob("group-*-start-*")
         return sorted((folder.name for folder in folders), key=lambda name: name.rpartition("-")[2])
 
@@ -117,7 +117,7 @@ class RunFolder:
 
     def beat(self, step: int, *, force: bool = False, warning: str | None = None) -> bool:
         """Write a heartbeat after `step` steps, at most one per second unless `force`; returns True if written. On a
-        full disk it is overwritten in place, which needs no space."""
+        full disk, the file is overwritten in place, which needs no space."""
         now = time.monotonic()
         if force or now - self._last_heartbeat >= HEARTBEAT_SECONDS:
             self._last_heartbeat = now
@@ -132,16 +132,19 @@ class RunFolder:
         return False
 
     def read_heartbeat(self) -> Heartbeat | None:
-        """Read the last heartbeat; None before the first. A damaged one counts as none: the next replaces it."""
+        """Read the last heartbeat; None before the first, or if it is damaged, in which case the next one replaces
+        it."""
         with contextlib.suppress(UserError):
             return read_json(self.heartbeat, Heartbeat)
         return None
 
     def warning(self) -> str | None:
-        """What a user of the newest attempt should know; None without a warning. It outlives the attempt."""
+        """Warning for the user of the newest attempt; None if there is none. It outlives the attempt."""
         with contextlib.suppress(OSError):
             if os.statvfs(self.path).f_flag & os.ST_RDONLY:
-                return f"{self.path} is on a read-only disk: no checkpoint, metric or state can be written"
+                return (
+                    f"{self.path} is on a read-only disk, so the run cannot write a checkpoint, a metric or its state"
+                )
         beat, state = self.read_heartbeat(), self.read_state()
         began = state.time if state is not None and state.state in ("pending", "running") else 0.0
         return None if beat is None or beat.time < began else beat.warning
@@ -210,7 +213,7 @@ def is_readable_run(path: Path) -> bool:
 
 
 def readable_runs(folder: Path) -> list[Path]:
-    """Run folders in a folder by name, none if it is missing or closed to this user."""
+    """Run folders in a folder, by name; none if the folder is missing or closed to this user."""
     if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
         return []
     return [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and is_readable_run(path)]

@@ -13,14 +13,14 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.sink import ImageSink, Row, Sink
+from titan_exp.tracking.sinks.sink import ImageSink, LateSink, Row, Sink
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 
 class BestEffortSink:
-    """Wraps the sink built by `start`; suppresses all its exceptions, including construction."""
+    """Wraps the sink that `start` builds, and suppresses all its exceptions, including those of construction."""
 
     def __init__(self, name: str, switch: str, start: Callable[[], Sink]) -> None:
         self._name, self._switch = name, switch
@@ -37,6 +37,11 @@ class BestEffortSink:
         if self._sink is not None and isinstance(self._sink, ImageSink):
             self._guard(self._sink.image, name, step, image)
 
+    def late(self, axis: str, row: Row) -> None:
+        """Forward a late row while the sink works, if it takes them."""
+        if self._sink is not None and isinstance(self._sink, LateSink):
+            self._guard(self._sink.late, axis, row)
+
     def close(self, state: str) -> None:
         """Close the sink if it still works."""
         sink, self._sink = self._sink, None
@@ -49,12 +54,12 @@ class BestEffortSink:
     def _guard(self, action: Callable[..., None], *arguments: object) -> None:
         try:
             action(*arguments)
-        except Exception as error:  # a network, a server and a disk may fail in any way
+        except Exception as error:  # networks, servers and disks may fail in any way
             self._sink = None
-            reason = str(error).strip().partition("\n")[0] or "no reason given"
+            reason = str(error).strip().partition("\n")[0] or "it gives no reason"
             get_logger().warning(
-                "%s gets no more metrics (%s: %s). The run continues and metrics.jsonl has everything; %s=false turns "
-                "this sink off.",
+                "%s gets no more metrics (%s: %s). The run continues, and metrics.jsonl has everything. To turn "
+                "this sink off, use %s=false.",
                 self._name,
                 type(error).__name__,
                 reason,
@@ -82,6 +87,12 @@ class TensorBoardSink:
     def image(self, name: str, step: int, image: np.ndarray) -> None:
         """Write an image."""
         self._open(step).add_image(name, image, step, dataformats="HWC")
+
+    def late(self, axis: str, row: Row) -> None:
+        """Write the values of an earlier step, in any order. A row comes first, since that purges events."""
+        for key in row.keys() - {axis}:
+            if self._writer is not None and row[key] is not None:
+                self._writer.add_scalar(key, row[key], row[axis])
 
     def _open(self, step: int) -> SummaryWriter:
         if self._writer is None:

@@ -11,8 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from titan_exp.config.command_line.terminal import Terminal
+from titan_exp.config.extension import extensions
 from titan_exp.tracking.number_format import format_count, format_duration, format_items
 from titan_exp.tracking.sinks.sink import Row, Value
+
+EVALUATED = ("validation_loss", "validation_bits_per_byte")
+EVALUATED += tuple(name for one in extensions().values() for name in one.metrics)
+"""Metrics of an evaluation, in the order of a line."""
 
 
 class ConsoleSink:
@@ -20,8 +25,8 @@ class ConsoleSink:
 
     On a terminal: a bar with step and time left, the latest metrics below it, and one permanent line per evaluation.
     Elsewhere (a file, a CI log): one line per row, at most one per `interval` seconds, and always the first, the last
-    and every evaluation. The end says how many rows had no line. `sequences_after` counts the sequences of the first
-    steps together, by which steps take their time.
+    and every evaluation. The last line says how many rows were not printed. `sequences_after` gives the number of
+    sequences in the first steps together; the time of a step is proportional to its sequences.
     """
 
     def __init__(
@@ -38,7 +43,7 @@ class ConsoleSink:
         self._total, self._title, self._interval, self._clock = total_steps, title, interval, clock
         self._row: Row | None = None
         self._warning: str | None = None
-        self._validation_loss: Value = None
+        self._evaluation: Row = {}
         self._unprinted: Row | None = None
         self._rows = self._lines = 0
         self._last_line = -math.inf
@@ -52,11 +57,11 @@ class ConsoleSink:
         """Print the row, or update the display."""
         self._row = row
         self._eta.take(row)
-        evaluated = row.get("validation_loss") is not None
+        evaluated = {name: value for name in EVALUATED if (value := row.get(name)) is not None}
         if self._live is not None:
             if evaluated:
-                self._validation_loss = row["validation_loss"]
-                self.note(f"step {row['step']}: validation loss {_number(self._validation_loss)}")
+                self._evaluation = evaluated
+                self.note(f"step {row['step']}: {', '.join(_evaluated(row))}")
             return
         self._rows += 1
         if evaluated or self._clock() - self._last_line >= self._interval:
@@ -65,9 +70,9 @@ class ConsoleSink:
             self._unprinted = row
 
     def warn(self, warning: str | None) -> None:
-        """Display a warning until it is None; elsewhere than on a terminal, print it once."""
+        """Display a warning until it is None; without a terminal, print it once."""
         if self._live is None and (warning is None) != (self._warning is None):
-            self._write(f"warning: {warning}" if warning else "the warning is over: checkpoints are written again")
+            self._write(f"warning: {warning}" if warning else "the warning is over: the run writes checkpoints again")
         self._warning = warning
 
     def note(self, line: str) -> None:
@@ -88,7 +93,7 @@ class ConsoleSink:
         if self._unprinted is not None:
             self._print_line(self._unprinted)
         hidden = self._rows - self._lines
-        more = f"; {format_items(hidden, 'more row')} in metrics.jsonl" if hidden else ""
+        more = f", {format_items(hidden, 'more row')} in metrics.jsonl" if hidden else ""
         self._write(f"{self._title}: {state}{more}")
 
     def _print_line(self, row: Row) -> None:
@@ -116,7 +121,7 @@ class ConsoleSink:
         bar = ProgressBar(total=self._total, completed=step, pulse=self._row is None and self._live is not None)
         left = "" if eta is None else f"  {format_duration(round(eta))} left"
         head.add_row(Text(self._title, style="bold"), bar, Text(f"{step}/{self._total}{left}"))
-        newest = {**(self._row or {}), "validation_loss": self._validation_loss}
+        newest = {**(self._row or {}), **self._evaluation}
         numbers = "  ".join(_fields(newest)) if self._row else "waiting for the first row"
         lines = [head, Text(numbers, style="dim")]
         if self._warning is not None:
@@ -163,14 +168,18 @@ def _fields(row: Row) -> list[str]:
         f"lr {_scientific(row.get('lr'))}",
         f"{'-' if speed is None else format_count(speed):>6} tokens/s",
     ]
-    memory, mfu, validation = row.get("memory"), row.get("mfu"), row.get("validation_loss")
+    memory, mfu = row.get("memory"), row.get("mfu")
     if memory is not None:
         fields.append(f"{memory:5.2f} GiB")
     if mfu is not None:
         fields.append(f"MFU {100 * mfu:4.1f} %")
-    if validation is not None:
-        fields.append(f"validation loss {_number(validation)}")
-    return fields
+    return fields + _evaluated(row)
+
+
+def _evaluated(row: Row) -> list[str]:
+    """Format the metrics of an evaluation."""
+    known = {name: value for name in EVALUATED if (value := row.get(name)) is not None}
+    return [f"{name.replace('_', ' ')} {_number(value)}" for name, value in known.items()]
 
 
 def _number(value: Value) -> str:

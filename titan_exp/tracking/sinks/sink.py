@@ -25,7 +25,8 @@ Row = Mapping[str, Value]
 | `tflops`, `mfu` | model TFLOP/s per device; its fraction of the dense bf16 peak, from 0 to 1 |
 | `memory`, `memory_reserved` | peak GiB of a rank in this attempt: allocated (resident set on CPU), reserved |
 | `validation_loss`, `validation_perplexity`, `validation_tokens` | over the whole validation split, when evaluated |
-| `validation_loss/NAME` | per source of a mixture, when evaluated |
+| `validation_bits_per_byte` | the same in bits per byte of text, where the tokenizer says how long its tokens are |
+| `validation_loss/NAME`, `validation_bits_per_byte/NAME` | per source of a mixture, and per set of `evaluation.sets` |
 | `averaged/validation_loss`, `averaged/validation_loss/NAME` | the same with the averaged weights (`weight_average`) |
 | `objective/NAME`, `model/NAME`, `optimizer/NAME` | reported metrics, reduced over all ranks |
 | `experts/load_max` | tokens of the busiest expert over the mean, of the worst layer |
@@ -38,7 +39,7 @@ Row = Mapping[str, Value]
 """
 
 REPORTED = ("objective/", "model/", "optimizer/", "averaged/")
-"""Prefixes of metrics reported by the objective, the model or the optimizer, and of those of averaged weights."""
+"""Prefixes of metrics that the objective, the model or the optimizer reports, and of averaged weights' metrics."""
 
 
 class Sink(Protocol):
@@ -50,6 +51,16 @@ class Sink(Protocol):
 
     def close(self, state: str) -> None:
         """Finish with the run's final state: `done`, `failed` or `preempted`."""
+        ...
+
+
+@runtime_checkable
+class LateSink(Protocol):
+    """A sink that also takes rows of earlier steps."""
+
+    def late(self, axis: str, row: Row) -> None:
+        """Record values that became known after rows of later steps. The key `axis` has their step, and is their step
+        axis where steps must ascend."""
         ...
 
 

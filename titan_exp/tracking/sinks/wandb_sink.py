@@ -19,6 +19,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.paths.foreign_file import read_text
 from titan_exp.config.schema.typed_config import to_dict
+from titan_exp.config.study.study import usual_direction
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.attempts import read_json
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
@@ -37,8 +38,9 @@ SECONDS = 15.0
 def stop_wandb_service(seconds: float = SECONDS) -> None:
     """Shut down wandb and its service process within `seconds`.
 
-    A service that keeps retrying a lost network is killed. Call it after the last use of wandb: finished runs have sent
-    their data, which also stays in their folders. Does nothing while a run of the caller is open, as in a notebook.
+    A service that keeps retrying a lost network is killed. Call this after the last use of wandb: finished runs have
+    sent their data, which also stays in their folders. Does nothing while a run of the caller is open, as in a
+    notebook.
     """
     import wandb
 
@@ -96,7 +98,8 @@ class WandbRun:
     config: dict[str, Any]
     """Resolved configuration, and a flat block `run` for filters."""
     parent_id: str | None = None
-    """W&B id of the run from which a continued one begins; None without one, or if it was not logged to W&B."""
+    """W&B id of the run that a continued run begins from; None without a parent, or if the parent was not logged to
+    W&B."""
 
 
 def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -> WandbRun:
@@ -119,7 +122,7 @@ def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -
 
 def _fixed_id(folder: Path, run_id: str) -> str:
     """W&B id, created once and stored in the folder. The random suffix distinguishes folders of the same run: another
-    user's in the same project, or a deleted one, whose id W&B never reuses."""
+    user's folder in the same project, or a deleted one, whose id W&B never reuses."""
     path = _id_file(folder)
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
@@ -147,7 +150,7 @@ def _typed(overrides: Path) -> list[str]:
 
 
 def _axis(folder: RunFolder, run_id: str) -> tuple[str, str]:
-    """Varied keys of this run's study and their values, or the typed overrides outside a study; without the seed.
+    """Keys that this run's study varies, and their values, without the seed; outside a study, the typed overrides.
 
     Keys and values are joined by spaces, in the same order. A named point has its name as the value and no key.
     """
@@ -204,9 +207,6 @@ def _config(
     return config
 
 
-LOWER_IS_BETTER = ("loss", "perplexity")
-"""Substrings of metric names whose W&B summary is the minimum."""
-
 EXIT_CODES = {"done": 0, "preempted": 85}
 """Exit codes of W&B runs by final state; any other state is a failure."""
 
@@ -244,6 +244,14 @@ class WandbSink:
 
         self._run.log({name: wandb.Image(image), "step": step})
 
+    def late(self, axis: str, row: Row) -> None:
+        """Log the known values of an earlier step against their own axis."""
+        known = {key: value for key, value in row.items() if value is not None}
+        for key in known.keys() - self._defined - {axis}:
+            self._defined.add(key)
+            self._run.define_metric(key, step_metric=axis)
+        self._run.log(known)
+
     def close(self, state: str) -> None:
         """Finish the W&B run with the exit code of `state`, and stop wandb's service process."""
         if state == "preempted":
@@ -255,8 +263,8 @@ class WandbSink:
         known = {key: value for key, value in row.items() if value is not None}
         for key in known.keys() - self._defined:
             self._defined.add(key)
-            if any(name in key for name in LOWER_IS_BETTER):
-                self._run.define_metric(key, step_metric="step", summary="min")
+            if (better := usual_direction(key)) is not None:
+                self._run.define_metric(key, step_metric="step", summary=better)
         self._run.log(known)
 
 
@@ -286,8 +294,8 @@ def _start(run: WandbRun, folder: Path) -> "wandb.Run":
         return _init(run, folder, mode)
     except Exception as error:  # credentials but no route to the server: usual on compute nodes
         get_logger().warning(
-            "W&B cannot be reached (%s); the run is logged offline in %s, and `wandb sync` uploads it. "
-            "tracking.wandb_mode=offline skips the attempt.",
+            "W&B does not answer (%s), so we log the run offline in %s. Upload it with wandb sync. To skip the "
+            "attempt, use tracking.wandb_mode=offline.",
             str(error).strip().partition("\n")[0],
             folder / "wandb",
         )
@@ -319,7 +327,7 @@ def _init(run: WandbRun, folder: Path, mode: str) -> "wandb.Run":
 def _machine_settings() -> "wandb.Settings":
     import wandb
 
-    # Set for the whole library: it also prints outside a run.
+    # This is set for the whole library, which also prints outside a run.
     return wandb.setup(settings=wandb.Settings(silent=True, console="off")).settings
 
 

@@ -1,1 +1,1 @@
-"""Metrics of modules by name of their file, switched on by `tracking.metrics`."""
+"""Module metrics, one per file, which `tracking.metrics` switches on by file name."""

@@ -11,7 +11,8 @@ from titan_exp.trainer.module_metrics.metric import ModuleMetric
 
 
 class MaxLogit(ModuleMetric):
-    """Largest logit over the visible keys. It costs the first of attention's two forward matmuls once more."""
+    """Largest logit over the visible keys. It computes QK^T, the first of attention's two forward matmuls, a second
+    time."""
 
     name = "max_logit"
     compiles = True
@@ -19,12 +20,12 @@ class MaxLogit(ModuleMetric):
 
     @classmethod
     def observes(cls, path: str, module: nn.Module) -> bool:
-        """True for an attention whose scores are computed here."""
+        """True for an attention module whose scores can be computed here."""
         return is_scoring(module) and getattr(scoring_module(cast(ClippableAttention, module)), "backend", "") != "flex"
 
     @classmethod
     def attach(cls, path: str, module: nn.Module, mesh: Mesh) -> None:
-        """Let the module that computes scores track them, unless QK-clip does."""
+        """Let the module that computes scores track their maximum, unless QK-clip already does."""
         attention = cast(ClippableAttention, module)
         if scoring_module(attention).max_logits is None:
             track_logits(path, attention, mesh)

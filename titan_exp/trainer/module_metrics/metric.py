@@ -1,8 +1,8 @@
-"""Metric of modules: an observer of forward passes that `tracking.metrics` switches on, wherever it fits a model.
+"""Module metric: an observer of forward passes that `tracking.metrics` switches on, wherever it fits a model.
 
-A built-in one is a file of this folder with a class of the same name (`max_logit`, `MaxLogit`), one of the user's a
-class by its import path. It reports as any module does (`trainer/metric_reduction.py`), so rows, sinks, `status` and
-`compare` know its numbers.
+A built-in metric is a file of this folder with a class of the same name (`max_logit`, `MaxLogit`); yours is a class,
+given by its import path. It reports like any module (see `MetricReducer`), so rows, sinks, `status` and `compare` know
+its numbers.
 """
 
 import math
@@ -33,9 +33,9 @@ class ModuleMetric(nn.Module, ABC):
     reduction: ClassVar[Reduction] = "max"
     """Reduction over micro-batches, ranks and modules."""
     compiles: ClassVar[bool] = False
-    """True if it may be part of compiled code, without a change of other operators."""
+    """True if `torch.compile` may trace it without changing how other operators are compiled."""
     needs: ClassVar[str] = ""
-    """What a model must have, for the message of one that has no module for it."""
+    """Requirement that a model fails if it has no such module, for the error message."""
 
     def __init__(self, path: str, device: torch.device) -> None:
         super().__init__()
@@ -46,25 +46,25 @@ class ModuleMetric(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def observes(cls, path: str, module: nn.Module) -> bool:
-        """True for a module of the model that it is about; `path` is its name in the whole model."""
+        """True for a module that the metric observes; `path` is its name in the whole model."""
 
     @classmethod
     def attach(cls, path: str, module: nn.Module, mesh: Mesh) -> None:
-        """Let a module report."""
+        """Make a module report this metric."""
         metric = cls(path, mesh.device)
         module.add_module(f"metric_{cls.name}", metric)
         module.register_forward_hook(metric._see)
 
     @abstractmethod
     def value(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
-        """Number of one micro-batch on this rank, a scalar; of a `mean` a tensor [2], sum and count."""
+        """Value for one micro-batch on this rank: a scalar, or for a `mean` a tensor [2] of sum and count."""
 
     def metrics(self) -> dict[str, Tensor]:
-        """Number of the step so far, by name."""
+        """Value of the step so far, by name."""
         return dict.fromkeys(self.metric_reductions, self._found)
 
     def reset_metrics(self) -> None:
-        """Begin a step."""
+        """Reset the sums for the next step."""
         self._found = self._start
 
     def _see(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -86,24 +86,30 @@ def chosen_metrics(experiment: Experiment, model: nn.Module) -> list[type[Module
     for path, kind in kinds.items():
         if not (isinstance(kind, type) and issubclass(kind, ModuleMetric)):
             own = path.rpartition(".")[2]
-            remedy = f"from titan_exp.trainer.module_metrics.metric import ModuleMetric; class {own}(ModuleMetric): ..."
-            found.append(Violation(KEY, path, "it is no ModuleMetric", remedy))
+            remedy = (
+                f"write class {own}(ModuleMetric), and import ModuleMetric from titan_exp.trainer.module_metrics.metric"
+            )
+            found.append(Violation(KEY, path, "this class does not extend ModuleMetric", remedy))
         elif missing := [word for word in ("name", "observes", "value") if not _defines(kind, word)]:
             found.append(Violation(KEY, path, f"the class defines no {listed(missing, 'and no')}", "define it there"))
         elif config.cuda_graphs:
-            found.append(Violation(KEY, path, "a captured pass calls no metric", "compile.cuda_graphs=false"))
+            found.append(
+                Violation(
+                    KEY, path, "a captured pass (compile.cuda_graphs=true) calls no metric", "compile.cuda_graphs=false"
+                )
+            )
         elif config.enabled and not kind.compiles:
-            reason = f"{kind.__name__} would become part of compiled code, which may round differently then"
+            reason = f"compiled code would contain {kind.__name__}, and might round differently"
             found.append(Violation(KEY, path, reason, "compile=none"))
         elif not any(kind.observes(name, module) for name, module in model.named_modules()):
             others = [other for other in experiment.tracking.metrics if other != path]
-            reason = f"it observes no module of {experiment.model.name}{kind.needs and f': {kind.needs}'}"
+            reason = f"this metric observes no module of {experiment.model.name}{kind.needs and f': {kind.needs}'}"
             found.append(Violation(KEY, path, reason, f"{KEY}=[{','.join(others)}]"))
     names = [kind.name for kind in kinds.values()] if not found else []
     if len({*names}) < len(names):
-        found.append(Violation(KEY, ", ".join(names), "two metrics have one name", "give one another `name`"))
+        found.append(Violation(KEY, ", ".join(names), "two metrics have one name", "give one of them another `name`"))
     if found:
-        raise UserError("This run cannot be started.", found)
+        raise UserError("This run cannot start.", found)
     return list(kinds.values())
 
 
@@ -117,7 +123,8 @@ def observe_modules(experiment: Experiment, state: TrainState) -> None:
 
 
 def _defines(kind: type[ModuleMetric], word: str) -> bool:
-    """True if a metric has what only it can say; one that attaches another module needs no `value`."""
+    """True if a metric overrides a member that has no default; a metric that attaches another module needs no
+    `value`."""
     attaches = kind.attach.__func__ is not ModuleMetric.attach.__func__  # type: ignore[attr-defined]  # of a method
     return hasattr(kind, word) and (word not in kind.__abstractmethods__ or (word == "value" and attaches))
 

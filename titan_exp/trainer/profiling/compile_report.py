@@ -13,14 +13,14 @@ from titan_exp.tracking.run_folder.folder_owner import own_folder
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Environment variable of the cache of inductor, its Triton kernels, and AOTAutograd."""
+"""Environment variable for the cache of inductor, its Triton kernels and AOTAutograd."""
 
 
 def set_compile_cache(folder: RunFolder, run_name: str) -> None:
     """Set the compile cache of this process, unless the user has set one. Call it before anything compiles.
 
     Entries are keyed by a hash of the graph, torch's version and its settings, so runs and ranks share them safely.
-    torch unpickles and executes them, so users do not share them, and never deletes them.
+    torch unpickles and executes them, so users do not share them. torch never deletes them.
     """
     if VARIABLE not in os.environ:
         with contextlib.suppress(UserError, OSError):  # another user's: torch's own default then
@@ -29,7 +29,7 @@ def set_compile_cache(folder: RunFolder, run_name: str) -> None:
 
 
 def cache_of(folder: RunFolder, run_name: str) -> Path:
-    """Cache folder shared by runs: `.cache` under `paths.runs`, or in a run folder that was moved elsewhere."""
+    """Compile cache that runs share: `.cache` under `paths.runs`, or in the run folder if it was moved elsewhere."""
     return _runs_of(folder, run_name) / ".cache"
 
 
@@ -77,10 +77,10 @@ class CompileReport:
         graphs, cached = now.graphs - self._before.graphs, now.cached - self._before.cached
         total = f" of {time.perf_counter() - self._since:.1f} s" if phase == "step" else ""
         # Backends without code generation have no cache.
-        found = f"; {cached} of {graphs} graphs were found in {os.environ.get(VARIABLE)}" if graphs else ""
+        found = f", with {cached} of {graphs} graphs from {os.environ.get(VARIABLE)}" if graphs else ""
         if tuned := now.tuned - self._before.tuned:
             timed = now.tuning_seconds - self._before.tuning_seconds
-            found += f"; {tuned} matmuls were autotuned, in {timed:.1f} s of it"
+            found += f", and the compiler timed {tuned} matmuls, in {timed:.1f} s of it"
         get_logger().info("first %s: compilation took %.1f s%s%s", phase, seconds, total, found)
 
     def _warn(self, phase: str, step: int, seconds: float) -> None:
@@ -88,15 +88,15 @@ class CompileReport:
         if self._warnings > MAX_WARNINGS:
             return
         text = (
-            "recompiled in the %s at step %d, which took %.1f s: %s. TORCH_LOGS=recompiles logs every reason; "
-            "compile=none disables compilation%s"
+            "recompiled in the %s at step %d, which took %.1f s: %s. To log every reason, set "
+            "TORCH_LOGS=recompiles. To train without compilation, use compile=none%s"
         )
-        last = "; further recompilations are not logged" if self._warnings == MAX_WARNINGS else ""
-        get_logger().warning(text, phase, step, seconds, _reasons(self._read_at) or "no reason is known", last)
+        last = ". We do not log further ones" if self._warnings == MAX_WARNINGS else ""
+        get_logger().warning(text, phase, step, seconds, _reasons(self._read_at) or "torch gives no reason", last)
 
 
 class _Counters(NamedTuple):
-    """Compilation counters of this process."""
+    """Compilation counters of this process at one moment."""
 
     seconds: float = 0.0
     graphs: int = 0
@@ -129,7 +129,7 @@ def _records_of_compilation() -> int:
 
 
 def _reasons(since: float) -> str:
-    """Distinct reasons of guard failures, without frame numbers."""
+    """Distinct reasons of guard failures since a time, without frame numbers."""
     from torch._dynamo.utils import get_compilation_metrics
 
     found = [

@@ -23,7 +23,7 @@ LARGEST = 5
 
 @dataclass(frozen=True)
 class MemoryCategory:
-    """Category of memory."""
+    """Memory of one category."""
 
     name: str
     """`weights`, `gradients`, `optimizer state` or `everything else: ...`."""
@@ -143,7 +143,8 @@ MAX_EVENTS = 500_000
 
 
 def record_live_allocations(config: ProfilingConfig, device: torch.device) -> None:
-    """Record stacks of live allocations, without the history of freed ones, from before the model is built."""
+    """Record the stacks of live allocations, starting before the model is built. The history of freed ones is not
+    kept."""
     if config.memory_step is not None and device.type == "cuda":
         torch.cuda.memory._record_memory_history("state", stacks="python")
 
@@ -159,16 +160,16 @@ class MemorySnapshot(Part):
         self._device = state.mesh.device
 
     def begin(self, run: Run) -> None:
-        """Read the peak where rows have it from."""
+        """Get the report, which tracks the peak of memory."""
         self._memory = run.report.memory
 
     def before(self, step: int) -> None:
-        """Record the whole history of the step."""
+        """Record the whole allocation history of the step."""
         if step == self._step and self._device.type == "cuda":
             torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=MAX_EVENTS)
 
     def after(self, step: Step) -> None:
-        """Write the breakdown after its step."""
+        """Write the memory breakdown after the chosen step."""
         if step.step != self._step:
             return
         model = self._state.model
@@ -178,7 +179,7 @@ class MemorySnapshot(Part):
             written = write_breakdown(memory, self._folder, f"step-{step.step:08d}", self._rank, peak)
             get_logger().info("memory after step %d: %s", step.step, written)
         except OSError as error:
-            get_logger().error("%s: the memory breakdown cannot be written (%s)", self._folder, error.strerror or error)
+            get_logger().error("%s: cannot write the memory breakdown (%s)", self._folder, error.strerror or error)
         if self._device.type == "cuda":
             torch.cuda.memory._record_memory_history(None)
 

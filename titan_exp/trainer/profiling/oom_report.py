@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 MIN_SHARE = 0.02
-"""Share of used memory below which lowering a consumer does not help."""
+"""Smallest share of used memory at which lowering a category is worth naming."""
 
 
 class OutOfMemory(RuntimeError):
@@ -58,7 +58,7 @@ def explain_oom(
         try:
             written = f"\nDetails: {write_breakdown(memory, traces, 'full', rank)}"
         except OSError as failed:
-            get_logger().error("%s: the memory breakdown cannot be written (%s)", traces, failed.strerror or failed)
+            get_logger().error("%s: cannot write the memory breakdown (%s)", traces, failed.strerror or failed)
             written = ""
         step = f"in step {built.step + 1}" if built is not None else "while the model was built"
         report = oom_report(memory, experiment, rank=rank, when=step)
@@ -66,7 +66,7 @@ def explain_oom(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for an out-of-memory error of any device."""
+    """True for an out-of-memory error on any device."""
     # The CPU allocator raises a plain RuntimeError.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
@@ -83,7 +83,7 @@ def oom_report(memory: MemoryBreakdown, experiment: Experiment, *, rank: int, wh
 
 
 def remedies(category: MemoryCategory, experiment: Experiment, device: str) -> list[str]:
-    """Unused options that lower a consumer, cheapest first."""
+    """Unused options that lower a memory category, cheapest first."""
     parallelism, training = experiment.parallelism, experiment.training
     more, offload = f"parallelism.dp_shard={2 * parallelism.dp_shard}, on twice as many devices", []
     if device == "cuda" and not parallelism.cpu_offload:

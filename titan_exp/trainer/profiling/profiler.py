@@ -55,7 +55,8 @@ class PhaseMarker(StepObserver):
 
 
 class ProfileWindow(Part):
-    """Profiles the steps of `profiling.start` and `profiling.steps`, counted from the first step of this attempt."""
+    """Profiles the window of steps given by `profiling.start` and `profiling.steps`, counted from the first step of
+    this attempt."""
 
     name = "profile"
     isolated = False  # it runs nothing of a model's
@@ -70,7 +71,7 @@ class ProfileWindow(Part):
         self.first = run.first_step + self.config.start
 
     def before(self, step: int) -> None:
-        """Start the profiler with the first step of the window, and mark each."""
+        """Start the profiler at the first step of the window, and mark every step in it."""
         if step == self.first + 1:
             activities = [ProfilerActivity.CPU]
             if self.device.type == "cuda":
@@ -83,7 +84,7 @@ class ProfileWindow(Part):
             self._stack.enter_context(observe_steps(marker))
 
     def refused(self, step: int) -> None:
-        """End the marks of a step that is repeated."""
+        """End the trace ranges of a step that is repeated."""
         self._stack.close()
 
     def after(self, step: Step) -> None:
@@ -96,7 +97,7 @@ class ProfileWindow(Part):
                 self._write(profiler, step.step)
             except OSError as error:
                 # A failing instrument does not end a run.
-                get_logger().error("the trace cannot be written to %s (%s)", self.folder, error.strerror or error)
+                get_logger().error("cannot write the trace to %s (%s)", self.folder, error.strerror or error)
 
     def _write(self, profiler: profile, step: int) -> None:
         first = self.first + 1

@@ -49,7 +49,11 @@ class Roofline:
 
     def text(self) -> str:
         """The note as logged."""
-        share = f", {self.short}" if self.short else "; the device's peak is unknown: titan-exp doctor measures it"
+        share = (
+            f", {self.short}"
+            if self.short
+            else ". We do not know the peak of this device, and titan-exp doctor measures it"
+        )
         flops = (
             f"roofline: {_flops(self.tflops)} per device (the model's FLOPs, computed from its shapes, over "
             f"{self.seconds:.1f} s of steps, measured){share}"
@@ -72,7 +76,7 @@ class RooflineNote(Part):
     isolated = False  # it runs nothing of a model's
 
     def begin(self, run: Run) -> None:
-        """Read the clocks of the run."""
+        """Get the clocks of the run."""
         self._run = run
 
     def finish(self, step: Step) -> None:
@@ -105,14 +109,14 @@ def _note(training: TrainingConfig, report: Report, optimizer: torch.optim.Optim
     try:
         write_atomically(file, json.dumps({**asdict(note), "short": note.short}) + "\n", durable=False)
     except OSError as error:
-        get_logger().error("%s cannot be written (%s)", file, error.strerror or error)
+        get_logger().error("cannot write %s (%s)", file, error.strerror or error)
 
 
 def optimizer_traffic(optimizer: torch.optim.Optimizer, *, clipped: bool) -> int:
     """Minimum bytes that an update moves on this rank.
 
-    Weights and states are read and written; gradients are read for the norm and for the update, and with a separate
-    clipping pass also read and written there.
+    Weights and states are read and written; gradients are read for the norm and for the update, and a separate clipping
+    pass reads and writes them once more.
     """
     total = 0
     for group in optimizer.param_groups:

@@ -42,34 +42,36 @@ def slower_options(experiment: Experiment) -> Iterator[str]:
     yield from _attention(experiment.model, flash=cuda and unmasked_bf16)
     compile_, parallelism = experiment.compile, experiment.parallelism
     if not compile_.enabled and why_eager(experiment) is None:
-        yield "compile.enabled=false computes blocks operator by operator, for debugging; compile=blocks fuses them"
+        yield (
+            "compile.enabled=false computes blocks operator by operator, for debugging. Use compile=blocks to fuse them"
+        )
     if compile_.enabled and compile_.backend in NO_CODEGEN_BACKENDS:
-        yield f"compile.backend={compile_.backend} generates no code; compile=none, or compile.backend=inductor"
+        yield f"compile.backend={compile_.backend} generates no code. Use compile=none, or compile.backend=inductor"
     if compile_.cuda_graphs:
         yield (
-            "compile.cuda_graphs=true, unless launching kernels takes longer than running them: gradients are zeroed "
-            "and accumulated, one more pass over memory per step; compile.cuda_graphs=false"
+            "compile.cuda_graphs=true zeroes and accumulates gradients, which is one more pass over memory in a "
+            "step. Use compile.cuda_graphs=false, unless kernels take longer to launch than to run"
         )
     if experiment.training.deterministic:
-        yield "training.deterministic=true excludes faster kernels; training.deterministic=false"
+        yield "training.deterministic=true excludes faster kernels. Use training.deterministic=false"
     size = node_size(experiment.cluster, parallelism.tp)
     if parallelism.tp > size:
         yield (
-            f"parallelism.tp={parallelism.tp} exchanges activations between nodes of {size}, several times per block; "
-            f"parallelism.tp={size} or less stays within a node"
+            f"parallelism.tp={parallelism.tp} exchanges activations between nodes of {size}, several times per block. "
+            f"Use parallelism.tp={size} or less to stay within a node"
         )
 
 
 def repeated_reading(data: DataConfig, layout: ResolvedLayout) -> Iterator[str]:
-    """Virtual shards that several data-parallel ranks read, if any, and numbers of shards that one rank each reads.
-    Texts that are tokenized once have none."""
+    """Virtual shards that several data-parallel ranks read, if there are any, and the shard counts with which each
+    shard has one reader. Data tokenized in advance has none."""
     shards, ranks = data.virtual_shards, layout.dp_degree
     readers = ranks // gcd(shards, ranks)
     if readers > 1 and (data.streaming or data.source not in sources()):
         yield (
-            f"data.virtual_shards={shards} is not a multiple of the {ranks} data-parallel ranks: each document is read "
-            f"and tokenized by {readers} ranks; data.virtual_shards={listed(multiples_near(shards, ranks))} reads it "
-            "once, in another order"
+            f"data.virtual_shards={shards} is not a multiple of the {ranks} data-parallel ranks, so {readers} ranks "
+            f"read and tokenize each document. Use data.virtual_shards={listed(multiples_near(shards, ranks))} to "
+            "read it once, in another order"
         )
 
 
@@ -81,8 +83,8 @@ def _replicated_weights(experiment: Experiment) -> Iterator[str]:
             widths = listed(multiples_near(style.units * style.width, style.width * tp))
             yield (
                 f"parallelism.tp={tp} cuts through groups of {style.width} of the {style.described}: each rank "
-                f"computes its share of them, but keeps the whole weight of gate and up; {style.key}={widths} divides "
-                "it too"
+                f"computes its share of them, but keeps the whole weight of gate and up. Use {style.key}={widths} to "
+                "divide it too"
             )
 
 
@@ -90,17 +92,17 @@ def _optimizer(optimizer: OptimizerConfig, *, cuda: bool) -> Iterator[str]:
     if not isinstance(optimizer, AdamWConfig) or optimizer.name != "adamw" or optimizer.implementation == "triton":
         return
     if optimizer.state_precision != "fp32":
-        faster = "optimizer.state_precision=fp32 has a fused kernel"
+        faster = "Use optimizer.state_precision=fp32, which has a fused kernel"
         if optimizer.state_precision == "bf16" and cuda:
-            faster += ", and so has optimizer.implementation=auto with bf16 moments"
+            faster += ", or optimizer.implementation=auto, which has one for bf16 moments"
         yield (
             f"optimizer.state_precision={optimizer.state_precision} updates parameters one by one, in several passes "
-            f"over memory; {faster}"
+            f"over memory. {faster}"
         )
     elif optimizer.implementation != "fused":
         yield (
-            f"optimizer.implementation={optimizer.implementation} takes several passes over memory; "
-            "optimizer.implementation=auto takes one"
+            f"optimizer.implementation={optimizer.implementation} takes several passes over memory. "
+            "Use optimizer.implementation=auto, which takes one"
         )
 
 
@@ -109,8 +111,8 @@ def _quantization(config: QuantizationConfig, model: ModelConfig, *, cuda: bool)
         return
     if config.emulate is True or not cuda:
         yield (
-            f"quantization.recipe={config.recipe} is emulated: numbers are rounded and multiplied in fp32; "
-            "quantization=none"
+            f"quantization.recipe={config.recipe} runs in emulation here: it rounds numbers and multiplies them in "
+            "fp32. Use quantization=none"
         )
         return
     spec = model_spec(model)
@@ -124,30 +126,30 @@ def _quantization(config: QuantizationConfig, model: ModelConfig, *, cuda: bool)
     if small:
         yield (
             f"quantization.smallest_gemm={config.smallest_gemm} quantizes {len(small)} linears with fewer than "
-            f"{SMALLEST_GEMM} inputs or outputs, where casts have cost more than float8 gained; "
-            f"quantization.smallest_gemm={SMALLEST_GEMM}"
+            f"{SMALLEST_GEMM} inputs or outputs, where casts have cost more than float8 gained. "
+            f"Use quantization.smallest_gemm={SMALLEST_GEMM}"
         )
 
 
 def _attention(model: ModelConfig, *, flash: bool) -> Iterator[str]:
     backend, field = attention_backend(model), ATTENTION_BACKEND
     if backend == "math":
-        yield f"{field}=math holds the scores of all pairs of tokens in memory; {field}=auto"
+        yield f"{field}=math holds the scores of all pairs of tokens in memory. Use {field}=auto"
     spec = model_spec(model)
     attention = None if spec is None else spec.attention
     fits = attention is not None and HEAD_SIZES["flash"].takes(attention.qk_dim)
     if backend == "efficient" and flash and fits:
-        yield f"{field}=efficient serves fp32 and masks, and this run has neither; {field}=auto"
+        yield f"{field}=efficient is for fp32 and masks, and this run has neither. Use {field}=auto"
 
 
 SPARE_SHARE = 0.5
-"""Share of the device's memory that must be unreserved before options that save memory are named."""
+"""Share of the device's memory that must be free before the log names options that save memory."""
 
 
 def log_slow_options(experiment: Experiment) -> None:
     """Log each option of a run that costs speed."""
     for option in slower_options(experiment):
-        get_logger().info("slower than without: %s", option)
+        get_logger().info("slower than necessary: %s", option)
 
 
 class SpareMemory:
@@ -165,7 +167,7 @@ class SpareMemory:
             return
         if reserved < (1 - SPARE_SHARE) * self._total:
             get_logger().info(
-                "slower than without, perhaps: %s; at most %.1f of %.0f GiB were in use",
+                "slower than necessary, perhaps: %s, and the run used at most %.1f of %.0f GiB",
                 self._options,
                 reserved,
                 self._total,

@@ -1,6 +1,6 @@
 """Step times of a rank without waiting for other ranks, for straggler detection; no communication.
 
-Ranks wait for each other in every step, so wall time is the same on all of them. Measured are times that other ranks
+Ranks wait for each other in every step, so wall time is the same on all of them. We measure times that other ranks
 cannot lengthen: data loading, processor time of the main thread (the computation on a CPU, kernel launches with a GPU),
 and a small matmul on the device.
 """
@@ -103,11 +103,11 @@ class StepTimes:
 
 
 OWN_RATIO = 1.3
-"""A rank is slow if its own time exceeds the median of its peers by this factor."""
+"""Ratio of a rank's own time to the median of its peers above which the rank counts as slow."""
 PROBE_RATIO = {"cpu": 1.5, "cuda": 1.2}
-"""The same for the probe matmul, by device; on a CPU it is so short that other processes disturb it."""
+"""The same ratio for the probe matmul, by device. On a CPU it is so short that other processes disturb it."""
 MIN_SECONDS = 2e-3
-"""Seconds per step by which the own time must also exceed the median: shorter delays do not matter."""
+"""Seconds per step by which the own time must also exceed the median; shorter delays do not matter."""
 ROWS = 3
 """Consecutive rows in which a rank must be slow before it is reported."""
 
@@ -134,7 +134,8 @@ class Stragglers:
         self._rows: dict[tuple[int, str], int] = {}
 
     def find(self, times: Sequence[OwnTimes]) -> list[Straggler]:
-        """Check the times of all ranks in one row; a straggler is returned once until it has recovered."""
+        """Check the times of all ranks in one row. A straggler is returned once, and again only after it has
+        recovered."""
         found = []
         for rank, own in enumerate(times):
             first = rank - rank % self._stage_size

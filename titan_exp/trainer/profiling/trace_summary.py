@@ -1,6 +1,6 @@
 """Trace summary: time shares of GEMMs, attention, communication, optimizer and idle time in a profiled window.
 
-On CUDA the time of kernels on the device's streams; on a CPU the self time of operators.
+On CUDA it is the time of kernels on the device's streams, on a CPU the self time of operators.
 """
 
 import json
@@ -56,7 +56,7 @@ TABLE: tuple[tuple[Kind, str], ...] = (
     ("gemm", r"_scaled_grouped_mm|_int_mm|_addmm_activation|mkl_linear|mkldnn_linear|onednn|linear_pointwise"),
     ("gemm", r"gemm|nvjet|cutlass|xmma|cublas|splitKreduce|triton_(tem|mm)_|_mm_|\bmm_|Cijk_|_scaled_mm"),
 )
-"""Categories with regular expressions, searched in the name."""
+"""Regular expressions of each category, searched in the name."""
 
 
 @cache
@@ -108,7 +108,7 @@ class _Segment:
 
 
 def time_shares(spans: Iterable[Span], window: tuple[float, float]) -> TimeShares:
-    """Divide a window, given by its begin and end, among the spans in it; spans are clipped to the window."""
+    """Divide a window, given by its begin and end, among the spans, which are clipped to it."""
     first, last = window
     events: list[tuple[float, int, Kind]] = []
     for segment in innermost(spans):
@@ -137,7 +137,8 @@ def time_shares(spans: Iterable[Span], window: tuple[float, float]) -> TimeShare
 
 
 def innermost(spans: Iterable[Span]) -> list[_Segment]:
-    """Segments of each lane by the category of the innermost span; `other` spans take the category around them."""
+    """Cut each lane into segments by the category of its innermost span; `other` spans take the category of the span
+    around them."""
     lanes: dict[object, list[Span]] = defaultdict(list)
     for span in spans:
         lanes[span.lane].append(span)
@@ -175,7 +176,7 @@ def _flat(lane: Sequence[Span]) -> list[_Segment]:
 LONGEST = 10
 """Number of kernels or operators that a summary lists."""
 PHASE = "titan_exp: "
-"""Prefix of the ranges that mark phases of a step; they are no work of their own."""
+"""Prefix of the ranges that mark phases of a step; they are not work of their own."""
 IDLE = {"cuda": "idle: no kernel ran", "cpu": "outside operators: Python, waiting"}
 """Title of the idle share, by device."""
 
@@ -230,7 +231,7 @@ class ProfileSummary:
             *(f"  {_percent(self.shares[kind]):>7}  {TITLES[kind]}" for kind in KINDS),
             f"  {_percent(self.shares['idle']):>7}  {IDLE[self.device]}",
             "",
-            f"Communication is exposed communication; another {_percent(self.hidden_communication)} overlapped.",
+            f"Communication is exposed communication. Another {_percent(self.hidden_communication)} overlapped.",
             "",
             *(
                 f"  {1e3 * entry.seconds:10.3f} ms  {entry.calls:6d} x  {TITLES[entry.kind]:22s}  {entry.name[:120]}"

@@ -19,7 +19,7 @@ class ConvLM(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.head.weight = self.embedding.weight
         nn.init.normal_(self.embedding.weight, std=0.02)
-        # Models are built without memory first: a tensor that is no parameter must be a buffer.
+        # Models are built without memory first: a tensor that is not a parameter must be a buffer.
         self.register_buffer("logit_scale", torch.tensor(1.0), persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:

@@ -19,6 +19,9 @@ class Signum(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                state = self.state[parameter]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                momentum = state["momentum"]
                 momentum.lerp_(parameter.grad, 1 - group["beta"])
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(momentum.sign(), alpha=group["lr"])

@@ -2,7 +2,7 @@
 function bars() {
   const section = document.getElementById("bars");
   const usable = data.metrics.filter((metric) => metric.values.some((it) => it));
-  if (!usable.length) return;
+  if (!usable.length || data.rows.length < 2) return;
   const differs = (metric) => metric.deltas.some((it) => it);
   const state = { metric: usable[0], mode: differs(usable[0]) ? "difference" : "value" };
   let again = null;

@@ -155,7 +155,7 @@ function lossCurves() {
   controls.append(element("label", {}, "smoothing", element("input", { type: "range", min: 0, max: 20, value: state.smooth, oninput: (event) => { state.smooth = Number(event.target.value); again(); } })));
   controls.append(element("label", {}, element("input", { type: "checkbox", onchange: (event) => { state.logX = event.target.checked; again(); } }), "log x"));
   controls.append(element("label", {}, element("input", { type: "checkbox", onchange: (event) => { state.logY = event.target.checked; again(); } }), "log y"));
-  controls.append(element("span", { class: "hint" }, "drag to zoom, double-click for all"));
+  controls.append(element("span", { class: "hint" }, "drag to zoom, double-click to zoom out"));
   const legend = section.querySelector(".legend");
   const buttons = data.rows.map((row, place) => {
     const mark = element("i");

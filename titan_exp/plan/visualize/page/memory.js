@@ -46,7 +46,7 @@ function drawMemory() {
   }
   const parts = (of) => [...used].reverse().filter((name) => of[name]).map((name) => [CATEGORY_COLORS[name], name, bytes(of[name])]);
 
-  const beyond = ({ peak, reserved }) => (finite(reserved) ? [[null, "reserved", bytes(reserved)], [null, "of it tensors", bytes(peak.bytes)]] : []);
+  const beyond = ({ peak, reserved }) => (finite(reserved) ? [[null, "reserved", bytes(reserved)], [null, "in tensors", bytes(peak.bytes)]] : []);
 
   const PHASES = [["forward", "var(--c0)"], ["backward", "var(--c1)"], ["optimizer", "var(--c3)"]];
   const phase = (words) => PHASES.findIndex(([name]) => words.startsWith(name));
@@ -84,7 +84,7 @@ function drawMemory() {
     }
     if (width > 480) draw(svg, "text", { x: width - right, y: height - 12, "text-anchor": "end" }, "allocations and frees in their order →");
     limit(svg, { x1: left, x2: width - right, y1: y(data.room), y2: y(data.room) });
-    if (data.room && data.room <= high()) draw(svg, "text", { x: width - right, y: y(data.room) - 5, "text-anchor": "end" }, `the device: ${bytes(data.room)}`);
+    if (data.room && data.room <= high()) draw(svg, "text", { x: width - right, y: y(data.room) - 5, "text-anchor": "end" }, `device memory: ${bytes(data.room)}`);
     if (reserved > peak.bytes) {
       draw(svg, "line", { class: "reserve", x1: left, x2: width - right, y1: y(reserved), y2: y(reserved) });
       draw(svg, "text", { x: left + 6, y: y(reserved) - 5 }, `reserved: ${bytes(reserved)}`);
@@ -102,25 +102,26 @@ function drawMemory() {
       cursor.setAttribute("x2", x(k));
       cursor.setAttribute("visibility", "visible");
       const of = Object.fromEntries(Object.entries(memory.columns).map(([name, column]) => [name, column[k] * memory.unit]));
-      showTip(event, memory.words[memory.where[k]], [[null, "in all", bytes(sum(Object.values(of)))], ...parts(of)]);
+      showTip(event, memory.words[memory.where[k]], [[null, "total", bytes(sum(Object.values(of)))], ...parts(of)]);
     });
     field.addEventListener("pointerleave", () => { cursor.setAttribute("visibility", "hidden"); hideTip(); });
   }
   function say() {
     const pipeline = shownPipelineRank();
-    section.querySelector(".over-time h3").textContent = data.mesh.axes.pp > 1 ? `Pipeline rank ${pipeline}` : "Any rank";
+    section.querySelector(".over-time h3").textContent = data.mesh.axes.pp > 1 ? `Pipeline rank ${pipeline}` : "Every rank";
     const missing = data.mesh.axes.pp - LOOKED.length;
-    const room = data.room ? ` The device has ${bytes(data.room)}, of which ${percent(largest / data.room)} is the largest ${reserving ? "reserve" : "peak"}; the rest must hold ${reserving ? "" : "what the allocator reserves beyond tensors, "}the driver's context and buffers of messages.` : "";
-    const kept = reserving ? " Framed by dots, and the dotted line: what torch's allocator has taken from the device by then, as predicted; no tensor fits into all of its gaps." : "";
-    const some = missing ? ` ${counted(missing, "pipeline rank")} ${missing > 1 ? "were" : "was"} not predicted (--ranks).` : "";
-    section.querySelector(".summary").textContent = `Bytes of tensors that are alive, from the beginning of a step to its end, as the trainer's own step allocates them; ranks that differ in other axes than pp have the same. Of each span the largest moment is drawn, the peak among them.${kept}${room}${some}`;
+    const room = data.room ? ` The largest ${reserving ? "reserve" : "peak"} is ${percent(largest / data.room)} of the device's ${bytes(data.room)}. The rest must hold ${reserving ? "" : "the allocator's gaps, "}the driver's context and communication buffers.` : "";
+    const kept = reserving ? ` Dotted line${LOOKED.length > 1 ? ", and grey in the bars" : ""}: memory that torch's allocator reserves, including gaps too small to reuse.` : "";
+    const some = missing ? ` This plan leaves out ${counted(missing, "pipeline rank")} (--ranks).` : "";
+    const alike = data.mesh.axes.pp > 1 ? " All ranks with the same pp are alike." : WORLD > 1 ? " All ranks are alike." : "";
+    section.querySelector(".summary").textContent = `Live tensors of a training step, by what they hold.${alike} The plot keeps the highest moment of each interval, so it shows the true peak.${kept}${room}${some}`;
   }
   fillTerms(section.querySelector("dl"), used.map((name) => [CATEGORY_COLORS[name], name, data.words.categories[name]]));
   section.querySelector(".peaks").hidden = LOOKED.length < 2;
   if (LOOKED.length < 2) section.querySelector(".pair").style.gridTemplateColumns = "minmax(0, 1fr)";
   const repaint = [drawn(section.querySelector(".peaks .plot"), peaks), drawn(section.querySelector(".over-time .plot"), overTime)];
   if (data.room && data.room > largest * 1.06) {
-    section.querySelector(".controls").append(element("label", {}, "up to", choice([["", "the largest peak"], ["full", "the device's memory"]], "", (value) => { state.full = value === "full"; for (const paint of repaint) paint(); })));
+    section.querySelector(".controls").append(element("label", {}, "scale", choice([["", "to the largest peak"], ["full", "to the device's memory"]], "", (value) => { state.full = value === "full"; for (const paint of repaint) paint(); })));
   }
   chosen.listeners.push(() => { say(); for (const paint of repaint) paint(); });
 }

@@ -150,14 +150,14 @@ function drawPipeline() {
 
   function say() {
     const { passes, microbatches, rows } = schedule;
-    const many = passes > 1 ? ` A step has ${passes} such passes, one behind the other.` : "";
+    const many = passes > 1 ? ` A step has ${passes} such passes, one after the other.` : "";
     const numbers = schedule.estimated
-      ? "Durations are the plan's, as its step time is counted: every stage takes as long as the slowest, a backward pass twice a forward pass"
-      : "No time is known of this device, so durations are units: 1 for a forward pass of any stage, 2 for a backward pass";
+      ? "Durations add up to the plan's step time: every stage takes as long as the slowest, and a backward pass twice as long as a forward pass"
+      : "The plan knows no rates of this device. So durations are in units: 1 for a forward pass of any stage, 2 for a backward pass";
     const split = rows.some((row) => row.includes("I")) ? " (1 for each of its halves)" : "";
     const begin = stagesHere
-      ? `${counted(microbatches, "micro-batch")} through ${counted(data.stages.length, "stage")} on ${counted(rows.length, "pipeline rank")}, in the order in which the trainer runs them. Hatched is the bubble: ${percent(data.bubble)} of the ranks' time, ${clock(data.bubble * schedule.end)} each on average.`
-      : `There is no pipeline: a rank takes ${counted(microbatches, "micro-batch")} forward and back, one after the other, and has no bubble.`;
+      ? `${counted(microbatches, "micro-batch")} pass through ${counted(data.stages.length, "stage")} on ${counted(rows.length, "pipeline rank")}, in the trainer's order. Hatched: the bubble, in which a rank waits. It takes ${percent(data.bubble)} of the ranks' time, on average ${clock(data.bubble * schedule.end)} per rank.`
+      : `There is no pipeline, so no bubble: every rank runs ${counted(microbatches, "micro-batch")} forward and backward, one after the other.`;
     section.querySelector(".summary").textContent = `${begin} ${numbers}${split}.${many}`;
     const kinds = [...new Set(rows.join(" ").match(/[FBIW]/g))];
     const keys = kinds.map((kind) => {
@@ -168,8 +168,8 @@ function drawPipeline() {
     const wait = element("i");
     wait.style.background = "repeating-linear-gradient(135deg, var(--chip) 0 4px, color-mix(in srgb, var(--quiet) 40%, transparent) 4px 5px)";
     if (stagesHere) keys.push(element("span", {}, wait, "bubble"));
-    const pale = data.stages.length > rows.length ? " Paler are a rank's later stages." : "";
-    section.querySelector(".keys").replaceChildren(...keys, element("span", {}, `Numbers are micro-batches: point at one to follow it.${pale} Drag to zoom, double-click for all.`));
+    const pale = data.stages.length > rows.length ? " A rank's later stages are paler." : "";
+    section.querySelector(".keys").replaceChildren(...keys, element("span", {}, `Numbers are micro-batches: point at one to follow it.${pale} Drag to zoom, double-click to zoom out.`));
   }
   say();
   pointing();

@@ -10,6 +10,8 @@ function partOf(rank, weight, axes = null) {
   }
   return bounds;
 }
+// Parts of a name, between which a line may end.
+const words = (name) => name.split(/(?<=[._])/).flatMap((part) => [part, element("wbr")]);
 const numel = (bounds) => bounds.reduce((one, [first, last]) => one * (last - first), 1);
 
 function drawRank() {
@@ -46,14 +48,14 @@ function drawRank() {
     const sentence = `${layerWords(layersOf(held))} of ${data.layers}${ends.length ? `, and ${ends.join(" and ")}` : ""}`;
     part("layers").querySelector("p").textContent = data.stages.length > 1
       ? `Pipeline rank ${pipelineRank(chosen.rank)} holds stage${held.length > 1 ? "s" : ""} ${runs(runsOf(held))} of ${data.stages.length}: ${sentence}.`
-      : `Every rank takes part in all ${data.layers} layers, the embedding and the head; there is no pipeline.`;
+      : `There is no pipeline: every rank computes all ${data.layers} layers, the embedding and the head.`;
   }
 
   function batch(box, width) {
     const { sequences, tokens, shares, pieces, micro, microbatches, divided } = data.batch;
     const share = dataShare(chosen.rank), mine = pieces[sequencePart(chosen.rank)];
     const rows = Math.min(sequences, 32), high = Math.max(4, Math.min(14, 150 / rows));
-    const left = 34, height = rows * high + 20;
+    const left = 42, height = rows * high + 20;
     const svg = picture(box, width, height, "which sequences and tokens of a batch this rank computes");
     const x = (token) => left + (token / tokens) * (width - left);
     for (let row = 0; row < rows; row++) {
@@ -67,9 +69,9 @@ function drawRank() {
     draw(svg, "text", { x: width, y: rows * high + 14, "text-anchor": "end" }, `${whole(tokens)} tokens →`);
     const own = Array.from({ length: Math.ceil((sequences - share) / shares) }, (_, k) => share + k * shares);
     const which = shares > 1 ? `Sequences ${listed(own)} of each batch (one in ${shares}, so ${own.length} of ${whole(sequences)})` : `All ${counted(sequences, "sequence")} of each batch`;
-    const where = pieces.length > 1 ? `, of which it computes tokens ${runs(mine)}${mine.length > 1 ? `: one piece from the head and one from the tail${mine.length > 2 ? " of each segment" : ""}, so that all have as many tokens to attend to` : ""}` : "";
-    const others = shares * pieces.length > 1 && shares * pieces.length < WORLD ? " Ranks that differ in tp or pp alone see the same." : "";
-    const tp = divided ? " Between matrices its tokens are divided among the tp ranks once more (sequence parallelism)." : "";
+    const where = pieces.length > 1 ? `, of which it computes tokens ${runs(mine)}${mine.length > 1 ? `: one piece from the front and one from the back${mine.length > 2 ? " of each segment" : ""}, so that attention is equal work on every rank` : ""}` : "";
+    const others = shares * pieces.length > 1 && shares * pieces.length < WORLD ? " Ranks that differ only in tp or pp read the same." : "";
+    const tp = divided ? " Between matrix multiplications, the tp ranks divide these tokens (sequence parallelism)." : "";
     part("batch").querySelector("p").textContent = `${which}, in ${counted(microbatches, "micro-batch")} of ${micro}${where}.${others}${tp}`;
   }
 
@@ -87,15 +89,15 @@ function drawRank() {
       all += numel(weight.shape.map((it) => [0, it])) * weight.itemsize * count;
       const color = stageColor(looked ? weight.stage : stages[0]);
       const where = !looked ? "in each of its layers" : weight.layers.length ? `in ${layerWords(weight.layers)}` : weight.stage === 0 || weight.stage === data.stages.length - 1 ? "once" : "";
-      return element("tr", {}, element("td", {}, icon(weight, bounds, used, color)), element("td", { class: "key" }, weight.name.replace(/\.weight$/, ""), element("small", {}, where)),
+      return element("tr", {}, element("td", {}, icon(weight, bounds, used, color)), element("td", { class: "key" }, ...words(weight.name.replace(/\.weight$/, "")), element("small", {}, where)),
         element("td", { class: "key" }, weight.shape.join(" × ")), element("td", {}, partWords(weight.shape, bounds)), element("td", { class: "number" }, bytes(size), ...(count > 1 ? [element("small", {}, `× ${count}`)] : [])));
     });
     part("weights").querySelector("tbody").replaceChildren(...rows);
     const cut = new Set(listedWeights.flatMap((it) => it.cuts.map(([axis]) => axis)));
-    const colored = cut.has("fsdp") ? " In full colour is what this rank keeps; paler is what it gathers from the others while the layer computes." : cut.size ? " Coloured is what this rank keeps and computes with." : " Nothing is cut: every rank keeps all of its layers.";
+    const colored = cut.has("fsdp") ? " Full colour: what this rank keeps. Pale: what it gathers from other ranks while the layer computes." : cut.size ? " In colour: what this rank keeps and computes with." : " Nothing is sharded: this rank keeps every weight of its layers.";
     part("weights").querySelector("p").textContent = looked
-      ? `In all ${bytes(kept)} of weights${all > kept ? `, ${percent(kept / all)} of what its layers have` : ""}.${colored}`
-      : `Pipeline rank ${pipeline} was not predicted (--ranks); its layers' weights are as those of pipeline rank ${source}.${colored}`;
+      ? `${bytes(kept)} of weights${all > kept ? `, ${percent(kept / all)} of those of its layers` : ""}.${colored}`
+      : `This plan leaves out pipeline rank ${pipeline} (--ranks). Its layers have the weights of those on pipeline rank ${source}.${colored}`;
   }
   function icon(weight, bounds, used, color) {
     const [rows, columns] = weight.shape.length > 1 ? weight.shape : [weight.shape[0], 1];
@@ -113,7 +115,7 @@ function drawRank() {
     return svg;
   }
   function partWords(shape, bounds) {
-    if (!numel(bounds)) return "nothing: there are more ranks than rows";
+    if (!numel(bounds)) return "nothing, since there are more ranks than rows";
     const names = shape.length > 2 ? ["experts", "rows", "columns"] : shape.length > 1 ? ["rows", "columns"] : ["numbers"];
     const parts = bounds.flatMap(([first, last], dim) => (last - first < shape[dim] ? [`${names[dim] || `dim ${dim}`} ${runs([[first, last - 1]])}`] : []));
     return parts.length ? parts.join(", ") : "all of it";
@@ -131,8 +133,8 @@ function drawRank() {
     part("messages").querySelector("tbody").replaceChildren(...rows);
     part("messages").querySelector("table").hidden = !rows.length;
     part("messages").querySelector("p").textContent = !looked
-      ? `Pipeline rank ${pipeline} was not predicted (--ranks), so its messages are not known.`
-      : rows.length ? "Bytes are those of the whole tensor on the side where it is larger: gathered, to be scattered, sent." : "It sends nothing.";
+      ? `This plan leaves out pipeline rank ${pipeline} (--ranks), so its messages are unknown.`
+      : rows.length ? "Bytes count the larger side of a message: the gathered tensor, the tensor to scatter, the sent tensor." : "This rank sends nothing.";
   }
 
   // Tensors pass between neighbours of the pipeline; every other message is one of a whole group.

@@ -83,7 +83,7 @@ function drawRanks() {
     const hidden = spot.group.nodes.length - 4;
     const g = draw(svg, "g", { class: "fold" });
     const rect = draw(g, "rect", { x: spot.x + 0.5, y: spot.y + 0.5, width: width - 1, height: height - 1, rx: 5 });
-    draw(g, "text", { x: spot.x + width / 2, y: spot.y + height / 2 + 4 }, width > 100 ? `+ ${whole(hidden)} nodes alike` : `+ ${whole(hidden)}`);
+    draw(g, "text", { x: spot.x + width / 2, y: spot.y + height / 2 + 4 }, width > 100 ? `+ ${whole(hidden)} like these` : `+ ${whole(hidden)}`);
     rect.addEventListener("click", () => { state.open.add(spot.group.key); again(); });
   }
   function rankAt(event) {
@@ -131,9 +131,9 @@ function drawRanks() {
   const controls = section.querySelector(".controls");
   const field = element("input", { type: "number", min: 0, max: WORLD - 1, value: 0, "aria-label": "rank", onchange: (event) => choose(Number(event.target.value) || 0) });
   controls.append(element("label", {}, "rank", field));
-  if (USED.length > 1) controls.append(element("label", {}, "show its groups along", choice([["", "all axes"], ...USED.map(([name]) => [name, name])], "", (value) => { state.lit = value || null; light(); })));
+  if (USED.length > 1) controls.append(element("label", {}, "show groups along", choice([["", "all axes"], ...USED.map(([name]) => [name, name])], "", (value) => { state.lit = value || null; light(); })));
   const colorings = [...(data.stages.length > 1 ? [["stage", "stage"]] : []), ["data", "share of the batch"], ...USED.filter(([name]) => ["tp", "cp"].includes(name)).map(([name]) => [name, `${name} part`])];
-  if (colorings.length > 1) controls.append(element("label", {}, "colours are of", choice(colorings, state.color, (value) => { state.color = value; again(); })));
+  if (colorings.length > 1) controls.append(element("label", {}, "colour by", choice(colorings, state.color, (value) => { state.color = value; again(); })));
   for (const entry of section.querySelectorAll(".axes div")) entry.querySelector("i").style.borderColor = AXIS_COLORS[entry.dataset.axis];
   plot.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: NODE, ArrowUp: -NODE }[event.key];

@@ -1,6 +1,6 @@
 // ---- step time and communication ------------------------------------------------------------------------------------
 const COST_COLORS = { matmuls: "var(--c0)", elementwise: "var(--c5)", exposed: "var(--c1)", behind: "var(--c2)", bubble: "var(--line)" };
-const COST_NAMES = { matmuls: "matmuls", elementwise: "elementwise", exposed: "messages, waited for", behind: "messages, hidden", bubble: "waiting for others" };
+const COST_NAMES = { matmuls: "matmuls", elementwise: "elementwise", exposed: "exposed communication", behind: "overlapped communication", bubble: "idle" };
 
 function drawTime() {
   const section = document.getElementById("time");
@@ -40,7 +40,7 @@ function drawTime() {
     });
   }
   const hidden = known.every((pipeline) => { const it = data.ranks[pipeline].time; return it.behind <= it.matmuls + it.elementwise + it.exposed; });
-  section.querySelector(".summary").textContent = `An estimate from the device's rates, less what training does not reach of them: ${seconds(data.step)} a step. The thin line is messages that travel behind compute${hidden ? ", all of them shorter than it" : "; where it is the longer one, the step waits for it"}.`;
+  section.querySelector(".summary").textContent = `${seconds(data.step)} per step, estimated from the rates that training reaches on this device. Thin line: communication that overlaps with compute. ${hidden ? "It is never longer than compute." : "Where it is longer than compute, the step waits for it."}`;
   const shown = Object.keys(COST_NAMES).filter((name) => (name === "bubble" ? data.mesh.axes.pp > 1 : known.some((pipeline) => data.ranks[pipeline].time[name] > 0)));
   fillTerms(section.querySelector("dl"), shown.map((name) => [COST_COLORS[name], COST_NAMES[name], data.words.costs[name]]));
   chosen.listeners.push(drawn(section.querySelector(".plot"), paint));
@@ -55,12 +55,12 @@ function drawSent() {
     const pipeline = shownPipelineRank(), { messages } = data.ranks[pipeline];
     const named = messages.flatMap((it) => it.axis.split("="));
     const folded = [
-      ...(named.includes("fsdp") ? ["fsdp is dp_shard and cp taken together, along which weights are sharded."] : []),
+      ...(named.includes("fsdp") ? ["fsdp is dp_shard and cp as one axis, along which weights are sharded."] : []),
       ...(named.includes("cp_across") ? ["cp_across are the cp ranks that exchange keys and values."] : []),
       ...(named.includes("cp_within") ? ["cp_within are the cp ranks that exchange heads."] : []),
     ].join(" ");
     section.querySelector(".summary").textContent = messages.length
-      ? `What a rank${data.mesh.axes.pp > 1 ? ` of pipeline rank ${pipeline}` : ""} exchanges in a step, by mesh axis. ${bytes(sum(messages.map((it) => it.bytes)))} in all; bytes are those of the whole tensor on the side where it is larger. ${folded}`
+      ? `Messages of one rank${data.mesh.axes.pp > 1 ? ` of pipeline rank ${pipeline}` : ""} in a step, by mesh axis: ${bytes(sum(messages.map((it) => it.bytes)))} in total. Bytes count the larger side of a message. ${folded}`
       : "One rank alone sends nothing.";
     section.querySelector("table").hidden = !messages.length;
     section.querySelector("tbody").replaceChildren(...messages.map((it) => {

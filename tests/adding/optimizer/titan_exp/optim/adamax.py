@@ -20,7 +20,7 @@ class Config(OptimizerConfig):
     betas: Betas
     """Decay rates of the momentum and of the largest gradient. E.g. `optimizer=adamax optimizer.betas='[0.9,0.99]'`."""
     eps: PositiveFloat = 1e-8
-    """Added to the denominator. E.g. `optimizer.eps=1e-15`."""
+    """Epsilon, which is added to the denominator. E.g. `optimizer.eps=1e-15`."""
 
 
 def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":

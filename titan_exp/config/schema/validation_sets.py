@@ -1,0 +1,118 @@
+"""Validation sets: the group `data` of each, from the keys in `evaluation.sets` and those of the run, and the metrics
+that an evaluation logs."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.extension import shipped_options
+from titan_exp.config.groups.evaluation import ValidationSetConfig
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.run import DataConfig
+from titan_exp.config.paths.data_files import store_names, tokenizer_file, tokenizer_path
+from titan_exp.config.paths.foreign_file import read_yaml
+from titan_exp.config.schema.builtins import described
+from titan_exp.config.schema.typed_config import group_of, to_dict
+
+THE_RUNS = ("tokenizer", "document_mask", "reset_positions", "prefetch", "preview")
+"""Keys of the group `data` that a set shares with its run."""
+DOCUMENTS = ("source", "paths", "document", "dataset", "subset", "data_files", "split", "validation_split")
+DOCUMENTS += ("validation_fraction", "validation_documents")
+"""Keys of the group `data` that choose the documents of a validation set."""
+LOSS, BITS = "validation_loss", "validation_bits_per_byte"
+OF_THE_RUN = (LOSS, "validation_perplexity", "validation_tokens", BITS)
+"""Metrics of the run's own validation set. Stores of a mixture, and further sets, have LOSS and BITS of their own."""
+
+
+def validation_sets(experiment: Experiment) -> dict[str, Experiment]:
+    """Experiment of each set by name: the run's, with the set's data and sequence length.
+
+    Raises:
+        UserError: a key of a set is unknown, or has a wrong value.
+    """
+    return {name: _of_set(experiment, name, found) for name, found in experiment.evaluation.sets.items()}
+
+
+def validation_metrics(experiment: Experiment) -> list[str] | None:
+    """Names of the validation metrics that a run logs; None if only its source knows them.
+
+    Raises:
+        UserError: a set cannot be read.
+    """
+    sets = validation_sets(experiment)
+    if not {described(one.data.source).holds for one in (experiment, *sets.values())} <= {"text", "tokens"}:
+        return None
+    own = [name for name in OF_THE_RUN if name != BITS or described(experiment.data.source).holds == "text"]
+    stores = [f"{LOSS}/{store}" for store in _stores(experiment.data)]
+    for name, one in sets.items():
+        stores += [f"{LOSS}/{name}", *(f"{LOSS}/{name}/{store}" for store in _stores(one.data))]
+        stores += [f"{BITS}/{name}"] if described(one.data.source).holds == "text" else []
+    return own + stores
+
+
+def validation_documents(experiment: Experiment, metric: str) -> dict[str, Any]:
+    """Keys of the group `data` that choose the documents of a validation metric, and the unit of a loss: of the set or
+    the store that it names, or else of the run. Raises UserError if a set cannot be read."""
+    kind, _, name = metric.partition("/")
+    sets = validation_sets(experiment)
+    data = sets[name.partition("/")[0]].data if name.partition("/")[0] in sets else experiment.data
+    found = {key: getattr(data, key) for key in DOCUMENTS} | {"paths": _stores(data).get(name, data.paths)}
+    return found if kind == BITS else found | {"tokenizer": _content(data.tokenizer)}
+
+
+def _content(tokenizer: str) -> str:
+    """Digest of a tokenizer's file, of which each store has a copy; else its name."""
+    path = tokenizer_file(tokenizer)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else tokenizer
+
+
+def _stores(data: DataConfig) -> dict[str, str]:
+    """Stores of a mixture by name."""
+    mixed = described(data.source).holds == "tokens" and len(data.paths) > 1
+    return dict(zip(store_names(data.paths), data.paths, strict=True)) if mixed else {}
+
+
+def _of_set(experiment: Experiment, name: str, found: ValidationSetConfig) -> Experiment:
+    training = experiment.training
+    length = training.seq_len if found.seq_len is None else found.seq_len
+    return dataclasses.replace(
+        experiment,
+        data=_data(experiment, f"evaluation.sets.{name}", found.data),
+        training=dataclasses.replace(training, seq_len=length),
+        evaluation=dataclasses.replace(experiment.evaluation, sets={}),
+    )
+
+
+def _data(experiment: Experiment, key: str, own: Mapping[str, Any]) -> DataConfig:
+    if taken := [name for name in THE_RUNS if name in own]:
+        remedy = f"leave it out, and the set has data.{taken[0]} of the run"
+        raise _refusal(Violation(f"{key}.data.{taken[0]}", own[taken[0]], "a set has the run's own", remedy))
+    whole: dict[str, Any] = {"validation_fraction": 0.0, "validation_split": None, "validation_documents": None}
+    values = to_dict(experiment)["data"]
+    shared = {name: values[name] for name in THE_RUNS}
+    if (source := own.get("source", experiment.data.source)) != experiment.data.source:
+        values |= _option(str(source)) | shared
+        values["tokenizer"] = "store" if source == "tokens" else tokenizer_path(experiment.data)
+    elif "paths" in own:
+        values["weights"] = []
+    try:
+        return group_of({"data": {**values, **whole, **own}}, "data", Path(key))
+    except UserError as error:
+        moved = [dataclasses.replace(one, field=f"{key}.{one.field}") for one in error.violations]
+        raise _refusal(*moved) from error
+
+
+def _option(name: str) -> dict[str, Any]:
+    """Keys of the shipped option of a source, with those of the options that it begins with; none of your own."""
+    if (file := shipped_options("data").get(name)) is None:
+        return {"paths": [], "options": {}}
+    values = read_yaml(file, "an option of the group data")
+    begins = [one for one in values.pop("defaults", []) if one != "_self_"]
+    return {key: value for part in (*map(_option, begins), values) for key, value in part.items()}
+
+
+def _refusal(*violations: Violation) -> UserError:
+    return UserError("Cannot read a validation set.", violations)

@@ -1,0 +1,1 @@
+"""Tasks: multiple choice, continuations and documents, scored by log-likelihood while training."""

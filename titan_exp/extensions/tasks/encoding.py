@@ -1,0 +1,168 @@
+"""Token rows of a task: contexts and continuations by its convention, documents by windows."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.data.tokenizers import Tokenizer
+from titan_exp.extensions.tasks.items import Item, Task
+
+
+@dataclass(frozen=True)
+class Row:
+    """Row of tokens for one forward pass; its log-likelihood is added to its cell of the array [items, choices]."""
+
+    item: int
+    """Index into `EncodedTask.items`."""
+    choice: int
+    """Index of the choice."""
+    tokens: np.ndarray
+    """Token ids, int32, at most `max_tokens` + 1: the model reads all but the last."""
+    first: int
+    """Index of the first scored token, at least 1. `tokens[first:]` are the targets."""
+
+
+@dataclass(frozen=True)
+class EncodedTask:
+    """Task as token rows, with the lengths that scores divide by. Arrays are int64 [items, choices] and 0 where an item
+    has fewer choices."""
+
+    task: Task
+    """Task, with all of its items."""
+    items: tuple[Item, ...]
+    """Items that can be scored."""
+    rows: tuple[Row, ...]
+    """Rows; a document has one for each of its windows."""
+    neutral: tuple[Row, ...]
+    """Rows of the continuations after the neutral context, one for each choice of the items that have it."""
+    windows: np.ndarray
+    """Number of `rows` in each cell."""
+    characters: np.ndarray
+    """Characters of the answers, without the delimiter."""
+    bytes: np.ndarray
+    """UTF-8 bytes of the answers, without the delimiter."""
+    scored_bytes: np.ndarray
+    """UTF-8 bytes of the scored tokens, with the delimiter if they have it."""
+    tokens: np.ndarray
+    """Number of scored tokens."""
+    truncated: int
+    """Number of rows whose context was cut from the left, neutral ones included."""
+    refused: tuple[str, ...]
+    """Items that cannot be scored fairly: number from 1, name and reason."""
+
+
+def encode(task: Task, tokenizer: Tokenizer, max_tokens: int) -> EncodedTask:
+    """Encode a task for a model that reads `max_tokens`. Raises UserError if no item can be scored."""
+    encoder = _Encoder(task, tokenizer, max_tokens)
+    kept: list[Item] = []
+    rows: list[Row] = []
+    neutral: list[Row] = []
+    lengths, refused, truncated = [], [], 0
+    for number, item in enumerate(task.items, 1):
+        plain = [(item.neutral, continuation) for _, continuation in item.choices if item.neutral is not None]
+        try:
+            found = [encoder.rows(len(kept), choices) for choices in (item.choices, plain)]
+            # What the border moves from the context into the continuation is scored, and is not the answer's.
+            answers = found[0][1] if task.convention == "common" else [text for _, text in item.choices]
+            lengths.append(_lengths(found[0][0], [text.removeprefix(task.delimiter) for text in answers], found[0][1]))
+        except ValueError as error:
+            refused.append(f"item {number} ({item.id}): {error}")
+            continue
+        kept.append(item)
+        rows += found[0][0]
+        neutral += found[1][0]
+        truncated += found[0][2] + found[1][2]
+    if not kept:
+        raise UserError(f"{task.name} has no item that can be scored; {refused[0]}. Leave the task out.")
+    arrays = np.zeros((5, len(kept), max(len(item.choices) for item in kept)), np.int64)
+    for index, each in enumerate(lengths):
+        arrays[:, index, : each.shape[1]] = each
+    found = (tuple(kept), tuple(rows), tuple(neutral))
+    return EncodedTask(task, *found, *arrays, truncated, tuple(refused))  # type: ignore[call-arg]
+
+
+def _lengths(rows: Sequence[Row], answers: Sequence[str], texts: Sequence[str]) -> np.ndarray:
+    """Windows, characters and bytes of the answers, bytes of the scored texts and tokens, [5, choices]. Raises
+    ValueError for an empty answer."""
+    if not all(answers):
+        raise ValueError(f"its choice {answers.index('') + 1} is empty")
+    found = np.zeros((5, len(texts)), np.int64)
+    found[1] = [len(answer) for answer in answers]
+    found[2], found[3] = ([len(one.encode("utf-8", "replace")) for one in each] for each in (answers, texts))
+    for row in rows:
+        found[0, row.choice] += 1
+        found[4, row.choice] += len(row.tokens) - row.first
+    return found
+
+
+class _Encoder:
+    """Tokenization of items by the conventions of their task."""
+
+    def __init__(self, task: Task, tokenizer: Tokenizer, max_tokens: int) -> None:
+        self.task, self.tokenizer, self.max_tokens = task, tokenizer, max_tokens
+        # The choices of an item share their context.
+        self.encode = lru_cache(4)(lambda text: tokenizer.encode(text).astype(np.int32))
+        begin = getattr(tokenizer, "begin_of_text", None)
+        self.begin = np.array([] if begin is None else [begin], np.int32)
+        self.prefix = np.array([tokenizer.end_of_text if begin is None else begin], np.int32)
+
+    def rows(self, item: int, choices: Sequence[tuple[str, str]]) -> tuple[list[Row], list[str], int]:
+        """Rows of an item, the text that each choice scores, and the number of cut rows. Raises ValueError."""
+        if not choices:
+            return [], [], 0
+        if self.task.kind == "rolling":
+            return self._document(item, choices[0][1]), [choices[0][1]], 0
+        found, texts, cut = [], [], 0
+        split = self._by_common_tokens if self.task.convention == "common" else self._by_border
+        for index, (tokens, first, text) in enumerate(split(choices)):
+            scored, excess = len(tokens) - first, max(len(tokens) - self.max_tokens - 1, 0)
+            if scored < 1 or first < 1:
+                raise ValueError(f"its choice {index + 1} has no tokens of its own")
+            if scored > self.max_tokens:
+                raise ValueError(f"its choice {index + 1} has {scored} tokens, and the model reads {self.max_tokens}")
+            found.append(Row(item, index, tokens[excess:], first - excess))
+            texts.append(text)
+            cut += excess > 0
+        return found, texts, cut
+
+    def _by_border(self, choices: Sequence[tuple[str, str]]) -> Iterator[tuple[np.ndarray, int, str]]:
+        """Tokens, index of the first scored one, and scored text of each choice."""
+        for context, text in choices:
+            if self.task.convention == "apart":
+                before, after, scored = np.append(self.begin, self.encode(context)), self.encode(text), text
+            else:
+                stripped = context.rstrip()
+                before, scored = self.encode(stripped), context[len(stripped) :] + text
+                after = self.encode(context + text)[len(before) :]
+            before = before if len(before) else self.prefix
+            yield np.append(before, after), len(before), scored
+
+    def _by_common_tokens(self, choices: Sequence[tuple[str, str]]) -> Iterator[tuple[np.ndarray, int, str]]:
+        """As `_by_border`; what all choices share is context, or the continuation if their contexts differ."""
+        rows = [np.append(self.prefix, self.encode(context + text)) for context, text in choices]
+        if self.task.kind == "continuation":
+            rows.append(np.append(self.prefix, self.encode(choices[0][0].strip())))
+            if _shared(rows) < len(rows[1]):
+                raise ValueError("a token reaches from its context into its continuation")
+        same = len({context for context, _ in choices}) == 1
+        shared = _shared(rows if same else [row[::-1] for row in rows])
+        for row in rows[: len(choices)]:
+            first = shared if same else len(row) - shared
+            yield row, first, self.tokenizer.decode(row[first:])
+
+    def _document(self, item: int, text: str) -> list[Row]:
+        """Windows of a document: each token is scored once, in the last window after as much context as fits."""
+        tokens = np.append(self.prefix, self.encode(text))
+        ends = [*range(self.max_tokens, len(tokens) - 1, self.max_tokens), len(tokens) - 1]
+        spans = [(max(end - self.max_tokens, 0), done + 1, end + 1) for done, end in pairwise([0, *ends])]
+        return [Row(item, 0, tokens[start:stop], first - start) for start, first, stop in spans]
+
+
+def _shared(rows: Sequence[np.ndarray]) -> int:
+    """Number of leading tokens that all rows share."""
+    columns = enumerate(zip(*(row.tolist() for row in rows), strict=False))
+    return next((index for index, column in columns if len(set(column)) > 1), min(map(len, rows)))

@@ -1,0 +1,118 @@
+"""lm-evaluation-harness on a model of ours, without export: `titan-exp evaluate RUN --tasks PATH backend=lm-eval`."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lm_eval import simple_evaluate  # type: ignore[import-not-found]  # the extra lm-eval
+from lm_eval.api.model import LM  # type: ignore[import-not-found]
+from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.foreign_file import read_yaml
+from titan_exp.data.tokenizers import Tokenizer
+from titan_exp.extensions.tasks.encoding import EncodedTask, encode
+from titan_exp.extensions.tasks.items import Item, Kind, Task
+from titan_exp.extensions.tasks.scorer import Scorer
+
+
+class ScoredLM(LM):
+    """Language model of lm-eval that scores requests by `Scorer`. Every rank has one and gets all requests: with a
+    world size of its own, lm-eval would deal other few-shot examples."""
+
+    def __init__(self, scorer: Scorer, tokenizer: Tokenizer, max_tokens: int) -> None:
+        super().__init__()
+        self._scorer, self._tokenizer, self._max_tokens = scorer, tokenizer, max_tokens
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation, and True if greedy decoding gives it."""
+        encoded = self._encoded("choice", [request.args for request in requests])
+        found = self._scorer.log_likelihoods(encoded.rows)
+        return list(zip(found.total.tolist(), found.greedy.tolist(), strict=True))
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
+        """Log-likelihood of each document."""
+        encoded = self._encoded("rolling", [("", request.args[0]) for request in requests])
+        sums, total = [0.0] * len(requests), self._scorer.log_likelihoods(encoded.rows).total
+        for row, value in zip(encoded.rows, total.tolist(), strict=True):
+            sums[row.item] += value
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
+        """Refused: our models score here, and do not write."""
+        raise UserError("This task generates text (generate_until). Export the run, and give its export to lm-eval.")
+
+    def _encoded(self, kind: Kind, pairs: Sequence[tuple[str, str]]) -> EncodedTask:
+        items = tuple(Item((pair,), (0,), id=str(number)) for number, pair in enumerate(pairs))
+        task = Task("requests", kind, items, 0.0, "acc", "whole", "", "lm-eval")
+        encoded = encode(task, self._tokenizer, self._max_tokens)
+        if encoded.refused:
+            raise UserError(f"We cannot score a request of lm-eval: {encoded.refused[0]}.")
+        return encoded
+
+
+METRICS = {"acc_norm": "acc_per_char", "acc_bytes": "acc_per_byte", "acc_mutual_info": "acc_pmi"}
+"""Our names of lm-eval's metrics; the others have the same."""
+
+
+def lm_eval_scores(
+    paths: Sequence[str], scorer: Scorer, tokenizer: Tokenizer, max_tokens: int, most: int | None
+) -> dict[str, Any]:
+    """Scores of lm-eval's tasks by lm-eval, in the form of `part.to_json`; all ranks must call it.
+
+    Raises:
+        UserError: a path is no task of lm-eval, or a task generates text.
+    """
+    names = [_name(Path(path)) for path in paths]
+    folders = list(dict.fromkeys(str(Path(path).parent) for path in paths))
+    with _as_first_rank():
+        found = simple_evaluate(
+            model=ScoredLM(scorer, tokenizer, max_tokens),
+            tasks=names,
+            task_manager=TaskManager(include_path=folders, include_defaults=False),
+            limit=most,
+            bootstrap_iters=0,
+            log_samples=True,
+        )
+    assert found is not None, "every rank is the first one for lm-eval"
+    return {"tasks": {name: _scores(found["results"][name], found["samples"][name]) for name in names}}
+
+
+@contextmanager
+def _as_first_rank() -> Iterator[None]:
+    """Hide this rank's number, since lm-eval returns its results to the first alone."""
+    kept = os.environ.pop("LOCAL_RANK", None)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            os.environ["LOCAL_RANK"] = kept
+
+
+def _scores(results: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str, Any]:
+    values = {key.partition(",")[0]: value for key, value in results.items() if key.endswith(",none")}
+    metrics = {
+        METRICS.get(name, name): {
+            "value": value,
+            "error": _number(results.get(f"{name}_stderr,none")),
+            "items": [_number(sample.get(name)) for sample in samples],
+        }
+        for name, value in values.items()
+        if not name.endswith("_stderr")
+    }
+    ids = [str(sample["doc_id"]) for sample in samples]
+    about = {"primary": next(iter(metrics), ""), "chance": 0.0, "truncated": 0, "refused": [], "ids": ids}
+    return {**about, "metrics": metrics}
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _name(path: Path) -> str:
+    name = read_yaml(path, "a task of lm-eval").get("task") if path.suffix in (".yaml", ".yml") else None
+    if not isinstance(name, str):
+        raise UserError(f"{path} is not a task of lm-eval, a YAML file with a key task. Leave backend=lm-eval out.")
+    return name

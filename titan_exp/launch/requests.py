@@ -1,0 +1,68 @@
+"""Requests of runs to a scheduler: GPUs and hours in total, how to ask for less, and one job script of each kind."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from titan_exp.config.errors.user_error import listed
+from titan_exp.config.machine.devices import device_type
+from titan_exp.launch.executor import executor_for, size_text
+from titan_exp.launch.run_plan import RunPlan
+from titan_exp.plan.gate.gate import fits_unsharded
+
+
+def hours(text: str) -> float:
+    """Parse a time limit (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S) to hours."""
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    in_hours = parts if dash or len(parts) == 3 else [0, *parts]
+    return int(days or 0) * 24 + sum(part / 60**power for power, part in enumerate(in_hours))
+
+
+def gpu_hours(plan: RunPlan) -> float | None:
+    """Requested GPU-hours: time limit × GPUs; None without a limit or on CPU."""
+    cluster = plan.experiment.cluster
+    if cluster.time_limit is None or device_type(cluster) != "cuda":
+        return None
+    return hours(cluster.time_limit) * plan.layout.devices
+
+
+def request_lines(plans: Sequence[RunPlan]) -> Iterator[str]:
+    """GPUs and hours that runs ask of a scheduler, and how to ask for less if the layout of a small run only filled a
+    node. Nothing for runs on CPU, or of an executor that waits: its GPUs are here anyway."""
+    asking = [
+        plan
+        for plan in plans
+        if device_type(plan.experiment.cluster) == "cuda" and not executor_for(plan.experiment.cluster.kind).waits
+    ]
+    if not asking:
+        return
+    counts = Counter((plan.layout.devices, plan.experiment.cluster.time_limit) for plan in asking)
+    terms = []
+    for (gpus, limit), count in counts.items():
+        term = f"{gpus} GPU{'s' * (gpus > 1)} × {limit or 'the time limit of the site'}"
+        terms.append(term if len(asking) == 1 else f"{count:,} × {term}")
+    known = [value for plan in asking if (value := gpu_hours(plan)) is not None]
+    total = f" = {sum(known):,.1f} GPU-hours" if len(known) == len(asking) else ""
+    yield f"This asks for {' + '.join(terms)}{total}."
+    small = [plan for plan in asking if plan.fills_node and not plan.folder.path.exists()]
+    small = [plan for plan in small if fits_unsharded(plan.experiment, plan.folder.path.parents[1])]
+    if small:
+        took = listed(sorted({plan.experiment.parallelism.dp_shard for plan in small}))
+        fewer = sorted({plan.layout.devices // plan.experiment.parallelism.dp_shard for plan in small})
+        who, each = ("This run fits", "") if len(asking) == 1 else (f"{len(small)} of these runs fit", " each")
+        yield (
+            f"By an upper bound of {'its' if len(asking) == 1 else 'their'} memory, {who[0].lower()}{who[1:]} on "
+            f"{listed(fewer)} GPU{'s' * (fewer[-1] > 1)}{each}, too: parallelism.dp_shard=1 asks for no more, where -1 "
+            f"filled the nodes with {took} shards."
+        )
+
+
+def scripts(plans: Sequence[RunPlan]) -> Iterator[tuple[Sequence[RunPlan], str]]:
+    """Job script of a run for each different request, with all runs that ask the same; none without scripts."""
+    groups: dict[str, list[RunPlan]] = {}
+    for plan in plans:
+        groups.setdefault(repr((plan.layout.cluster, size_text(plan.layout))), []).append(plan)
+    for group in groups.values():
+        script = executor_for(group[0].experiment.cluster.kind).script(group[0])
+        if script is not None:
+            yield group, script

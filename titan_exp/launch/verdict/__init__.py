@@ -1,0 +1,1 @@
+"""Verdicts of studies by pairs of runs: registration, evidence, standing."""

@@ -170,7 +170,7 @@ def unmatched(patterns: list[str], names: set[str]) -> tuple[list[str], list[str
     return idle, sorted(name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns))
 
 
-def test_the_additions_work_together(tree: Path, by_hand: dict[str, set[str]]):
+def test_the_additions_work_together(tree: Path, generated: set[str]):
     words = ["+experiment=smoke", "model=flat_llama_debug", "optimizer=adamax", "data=sums", "training.steps=2"]
     words += ["evaluation.every=0", "checkpoint=none", "plan.gate=off", "lr_schedule.lowest=1e-5"]
     words += ["tracking.metrics=[embedding_peak]"]
@@ -183,7 +183,7 @@ def test_the_additions_work_together(tree: Path, by_hand: dict[str, set[str]]):
     assert rows[-1]["model/embedding_peak"] > 0
 
 
-def test_the_rule_refuses_and_its_remedy_is_accepted(tree: Path, by_hand: dict[str, set[str]]):
+def test_the_rule_refuses_and_its_remedy_is_accepted(tree: Path, generated: set[str]):
     refused = python(tree, "titan_exp", "train", "--dry-run", "lr_schedule.lowest=1")
     assert (refused.returncode, "lr_schedule.lowest=0.004" in refused.stderr) == (2, True)
     assert python(tree, "titan_exp", "train", "--dry-run", "lr_schedule.lowest=0.004").returncode == 0

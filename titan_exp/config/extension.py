@@ -105,6 +105,9 @@ class Extension:
     exchange: str = ""
     """Function of an experiment that returns its `titan_exp.plan.prediction.Exchange`; None for the runs of others.
     Imported without torch."""
+    evaluations: str = ""
+    """Function of an experiment that yields `titan_exp.plan.evaluation.Evaluated` of what its parts evaluate, for the
+    planner. Imported without torch."""
     kept_state: Mapping[str, bool] = field(default_factory=dict)
     """Tensors of each parameter that its parts keep in the optimizer's state, by name, without which a run may
     continue. True if one equals the parameter whenever a checkpoint is saved, which leaves it out."""

@@ -17,6 +17,15 @@ from titan_exp.models.spec.lookup import model_spec, with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reserved, steady_reserved
 from titan_exp.plan.cuda.devices import Device, room_of
 from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_capability
+from titan_exp.plan.evaluation import (
+    Evaluated,
+    EvaluationTrace,
+    evaluated,
+    evaluations_of,
+    extrapolate_evaluations,
+    trace_evaluations,
+    with_evaluations,
+)
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.sample import Samples
@@ -53,6 +62,8 @@ class RankPlan:
     """Kernels of the step by class."""
     saved: int
     """Bytes of parameters and optimizer state, as a checkpoint holds them."""
+    evaluations: Sequence[EvaluationTrace] = ()
+    """Evaluations of the run, whose memory `trace` counts; empty if they are not planned."""
 
     @property
     def sent(self) -> int:
@@ -91,6 +102,32 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
+class EvaluationPlan:
+    """Prediction of one kind of evaluation."""
+
+    kind: Evaluated
+    """Kind."""
+    pass_seconds: float | None
+    """Time of a pass; None if rates are unknown."""
+    bytes: int
+    """Peak of allocated memory, of the rank that needs the most."""
+    where: str
+    """Phase of the peak."""
+
+    @cached_property
+    def passes(self) -> int | str:
+        """Passes of an evaluation, or the reason why their number is unknown."""
+        passes = self.kind.passes()
+        averaged = 1 + self.kind.experiment.weight_average.enabled
+        return passes if isinstance(passes, str) else passes * averaged
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of an evaluation; None if unknown."""
+        return None if self.pass_seconds is None or isinstance(self.passes, str) else self.pass_seconds * self.passes
+
+
+@dataclass(frozen=True)
 class Plan:
     """Prediction of a run with the traces of its ranks."""
 
@@ -116,6 +153,9 @@ class Plan:
     worst_bytes: int | None = None
     """`RankPlan.bytes` of the largest rank if its experts receive `plan.worst_expert_load` times the mean rows; None if
     not requested, or if it changes nothing."""
+
+    evaluations: Sequence["EvaluationPlan"] = ()
+    """Evaluations of the run; empty if they are not planned."""
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -213,9 +253,24 @@ class Plan:
 
     @property
     def gpu_hours(self) -> float | None:
-        """Device-hours of the whole run, at the throughput after the batch ramp."""
+        """Device-hours of the whole run, at the throughput after the batch ramp, with evaluations of known length."""
         seconds = self.step_seconds
-        return seconds and seconds * self.tokens / self.tokens_per_step * self.layout.devices / 3600
+        if seconds is None:
+            return None
+        steps = seconds * self.tokens / self.tokens_per_step
+        return (steps + (self.evaluation_seconds or 0.0)) * self.layout.devices / 3600
+
+    @cached_property
+    def evaluation_times(self) -> int:
+        """Number of evaluations in the run."""
+        return evaluations_of(self.experiment)
+
+    @cached_property
+    def evaluation_seconds(self) -> float | None:
+        """Seconds of all evaluations of known length; None if the time of a pass is unknown."""
+        if any(one.pass_seconds is None for one in self.evaluations):
+            return None
+        return self.evaluation_times * sum(one.seconds or 0.0 for one in self.evaluations)
 
 
 def predict(
@@ -227,13 +282,15 @@ def predict(
     falls_back: bool = True,
     worst_load: bool = False,
     cores: int | None = None,
+    evaluates: bool = True,
 ) -> Plan:
     """Predict a run with a resolved layout; `device` is None for a CPU of unknown speed.
 
     `pipeline_ranks` defaults to all. `full` traces every layer and micro-batch instead of extrapolating. A run that
     cannot be extrapolated is traced in full, too; with `falls_back=False`, it raises ExtrapolationError. With
     `worst_load`, the largest rank is also predicted with `plan.worst_expert_load`. Several ranks are predicted on
-    `cores` cores, by default all. Raises UserError if an option of the run is not supported.
+    `cores` cores, by default all. With `evaluates`, evaluations are planned, too.
+    Raises UserError if an option of the run is not supported.
     """
     began, layout = time.perf_counter(), ResolvedLayout.of(share_of_world(experiment))
     cuda, exchange = layout.device_type == "cuda", exchange_of(experiment)
@@ -246,13 +303,16 @@ def predict(
     numbers = [rank for rank in range(layout.parallelism.pp) if pipeline_ranks is None or rank in pipeline_ranks]
     # This process works, too, so the pool has one fewer.
     processes = PlannerProcesses(min(len(numbers), usable_cores() if cores is None else cores) - 1)
+    kinds = evaluated(experiment) if evaluates else []
     traces = partial(_traces, experiment, device, processes=processes, full=full, falls_back=falls_back)
 
     def replay(trace: Trace) -> Call[Reserved] | None:
         events = trace.setup_events, trace.step_events
         return processes.replay(*events, expandable=expandable, capacity=room) if cuda else None
 
-    def rank_plan(number: int, trace: Trace, replayed: Call[Reserved] | None) -> RankPlan:
+    def rank_plan(
+        number: int, trace: Trace, replayed: Call[Reserved] | None, evaluations: Sequence[EvaluationTrace] = ()
+    ) -> RankPlan:
         weights, state = _state(trace)
         seconds = None
         if rated is not None:
@@ -263,17 +323,20 @@ def predict(
         saved = round(weights * exchange.saved_numbers(state / max(1, weights)))
         if not cuda:
             trace = replace(trace, peak=exchange.peak_on_cpu(trace.peak, trace.persistent, trace.gradients))
-        return RankPlan(number, trace, seconds, allocator, expandable, kernels, saved)
+        return RankPlan(number, trace, seconds, allocator, expandable, kernels, saved, evaluations)
 
     load, worst = experiment.plan.worst_expert_load, None
     with _assumptions(experiment, device), no_garbage_collection(), processes:
-        found = {number: (traced, replay(traced.trace)) for number, traced in traces(numbers)}
+        found = {number: (traced, replay(traced.trace)) for number, traced in traces(numbers, kinds)}
         # The last comes first: the pool replays from the first on, and this process those that no other has begun.
-        plans = [rank_plan(number, traced.trace, call) for number, (traced, call) in reversed(found.items())][::-1]
+        plans = [
+            rank_plan(number, traced.trace, call, traced.evaluations)
+            for number, (traced, call) in reversed(found.items())
+        ][::-1]
         if worst_load and load > 1 and experiment.parallelism.ep > 1:
             largest = max(plans, key=lambda plan: plan.bytes).pipeline_rank
             with assume_expert_load(load):
-                ((_, (trace, *_)),) = traces([largest])
+                ((_, (trace, *_)),) = traces([largest], ())
             worst = rank_plan(largest, trace, replay(trace)).bytes
     weights, state = (sum(part) for part in zip(*(_state(plan.trace) for plan in plans), strict=True))
     # Optimizer state is proportional to the weights of every rank.
@@ -284,7 +347,24 @@ def predict(
     step = pipeline_seconds(times, layout.parallelism.pp, bubble) if times else None
     took = time.perf_counter() - began
     whole = model.flops_per_token, checkpoint, took, model.why_full, model.samples, worst
-    return Plan(experiment, device, plans, bubble, step, *whole)
+    return Plan(experiment, device, plans, bubble, step, *whole, _evaluations(kinds, plans, layout, rated))
+
+
+def _evaluations(
+    kinds: Sequence[Evaluated], ranks: Sequence[RankPlan], layout: ResolvedLayout, device: Device | None
+) -> list[EvaluationPlan]:
+    """Evaluations of a run: the slowest rank sets the time, and a pipeline fills and drains in every pass."""
+    found, node = [], layout.node_size if layout.device_type == "cuda" else layout.world_size
+    filled = layout.pipeline_microbatches if layout.parallelism.pp > 1 else 1
+    bubble = (filled + layout.parallelism.pp - 1) / filled
+    for place, kind in enumerate(kinds):
+        traces = [(rank, rank.evaluations[place]) for rank in ranks]
+        seconds = None
+        if device is not None:
+            seconds = bubble * max(rank_time(one.costs, one.axes, device, node).total for _, one in traces)
+        sizes = [(sum(rank.trace.persistent.values()) + one.passing.bytes, one.passing.where) for rank, one in traces]
+        found.append(EvaluationPlan(kind, seconds, *max(sizes)))
+    return found
 
 
 def _state(trace: Trace) -> tuple[int, int]:
@@ -301,12 +381,14 @@ class _Traced(NamedTuple):
     flops_per_token: float
     why_full: str
     samples: Samples | None
+    evaluations: Sequence[EvaluationTrace]
 
 
 def _traces(
     experiment: Experiment,
     device: Device | None,
     numbers: Sequence[int],
+    kinds: Sequence[Evaluated],
     processes: PlannerProcesses,
     *,
     full: bool,
@@ -320,6 +402,11 @@ def _traces(
     layout = ResolvedLayout.of(traced)
     cuda = layout.device_type == "cuda"
     workspace = device.matmul_workspace if cuda and device is not None else 0
+    options = {"cuda": cuda, "inductor": uses_inductor(traced.compile), "matmul_workspace": workspace}
+
+    def of_evaluation(rank: FakeRank, work: Callable[[], object]) -> Trace:
+        return trace_step(rank.state, work, **options)
+
     if not full and is_worthwhile(layout, traced.activation_checkpoint, len(numbers)):
         why_full = unsupported_reason(traced) or ""
         try:
@@ -328,9 +415,12 @@ def _traces(
                 if not import_paths(experiment):
                     assumptions = partial(_assumptions, experiment, device)
                     extrapolator.trace_optimizer_steps(numbers, partial(processes.call, _assuming, assumptions))
+                evaluations = extrapolate_evaluations(traced, numbers, kinds, of_evaluation) if kinds else {}
                 for number in numbers:
                     trace, model = extrapolator.trace(number), extrapolator.optimizer_step(number)
-                    yield number, _Traced(trace, model.parameters, model.flops_per_token, "", extrapolator.samples)
+                    whole = model.parameters, model.flops_per_token, "", extrapolator.samples
+                    own = evaluations.get(number, ())
+                    yield number, _Traced(with_evaluations(trace, own), *whole, own)
                 return
         except ExtrapolationError as error:
             if not falls_back:
@@ -342,15 +432,14 @@ def _traces(
                 rank.state,
                 rank.step,
                 warmup_step=rank.warmup_step,
-                beside=(*rank.exchanges, *rank.evaluations),
+                beside=rank.exchanges,
                 recorder=rank.recorder,
                 preallocated=rank.preallocated,
-                cuda=cuda,
-                inductor=uses_inductor(traced.compile),
-                matmul_workspace=workspace,
+                **options,
             )
-            model = rank.state.built
-        yield number, _Traced(trace, model.parameters, model.flops_per_token, why_full, None)
+            own, model = trace_evaluations(rank, kinds, of_evaluation), rank.state.built
+        whole = model.parameters, model.flops_per_token, why_full, None
+        yield number, _Traced(with_evaluations(trace, own), *whole, own)
 
 
 @contextmanager

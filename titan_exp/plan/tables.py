@@ -19,7 +19,7 @@ from titan_exp.config.layout.axes import DEGREES
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.caching_allocator import STEPS
 from titan_exp.plan.cuda.devices import Device, room_of, symmetric_memory
-from titan_exp.plan.predict import Plan, RankPlan
+from titan_exp.plan.predict import EvaluationPlan, Plan, RankPlan
 from titan_exp.plan.prediction import exchange_of
 from titan_exp.plan.roofline import message_seconds
 from titan_exp.plan.search.search import LayoutCost, SearchResult, short_key
@@ -87,9 +87,27 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         **{name: value for name, value in vars(plan.prediction).items() if name != "ranks"},
         **{name: getattr(plan, name) for name in OF_RUN},
         "worst_load_bytes": plan.worst_bytes,
+        "evaluations": {
+            "number": plan.evaluation_times if plan.evaluations else None,
+            "seconds": plan.evaluation_seconds,
+            "kinds": [_evaluation_json(one) for one in plan.evaluations],
+        },
         "planning_seconds": plan.planning_seconds,
         "traced_in_full_because": plan.why_full or None,
         "no_time_because": plan.why_no_time or None,
+    }
+
+
+def _evaluation_json(one: EvaluationPlan) -> dict[str, Any]:
+    unknown = isinstance(one.passes, str)
+    return {
+        "name": one.kind.name,
+        "peak_allocated_bytes": one.bytes,
+        "peak_during": one.where,
+        "passes": None if unknown else one.passes,
+        "passes_unknown_because": one.passes if unknown else None,
+        "pass_seconds": one.pass_seconds,
+        "seconds": one.seconds,
     }
 
 
@@ -143,7 +161,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     if not plan.is_whole:
         some, last = listed([rank.pipeline_rank for rank in plan.ranks], "and"), plan.layout.parallelism.pp - 1
         yield f"This plan has only pipeline rank {some} of 0 to {last}. It says nothing about the others."
-    yield from (*_sent_activations(plan), *_experts(plan), *_on_host(plan))
+    yield from (*_sent_activations(plan), *_experts(plan), *_on_host(plan), *_evaluations(plan))
     yield from dict.fromkeys(f"{line[0].upper()}{line[1:]}." for rank in plan.ranks for line in rank.trace.saved_calls)
 
 
@@ -179,6 +197,28 @@ def _fit_sentence(plan: Plan) -> str:
         f"times, gives cached memory back, and waits for the GPU each time, which the step time does not count. It "
         f"ends {left}: {needs}.{notes}"
     )
+
+
+def _evaluations(plan: Plan) -> Iterator[str]:
+    """Lines about evaluations: their largest peak, and the time of each kind."""
+    if not plan.evaluations:
+        return
+    largest = max(plan.evaluations, key=lambda one: one.bytes)
+    exceeds = any(
+        rank.trace.peak.where.startswith(f"{one.kind.name}, ") for rank in plan.ranks for one in plan.evaluations
+    )
+    beside = "more than a training step" if exceeds else "no more than a training step"
+    yield f"Evaluations need up to {format_bytes(largest.bytes)} ({largest.kind.name}, {largest.where}), {beside}."
+    if plan.evaluation_seconds is None:
+        return
+    parts = []
+    for one in plan.evaluations:
+        passes, each = one.passes, f"{one.kind.name} "
+        unknown = f"passes of {one.pass_seconds:.2g} s, of unknown number, because {passes}"
+        parts.append(each + (unknown if isinstance(passes, str) else f"{passes:,} x {one.pass_seconds:.2g} s"))
+    share = plan.evaluation_seconds / 3600 * plan.layout.devices / (plan.gpu_hours or 1.0)
+    whole = f"{plan.evaluation_seconds:.3g} s in all, {share:.1%} of the run" if share else "their time is unknown"
+    yield f"{plan.evaluation_times:,} evaluations: {'; '.join(parts)}. {whole[0].upper()}{whole[1:]}."
 
 
 def _sent_activations(plan: Plan) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Forward and backward passes of a global batch, for a model without a pipeline."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -77,6 +78,19 @@ class Model(Protocol):
     def unique_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters on this rank, without copies of weights tied to another stage."""
         ...
+
+
+@contextmanager
+def evaluating(model: Model) -> Iterator[None]:
+    """Modules in evaluation mode and no gradients, in the `with` block."""
+    for part in model.parts:
+        part.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part in model.parts:
+            part.train()
 
 
 def whole_outputs(

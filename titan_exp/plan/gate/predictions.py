@@ -30,6 +30,7 @@ from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.config.secrets import concealed
 from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.evaluation import evaluated
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.planner_processes import PlannerProcesses
 from titan_exp.plan.prediction import NotPredicted, Prediction, exchange_of, from_json, merge_ranks
@@ -77,6 +78,7 @@ def cache_key(experiment: Experiment, device: Device | None) -> str | None:
     inputs["cluster"] = [layout.device_type, layout.node_size, expandable, experiment.cluster.worlds]
     inputs["device"] = None if device is None else asdict(device)
     inputs["metrics"] = experiment.tracking.metrics
+    inputs["evaluations"] = [(one.name, one.inputs) for one in evaluated(experiment)]
     return hashlib.sha256(f"{_code()} {json.dumps(inputs, sort_keys=True)}".encode()).hexdigest()[:24]
 
 

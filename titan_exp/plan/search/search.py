@@ -118,11 +118,11 @@ def planned_cost(candidate: Candidate, device: Device) -> LayoutCost:
     # The fullest and the slowest rank are among them: ranks between the second and the last keep fewer micro-batches in
     # flight than the second, and have no more layers.
     extremes = {0, min(1, degree - 1), degree - 1}
-    plan = predict(candidate.experiment, device, extremes, cores=1, falls_back=False)
+    plan = predict(candidate.experiment, device, extremes, cores=1, falls_back=False, evaluates=False)
     ranks = plan.ranks
     if len(ranks) < degree and (1 - NEARLY_FULL) * room < max(rank.bytes for rank in ranks) <= room:
         others = set(range(degree)) - extremes
-        ranks += predict(candidate.experiment, device, others, cores=1, falls_back=False).ranks
+        ranks += predict(candidate.experiment, device, others, cores=1, falls_back=False, evaluates=False).ranks
     largest = max(ranks, key=lambda rank: rank.bytes)
     assert plan.step_seconds is not None, "the device's rates are known"
     assert largest.allocator is not None, "it is planned for CUDA"

@@ -97,15 +97,6 @@ class FakeRank:
         return exchange_of(self.experiment).beside(self.state, self.parts)
 
     @property
-    def evaluations(self) -> Sequence[Beside]:
-        """Evaluation of a micro-batch beside a captured pass, whose memory it cannot use. Other evaluations are left
-        out, since they need less than training."""
-        if not (self.experiment.compile.cuda_graphs and self.experiment.evaluation.enabled):
-            return ()
-        loss = torch.no_grad()(lambda: self.state.model.loss_sum(self.batches[:1]))
-        return (Beside("activations", "evaluation", (loss,)),)
-
-    @property
     def preallocated(self) -> list[torch.Tensor]:
         """Batch tensors, which a CPU holds for the whole step; CUDA holds copies of one micro-batch at a time."""
         return batch_tensors(batch for batch in self.batches if not isinstance(batch, _CopiedBatch))

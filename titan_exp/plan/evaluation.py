@@ -1,0 +1,237 @@
+"""Evaluations in a plan: memory beyond what a rank holds between steps, time of a pass, and their number.
+
+A pass is one call of the trainer's `loss_sum`: a micro-batch, or those of a pipeline. It is traced on the rank of the
+step's trace. For an extrapolated run we trace it in small models, a period of layers apart, since memory and costs of a
+forward pass without gradients are linear in the layers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.extension import loaded
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.schema.builtins import described
+from titan_exp.config.schema.sources import open_files
+from titan_exp.config.schema.validation_sets import validation_sets
+from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, sampled_edge, small_run
+from titan_exp.plan.extrapolate.schedule import ExtrapolationError
+
+if TYPE_CHECKING:
+    from titan_exp.plan.trace.dispatch_mode import OpCosts
+    from titan_exp.plan.trace.memory_tracker import Moment
+    from titan_exp.plan.trace.trace_step import Trace
+    from titan_exp.trainer.train_state import TrainState
+
+VALIDATION = "validation"
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Evaluation on one set of documents, in the plan of a run; an extension's class overrides all but the fields.
+    Importing it imports no torch."""
+
+    experiment: Experiment
+    """Run with a resolved layout, and the data and sequence length of this evaluation."""
+    name: str = VALIDATION
+    """Name in a plan."""
+    holds_out: bool = True
+    """True if only held-out documents are read."""
+
+    @property
+    def inputs(self) -> Any:
+        """JSON values that affect the memory and time of a pass, beside the keys of a training step."""
+        return self.experiment.training.seq_len
+
+    def passes(self) -> int | str:
+        """Passes of a rank in an evaluation, or the reason why their number is unknown, as a clause."""
+        from titan_exp.data.source_check import SMALL_BYTES
+        from titan_exp.data.validation_loader import ValidationLoader
+
+        experiment, layout = self.experiment, ResolvedLayout.of(self.experiment)
+        data, kind = experiment.data, described(experiment.data.source)
+        shard = {"dp_rank": 0, "dp_degree": layout.dp_degree, "micro_batch_size": layout.micro_batch_size}
+        with suppress(UserError, OSError):
+            files = open_files(data) if kind.holds == "text" else None
+            if kind.holds == "tokens" or (files is not None and files.content.size <= SMALL_BYTES):
+                length = experiment.training.seq_len
+                loader = ValidationLoader(data, length, **shard, all_documents=not self.holds_out)
+                group = layout.pipeline_microbatches if layout.parallelism.pp > 1 else 1
+                return sum(-(-len(batches) // group) for batches in loader.sources.values())
+        return "its documents are read when training begins"
+
+    def pass_of(self, experiment: Experiment, state: "TrainState") -> Callable[[], object]:
+        """Pass of a fake rank of `experiment`, which may have fewer layers than the run."""
+        from titan_exp.plan.trace.fake_world import fake_batches
+
+        training = replace(experiment.training, seq_len=self.experiment.training.seq_len)
+        run, model, on_cpu = replace(experiment, training=training), state.model, "cpu"
+
+        def batches() -> Sequence[Any]:
+            return fake_batches(run, copied=state.mesh.device.type == on_cpu)[: model.eval_microbatches]
+
+        if ResolvedLayout.of(run).device_type == on_cpu:  # a batch on the host is in the memory that we plan
+            return lambda: model.loss_sum(batches())
+        made = batches()
+        return lambda: model.loss_sum(made)
+
+
+def evaluated(experiment: Experiment) -> list[Evaluated]:
+    """Evaluations of a run with a resolved layout: on its validation split, on its sets, and those of extensions."""
+    if not experiment.evaluation.enabled:
+        return []
+    found = [Evaluated(experiment)]
+    with suppress(UserError):  # a rule says so
+        for name, run in validation_sets(experiment).items():
+            found.append(Evaluated(run, f"{VALIDATION}/{name}", experiment.evaluation.sets[name].holds_out))
+    return [*found, *(one for evaluations in loaded("evaluations") for one in evaluations(experiment))]
+
+
+def evaluations_of(experiment: Experiment) -> int:
+    """Number of evaluations in a run: those that are due, and one after the last step."""
+    evaluation, training, last = experiment.evaluation, experiment.training, experiment.training.last_step
+    if not evaluation.enabled:
+        return 0
+    if evaluation.every_tokens is None:
+        return -(-last // evaluation.every)
+    return sum(evaluation.due(training, step) for step in range(1, last)) + 1
+
+
+@dataclass(frozen=True)
+class EvaluationTrace:
+    """Second pass of an evaluation on a rank."""
+
+    name: str
+    """Name of the evaluation."""
+    passing: "Moment"
+    """Peak memory without what the rank holds before and after."""
+    costs: "OpCosts"
+    """Costs of the pass."""
+    axes: Mapping[str, Sequence[int]]
+    """Ranks of this rank's groups, by mesh axis of its messages."""
+    events: Sequence[tuple[int, int, int]]
+    """Allocations and releases in device memory; of an extrapolated run those of a small model."""
+
+
+Tracer = Callable[[Any, Callable[[], object]], "Trace"]
+"""Traces the second of two calls on a fake rank."""
+
+
+def trace_evaluations(rank: Any, kinds: Sequence[Evaluated], tracer: Tracer) -> list[EvaluationTrace]:
+    """Trace each kind of evaluation on a fake rank; equal passes are traced once."""
+    from titan_exp.trainer.forward_backward import evaluating
+
+    traces: dict[str, Trace] = {}
+
+    def trace(one: Evaluated) -> "Trace":
+        key = repr((type(one), one.inputs))
+        if key not in traces:
+            work = one.pass_of(rank.experiment, rank.state)
+
+            def run() -> None:
+                with evaluating(rank.state.model):
+                    work()
+
+            traces[key] = tracer(rank, run)
+        return traces[key]
+
+    return [_of_trace(one.name, trace(one)) for one in kinds]
+
+
+def _of_trace(name: str, trace: "Trace") -> EvaluationTrace:
+    passing = {category: size - trace.persistent[category] for category, size in trace.peak.by_category.items()}
+    peak = replace(trace.peak, bytes=sum(passing.values()), by_category=passing)
+    events, own = trace.step_events.numbers(), set[int]()
+    kept = list[tuple[int, int, int]]()
+    for number, size, stream in events:
+        if size or number in own:  # not what was there before
+            kept.append((number, size, stream))
+            own.symmetric_difference_update({number})
+    return EvaluationTrace(name, peak, trace.costs, trace.axes, [*kept, *((number, 0, 0) for number in sorted(own))])
+
+
+def extrapolate_evaluations(
+    experiment: Experiment, numbers: Sequence[int], kinds: Sequence[Evaluated], tracer: Tracer
+) -> dict[int, list[EvaluationTrace]]:
+    """Evaluations of pipeline ranks by their number, extrapolated from small models. Ranks between the first and the
+    last stage share them if they have as many layers."""
+    from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
+
+    layout, period = ResolvedLayout.of(experiment), repetition(experiment)[1]
+    counts, owners, known = layout.layer_counts, layout.stage_placement, dict[object, list[EvaluationTrace]]()
+    cuda = layout.device_type == "cuda"
+    small, found = _small_counts(experiment), dict[int, list[EvaluationTrace]]()
+
+    def traced(number: int, of: Sequence[int]) -> list[EvaluationTrace]:
+        with fake_rank(_small(experiment, of), pipeline_ranks(layout)[number]) as rank:
+            return trace_evaluations(rank, kinds, tracer)
+
+    for number in numbers:
+        own = [stage for stage, owner in enumerate(owners) if owner == number]
+        key = tuple(counts[stage] for stage in own), 0 in own, len(counts) - 1 in own
+        if key not in known:
+            known[key] = traced(number, small)
+            missing = sum(counts[stage] - small[stage] for stage in own) // period
+            if missing:
+                largest = max(own, key=lambda stage: counts[stage] - small[stage])
+                # The allocator's events of a pipeline's many micro-batches stay those of the small model.
+                further = range(1, 3 if layout.parallelism.pp == 1 and cuda else 2)
+                deeper = ([n + more * period * (s == largest) for s, n in enumerate(small)] for more in further)
+                groups = zip(known[key], *(traced(number, layers) for layers in deeper), strict=True)
+                known[key] = [_with_layers(*group, periods=missing) for group in groups]
+        found[number] = known[key]
+    return found
+
+
+def _small_counts(experiment: Experiment) -> list[int]:
+    """Layers of each stage of the small model: as few as behave like more, and whole periods fewer than the run's."""
+    (distinct, period), counts = repetition(experiment), ResolvedLayout.of(experiment).layer_counts
+    few, end = 2 * sampled_edge(experiment) + period, len(counts) - 1
+    ends = [distinct * (stage == 0) + last_layers(experiment) * (stage == end) for stage in range(len(counts))]
+    return [count - max(0, count - own - few) // period * period for count, own in zip(counts, ends, strict=True)]
+
+
+def _small(experiment: Experiment, counts: Sequence[int]) -> Experiment:
+    layout, own = ResolvedLayout.of(experiment), experiment.parallelism
+    without = replace(experiment.activation_checkpoint, mode="none")
+    run = small_run(experiment, counts, layout.gradient_accumulation, without, pp=own.pp, schedule=own.pp_schedule)
+    return replace(run, parallelism=replace(run.parallelism, pp_microbatches=own.pp_microbatches))
+
+
+def _with_layers(one: EvaluationTrace, more: EvaluationTrace, *most: EvaluationTrace, periods: int) -> EvaluationTrace:
+    """Evaluation of a model with `periods` more periods of layers than the first trace's, from those of models with one
+    and two more; without the latter, its events are the first's."""
+    from titan_exp.plan.extrapolate.optimizer_step import Token, unroll
+    from titan_exp.plan.trace.segments import sum_costs
+
+    events = one.events
+    if most:
+        traces = [[Token((bool(size), stream), (number, size)) for number, size, stream in each.events]
+                  for each in (one, more, *most)]  # fmt: skip
+        with suppress(ExtrapolationError):
+            events = [(*token.numbers, token.kind[1]) for token in unroll(traces, periods)]
+    growth = {name: more.passing.by_category[name] - size for name, size in one.passing.by_category.items()}
+    passing = {name: size + periods * growth[name] for name, size in one.passing.by_category.items()}
+    costs = sum_costs([one.costs, sum_costs([more.costs, sum_costs([one.costs], -1)], periods)])
+    peak = replace(one.passing, bytes=sum(passing.values()), by_category=passing)
+    return replace(one, passing=peak, costs=costs, events=events)
+
+
+def with_evaluations(trace: "Trace", evaluations: Sequence[EvaluationTrace]) -> "Trace":
+    """Trace of a step that evaluations follow: its peak may be theirs, and the allocator serves them, too."""
+    from titan_exp.plan.cuda.caching_allocator import Events
+
+    held, peak, events = trace.persistent, trace.peak, Events()
+    events.packed.extend(trace.step_events.packed)
+    for one in evaluations:
+        size = sum(held.values()) + one.passing.bytes
+        if size > peak.bytes:
+            parts = {name: bytes_ + held[name] for name, bytes_ in one.passing.by_category.items()}
+            peak = replace(peak, bytes=size, by_category=parts, where=f"{one.name}, {one.passing.where}")
+        fresh = 1 + max((*trace.setup_events.packed[::3], *events.packed[::3]), default=0)
+        for number, size, stream in one.events:
+            events.add(fresh + number, size, stream)
+    return replace(trace, peak=peak, step_events=events)

@@ -4,7 +4,10 @@ import json
 import random
 import subprocess
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,14 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.bench import Output, benchmark, environment, option, seconds_of, titan_exp, trained
+from benchmarks.bench import Output, benchmark, environment, option, titan_exp, trained
+from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
+from titan_exp.data.tokenizers import build_tokenizer
+from titan_exp.extensions.tasks.checkpoint_scores import scorer_of, scores_of
+from titan_exp.extensions.tasks.encoding import encode
+from titan_exp.extensions.tasks.tasks import read_all
+from titan_exp.inference.evaluate import evaluation_experiment, mesh_of, own_device
+from titan_exp.trainer.distributed import joined_process_group
 
 WORDS = ["red", "blue", "green", "tree", "house", "def", "class", "self", "return", "import", "value", "number"]
 
@@ -21,32 +31,53 @@ WORDS = ["red", "blue", "green", "tree", "house", "def", "class", "self", "retur
 class TaskScoresOptions:
     model: str = option("llama_laptop", "option of the group model", smallest="llama_debug")
     items: int = option(300, "items of four choices", smallest=8)
-    batch: int = option(8, "sequences of a batch of lm-eval", smallest=4)
+    batch: int = option(8, "sequences of 1,024 tokens of a batch", smallest=4)
+    rounds: int = option(3, "times that each scores the task", smallest=1)
 
 
 @benchmark
 def task_scores(options: TaskScoresOptions, out: Output) -> None:
-    """Items per second of `titan-exp evaluate --tasks`, and of lm-eval's hf backend on the exported model.
+    """Items per second of our scorer, and of lm-eval's hf backend on the exported model, in turn.
 
-    Both score the same multiple-choice task in fp32 after the model is loaded; contexts have 5 to 120 words of bytes.
-    lm-eval needs its package and transformers, and its line is left out without.
+    Both read, encode and score the same multiple-choice task in fp32, with the model loaded before; contexts have 5 to
+    120 words of bytes. `load` is the time to load the model. lm-eval needs its package and transformers, and its lines
+    are left out without.
     """
-    table = out.table({"scorer": "", "items": "d", "s": ".2f", "items/s": ".1f", "acc": ".4f"})
+    table = out.table({"scorer": "", "load s": ".2f", "items": "d", "s": ".2f", "items/s": ".1f", "acc": ".4f"})
     with tempfile.TemporaryDirectory() as folder:
         task = _task(Path(folder), options.items)
         run = trained(Path(folder, "runs"), f"model={options.model}", "training.steps=2", "evaluation.every=0")
-        ours: dict[str, Any] = {}
-        seconds = seconds_of(lambda: ours.update(_ours(run, task, options.batch)))
-        table.add("titan_exp", options.items, seconds, options.items / seconds, ours["acc"])
-        if find_spec("lm_eval") is None:
-            out.say("lm_eval is not installed: pip install 'titan_exp[lm-eval]'")
-            return
-        export = Path(folder, "export")
-        subprocess.run(titan_exp("convert", str(run), str(export)), check=True, capture_output=True, env=environment())
-        theirs: dict[str, Any] = {}
-        model = _hf(export, options.batch)
-        seconds = seconds_of(lambda: theirs.update(_lm_eval(model, task)))
-        table.add("lm-eval, hf", options.items, seconds, options.items / seconds, theirs["acc"])
+        with joined_process_group(device := own_device()):
+            ours = _Timed("titan_exp", lambda: _ours(run, options.batch, device))
+            scorers = [ours, *_theirs(run, Path(folder, "export"), options.batch, out)]
+            for _ in range(options.rounds):
+                for scorer in scorers:
+                    seconds, accuracy = scorer.score(task)
+                    each = options.items, seconds, options.items / seconds, accuracy
+                    table.add(scorer.name, scorer.load_seconds, *each)
+
+
+class _Timed:
+    """Scorer that is loaded, and times what it scores."""
+
+    def __init__(self, name: str, load: Callable[[], Callable[[Path], float]]) -> None:
+        began = time.perf_counter()
+        self.name, self._score = name, load()
+        self.load_seconds = time.perf_counter() - began
+
+    def score(self, task: Path) -> tuple[float, float]:
+        """Seconds, and the accuracy."""
+        began = time.perf_counter()
+        accuracy = self._score(task)
+        return time.perf_counter() - began, accuracy
+
+
+def _theirs(run: Path, export: Path, batch: int, out: Output) -> list[_Timed]:
+    if find_spec("lm_eval") is None:
+        out.say("lm_eval is not installed: pip install 'titan_exp[lm-eval]'")
+        return []
+    subprocess.run(titan_exp("convert", str(run), str(export)), check=True, capture_output=True, env=environment())
+    return [_Timed("lm-eval, hf", lambda: partial(_lm_eval, _hf(export, batch)))]
 
 
 def _task(folder: Path, items: int) -> Path:
@@ -72,13 +103,17 @@ def _task(folder: Path, items: int) -> Path:
     return path
 
 
-def _ours(run: Path, task: Path, batch: int) -> dict[str, float]:
-    from titan_exp.extensions.tasks.checkpoint_scores import score_checkpoint
-
-    request = {"tasks": [str(task)], "most": None, "trust": False, "averaged": False, "lm_eval": False}
+def _ours(run: Path, batch: int, device: torch.device) -> Callable[[Path], float]:
     words = ["training.seq_len=1024", f"training.micro_batch_size={batch}"]
-    found = score_checkpoint(run, words, request)
-    return {"acc": found["tasks"]["bench"]["metrics"]["acc"]["value"]}
+    source = open_checkpoint(run)
+    experiment = evaluation_experiment(run, source, words, True)
+    scorer, tokenizer = scorer_of(source, experiment, mesh_of(experiment, device)), build_tokenizer(experiment.data)
+
+    def score(task: Path) -> float:
+        encoded = [encode(one, tokenizer, experiment.training.seq_len) for one in read_all([str(task)])]
+        return scores_of(scorer, encoded)[0].scores["acc"].value
+
+    return score
 
 
 def _hf(export: Path, batch: int) -> Any:
@@ -88,10 +123,10 @@ def _hf(export: Path, batch: int) -> Any:
 
 
 @torch.no_grad()
-def _lm_eval(model: Any, task: Path) -> dict[str, float]:
+def _lm_eval(model: Any, task: Path) -> float:
     from lm_eval import simple_evaluate  # type: ignore[import-not-found]
     from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 
     manager = TaskManager(include_path=str(task.parent), include_defaults=False)
     found = simple_evaluate(model=model, tasks=["bench"], task_manager=manager, bootstrap_iters=0)
-    return {"acc": found["results"]["bench"]["acc,none"]}
+    return found["results"]["bench"]["acc,none"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.tokenizers import build_tokenizer
@@ -49,16 +49,23 @@ def _scores(experiment: Experiment, request: dict[str, Any], mesh: Mesh) -> dict
     """Scores of the tasks as values of JSON."""
 
     source = open_checkpoint(Path(request["path"]), trust=request["trust"], averaged=request["averaged"])
-    model = EagerModel(load_model(source, experiment, mesh), LanguageModeling(), mesh)
-    tokenizer = build_tokenizer(experiment.data)
-    length = experiment.training.seq_len
-    scorer = Scorer(model, mesh, experiment, experiment.training.micro_batch_size or DEFAULT_BATCH)
+    scorer, tokenizer, length = (
+        scorer_of(source, experiment, mesh),
+        build_tokenizer(experiment.data),
+        experiment.training.seq_len,
+    )
     if request["lm_eval"]:
         from titan_exp.extensions.tasks.lm_eval_backend import lm_eval_scores
 
         return lm_eval_scores(request["tasks"], scorer, tokenizer, length, request["most"])
     tasks = [encode(one, tokenizer, length) for one in read_all(request["tasks"], request["most"])]
     return json.loads(to_json(scores_of(scorer, tasks)))
+
+
+def scorer_of(source: OpenCheckpoint, experiment: Experiment, mesh: Mesh) -> Scorer:
+    """Scorer by the model of a checkpoint, which is loaded."""
+    model = EagerModel(load_model(source, experiment, mesh), LanguageModeling(), mesh)
+    return Scorer(model, mesh, experiment, experiment.training.micro_batch_size or DEFAULT_BATCH)
 
 
 def scores_of(scorer: Scorer, tasks: Sequence[EncodedTask]) -> list[TaskScores]:

@@ -1,13 +1,16 @@
 """Token rows of a task: contexts and continuations by its convention, documents by windows."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.extensions.tasks.items import Item, Task
 
@@ -24,6 +27,40 @@ class Row:
     """Token ids, int32, at most `max_tokens` + 1: the model reads all but the last."""
     first: int
     """Index of the first scored token, at least 1. `tokens[first:]` are the targets."""
+
+
+MULTIPLE = 16
+"""Lengths of batches are multiples of it, and at most the sequence length."""
+
+
+class RowBatch(NamedTuple):
+    """Rows that share a batch. Rows of one group differ in their last token at most, which the model does not read."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Numbers of the rows of each group."""
+    size: int
+    """Sequences of the batch; the last may be empty."""
+    length: int
+    """Tokens of a sequence."""
+
+
+def row_batches(rows: Sequence[Row], run: Experiment, micro_batch_size: int, dp: tuple[int, int]) -> Iterator[RowBatch]:
+    """Batches of a data rank `dp`, (rank, degree), each of the tokens of a micro-batch: as many as every other rank
+    has, of the same shapes. Groups are dealt one by one, the longest first."""
+    length, layout = run.training.seq_len, run.parallelism
+    # Hidden states between stages, and the parts of sequences, have one shape.
+    fixed, multiple = layout.pp > 1 or layout.cp > 1, math.lcm(MULTIPLE, layout.tp)
+    alike: dict[bytes, list[int]] = {}
+    for number, row in enumerate(rows):
+        alike.setdefault(row.tokens[:-1].tobytes(), []).append(number)
+    order = sorted(map(tuple, alike.values()), key=lambda group: (-len(rows[group[0]].tokens), group))
+    rank, degree = dp
+    while order:
+        longest = -(-(len(rows[order[0][0]].tokens) - 1) // multiple) * multiple
+        width = length if fixed else min(longest, length)
+        size = micro_batch_size * (length // width)
+        taken, order = order[: size * degree], order[size * degree :]
+        yield RowBatch(tuple(taken[rank::degree]), size if fixed else -(-len(taken) // degree), width)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ EXTENSION = Extension(
     },
     rules=f"{HERE}.rules",
     parts={"tasks": f"{HERE}.part:parts"},
+    evaluations=f"{HERE}.planned:evaluations",
     metrics=("tasks/bits_per_byte", "tasks/acc_centered"),
     sections=f"{HERE}.compare:sections",
     verbs={"evaluate --tasks": f"{HERE}.evaluate:evaluate_tasks"},

@@ -15,22 +15,18 @@ from torch import Tensor, nn
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import Batch, SequencePart
-from titan_exp.extensions.tasks.encoding import Row
+from titan_exp.extensions.tasks.encoding import Row, RowBatch, row_batches
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.cross_entropy import LossSum, VocabShard, log_normalizer_and_target
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.module_requirements import computes_loss
 from titan_exp.parallel.tensor_parallel.styles import vocab_shard
 from titan_exp.tracking.progress import PROGRESS
-from titan_exp.trainer.forward_backward import Model
+from titan_exp.trainer.forward_backward import Model, evaluating
 from titan_exp.trainer.objective import Loss
 
-MULTIPLE = 64
-"""Lengths of batches are multiples of it, and at most the sequence length."""
 CHUNK = 4096
 """Largest number of tokens whose logits are in memory."""
-NOT_SCORED = -1
-"""Row number of a position that is not scored."""
 
 
 class LogLikelihoods(NamedTuple):
@@ -44,25 +40,28 @@ class LogLikelihoods(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoredBatch(Batch):
-    """Rows with the number of the row that each label is scored for, int64 [rows, seq], or `NOT_SCORED`."""
+    """Sequences, which may be scored for several rows, and the scored tokens of all of them."""
 
-    numbers: Tensor = None  # type: ignore[assignment]  # given; a default must follow those of Batch
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors of the batch."""
-        return [*super().tensors, self.numbers]
+    scored: Tensor = None  # type: ignore[assignment]  # given; a default must follow those of Batch
+    """Index of the position that predicts it, into the flattened batch, token, and number of the row of each scored
+    token, int64 [3, scored]."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "ScoredBatch":
         """Apply a function to every tensor of the batch."""
-        positions = None if self.positions is None else function(self.positions)
-        return ScoredBatch(
-            function(self.tokens), function(self.labels), positions, None, numbers=function(self.numbers)
-        )
+        return replace(self, tokens=function(self.tokens), scored=function(self.scored))
 
     def sharded(self, part: SequencePart) -> "ScoredBatch":
         """Take this rank's tokens."""
-        return replace(self.map(part.take), positions=part.positions(self.tokens))
+        own = part.take(torch.arange(self.tokens.numel(), device=self.tokens.device).view_as(self.tokens))
+        index = torch.full((self.tokens.numel(),), -1, device=own.device)
+        index[own.flatten()] = torch.arange(own.numel(), device=own.device)
+        scored = torch.cat((index[self.scored[:1]], self.scored[1:]))
+        positions = part.positions(self.tokens)
+        return replace(self, tokens=part.take(self.tokens), positions=positions, scored=self.held(scored))
+
+    def held(self, scored: Tensor) -> Tensor:
+        """Those of the scored tokens whose position is this rank's; that of others is negative."""
+        return scored[:, scored[0] >= 0]
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,11 @@ class Scorer:
     micro_batch_size: int
     """Sequences of `training.seq_len` whose tokens fit into a batch."""
 
-    @torch.no_grad()
     def log_likelihoods(self, rows: Sequence[Row]) -> LogLikelihoods:
         """Score rows of at most `training.seq_len` + 1 tokens; all ranks must call it with the same rows."""
-        objective = _Scoring(len(rows), self.mesh.device, self._shard, in_head=self._in_head)
-        with self._scoring(objective):
-            batches = self._batches(rows)
+        objective = self.objective(len(rows))
+        with self.scoring(objective):
+            batches = self.batches(rows)
             while group := list(itertools.islice(batches, self.model.eval_microbatches)):
                 self.model.loss_sum(group)
                 PROGRESS.keep_alive()
@@ -93,6 +91,10 @@ class Scorer:
         expected = torch.tensor([len(row.tokens) - row.first for row in rows], dtype=torch.float64)
         assert torch.equal(sums[1], expected), "every token is scored once"
         return LogLikelihoods(sums[0].numpy(), (sums[2] == expected).numpy())
+
+    def objective(self, rows: int) -> "Scoring":
+        """Objective that scores `rows` rows."""
+        return Scoring(rows, self.mesh.device, self._shard, in_head=self._in_head)
 
     @property
     def _shard(self) -> VocabShard | None:
@@ -107,50 +109,38 @@ class Scorer:
         return computes_loss(last, spec) and (self.experiment.parallelism.tp == 1 or self._shard is not None)
 
     @contextmanager
-    def _scoring(self, objective: "_Scoring") -> Iterator[None]:
+    def scoring(self, objective: "Scoring") -> Iterator[None]:
         """Put the objective in the place of the model's, in evaluation mode. Other lengths are not compiled for."""
         kept = self.model.objective
-        for part in self.model.parts:
-            part.eval()
         self.model.objective = objective
         try:
-            with torch.compiler.set_stance("force_eager"):
+            with evaluating(self.model), torch.compiler.set_stance("force_eager"):
                 yield
         finally:
             self.model.objective = kept
-            for part in self.model.parts:
-                part.train()
 
-    def _batches(self, rows: Sequence[Row]) -> Iterator[ScoredBatch]:
-        """This data rank's batches, as many as every other rank has, of the same shapes: the longest rows first, dealt
-        one by one."""
-        seq_len, mesh = self.experiment.training.seq_len, self.mesh
-        # Hidden states between stages, and the parts of sequences, have one shape.
-        fixed = mesh.pp_group is not None or mesh.sequence_shard.degree > 1
-        order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].tokens), number))
-        while order:
-            longest = -(-(len(rows[order[0]].tokens) - 1) // MULTIPLE) * MULTIPLE
-            length = seq_len if fixed else min(longest, seq_len)
-            size = self.micro_batch_size * (1 if fixed else max(1, seq_len // length))
-            group, order = order[: size * mesh.dp_degree], order[size * mesh.dp_degree :]
-            if not fixed:
-                size = -(-len(group) // mesh.dp_degree)
-            yield _batch([(number, rows[number]) for number in group[mesh.dp_rank :: mesh.dp_degree]], size, length)
+    def batches(self, rows: Sequence[Row]) -> Iterator[ScoredBatch]:
+        """This data rank's batches."""
+        dealt = row_batches(rows, self.experiment, self.micro_batch_size, (self.mesh.dp_rank, self.mesh.dp_degree))
+        return (_batch(rows, batch) for batch in dealt)
 
 
-def _batch(rows: Sequence[tuple[int, Row]], size: int, length: int) -> ScoredBatch:
-    """Rows padded to `length`, and with empty rows to `size`."""
-    tokens, labels = (np.zeros((size, length), dtype=np.int64) for _ in range(2))
-    numbers = np.full((size, length), NOT_SCORED, dtype=np.int64)
-    for place, (number, row) in enumerate(rows):
-        read = len(row.tokens) - 1
-        tokens[place, :read], labels[place, :read] = row.tokens[:-1], row.tokens[1:]
-        numbers[place, row.first - 1 : read] = number
-    made = map(torch.from_numpy, (tokens, labels, numbers))
-    return ScoredBatch(next(made), next(made), None, None, numbers=next(made))
+def _batch(rows: Sequence[Row], batch: RowBatch) -> ScoredBatch:
+    """Batch of tokens, padded."""
+    tokens = np.zeros((batch.size, batch.length), dtype=np.int64)
+    scored = list[np.ndarray]()
+    for place, group in enumerate(batch.groups):
+        tokens[place, : len(rows[group[0]].tokens) - 1] = rows[group[0]].tokens[:-1]
+        for number in group:
+            row = rows[number]
+            at = np.arange(row.first - 1, len(row.tokens) - 1)
+            scored.append(np.stack((place * batch.length + at, row.tokens[row.first :], np.full_like(at, number))))
+    whole = np.concatenate(scored or [np.zeros((3, 0), dtype=np.int64)], axis=1)
+    given = torch.from_numpy(tokens)
+    return ScoredBatch(given, given, None, None, scored=torch.from_numpy(whole.astype(np.int64)))
 
 
-class _Scoring:
+class Scoring:
     """Objective that adds up log-likelihood, number and greedy hits of scored tokens by row, fp64 [3, rows]."""
 
     metrics: Mapping[str, Any] = {}
@@ -169,17 +159,16 @@ class _Scoring:
         if self._in_head:
             model(*inputs, loss=partial(self._from_hidden, batch))
         else:
-            scored = batch.numbers != NOT_SCORED
-            self._add(model(*inputs)[scored], batch.labels[scored], batch.numbers[scored])
+            places, *scored = batch.scored
+            self._add(model(*inputs).flatten(0, 1)[places], *scored)
         return Loss(self._nothing, {"loss": self._nothing})
 
     def _from_hidden(
         self, batch: ScoredBatch, hidden: Float[Tensor, "batch seq dim"], weight: Float[Tensor, "vocab dim"]
     ) -> LossSum:
-        scored = batch.numbers != NOT_SCORED
-        labels, numbers = batch.labels[scored], batch.numbers[scored]
-        for part in zip(*(each.split(CHUNK) for each in (hidden[scored], labels, numbers)), strict=True):
-            self._add(torch.nn.functional.linear(part[0], weight), *part[1:])
+        hidden = hidden.flatten(0, 1)
+        for places, *scored in batch.scored.split(CHUNK, dim=1):
+            self._add(torch.nn.functional.linear(hidden[places], weight), *scored)
         return LossSum(self._nothing, self._nothing)
 
     def _add(

@@ -138,6 +138,8 @@ REFUSED = [
     ("{data:{sauce:text}}", "evaluation.sets.mine.data.sauce", "source"),
     ("{data:{},seq_len:4096}", "evaluation.sets.mine.seq_len", "leave it out"),
     ("{data:{},seq_len:32} parallelism.pp=2", "evaluation.sets.mine.seq_len", "pp=2"),
+    ("{data:{}} data=tokens data.paths=[mine,other]", "evaluation.sets.mine", "which logs validation_loss/mine"),
+    ("{data:{}} data=tokens data.paths=[mine/a,other/a]", "evaluation.sets.mine", "which logs validation_loss/mine/a"),
     ("{data:{validation_fraction:0.9}} data.source=none", "data.source", "none"),
 ]
 

@@ -48,7 +48,7 @@ def validation_metrics(experiment: Experiment) -> list[str] | None:
     sets = validation_sets(experiment)
     if not {described(one.data.source).holds for one in (experiment, *sets.values())} <= {*HOLD_TEXT}:
         return None
-    names = [*_stores(experiment.data)]
+    names = [*mixed_stores(experiment.data)]
     for name, one in sets.items():
         names += [name, *(f"{name}/{split}" for split in _splits(one.data))]
     return [*OF_THE_RUN, *(f"{kind}/{name}" for kind in (LOSS, BITS) for name in names)]
@@ -60,7 +60,7 @@ def validation_documents(experiment: Experiment, metric: str) -> dict[str, Any]:
     kind, _, name = metric.partition("/")
     sets = validation_sets(experiment)
     data = sets[name.partition("/")[0]].data if name.partition("/")[0] in sets else experiment.data
-    found = {key: getattr(data, key) for key in DOCUMENTS} | {"paths": _stores(data).get(name, data.paths)}
+    found = {key: getattr(data, key) for key in DOCUMENTS} | {"paths": mixed_stores(data).get(name, data.paths)}
     return found if kind == BITS else found | {"tokenizer": _content(data.tokenizer)}
 
 
@@ -70,7 +70,7 @@ def _content(tokenizer: str) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else tokenizer
 
 
-def _stores(data: DataConfig) -> dict[str, str]:
+def mixed_stores(data: DataConfig) -> dict[str, str]:
     """Stores of a mixture by name."""
     mixed = described(data.source).holds == "tokens" and len(data.paths) > 1
     return dict(zip(store_names(data.paths), data.paths, strict=True)) if mixed else {}

@@ -206,7 +206,7 @@ def test_a_former_name_gives_the_same_id(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_former_name_with_another_value_is_refused() -> None:
-    with pytest.raises(UserError, match="the former name of .* which is set to 9") as caught:
+    with pytest.raises(UserError, match=r"the former name of .* which is set to 9") as caught:
         experiment("training.evaluate_every=7", "evaluation.every=9")
     (violation,) = caught.value.violations
     for word in re.findall(r"[\w.]+=\w+", violation.remedy):

@@ -28,7 +28,7 @@ def test_a_description_is_true(name: str):
     assert (found.name, found.summary[-1]) == (found.folder.name, ".")
     for what in ("families", "objectives", "sources", "parts", "generators", "resolvers", "reports"):
         assert all(load(path) is not None for path in getattr(found, what).values())
-    alone = (found.rules, found.commit, found.updates, found.exchange, found.worlds, found.sections)
+    alone = (found.rules, found.commit, found.updates, found.exchange, found.worlds, found.sections, found.unfinished)
     assert all(load(path) is not None for path in alone if path)
     for path in (*found.verbs.values(), *found.observations.values()):
         assert load(path) is not None

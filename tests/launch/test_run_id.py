@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,15 @@ def test_effective_keys_change_both_ids(override: str) -> None:
 def test_a_former_name_gives_the_same_id(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_id(experiment("training.evaluate_every=7")) == run_id(experiment("evaluation.every=7"))
     assert "training.evaluate_every=7 is evaluation.every=7 now" in capsys.readouterr().err
+
+
+def test_a_former_name_with_another_value_is_refused() -> None:
+    with pytest.raises(UserError, match=r"the former name of .* which is set to 9") as caught:
+        experiment("training.evaluate_every=7", "evaluation.every=9")
+    (violation,) = caught.value.violations
+    for word in re.findall(r"[\w.]+=\w+", violation.remedy):
+        experiment("training.evaluate_every=7", "evaluation.every=9", word)
+    assert experiment("training.evaluate_every=9", "evaluation.every=9").evaluation.every == 9
 
 
 def test_ids_depend_on_values_not_notation() -> None:

@@ -11,6 +11,7 @@ from tests.parity.runs import PARAGRAPHS, Curve, train
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
+from titan_exp.config.paths.data_files import Manifest, read_manifest
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.schema.validation_sets import validation_metrics
 from titan_exp.data.sources.base import RandomAccessSource, build_source
@@ -85,6 +86,35 @@ def test_logged_metrics_are_known_before(one: Curve, corpus: Path):
     assert {name for name in one.rows[-1] if name.startswith("validation")} == {*found}
 
 
+def stores(corpus: Path, folder: Path) -> list[Manifest]:
+    """Two stores of the corpus, whose tokens are the bytes of the text and the ends of documents."""
+    for number, name in enumerate(("even", "odd")):
+        files = ",".join(map(str, sorted(corpus.iterdir())[number::2]))
+        words = [f"data.paths=[{files}]", "data.validation_fraction=0.5", f"out={folder / name}", "workers=1"]
+        assert main(["tokenize", "data=text", *words]) == 0
+    return [read_manifest(folder / name) for name in ("even", "odd")]
+
+
+def test_stores_have_bits_per_byte_of_their_text(corpus: Path, tmp_path: Path):
+    """In a mixture, and in all splits of a set."""
+    even, odd = stores(corpus, tmp_path)
+    words = [word for word in RUN if not word.startswith("data")] + ["data=tokens", "training.seq_len=32"]
+    words += [f"data.paths=[{even.path},{odd.path}]", f"+evaluation.sets.whole={{data:{{paths:[{even.path}]}}}}"]
+    row = train(tmp_path / "run", *words).rows[-1]
+    logged = validation_metrics(to_experiment(compose(words)))
+    assert logged is not None
+    assert {name for name in row if name.startswith("validation")} == {*logged}
+    measured = [("even", even, "validation"), ("odd", odd, "validation")]
+    measured += [(f"whole/{split}", even, split) for split in ("train", "validation")]
+    for name, store, split in measured:
+        text = store.tokens[split] - store.documents[split]
+        nats = row[f"validation_loss/{name}"] * (store.tokens[split] - 1)
+        assert row[f"validation_bits_per_byte/{name}"] == pytest.approx(nats / math.log(2) / (text - 1), rel=1e-6)
+    total = sum(store.tokens["validation"] - store.documents["validation"] - 1 for store in (even, odd))
+    bits = row["validation_loss"] * row["validation_tokens"] / math.log(2)
+    assert row["validation_bits_per_byte"] == pytest.approx(bits / total, rel=1e-6)
+
+
 def test_documents_of_a_set_are_in_no_training_data_with_equal_names(corpus: Path, tmp_path: Path):
     """A corpus without some of its documents holds out those that the whole one does."""
     kept = sorted(corpus.iterdir())[1:]
@@ -108,6 +138,8 @@ REFUSED = [
     ("{data:{sauce:text}}", "evaluation.sets.mine.data.sauce", "source"),
     ("{data:{},seq_len:4096}", "evaluation.sets.mine.seq_len", "leave it out"),
     ("{data:{},seq_len:32} parallelism.pp=2", "evaluation.sets.mine.seq_len", "pp=2"),
+    ("{data:{}} data=tokens data.paths=[mine,other]", "evaluation.sets.mine", "which logs validation_loss/mine"),
+    ("{data:{}} data=tokens data.paths=[mine/a,other/a]", "evaluation.sets.mine", "which logs validation_loss/mine/a"),
     ("{data:{validation_fraction:0.9}} data.source=none", "data.source", "none"),
 ]
 

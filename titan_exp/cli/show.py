@@ -9,7 +9,7 @@ from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.verb_options import ShowOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.extension import load, provided
+from titan_exp.config.extension import loaded
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.state.run_lookup import find_runs, named_runs, require_one, runs_folder
 
@@ -46,8 +46,8 @@ def run(argv: Sequence[str]) -> int:
     else:
         print("\n".join(summary_lines(summary)))
         with suppress(UserError):  # a configuration that this user does not trust, or of another version
-            for report in provided("reports").values():
-                for line in load(report)(load_experiment(entry.folder.config), path):
+            for report in loaded("unfinished"):
+                for line in report(load_experiment(entry.folder.config), path):
                     print(line)
     if options.plot:
         from titan_exp.compare.output.plots import draw_run

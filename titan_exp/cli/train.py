@@ -91,13 +91,13 @@ def _preview(experiment: "Experiment", step: int) -> int:
 def _report_result(experiment: "Experiment", folder: Path) -> None:
     """Draw the curves of a run that is done, and print the reports of extensions."""
     from titan_exp.compare.output.plots import draw_run
-    from titan_exp.config.extension import load, provided
+    from titan_exp.config.extension import load, loaded, provided
 
     try:
         for line in draw_run(folder):
             print(line)
-        for report in provided("reports").values():
-            for line in load(report)(experiment, folder):
+        for report in (*map(load, provided("reports").values()), *loaded("unfinished")):
+            for line in report(experiment, folder):
                 print(line)
     except OSError as error:  # a run of another user, or a full disk
         print(f"Cannot write {error.filename or folder} ({error.strerror or error})", file=sys.stderr)

@@ -89,8 +89,11 @@ class Extension:
     """Class of an observation by its flag of `titan-exp evaluate`, as `titan_exp.inference.evaluate.Observation`. The
     first line of the docstring is the line of help."""
     reports: Mapping[str, str] = field(default_factory=dict)
-    """Report by name: a function of a run's experiment and folder that yields lines for the end of a finished run, and
-    for `titan-exp show`. Imported without torch."""
+    """Report by name: a function of a run's experiment and folder that yields lines for the end of a finished run.
+    Imported without torch."""
+    unfinished: str = ""
+    """Function of a run's experiment and folder that yields lines about work which outlives the run, such as jobs of
+    its own, for the end of a run and for `titan-exp show`. Imported without torch."""
     sections: str = ""
     """Function of a `titan_exp.compare.comparison.Comparison` that yields tables, each a `Section` of
     `titan_exp/compare/output/study_sections.py`, for every output of `titan-exp compare`."""

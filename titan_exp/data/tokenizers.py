@@ -173,8 +173,10 @@ class HuggingFaceTokenizer:
 
     def token_bytes(self) -> np.ndarray:
         """Number of bytes by id: in a byte-level vocabulary every character of a word is one, others spell `<0x0A>`."""
-        parts = json.loads(self._tokenizer.to_str())["decoder"] or {}
-        byte_level = "ByteLevel" in [part["type"] for part in (parts, *parts.get("decoders", ()))]
+        described = json.loads(self._tokenizer.to_str())
+        parts = [described[name] or {} for name in ("pre_tokenizer", "decoder")]
+        parts += [one for part in parts for one in (*part.get("pretokenizers", ()), *part.get("decoders", ()))]
+        byte_level = "ByteLevel" in [part.get("type") for part in parts]
         found = np.zeros(self.vocab_size, dtype=np.int64)
         added = self._tokenizer.get_added_tokens_decoder()
         for word, number in self._tokenizer.get_vocab(with_added_tokens=True).items():

@@ -17,6 +17,7 @@ from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.paths.data_files import unit_hash, unlimited_split
 from titan_exp.config.schema.builtins import described
 from titan_exp.config.schema.sources import source_member
+from titan_exp.config.schema.validation_sets import HOLD_TEXT
 from titan_exp.data.batch import Batch, collate
 from titan_exp.data.sources.base import (
     RandomAccessSource,
@@ -69,8 +70,16 @@ class ValidationLoader:
 
     @cached_property
     def token_bytes(self) -> np.ndarray | None:
-        """Bytes of text by token id [vocab]; None if the source holds no text."""
-        return build_tokenizer(self._data).token_bytes() if described(self._data.source).holds == "text" else None
+        """Bytes of text by token id [vocab]; None if the source holds no text, or stores whose copy of the tokenizer
+        cannot be read, which training does without."""
+        if (holds := described(self._data.source).holds) not in HOLD_TEXT:
+            return None
+        try:
+            return build_tokenizer(self._data).token_bytes()
+        except UserError:
+            if holds == "tokens":
+                return None
+            raise
 
     def __len__(self) -> int:
         """Number of batches, equal on all ranks."""

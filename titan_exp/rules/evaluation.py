@@ -8,9 +8,10 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.evaluation import EvaluationConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths.data_files import unlimited_split
-from titan_exp.config.schema.validation_sets import validation_sets
+from titan_exp.config.schema.validation_sets import LOSS, mixed_stores, validation_sets
 from titan_exp.rules.data import DATA_RULES, STORE_RULES, is_unlimited
 from titan_exp.rules.rule import find_violations, rules
 
@@ -43,6 +44,15 @@ def _violations(whole: Experiment, name: str, found: Experiment) -> Iterator[Vio
         yield replace(one, field=f"{key}.{one.field}" if own else key, remedy=remedy)
 
 
+def sets_have_names_of_their_own(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[Violation]:
+    """No set is named like a store of the run's mixture, or its parent folder where that is part of the store's
+    name."""
+    stores = {store.partition("/")[0]: store for store in mixed_stores(data)}
+    for name in evaluation.sets.keys() & stores.keys():
+        reason = f"the run's mixture has the store {stores[name]}, which logs {LOSS}/{stores[name]}"
+        yield Violation(f"evaluation.sets.{name}", "", reason, "give the set another name")
+
+
 def sets_fit(
     evaluation: EvaluationConfig, training: TrainingConfig, parallelism: ParallelismConfig
 ) -> Iterator[Violation]:
@@ -64,4 +74,9 @@ def sets_fit(
             yield Violation(f"{key}.seq_len", length, reason, remedy)
 
 
-EVALUATION_RULES = rules(sets_are_read, sets_fit, when=lambda evaluation: evaluation.sets and evaluation.enabled)
+EVALUATION_RULES = rules(
+    sets_are_read,
+    sets_fit,
+    sets_have_names_of_their_own,
+    when=lambda evaluation: evaluation.sets and evaluation.enabled,
+)

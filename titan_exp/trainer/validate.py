@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from titan_exp.config.schema.validation_sets import BITS, LOSS
 from titan_exp.data.batch import MicroBatch
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
@@ -84,14 +85,10 @@ class Evaluation(Part):
             row |= {
                 metric.replace(kind, f"{kind}/{name}", 1): value
                 for metric, value in found.items()
-                for kind in PER_SET
+                for kind in (LOSS, BITS)
                 if metric.partition("/")[0] == kind
             }
         return row
-
-
-PER_SET = ("validation_loss", "validation_bits_per_byte")
-"""Metrics that a source of a mixture, and a set, have of their own, with its name behind."""
 
 
 def evaluate_sources(
@@ -117,11 +114,11 @@ def evaluate_sources(
     each = found if len(found) > 1 else {}
     bits = {"": whole, **{f"/{name}": result for name, result in each.items()}}
     return {
-        "validation_loss": whole.loss,
+        LOSS: whole.loss,
         **perplexity,
         "validation_tokens": whole.tokens,
-        **{f"validation_loss/{name}": result.loss for name, result in each.items()},
-        **{f"validation_bits_per_byte{name}": one.bits_per_byte for name, one in bits.items() if one.text_bytes},
+        **{f"{LOSS}/{name}": result.loss for name, result in each.items()},
+        **{f"{BITS}{name}": one.bits_per_byte for name, one in bits.items() if one.text_bytes},
     }
 
 

@@ -22,6 +22,7 @@ from titan_exp.config.paths.store_manifest import UNFINISHED
 from titan_exp.data.sample_store import TEMPORARY_SUFFIX, AtomicFile
 from titan_exp.data.token_store.build_store import PartTokenizer
 from titan_exp.data.tokenizers import build_tokenizer
+from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.data.validation_split import unit_hashes
 
 REPOSITORY = Path(__file__).parents[3]
@@ -198,7 +199,12 @@ def test_a_store_contains_its_tokenizer(tmp_path: Path):
     assert (own.vocab_size, own.fingerprint) == (15, store.tokenizer)
     tokens = np.fromfile(store.path / f"{store.splits['train'][0].name}.tokens", "<u2")
     assert (tokens == own.end_of_text).sum() == store.splits["train"][0].numbers["documents"]
+    shard = {"dp_rank": 0, "dp_degree": 1, "micro_batch_size": 1}
+    lengths = ValidationLoader(over(store).data, 24, **shard).token_bytes
+    assert lengths is not None
+    assert lengths.tolist() == [1] * 13 + [0, 0], "also the space, which is the word Ġ"
     (store.path / "tokenizer_config.json").unlink()
+    assert ValidationLoader(over(store).data, 24, **shard).token_bytes is None
     with pytest.raises(UserError, match="not the one that built the store"):
         build_tokenizer(over(store).data)
 

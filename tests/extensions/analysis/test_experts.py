@@ -13,6 +13,7 @@ import torch
 from tests.parity.runs import PARAGRAPHS
 from tests.ranks import run_ranks
 from tests.trainer.test_trainer import experiment, run
+from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.data.batch import Batch
@@ -175,6 +176,13 @@ def test_a_run_ends_with_a_summary(trained: Path):
         here = [line.partition(" are ")[2].partition(",")[0] for line in text[begin + 1 :]]
         of_layer = list(takewhile(bool, here))
         assert len({*of_layer}) == len(of_layer), "each with another favourite"
+
+
+def test_show_loads_no_model_for_a_summary(trained: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["show", str(trained)]) == 0
+    found = capsys.readouterr().out
+    assert f"titan-exp evaluate {trained}" in found
+    assert "experts on " not in found
 
 
 def test_without_held_out_text_the_summary_says_so(tmp_path: Path):

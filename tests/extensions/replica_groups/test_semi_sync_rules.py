@@ -30,6 +30,8 @@ BATCH = "training.global_batch_size", "training.global_batch_size=8"
         (["training.steps=120", "training.stop_after=100"], "", ""),
         (["training.stop_after=120"], "training.stop_after", "training.stop_after=100 or 150"),
         (["evaluation.every=60"], "evaluation.every", "evaluation.every=50 or 100"),
+        (["evaluation.every_tokens=1000"], "evaluation.every_tokens", "evaluation.every_tokens=null"),
+        (["evaluation.every_tokens=1000", "evaluation.every=0"], "", ""),
         (["checkpoint.every=70"], "checkpoint.every", "checkpoint.every=50 or 100"),
         (["checkpoint.every=70", "checkpoint=none"], "", ""),
         (["checkpoint.export=bf16", "checkpoint.export_every=20"], "checkpoint.export_every", "export_every=50"),

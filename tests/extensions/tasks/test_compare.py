@@ -25,7 +25,7 @@ from titan_exp.compare.runs import read_run, select
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.study.study_file import read_study
 from titan_exp.extensions.tasks.compare import Line, Runs, newest
-from titan_exp.extensions.tasks.evaluations import to_json as tasks_json
+from titan_exp.extensions.tasks.evaluations import values_of, write_evaluation
 from titan_exp.extensions.tasks.scores import Score, TaskScores
 from titan_exp.tracking.run_folder.provenance_records import Lineage
 from titan_exp.tracking.sinks.console import ConsoleSink
@@ -54,9 +54,7 @@ def drawn(seed: int, *, shift: float = 0.0, items: int = ITEMS) -> tuple[np.ndar
 
 
 def write(run: Path, found: Sequence[TaskScores], step: int = 50) -> None:
-    (run / "tasks").mkdir(exist_ok=True)
-    path = run / "tasks" / f"step-{step:08d}.json"
-    path.write_text(tasks_json(found, step=step, tokens=1000 * step))
+    write_evaluation(run, values_of(found), step=step, tokens=1000 * step)
 
 
 def made(runs: Path, by_row: Mapping[float, Sequence[Sequence[TaskScores]]], **options: Any) -> Comparison:

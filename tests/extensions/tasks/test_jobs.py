@@ -122,7 +122,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, task: Path) -> tuple[Path, Cur
     saved, waiting = CheckpointFolder(path / "checkpoints"), Jobs(RunFolder(path))
     assert set(waiting.open_steps()) <= set(saved.complete_steps()), "kept until they are scored"
     assert saved.complete_steps() == [2, 4], "more than checkpoint.keep"
-    until(lambda: not waiting.open_steps(), lambda: logs(path))
+    until(lambda: not waiting.open_steps() and not jobs_at_work(path), lambda: logs(path))
     return path, curve
 
 
@@ -139,7 +139,6 @@ def jobs_at_work(path: Path) -> int:
 
 def test_a_killed_run_starts_one_job_for_each_evaluation(run: tuple[Path, Curve]):
     path, _ = run
-    until(lambda: not jobs_at_work(path))
     steps = [2, 4]
     names = [f"step-{step:08d}" for step in steps]
     assert logs(path) == {f"{name}": [f"step {int(name[5:])}: {path}/tasks/{name}.json"] for name in names}
@@ -197,7 +196,9 @@ def test_a_killed_job_is_named_and_scored_on_request(
     assert f"titan-exp evaluate {path} --tasks" in said
     assert not jobs_at_work(path)
     assert not late, "the first row of an attempt comes before"
-    shown = [*report(configured, path)]
+    code, said = typed("show", str(path))
+    assert code == 0
+    shown = said.splitlines()[-2:]
     assert [line.partition(";")[0] for line in shown[:1]] == ["tasks of step 4: not scored"]
     assert typed(*shown[-1].split()[1:]) == (0, f"step 4: {asked.result(4)}\n")
     assert not asked.open_steps()

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.tokenizers import ByteTokenizer
 from titan_exp.extensions.tasks.encoding import encode
+from titan_exp.extensions.tasks.evaluations import metrics_of, values_of
 from titan_exp.extensions.tasks.items import Item, Kind, Task
-from titan_exp.extensions.tasks.scores import TaskScores, crossed, score, suite_score
+from titan_exp.extensions.tasks.scores import TaskScores, crossed, score
 
 BIT = math.log(2)
 
@@ -141,15 +141,24 @@ def test_a_diverged_model_has_no_score():
     assert all(math.isnan(one.value) for one in found.scores.values())
 
 
-def test_a_suite_is_centered_at_chance():
+def test_means_over_tasks():
+    """An accuracy of 0.75 is centered at chance; tasks that lack their accuracy, or have another metric, have none."""
     half = scored([["a", "b"]] * 4, [[-1.0, -2.0]] * 3 + [[-2.0, -1.0]])  # 0.75 of chance 0.5
-    value, error = suite_score([half, replace(half, chance=0.0)])
-    assert value == pytest.approx((0.5 + 0.75) / 2)
-    assert error == pytest.approx(math.hypot(2, 1) * half.scores["acc"].error / 2)
-    documents = scored([["a"]], [[-1.0]], kind="rolling", primary="bits_per_byte")
-    for odd in (documents, scored([["a", "b"]], [[-1.0, -2.0]], primary="acc_pmi")):
-        with pytest.raises(UserError, match="has no accuracy"):
-            suite_score([odd])
+    tasks = {
+        "half": half,
+        "sure": replace(half, chance=0.0),
+        "lacking": scored([["a", "b"]], [[-3.0, -2.0]], primary="acc_pmi"),
+        "documents": scored([["a"]], [[-1.0]], kind="rolling", primary="bits_per_byte"),
+    }
+    found = metrics_of(values_of([replace(one, task=name) for name, one in tasks.items()]))
+    bits = [one.scores["bits_per_byte"].value for one in tasks.values()]
+    assert found.pop("bits_per_byte") == pytest.approx(sum(bits) / 4)
+    assert found.pop("acc_centered") == pytest.approx((0.5 + 0.75) / 2)
+    assert found == {f"{name}/{metric}": value for name, one in tasks.items() for metric, value in values(one).items()}
+    assert "acc_centered" not in metrics_of(values_of([tasks["documents"], tasks["lacking"]]))
+    diverged = metrics_of(values_of([half, replace(scored([["a", "b"]], [[math.nan, -1.0]]), task="diverged")]))
+    expected = (None, None, None, 0.75)
+    assert tuple(diverged[name] for name in ("bits_per_byte", "acc_centered", "diverged/acc", "t/acc")) == expected
 
 
 def test_seeds_and_items_are_crossed():

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.extension import extended
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.groups.types import Count, PositiveInt
@@ -66,7 +67,11 @@ class EvaluationConfig:
 
 
 def with_current_keys(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Values of a configuration with current keys in place of former ones, and a sentence about each that was there."""
+    """Values of a configuration with current keys in place of former ones, and a sentence about each that was there.
+
+    Raises:
+        UserError: a former key and its current one are both set, to different values.
+    """
     found = dict(values)
     said = []
     for former, current in FORMER.items():
@@ -75,6 +80,11 @@ def with_current_keys(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
             continue
         found[group] = dict(found[group])
         if (value := found[group].pop(key)) is not None and isinstance(found.get(to, {}), dict):
+            default = getattr(EvaluationConfig, name)
+            if (own := found.get(to, {}).get(name, default)) not in (default, value):
+                reason = f"this is the former name of {current}, which is set to {shown(own)}"
+                remedy = f"use {former}=null, or {current}={shown(value)}"
+                raise UserError("Two names of one key differ.", [Violation(former, value, reason, remedy)])
             found[to] = {**found.get(to, {}), name: value}
             said.append(f"{former}={value} is {current}={value} now.")
     return found, said

@@ -81,6 +81,19 @@ def store_names(paths: Sequence[str]) -> list[str]:
     return ["/".join(part) for part in parts]
 
 
+def store_splits(paths: Sequence[str], *, all_documents: bool) -> dict[str, tuple[Manifest, str]]:
+    """Splits of stores to evaluate on, which have two tokens or more, by name: the held-out ones, named like the stores
+    (empty for a single one), or with `all_documents` every one, named by store and split. Raises UserError if a store
+    cannot be read."""
+    names = store_names(paths) if len(paths) > 1 else [""]
+    found: dict[str, tuple[Manifest, str]] = {}
+    for name, manifest in zip(names, map(read_manifest, paths), strict=True):
+        for split in (split for split, tokens in manifest.tokens.items() if tokens >= 2):
+            if all_documents or split == "validation":
+                found[f"{name} {split}".strip() if all_documents else name] = manifest, split
+    return found
+
+
 END_OF_TEXT = "<|endoftext|>"
 """Name of the byte tokenizer's end-of-text token in its file."""
 

@@ -12,7 +12,7 @@ from titan_exp.config.extension import shipped_options
 from titan_exp.config.groups.evaluation import ValidationSetConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import store_names, tokenizer_file, tokenizer_path
+from titan_exp.config.paths.data_files import store_names, store_splits, tokenizer_file, tokenizer_path
 from titan_exp.config.paths.foreign_file import read_yaml
 from titan_exp.config.schema.builtins import described
 from titan_exp.config.schema.typed_config import group_of, to_dict
@@ -22,9 +22,12 @@ THE_RUNS = ("tokenizer", "document_mask", "reset_positions", "prefetch", "previe
 DOCUMENTS = ("source", "paths", "document", "dataset", "subset", "data_files", "split", "validation_split")
 DOCUMENTS += ("validation_fraction", "validation_documents")
 """Keys of the group `data` that choose the documents of a validation set."""
+HOLD_TEXT = ("text", "tokens")
+"""Kinds of `SourceDescription.holds` whose tokens stand for bytes of text."""
 LOSS, BITS = "validation_loss", "validation_bits_per_byte"
 OF_THE_RUN = (LOSS, "validation_perplexity", "validation_tokens", BITS)
-"""Metrics of the run's own validation set. Stores of a mixture, and further sets, have LOSS and BITS of their own."""
+"""Metrics of the run's own validation set. Stores of a mixture, and further sets, have LOSS and BITS of their own. BITS
+lack for stores whose copy of the tokenizer cannot be read."""
 
 
 def validation_sets(experiment: Experiment) -> dict[str, Experiment]:
@@ -43,14 +46,12 @@ def validation_metrics(experiment: Experiment) -> list[str] | None:
         UserError: a set cannot be read.
     """
     sets = validation_sets(experiment)
-    if not {described(one.data.source).holds for one in (experiment, *sets.values())} <= {"text", "tokens"}:
+    if not {described(one.data.source).holds for one in (experiment, *sets.values())} <= {*HOLD_TEXT}:
         return None
-    own = [name for name in OF_THE_RUN if name != BITS or described(experiment.data.source).holds == "text"]
-    stores = [f"{LOSS}/{store}" for store in _stores(experiment.data)]
+    names = [*mixed_stores(experiment.data)]
     for name, one in sets.items():
-        stores += [f"{LOSS}/{name}", *(f"{LOSS}/{name}/{store}" for store in _stores(one.data))]
-        stores += [f"{BITS}/{name}"] if described(one.data.source).holds == "text" else []
-    return own + stores
+        names += [name, *(f"{name}/{split}" for split in _splits(one.data))]
+    return [*OF_THE_RUN, *(f"{kind}/{name}" for kind in (LOSS, BITS) for name in names)]
 
 
 def validation_documents(experiment: Experiment, metric: str) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def validation_documents(experiment: Experiment, metric: str) -> dict[str, Any]:
     kind, _, name = metric.partition("/")
     sets = validation_sets(experiment)
     data = sets[name.partition("/")[0]].data if name.partition("/")[0] in sets else experiment.data
-    found = {key: getattr(data, key) for key in DOCUMENTS} | {"paths": _stores(data).get(name, data.paths)}
+    found = {key: getattr(data, key) for key in DOCUMENTS} | {"paths": mixed_stores(data).get(name, data.paths)}
     return found if kind == BITS else found | {"tokenizer": _content(data.tokenizer)}
 
 
@@ -69,10 +70,16 @@ def _content(tokenizer: str) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else tokenizer
 
 
-def _stores(data: DataConfig) -> dict[str, str]:
+def mixed_stores(data: DataConfig) -> dict[str, str]:
     """Stores of a mixture by name."""
     mixed = described(data.source).holds == "tokens" and len(data.paths) > 1
     return dict(zip(store_names(data.paths), data.paths, strict=True)) if mixed else {}
+
+
+def _splits(data: DataConfig) -> list[str]:
+    """Names of the splits that a set on stores reads, if they are several: it reads all documents."""
+    found = [*store_splits(data.paths, all_documents=True)] if described(data.source).holds == "tokens" else []
+    return found if len(found) > 1 else []
 
 
 def _of_set(experiment: Experiment, name: str, found: ValidationSetConfig) -> Experiment:
@@ -95,7 +102,7 @@ def _data(experiment: Experiment, key: str, own: Mapping[str, Any]) -> DataConfi
     shared = {name: values[name] for name in THE_RUNS}
     if (source := own.get("source", experiment.data.source)) != experiment.data.source:
         values |= _option(str(source)) | shared
-        values["tokenizer"] = "store" if source == "tokens" else tokenizer_path(experiment.data)
+        values["tokenizer"] = "store" if described(str(source)).holds == "tokens" else tokenizer_path(experiment.data)
     elif "paths" in own:
         values["weights"] = []
     try:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import read_manifest, store_names
+from titan_exp.config.paths.data_files import read_manifest, store_splits
 from titan_exp.config.schema.builtins import SourceDescription
 from titan_exp.data.token_store.reader import TokenSequence, TokenSplit, build_store_sampler, open_split
 
@@ -17,18 +17,12 @@ build_sampler = build_store_sampler
 def validation_splits(config: DataConfig, all_documents: bool) -> dict[str, Callable[[], TokenSequence]]:
     """Openers of each store's validation split, by store name (empty for a single store); with `all_documents`, of
     every split, by store and split. Raises UserError if a store has no validation documents."""
-    names = store_names(config.paths) if len(config.paths) > 1 else [""]
-    found: dict[str, Callable[[], TokenSequence]] = {}
-    for name, path in zip(names, config.paths, strict=True):
-        manifest = read_manifest(path)
-        splits = [split for split, tokens in manifest.tokens.items() if tokens >= 2]
-        if not all_documents and "validation" not in splits:
+    for path in () if all_documents else config.paths:
+        if read_manifest(path).tokens.get("validation", 0) < 2:
             reason = "this store has no validation documents"
             violation = Violation("data.paths", path, reason, "use evaluation.every=0, or another store")
             raise UserError("There is nothing to evaluate on.", [violation])
-        for split in splits if all_documents else ["validation"]:
-            tokens = TokenSplit(manifest, split)
-            found[f"{name} {split}".strip() if all_documents else name] = functools.partial(
-                open_split, tokens, config.validation_documents
-            )
-    return found
+    return {
+        name: functools.partial(open_split, TokenSplit(*split), config.validation_documents)
+        for name, split in store_splits(config.paths, all_documents=all_documents).items()
+    }

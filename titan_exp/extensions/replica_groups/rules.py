@@ -281,6 +281,12 @@ RULES = (
             "use weight_average=none, or semi_sync=none",
         ),
         training_ends_at_a_synchronization,
+        Refuse(
+            "evaluation.every_tokens",
+            lambda evaluation: evaluation.enabled and evaluation.every_tokens is not None,
+            "evaluations fall on synchronizations, which are counted in steps (semi_sync.interval)",
+            "use evaluation.every_tokens=null, or semi_sync=none",
+        ),
         fragments_and_delay_fit,
         every_fragment_has_a_block,
         when=_enabled,

@@ -1,6 +1,5 @@
 """Scores of tasks by a checkpoint in processes of its own, and by a model that is there."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.tokenizers import build_tokenizer
 from titan_exp.extensions.tasks.encoding import EncodedTask, Row, encode
-from titan_exp.extensions.tasks.evaluations import to_json
+from titan_exp.extensions.tasks.evaluations import values_of
 from titan_exp.extensions.tasks.scorer import Scorer
 from titan_exp.extensions.tasks.scores import TaskScores, score
 from titan_exp.extensions.tasks.tasks import read_all
@@ -59,7 +58,7 @@ def _scores(experiment: Experiment, request: dict[str, Any], mesh: Mesh) -> dict
 
         return lm_eval_scores(request["tasks"], scorer, tokenizer, length, request["most"])
     tasks = [encode(one, tokenizer, length) for one in read_all(request["tasks"], request["most"])]
-    return json.loads(to_json(scores_of(scorer, tasks)))
+    return {"tasks": values_of(scores_of(scorer, tasks))}
 
 
 def scorer_of(source: OpenCheckpoint, experiment: Experiment, mesh: Mesh) -> Scorer:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from titan_exp.config.paths.foreign_file import parse_json, read_file
 from titan_exp.extensions.tasks.items import placed
 from titan_exp.extensions.tasks.scores import Score, TaskScores
+from titan_exp.tracking.run_folder.files import mkdir_below, write_atomically
 
 FOLDER = "tasks"
 """Folder of a run with these files."""
@@ -42,9 +44,9 @@ def _scores(name: str, one: Mapping[str, Any]) -> TaskScores:
     return TaskScores(name, one["digest"], one["primary"], scores, ids, clusters, one["chance"], 0, ())
 
 
-def to_json(found: Sequence[TaskScores], **about: int) -> str:
-    """Scores as JSON, with those of each item; NaN becomes null."""
-    tasks = {
+def values_of(found: Sequence[TaskScores]) -> dict[str, Any]:
+    """Scores of tasks as values of JSON, with those of each item; None in place of numbers that are not finite."""
+    return {
         one.task: {
             "digest": one.digest,
             "primary": one.primary,
@@ -66,7 +68,42 @@ def to_json(found: Sequence[TaskScores], **about: int) -> str:
         }
         for one in found
     }
-    return f"{json.dumps({**about, 'tasks': tasks}, ensure_ascii=False)}\n"
+
+
+def metrics_of(tasks: Mapping[str, Any]) -> dict[str, float | None]:
+    """Metrics of an evaluation from its `values_of`: means over tasks, then those of each task as `TASK/METRIC`.
+
+    `bits_per_byte` is a mean over all tasks, and `acc_centered` that of (accuracy - chance) / (1 - chance) over the
+    tasks whose primary metric is an accuracy that they have. None is the mean of a task whose number is not finite.
+    """
+    values = {name: {metric: one["value"] for metric, one in task["metrics"].items()} for name, task in tasks.items()}
+    means = {"bits_per_byte": _mean([one["bits_per_byte"] for one in values.values()])}
+    centered = [
+        None if (value := values[name][primary]) is None else (value - task["chance"]) / (1 - task["chance"])
+        for name, task in tasks.items()
+        if (primary := task["primary"]).startswith("acc") and primary in values[name]
+    ]
+    if centered:
+        means["acc_centered"] = _mean(centered)
+    return means | {f"{name}/{metric}": value for name, one in values.items() for metric, value in one.items()}
+
+
+def evaluation_file(folder: Path, step: int) -> Path:
+    """File of a run with the scores of a step."""
+    return folder / FOLDER / f"step-{step:08d}.json"
+
+
+def write_evaluation(folder: Path, tasks: Mapping[str, Any], *, step: int, tokens: int) -> None:
+    """Write the `values_of` an evaluation into the folder of its run."""
+    path = evaluation_file(folder, step)
+    mkdir_below(folder, path.parent)
+    about = {"step": step, "tokens": tokens, "tasks": tasks}
+    write_atomically(path, f"{json.dumps(about, ensure_ascii=False)}\n")
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if len(numbers) == len(values) else None
 
 
 def _number(value: float) -> float | None:

@@ -19,7 +19,7 @@ EXTENSION = Extension(
     metrics=("tasks/bits_per_byte", "tasks/acc_centered"),
     sections=f"{HERE}.compare:sections",
     verbs={"evaluate --tasks": f"{HERE}.evaluate:evaluate_tasks"},
-    reports={"tasks": f"{HERE}.jobs:report"},
+    unfinished=f"{HERE}.jobs:report",
     usage={
         "evaluate": """
                titan-exp evaluate RUN --tasks PATH... scores tasks: titan-exp help tasks

@@ -10,7 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -23,7 +23,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import SLURM, ClusterConfig
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import load_group
-from titan_exp.extensions.tasks.evaluations import FOLDER
+from titan_exp.extensions.tasks.evaluations import FOLDER, evaluation_file, metrics_of, write_evaluation
 from titan_exp.extensions.tasks.tasks import job_cluster
 from titan_exp.launch.executor import typed_path
 from titan_exp.launch.rank.rank_env import extend_import_path, outer_launch
@@ -65,12 +65,12 @@ class Jobs:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.rows = folder, folder.path / ROWS
-        self._tasks, self._requests = folder.path / FOLDER, folder.path / FOLDER / "requests"
+        self._requests = folder.path / FOLDER / "requests"
         self._checkpoints = CheckpointFolder(folder.checkpoints)
 
     def result(self, step: int) -> Path:
         """File with the scores of a step."""
-        return self._tasks / f"step-{step:08d}.json"
+        return evaluation_file(self.folder.path, step)
 
     def log(self, step: int) -> Path:
         """Log of a step's job, which all of its starts share."""
@@ -161,21 +161,11 @@ class Jobs:
         asked = {"tasks": request.paths, "most": request.most, "trust": trust, "averaged": False, "lm_eval": False}
         words = [f"parallelism.dp_shard={request.devices}"]
         found = score_checkpoint(self.folder.path, words, asked, step=request.step)["tasks"]
-        about = {"step": request.step, "tokens": request.tokens}
-        write_atomically(self.result(request.step), f"{json.dumps({**about, 'tasks': found}, ensure_ascii=False)}\n")
+        write_evaluation(self.folder.path, found, step=request.step, tokens=request.tokens)
 
     def _add_row(self, step: int) -> None:
         found: dict[str, Any] = read_json(self.result(step))
-        row = {"step": step, "tokens": found["tokens"]}
-        for name, task in found["tasks"].items():
-            row |= {f"{name}/{metric}": one["value"] for metric, one in task["metrics"].items()}
-        tasks = [(name, one["primary"], one["chance"]) for name, one in found["tasks"].items()]
-        row["bits_per_byte"] = _mean(row[f"{name}/bits_per_byte"] for name, _, _ in tasks)
-        accuracies = [(row[f"{name}/{own}"], chance) for name, own, chance in tasks if own.startswith("acc")]
-        if accuracies:
-            row["acc_centered"] = _mean(
-                None if one is None else (one - chance) / (1 - chance) for one, chance in accuracies
-            )
+        row = {"step": step, "tokens": found["tokens"], **metrics_of(found["tasks"])}
         with FileLock(self._requests / ".rows.lock") as lock:
             lock.acquire(timeout=60)
             rows = {one["step"]: one for one in read_metrics(self.rows)} | {step: row}
@@ -195,12 +185,6 @@ class Jobs:
                               capture_output=True, text=True, timeout=SBATCH_SECONDS, check=False)  # fmt: skip
         if done.returncode:
             raise OSError(in_a_sentence(done.stderr) or f"sbatch ended with exit code {done.returncode}")
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """Mean; None if a value is not a number."""
-    found = [*values]
-    return None if None in found else sum(filter(None, found)) / len(found)
 
 
 def _environment(cluster: ClusterConfig) -> dict[str, str]:

@@ -60,7 +60,7 @@ METRICS = {"acc_norm": "acc_per_char", "acc_bytes": "acc_per_byte", "acc_mutual_
 def lm_eval_scores(
     paths: Sequence[str], scorer: Scorer, tokenizer: Tokenizer, max_tokens: int, most: int | None
 ) -> dict[str, Any]:
-    """Scores of lm-eval's tasks by lm-eval, in the form of `part.to_json`; all ranks must call it.
+    """Scores of lm-eval's tasks by lm-eval, in the form of `evaluations.values_of`; all ranks must call it.
 
     Raises:
         UserError: a path is no task of lm-eval, or a task generates text.

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
 from subprocess import SubprocessError
 from typing import Any
 
@@ -16,13 +15,12 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.tokenizers import build_tokenizer
 from titan_exp.extensions.tasks.checkpoint_scores import scores_of
 from titan_exp.extensions.tasks.encoding import encode
-from titan_exp.extensions.tasks.evaluations import FOLDER, to_json
+from titan_exp.extensions.tasks.evaluations import metrics_of, values_of, write_evaluation
 from titan_exp.extensions.tasks.jobs import Jobs, Request
 from titan_exp.extensions.tasks.scorer import Scorer
-from titan_exp.extensions.tasks.scores import suite_score
 from titan_exp.extensions.tasks.tasks import job_cluster, tasks_of
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.files import LockedError, mkdir_below, write_atomically
+from titan_exp.tracking.run_folder.files import LockedError
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.trainer.part import Part, Phase, Run, Step
 from titan_exp.trainer.train_state import TrainState
@@ -69,17 +67,10 @@ class Tasks(Part):
         """Metrics of all tasks; those of their items lie in the run folder."""
         if not step.agreed or not self.due(step.step, last=step.last):
             return None
-        found = scores_of(self._scorer, self._tasks)
+        found = values_of(scores_of(self._scorer, self._tasks))
         if self._writes and dist.get_rank() == 0:
-            path = self._folder.path / FOLDER / f"step-{step.step:08d}.json"
-            mkdir_below(self._folder.path, path.parent)
-            write_atomically(path, to_json(found, step=step.step, tokens=step.tokens))
-        row: dict[str, float | int | None] = {
-            "bits_per_byte": fmean(one.scores["bits_per_byte"].value for one in found)
-        }
-        if accuracies := [one for one in found if one.primary.startswith("acc")]:
-            row["acc_centered"], _ = suite_score(accuracies)
-        return row | {f"{one.task}/{metric}": value.value for one in found for metric, value in one.scores.items()}
+            write_evaluation(self._folder.path, found, step=step.step, tokens=step.tokens)
+        return {**metrics_of(found)}
 
 
 class TaskJobs(Part):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan_exp.config.errors.user_error import UserError
 from titan_exp.extensions.tasks.encoding import EncodedTask
 
 
@@ -128,18 +127,6 @@ def mean_and_error(values: np.ndarray, weights: np.ndarray, clusters: Sequence[s
     residuals = np.bincount(cluster, weights * (values - mean)) / weights.sum()
     number = len(residuals)
     return mean, math.sqrt(number / (number - 1) * float(residuals @ residuals)) if number > 1 else math.nan
-
-
-def suite_score(tasks: Sequence[TaskScores]) -> tuple[float, float]:
-    """Mean over tasks of (score - chance) / (1 - chance) of their primary metrics, and its standard error. Raises
-    UserError for a primary metric that is no accuracy."""
-    if odd := [one.task for one in tasks if not one.primary.startswith("acc") or one.primary not in one.scores]:
-        raise UserError(
-            f"{odd[0]} has no accuracy that it is reported by, which a suite averages. Take it out of the suite."
-        )
-    centered = [(one.scores[one.primary].value - one.chance) / (1 - one.chance) for one in tasks]
-    errors = [one.scores[one.primary].error / (1 - one.chance) for one in tasks]
-    return sum(centered) / len(tasks), math.hypot(*errors) / len(tasks)
 
 
 def crossed(differences: np.ndarray) -> tuple[float, float, float]:

@@ -28,10 +28,12 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     tokens: ClassVar[list[str | None]] = []
     gets: ClassVar[list[str]] = []
+    paths: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
         self.tokens.append(self.headers.get("Authorization"))
         path = self.path.partition("?")[0]
+        self.paths.append(path)
         if "gated" in path and self.headers.get("Authorization") != "Bearer hf_right":
             self._answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
         elif "nowhere" in path:
@@ -64,7 +66,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[str]:
-    Hub.tokens, Hub.gets = [], []
+    Hub.tokens, Hub.gets, Hub.paths = [], [], []
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -104,6 +106,15 @@ def test_weights_come_with_configuration_and_tokenizer(tmp_path: Path, hub: str)
     assert kept == []
     assert "hf_right" not in done.stdout + done.stderr
     assert "cannot be converted: config.json has no vocab_size" in done.stdout
+
+
+def test_a_data_set_has_a_folder_of_its_own(tmp_path: Path, hub: str):
+    done = download(tmp_path, hub, "some/suite", "files=dataset")
+    assert done.returncode == 0, done.stderr
+    assert fetched(tmp_path / "downloads" / "datasets" / "some" / "suite") == FILES.keys()
+    assert done.stdout.startswith("downloads/datasets/some/suite: 6 files")
+    assert len(done.stdout.splitlines()) == 1
+    assert {path.split("/")[2] for path in Hub.paths if path.startswith("/api/")} == {"datasets"}
 
 
 def test_existing_files_are_not_downloaded_again(tmp_path: Path, hub: str):

@@ -25,10 +25,11 @@ FILES: dict[str, tuple[str, ...]] = {
     "weights": (*TOKENIZER, *CONFIGURATION, *WEIGHTS),
     "original": (*TOKENIZER, *CONFIGURATION, *ORIGINAL),
     "all": ("*",),
+    "dataset": ("*",),
 }
 """Path patterns in the repository, for each value of `files`."""
 
-USAGE = "titan-exp download OWNER/NAME [files=tokenizer|config|weights|original|all] [target=FOLDER]"
+USAGE = "titan-exp download OWNER/NAME [files=tokenizer|config|weights|original|all|dataset] [target=FOLDER]"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -39,8 +40,11 @@ def run(argv: Sequence[str]) -> int:
     options = parse_options(DownloadOptions, argv, positional=["repo"])
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
         raise UserError(f"{USAGE}\n  {options.repo} is not OWNER/NAME" if options.repo else USAGE)
-    target = Path(options.target or f"downloads/{options.repo.partition('/')[2]}").expanduser()
-    fetch = partial(download, options.repo, target, revision=options.revision or None)
+    is_dataset = options.files == "dataset"
+    name = f"datasets/{options.repo}" if is_dataset else options.repo.partition("/")[2]
+    target = Path(options.target or f"downloads/{name}").expanduser()
+    kind = "dataset" if is_dataset else "model"
+    fetch = partial(download, options.repo, target, revision=options.revision or None, kind=kind)
     if options.files == "weights":  # these are of no use if no family reads them
         fetch(patterns=["config.json"])
         _require_family(target, options.repo)
@@ -51,7 +55,8 @@ def run(argv: Sequence[str]) -> int:
             f"{options.repo} has no files of files={options.files}. To download all its files, use files=all."
         )
     print(f"{target}: {len(found)} files, {sum(path.stat().st_size for path in found) / 1e9:.2f} GB")
-    print("\n".join(_fit(target, options)))
+    if not is_dataset:
+        print("\n".join(_fit(target, options)))
     return 0
 
 

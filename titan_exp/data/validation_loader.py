@@ -6,6 +6,8 @@ rank n mod dp takes row n. Each store of a mixture has its own sequence and its 
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Any
@@ -27,7 +29,7 @@ from titan_exp.data.sources.base import (
     build_validation_source,
 )
 from titan_exp.data.token_store.reader import TokenSequence, TokenSplit, concatenate, open_split
-from titan_exp.data.token_store.text_store import stored_text
+from titan_exp.data.token_store.text_store import StoredText, stored_text
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer, encode_document
 from titan_exp.data.validation_split import validation_subset
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
@@ -140,12 +142,22 @@ class SplitBatches:
 
 def _text_split(data: DataConfig, all_documents: bool) -> dict[str, Callable[[], TokenSequence]]:
     """Opener of a text source's validation documents, under an empty name; it uses the text's token store if training
-    has made one."""
+    has made one. All documents of a text have a store of their own, which the first run makes."""
     texts, tokenizer = _ValidationTexts(data, all_documents), build_tokenizer(data)
+    if all_documents and data.validation_documents is None:
+        whole = replace(data, validation_fraction=0.0, validation_split=None)
+        if (stored := stored_text(whole, texts.whole, tokenizer)) is not None:
+            return {"": partial(_open_stored, stored, texts, tokenizer)}
     stored = stored_text(data, texts.whole, tokenizer) if texts.are_held_out else None
     if stored is None or (store := stored.find()) is None:
         return {"": partial(_tokenize, texts, tokenizer)}
     return {"": partial(open_split, TokenSplit(store, "validation"), data.validation_documents)}
+
+
+def _open_stored(stored: StoredText, texts: "_ValidationTexts", tokenizer: Tokenizer) -> TokenSequence:
+    with suppress(UserError):  # no folder to write to
+        return open_split(TokenSplit(stored.make(), "train"), None)
+    return _tokenize(texts, tokenizer)
 
 
 def _tokenize(texts: "_ValidationTexts", tokenizer: Tokenizer) -> TokenSequence:

@@ -5,6 +5,7 @@ step's trace. For an extrapolated run we trace it in small models, a period of l
 forward pass without gradients are linear in the layers.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -122,7 +123,7 @@ Tracer = Callable[[Any, Callable[[], object]], "Trace"]
 
 def trace_evaluations(rank: Any, kinds: Sequence[Evaluated], tracer: Tracer) -> list[EvaluationTrace]:
     """Trace each kind of evaluation on a fake rank; equal passes are traced once."""
-    from titan_exp.trainer.forward_backward import evaluating
+    from titan_exp.trainer import forward_backward
 
     traces: dict[str, Trace] = {}
 
@@ -132,7 +133,7 @@ def trace_evaluations(rank: Any, kinds: Sequence[Evaluated], tracer: Tracer) -> 
             work = one.pass_of(rank.experiment, rank.state)
 
             def run() -> None:
-                with evaluating(rank.state.model):
+                with forward_backward.evaluating(rank.state.model):
                     work()
 
             traces[key] = tracer(rank, run)
@@ -142,8 +143,12 @@ def trace_evaluations(rank: Any, kinds: Sequence[Evaluated], tracer: Tracer) -> 
 
 
 def _of_trace(name: str, trace: "Trace") -> EvaluationTrace:
+    from titan_exp.plan.trace.memory_tracker import Moment
+
+    # Ranks and models of other depths share this trace.
+    where = re.sub(r"block \d+", "a block", trace.peak.where)
     passing = {category: size - trace.persistent[category] for category, size in trace.peak.by_category.items()}
-    peak = replace(trace.peak, bytes=sum(passing.values()), by_category=passing)
+    peak = Moment(sum(passing.values()), passing, where)
     events, own = trace.step_events.numbers(), set[int]()
     kept = list[tuple[int, int, int]]()
     for number, size, stream in events:

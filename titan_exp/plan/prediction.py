@@ -1,7 +1,7 @@
 """Prediction as plain values: passed between processes, cached, written to plan.json, read back. Imports no torch."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from titan_exp.config.errors.user_error import UserError
@@ -87,6 +87,8 @@ class Prediction:
     """Throughput per device; None if rates are unknown."""
     mfu: float | None
     """Model FLOPs over the bf16 peak; None on a CPU or if rates are unknown."""
+    pass_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Time of a pass of each evaluation, by its name; empty if rates are unknown."""
 
     @property
     def largest(self) -> RankPrediction:
@@ -114,7 +116,8 @@ def merge_ranks(parts: Sequence[Prediction]) -> Prediction:
         return replace(slowest, ranks=ranks)
     # Every part assumed that its missing ranks are as slow as its slowest.
     whole = pipeline_seconds(totals, len(ranks), slowest.bubble)
-    return Prediction(ranks, slowest.bubble, whole, *(speed and speed * step / whole for speed in speeds))
+    passes = {name: max(part.pass_seconds[name] for part in parts) for name in slowest.pass_seconds}
+    return Prediction(ranks, slowest.bubble, whole, *(speed and speed * step / whole for speed in speeds), passes)
 
 
 def from_json(values: Mapping[str, Any]) -> Prediction:

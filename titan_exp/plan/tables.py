@@ -84,7 +84,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         **plan.exchange.values(plan.weights),
         "ranks": [_rank_json(rank) for rank in plan.ranks],
         "at_most": plan.at_most,
-        **{name: value for name, value in vars(plan.prediction).items() if name != "ranks"},
+        **{name: value for name, value in vars(plan.prediction).items() if name not in ("ranks", "pass_seconds")},
         **{name: getattr(plan, name) for name in OF_RUN},
         "worst_load_bytes": plan.worst_bytes,
         "evaluations": {

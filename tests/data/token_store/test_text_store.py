@@ -371,3 +371,37 @@ class NoText:
 
     def __getitem__(self, index: int) -> str:
         return ""
+
+
+def set_of(run: Experiment) -> ValidationLoader:
+    return ValidationLoader(run.data, SEQ_LEN, dp_rank=0, dp_degree=1, micro_batch_size=4, all_documents=True)
+
+
+def test_all_documents_of_a_set_are_tokenized_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = write_random(tmp_path / "text", [100] * 30 + [3000])
+    run = text_run(folder, validation_fraction=0.2)
+    first = [batch.tokens.tolist() for batch in set_of(run)]
+    tokens = [token for path in sorted(folder.iterdir()) for token in (*path.read_bytes(), 256)]
+    assert [token for batch in first for row in batch for token in row][: len(tokens) - 1] == tokens[:-1]
+    assert len(stores(cache)) == 1
+    monkeypatch.setattr("titan_exp.data.validation_loader.encode_document", None)
+    monkeypatch.setattr("titan_exp.data.token_store.text_store.write_store", None)
+    assert [batch.tokens.tolist() for batch in set_of(run)] == first
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parents[1]))
+    (folder / "0000.txt").write_text("changed")
+    assert [batch.tokens.tolist() for batch in set_of(run)] != first
+
+
+def test_a_limited_set_and_one_that_cannot_be_stored_are_tokenized_in_memory(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = text_run(write_random(tmp_path / "text", [100] * 30), validation_documents=3)
+    assert sum(len(batch.tokens) for batch in set_of(run)) > 0
+    assert stores(cache) == []
+    whole, stored = (
+        text_run(tmp_path / "text"),
+        [batch.tokens.tolist() for batch in set_of(text_run(tmp_path / "text"))],
+    )
+    monkeypatch.setattr("titan_exp.data.token_store.text_store._places", lambda *, make=False: iter(()))
+    assert [batch.tokens.tolist() for batch in set_of(whole)] == stored

@@ -10,7 +10,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import shipped_options
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.extensions.tasks.tasks import FETCH, tasks_of
+from titan_exp.extensions.tasks.tasks import FETCH, read_all, tasks_of
 
 SUITES = {"core": "downloads/core", "olmes_easy": "downloads/olmes"}
 
@@ -34,6 +34,14 @@ def test_a_suite_reads_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         made_task(tmp_path / folder)
     found = tasks_of(to_experiment(compose(["evaluation=olmes_easy", "evaluation.task_items=2"])))
     assert (len(found), {len(task.items) for task in found}) == (9, {2})
+
+
+def test_a_suite_of_the_hub_names_its_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"type titan-exp download some/suite files=dataset$"):
+        read_all(["downloads/datasets/some/suite/sums"])
+    made_task(tmp_path / "downloads/datasets/some/suite/sums")
+    assert [task.name for task in read_all(["downloads/datasets/some/suite"])] == ["sums"]
 
 
 def test_another_missing_task_names_no_command(tmp_path: Path):

@@ -19,16 +19,19 @@ from titan_exp.tracking.progress import PROGRESS
 from titan_exp.tracking.run_folder.files import mkdir_below, sync_file
 
 
-def download(repo: str, target: Path, patterns: Sequence[str], revision: str | None = None) -> None:
-    """Download a repository's files that match the patterns, or resume. Raises UserError if the repository or the hub
+def download(
+    repo: str, target: Path, patterns: Sequence[str], revision: str | None = None, kind: str = "model"
+) -> None:
+    """Download the files of a repository of a kind (`model` or `dataset`) that match the patterns, or resume. Raises UserError if the repository or the hub
     is unreachable, or access is denied."""
     from huggingface_hub import HfApi, errors, snapshot_download
 
     token = os.environ.get("HF_TOKEN") or False
     try:
         # Checked first: without network, `snapshot_download` accepts an existing folder with any content.
-        revision = HfApi(token=token).repo_info(repo, revision=revision).sha
-        snapshot_download(repo, revision=revision, local_dir=target, allow_patterns=list(patterns), token=token)
+        revision = HfApi(token=token).repo_info(repo, revision=revision, repo_type=kind).sha
+        options = {"local_dir": target, "allow_patterns": list(patterns), "token": token}
+        snapshot_download(repo, repo_type=kind, revision=revision, **options)
     except errors.GatedRepoError as error:
         raise UserError(f"{repo} is gated. {_access(token)}") from error
     except errors.RepositoryNotFoundError as error:

@@ -115,10 +115,10 @@ class DownloadOptions:
     repo: str = ""
     """Repository on the hub, as OWNER/NAME."""
     target: str = ""
-    """Folder to write; downloads/NAME by default."""
-    files: Literal["tokenizer", "config", "weights", "original", "all"] = "weights"
+    """Folder to write; downloads/NAME by default, and downloads/datasets/OWNER/NAME with files=dataset."""
+    files: Literal["tokenizer", "config", "weights", "original", "all", "dataset"] = "weights"
     """Files to download: `weights` is safetensors with configuration and tokenizer, and `original` is Meta's
-    consolidated.*.pth with them."""
+    consolidated.*.pth with them. `dataset` is all files of a data set's repository, such as a suite of tasks."""
     revision: str = ""
     """Branch, tag or commit. By default it is the newest of the main branch."""
 

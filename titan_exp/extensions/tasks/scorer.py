@@ -155,6 +155,7 @@ class Scoring:
         return 0
 
     def __call__(self, model: nn.Module, batch: ScoredBatch, hidden: Tensor | None = None) -> Loss:
+        """Score a batch; the loss is 0."""
         inputs = (batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
         if self._in_head:
             model(*inputs, loss=partial(self._from_hidden, batch))

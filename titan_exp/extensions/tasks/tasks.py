@@ -19,6 +19,9 @@ FETCH = {
 }
 """Command that fetches the files of a suite, by their folder."""
 
+DATASETS = Path("downloads/datasets")
+"""Folder of data sets' repositories, by owner and name, as `titan-exp download` writes them."""
+
 
 def tasks_of(experiment: Experiment) -> list[Task]:
     """Tasks of a run by `evaluation.tasks`, with unique names. Raises UserError if one cannot be read."""
@@ -36,6 +39,8 @@ def read_all(paths: Iterable[str], most: int | None = None) -> list[Task]:
     for path in paths:
         if not Path(path).exists():
             fetch = next((command for folder, command in FETCH.items() if Path(folder) in Path(path).parents), "")
+            if Path(path).is_relative_to(DATASETS) and len(parts := Path(path).relative_to(DATASETS).parts) > 2:
+                fetch = f"titan-exp download {parts[0]}/{parts[1]} files=dataset"
             remedy = f"To fetch it, type {fetch}" if fetch else "Give a file or folder that exists."
             raise UserError(f"There is no {path}. {remedy}")
         for task in read_tasks(path):

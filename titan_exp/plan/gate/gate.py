@@ -18,6 +18,7 @@ from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.plan.cuda.caching_allocator import STEPS
 from titan_exp.plan.cuda.devices import SAVE_PROCESS_GB, DeviceMemory, device_memory_of, symmetric_memory
+from titan_exp.plan.evaluation import evaluations_of
 from titan_exp.plan.gate.predictions import PredictionRequest, predict_many
 from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, exchange_of
 from titan_exp.plan.search.layouts import with_values
@@ -205,6 +206,7 @@ def plan_record(memory_check: MemoryCheck) -> dict[str, Any] | None:
         "overhead_bytes": memory.overhead,
         "memory": (prediction.ranks[0].allocated + (process if device_type(experiment.cluster) == "cpu" else 0)) / GIB,
         "tokens_per_second": speed and speed * ResolvedLayout.of(experiment).devices,
+        "evaluations": evaluations_of(experiment),
         **asdict(prediction),
     }
 

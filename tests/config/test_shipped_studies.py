@@ -1,5 +1,6 @@
 """Every shipped study at every size: each point is composed and keeps every rule."""
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from titan_exp.launch.sweep.rounds import drawn_choices
 from titan_exp.launch.sweep.sweeper import FastCompose
 from titan_exp.rules import violations
 
+SUMS = SWEEPS_DIR.parent / "docs" / "examples" / "sums" / "make_sums.py"
+"""Program that writes the data of a study."""
 STUDIES = [path for folder in (SWEEPS_DIR, *extension_folders("sweeps")) for path in sorted(folder.glob("*.yaml"))]
 
 
@@ -26,6 +29,8 @@ def test_every_point_can_run_at_every_size(path: Path, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     if path.stem == "diffusion_times":
         assert main(["encode", "images=glyphs", "size=16", "out=stores/glyphs16"]) == 0
+    if path.stem == "right_sums":
+        runpy.run_path(str(SUMS), run_name="__main__")
     study = read_study(path)
     assert list(study.sizes) == ["laptop", "cluster"]
     register_resolvers()
@@ -56,6 +61,13 @@ def test_the_studies_there_are():
     assert {path.stem for path in SWEEPS_DIR.glob("*.yaml")} == {
         *("activation_checkpointing", "adamw_settings", "context_extension", "context_parallel_methods"),
         *("decay_shape", "expert_balance", "halving", "ladder", "learning_rate_batch_size", "muon"),
-        *("optimizers", "parallelism_degrees", "pipeline_schedules", "quantization_recipes", "virtual_shards"),
+        *(
+            "optimizers",
+            "parallelism_degrees",
+            "pipeline_schedules",
+            "quantization_recipes",
+            "right_sums",
+            "virtual_shards",
+        ),
         "width_transfer",
     }

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -44,6 +45,9 @@ ELSEWHERE = {
     "--experts": "needs a run with experts; tests/inference/test_expert_classes.py trains one",
     "STUDY": "needs finished runs that differ; tests/plan/test_fit.py makes them",
     "compare decay_shape": "needs pairs of finished runs; tests/launch/test_looks.py compares some",
+    "compare right_sums": "needs its runs; tests/extensions/tasks/test_compare.py compares some",
+    "my-team/suite": "needs the hub; tests/cli/test_download.py has a small one",
+    "downloads/datasets": "needs files to fetch; tests/extensions/tasks/test_suites.py makes some",
     "compare short_documents": "needs pairs of finished runs; tests/launch/test_looks.py compares some",
     "compare ladder": "needs a finished ladder; tests/compare/test_ladder.py makes some",
     "nvfp4": "composed in tests/config",
@@ -102,6 +106,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert main(["convert", str(run), "export/mine"]) == 0
     for store, copy in (("glyphs", "emoji"), ("mine", "mixed")):
         shutil.copytree(folder / "stores" / store, folder / "stores" / copy)
+    with contextlib.chdir(folder):
+        runpy.run_path(str(DOCS / "examples" / "sums" / "make_sums.py"), run_name="__main__")
     (folder / "sweeps").mkdir()
     shutil.copytree(folder / "notes", folder / "corpus" / "all")
     shutil.copytree(folder / "notes", folder / "corpus" / "long", ignore=shutil.ignore_patterns("*1.txt"))

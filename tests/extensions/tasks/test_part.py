@@ -1,6 +1,7 @@
 """Tasks while training, and by the verb: the same scores of every item, and no trace in the curve."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,11 @@ import pytest
 from tests.extensions.tasks.test_formats import olmo, request
 from tests.parity.runs import PARAGRAPHS, Curve, train
 from titan_exp.cli.main import main
+from titan_exp.extensions.tasks.jobs import Jobs, Request
+from titan_exp.extensions.tasks.tasks import read_all
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+NIGHT = pytest.mark.night
 
 RUN = [*PARAGRAPHS, "training.steps=4", "evaluation.every=2", "data.validation_fraction=0.1"]
 RUN += ["data.validation_documents=4", "checkpoint=sync"]
@@ -67,6 +73,27 @@ def test_the_verb_scores_the_checkpoint(one: tuple[Path, Curve], tasks: str, cap
         assert value["items"] == pytest.approx(expected["metrics"][metric]["items"], rel=1e-5, abs=1e-7)
     assert main(["evaluate", str(one[0]), "--tasks", tasks]) == 0
     assert "bits_per_byte" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", ["parallelism.dp_shard=1", pytest.param("parallelism.dp_shard=2", marks=NIGHT)])
+def test_the_verb_and_a_job_score_in_the_precision_of_the_run(
+    tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
+):
+    train(tmp_path, *RUN, "training.mixed_precision=bf16", f"evaluation.tasks=[{tasks}]")
+    expected = items(tmp_path, 4)["tasks"]["mine_easy"]["metrics"]["bits_per_byte"]["items"]
+    found = []
+    for precision in ("bf16", "fp32"):
+        words = ["evaluate", str(tmp_path), "--tasks", tasks, "--json", layout, f"training.mixed_precision={precision}"]
+        assert main(words) == 0
+        found.append(json.loads(capsys.readouterr().out)["tasks"]["mine_easy"]["metrics"]["bits_per_byte"]["items"])
+    errors = [max(abs(a - b) for a, b in zip(one, expected, strict=True)) for one in found]
+    assert errors[0] < errors[1] / 10
+    jobs = Jobs(RunFolder(tmp_path))
+    shutil.rmtree(tmp_path / "tasks")
+    digests = {task.name: task.digest for task in read_all([tasks])}
+    jobs._write(Request(4, 0, (tasks,), None, digests, 1), trust=False)
+    scored = items(tmp_path, 4)["tasks"]["mine_easy"]["metrics"]["bits_per_byte"]["items"]
+    assert max(abs(a - b) for a, b in zip(scored, expected, strict=True)) < errors[1] / 10
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ class TaskKeys:
     E.g. `evaluation.tasks='[tasks/arc_easy]'`."""
     where: Literal["training", "jobs"] = "training"
     """Process that scores the tasks. With `jobs`, training saves a checkpoint at each evaluation and starts a job for
-    it, which scores as `titan-exp evaluate` does, in fp32.
+    it, which scores in the run's precision.
 
     The checkpoint is kept until its tasks are scored. Scores are in `tasks.jsonl` and `tasks/` of the run folder, and
     W&B has them over `tasks/step`. `titan-exp evaluate RUN --tasks` scores what jobs failed to score.

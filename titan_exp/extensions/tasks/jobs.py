@@ -159,7 +159,8 @@ class Jobs:
         from titan_exp.extensions.tasks.checkpoint_scores import score_checkpoint
 
         asked = {"tasks": request.paths, "most": request.most, "trust": trust, "averaged": False, "lm_eval": False}
-        words = [f"parallelism.dp_shard={request.devices}"]
+        precision = load_group(self.folder.config, "training", ()).mixed_precision
+        words = [f"parallelism.dp_shard={request.devices}", f"training.mixed_precision={precision}"]
         found = score_checkpoint(self.folder.path, words, asked, step=request.step)["tasks"]
         write_evaluation(self.folder.path, found, step=request.step, tokens=request.tokens)
 

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from tests.extensions.tasks.made_tasks import made_task
+from tests.parity.runs import PARAGRAPHS
 from tests.patching import patch
 from tests.plan.layouts import experiment_of
 from tests.ranks import run_ranks
@@ -43,8 +44,8 @@ H100 = "cluster=slurm_h100 compile=none training.mixed_precision=bf16 cluster.de
 
 
 def run_of(words: str, task: Path) -> Any:
-    evaluates = "evaluation.every=2 data.validation_documents=3"
-    return experiment_of(f"{words} {evaluates} evaluation.tasks=['{task}']")
+    evaluates = "evaluation.every=2 data.validation_fraction=0.1 data.validation_documents=9"
+    return experiment_of(f"{words} {' '.join(PARAGRAPHS)} {evaluates} evaluation.tasks=['{task}']")
 
 
 def predicted(path: str, mutate: Callable[[], None] | None) -> list[list[tuple[str, int, int]]]:

@@ -4,7 +4,7 @@ python -m pytest tests/extensions/tasks/scorer_mutations.py
 """
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,46 +19,41 @@ from tests.patching import patch
 SCORER = "titan_exp.extensions.tasks.scorer"
 
 
+def _of_batch(change: Callable[[Any, Any], Any]) -> None:
+    patch(f"{SCORER}._batch", lambda original: lambda rows, batch: change(original(rows, batch), batch))
+
+
 def padding_counts() -> None:
-    def make(original: Any) -> Any:
-        def batch(rows: Any, size: int, length: int) -> Any:
-            made = original(rows, size, length)
-            filled = torch.where(made.numbers < 0, made.numbers.amax(1, keepdim=True), made.numbers)
-            return replace(made, numbers=filled)
+    def change(made: Any, batch: Any) -> Any:
+        last = torch.tensor([[made.tokens.numel() - 1], [0], [made.scored[2].max()]])
+        return replace(made, scored=torch.cat((made.scored, last), dim=1))
 
-        return batch
-
-    patch(f"{SCORER}._batch", make)
+    _of_batch(change)
 
 
 def the_last_batch_is_lost() -> None:
-    patch(f"{SCORER}.Scorer._batches", lambda original: lambda self, rows: iter([*original(self, rows)][:-1]))
+    patch(f"{SCORER}.Scorer.batches", lambda original: lambda self, rows: iter([*original(self, rows)][:-1]))
 
 
 def every_rank_scores_all_rows() -> None:
-    def make(original: Any) -> Any:
-        class Alone:
-            def __init__(self, mesh: Any) -> None:
-                self.mesh = mesh
-                self.dp_rank, self.dp_degree = 0, 1
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(self.mesh, name)
-
-        return lambda self, rows: original(replace(self, mesh=Alone(self.mesh)), rows)
-
-    patch(f"{SCORER}.Scorer._batches", make)
+    patch(f"{SCORER}.row_batches", lambda original: lambda rows, run, size, _: original(rows, run, size, (0, 1)))
 
 
 def targets_are_those_of_the_token_before() -> None:
-    def make(original: Any) -> Any:
-        def batch(rows: Any, size: int, length: int) -> Any:
-            made = original(rows, size, length)
-            return replace(made, numbers=made.numbers.roll(1, dims=1))
+    _of_batch(lambda made, _: replace(made, scored=made.scored + torch.tensor([[1], [0], [0]])))
 
-        return batch
 
-    patch(f"{SCORER}._batch", make)
+def only_the_first_of_equal_inputs_is_scored() -> None:
+    def change(made: Any, batch: Any) -> Any:
+        kept = torch.tensor([group[0] for group in batch.groups])
+        return replace(made, scored=made.scored[:, torch.isin(made.scored[2], kept)])
+
+    _of_batch(change)
+
+
+def equal_lengths_are_taken_for_equal_inputs() -> None:
+    patch(f"{SCORER}.row_batches", lambda original: lambda rows, *rest: original(
+        [replace(row, tokens=row.tokens * 0 + 7) for row in rows], *rest))  # fmt: skip
 
 
 def shards_of_the_vocabulary_are_taken_for_all_of_it() -> None:
@@ -80,6 +75,8 @@ CASES: list[tuple[Callable[[], None], list[str], str]] = [
     (the_last_batch_is_lost, DENSE, ""),
     (every_rank_scores_all_rows, DENSE, "parallelism.dp_shard=2"),
     (targets_are_those_of_the_token_before, DENSE, ""),
+    (only_the_first_of_equal_inputs_is_scored, DENSE, ""),
+    (equal_lengths_are_taken_for_equal_inputs, DENSE, ""),
     (shards_of_the_vocabulary_are_taken_for_all_of_it, DENSE, "parallelism.tp=2"),
     (a_tie_of_shards_goes_to_the_last, DENSE, "parallelism.tp=2"),
 ]
@@ -97,8 +94,7 @@ def test_the_mutation_is_noticed(tmp_path: Path, mutate: Callable[[], None], wor
 
 def router_stays_in_training() -> None:
     """Evaluation mode and `no_grad` are left out, so that routers count scored rows for their bias."""
-    patch("torch.nn.Module.eval", lambda _: lambda self: self)
-    patch(f"{SCORER}.Scorer.log_likelihoods", lambda original: torch.enable_grad()(original.__wrapped__))
+    patch(f"{SCORER}.evaluating", lambda _: lambda model: nullcontext())
 
 
 def test_counts_of_scored_rows_are_noticed(tmp_path: Path):

@@ -36,7 +36,7 @@ def lingers(path: str, function: str) -> None:
 
 
 def evaluations(folder: RunFolder) -> list[tuple[int, float, float, float]]:
-    names = ("step", "validation_loss", "validation_loss/mine", "tasks/task/bits_per_byte")
+    names = ("step", "validation_loss", "validation_loss/mine", "tasks/bits_per_byte")
     return [tuple(row[name] for name in names) for row in read_metrics(folder.metrics) if "validation_loss" in row]
 
 

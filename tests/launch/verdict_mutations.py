@@ -50,7 +50,9 @@ def without(name: str) -> Callable[[Any], Any]:
     """Registration whose changes of a field are not noticed."""
 
     def make(original: Any) -> Any:
-        return lambda self, before: original(self, dataclasses.replace(before, **{name: getattr(self, name)}))
+        return lambda self, before, *keys: original(
+            self, dataclasses.replace(before, **{name: getattr(self, name)}), *keys
+        )
 
     return make
 

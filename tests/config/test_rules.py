@@ -16,7 +16,7 @@ from titan_exp.config.machine import torch_features
 from titan_exp.config.schema.schema import annotation_of
 from titan_exp.models.llama import Config
 from titan_exp.models.spec.transformer import transformer_layer, transformer_spec
-from titan_exp.rules import LAYOUT_RULES, RULES, check, violations
+from titan_exp.rules import always_rules, check, layout_rules, violations
 from titan_exp.rules.data import source_has_input
 from titan_exp.rules.mesh import heads_divide, kernel_merges
 from titan_exp.rules.rule import Refuse, Values
@@ -1087,7 +1087,7 @@ def test_check_returns_what_it_was_given():
 def test_refusals_name_existing_keys_and_values():
     """Format strings of the table are filled in only where a rule is violated."""
     values = Values(resolve_layout(experiment(*BASE), 1))
-    for refusal in [rule.check for rule in (*RULES, *LAYOUT_RULES) if isinstance(rule.check, Refuse)]:
+    for refusal in [rule.check for rule in (*always_rules(), *layout_rules()) if isinstance(rule.check, Refuse)]:
         assert annotation_of(refusal.field) is not None, refusal
         assert "{" not in refusal.reason.format_map(values) + refusal.remedy.format_map(values), refusal
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -33,6 +35,13 @@ def test_a_description_is_true(name: str):
     for path in (*found.verbs.values(), *found.observations.values()):
         assert load(path) is not None
         assert help_line(path).endswith(".")
+
+
+@pytest.mark.parametrize("name", [name for name, found in OWN.items() if found.rules])
+def test_rules_of_an_extension_may_be_imported_first(name: str):
+    """Before the core's, which check a run by them."""
+    code = f"import {OWN[name].rules} as own, titan_exp.rules as all; assert {{*own.RULES}} <= {{*all.every_rule()}}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_the_core_names_nothing_that_extensions_provide():

@@ -1,29 +1,15 @@
 """Mutations of registered questions, each of which a test by day must notice."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.patching import patch
+from tests.patching import Mutation, noticed
 
 EVIDENCE, LOOKS = "tests/compare/test_evidence.py", "tests/launch/test_looks.py"
 LADDER = "tests/compare/test_ladder.py"
 DISCOVERIES, LEDGER = "tests/compare/test_discoveries.py", "tests/launch/test_ledger.py"
 VERDICT, SWEEP = "titan_exp.launch.verdict", "titan_exp.launch.sweep"
-REPOSITORY = Path(__file__).resolve().parents[2]
-PROGRAM = """\
-import sys, pytest
-from tests.launch.verdict_mutations import mutate
-mutate(sys.argv[1])
-# Modules that the mutation has imported already cannot have their asserts rewritten.
-sys.exit(pytest.main(["-qx", "-pno:cacheprovider", "-Wignore::pytest.PytestAssertRewriteWarning", sys.argv[2]]))
-"""
 
 
 def other_seed_for_the_candidate(original: Any) -> Any:
@@ -64,7 +50,9 @@ def without(name: str) -> Callable[[Any], Any]:
     """Registration whose changes of a field are not noticed."""
 
     def make(original: Any) -> Any:
-        return lambda self, before: original(self, dataclasses.replace(before, **{name: getattr(self, name)}))
+        return lambda self, before, *keys: original(
+            self, dataclasses.replace(before, **{name: getattr(self, name)}), *keys
+        )
 
     return make
 
@@ -84,7 +72,7 @@ def called_measured(original: Any) -> Any:
     return tested
 
 
-MUTATIONS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+MUTATIONS: dict[str, Mutation] = {
     "looks are not counted": (
         f"{VERDICT}.evidence.nominal_level",
         lambda original: lambda looks, alpha: alpha,
@@ -171,22 +159,5 @@ MUTATIONS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
         f"{DISCOVERIES}::test_discoveries_are_those_of_the_definitions",
     ),
 }
-"""What is replaced, with what, and the test that notices it."""
 
-
-def mutate(name: str) -> None:
-    """Apply a mutation to this process, before tests import what it replaces."""
-    target, make, _ = MUTATIONS[name]
-    patch(target, make)
-
-
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_mutation_is_noticed(name: str):
-    command = [sys.executable, "-c", PROGRAM, name, MUTATIONS[name][2]]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    found = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, timeout=300, check=False, text=True
-    )
-    said = found.stdout[-2000:] + found.stderr[-2000:]
-    assert found.returncode == pytest.ExitCode.TESTS_FAILED, said
-    assert "AssertionError" in found.stdout or "DID NOT RAISE" in found.stdout, said
+test_mutation_is_noticed = noticed("tests.launch.verdict_mutations", MUTATIONS)

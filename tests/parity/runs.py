@@ -117,9 +117,16 @@ def assert_same_curve(found: Curve, expected: Curve) -> None:
         assert [found_row[key] for key in reported] == pytest.approx([row[key] for key in reported], rel=1e-4)
     assert found.weights.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
-        # A share of tokens, of which one may fall on the other side of a near tie, by the machine's rounding.
-        atol = 1e-2 if name.endswith(".previous_load") else 2e-5
-        torch.testing.assert_close(found.weights[name], weight, atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        if name.endswith(".previous_load") and _is_one_token_off(found.weights[name], weight):
+            continue
+        torch.testing.assert_close(found.weights[name], weight, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _is_one_token_off(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """True if one token is another expert's: it may fall on the other side of a near tie, by the machine's rounding.
+    Then two experts' shares of tokens [experts] differ, by opposite amounts."""
+    moved = (found - expected)[~torch.isclose(found, expected, atol=2e-5, rtol=1e-4)].tolist()
+    return len(moved) == 2 and abs(sum(moved)) < 1e-6 and max(moved) < 1e-2
 
 
 def assert_noticed(path: Path, words: Sequence[str], mutate: Callable[[], None], expected: Curve) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.extension import loaded
@@ -28,9 +29,6 @@ from titan_exp.rules.quantization import QUANTIZATION_LAYOUT_RULES, QUANTIZATION
 from titan_exp.rules.rule import Rule, find_violations
 from titan_exp.rules.training import MODE_RULES, RAMP_LAYOUT_RULES, RAMP_RULES, TRAINING_LAYOUT_RULES, TRAINING_RULES
 
-_ADDED = tuple(loaded("rules"))
-"""Modules of extensions."""
-
 RULES: tuple[Rule, ...] = (
     *PATH_RULES,
     *TRAINING_RULES,
@@ -56,9 +54,8 @@ RULES: tuple[Rule, ...] = (
     *PARENT_RULES,
     *DEGREE_RULES,
     *CLUSTER_RULES,
-    *(rule for module in _ADDED for rule in module.RULES),
 )
-"""Rules checked even if the layout cannot be resolved; `dp_shard` is 1 then."""
+"""Core's rules checked even if the layout cannot be resolved; `dp_shard` is 1 then."""
 
 BEGINNING_RULES: tuple[Rule, ...] = (*CHECKPOINT_BEGINNING_RULES, *PARENT_BEGINNING_RULES)
 """Rules about inputs of a run's first start, skipped on resume."""
@@ -71,12 +68,26 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     *EXPERT_LAYOUT_RULES,
     *PIPELINE_LAYOUT_RULES,
     *CLUSTER_LAYOUT_RULES,
-    *(rule for module in _ADDED for rule in getattr(module, "LAYOUT_RULES", ())),
 )
-"""Rules that need a resolved layout."""
+"""Core's rules that need a resolved layout."""
 
-EVERY_RULE = (*RULES, *LAYOUT_RULES, *BEGINNING_RULES)
-"""All rules of a run that is not launched, in the order of their violations."""
+
+@cache
+def always_rules() -> tuple[Rule, ...]:
+    """`RULES`, then those of extensions, whose modules import this package: they are imported by the first check."""
+    return (*RULES, *(rule for module in loaded("rules") for rule in module.RULES))
+
+
+@cache
+def layout_rules() -> tuple[Rule, ...]:
+    """`LAYOUT_RULES`, then those of extensions."""
+    return (*LAYOUT_RULES, *(rule for module in loaded("rules") for rule in getattr(module, "LAYOUT_RULES", ())))
+
+
+def every_rule() -> tuple[Rule, ...]:
+    """All rules of a run that is not launched, in the order of their violations."""
+    return (*always_rules(), *layout_rules(), *BEGINNING_RULES)
+
 
 HasBegun = Callable[[Experiment], bool]
 """True if a run, with a resolved layout, has a checkpoint to resume from."""
@@ -102,14 +113,14 @@ def violations(experiment: Experiment, has_begun: HasBegun | None = None) -> lis
         # Others read the schedule: they are checked with one that every layout has.
         parallelism = replace(experiment.parallelism, pp_schedule="1F1B")
         return [*unreadable, *violations(replace(experiment, parallelism=parallelism), has_begun)]
-    always, beginning = RULES, BEGINNING_RULES
+    always, beginning = always_rules(), BEGINNING_RULES
     if has_begun is not None:
-        always, beginning = (*PATH_LAUNCH_RULES, *RULES), (*BEGINNING_RULES, *LARGE_TEXT_LAUNCH_RULES)
+        always, beginning = (*PATH_LAUNCH_RULES, *always), (*BEGINNING_RULES, *LARGE_TEXT_LAUNCH_RULES)
     try:
         resolved = resolve_layout(experiment, offered_devices(experiment.cluster))
     except UserError as error:
         single = resolve_layout(replace(experiment, parallelism=replace(experiment.parallelism, dp_shard=1)), 1)
         return [*error.violations, *find_violations((*always, *beginning), single)]
-    found = find_violations((*always, *LAYOUT_RULES), resolved)
+    found = find_violations((*always, *layout_rules()), resolved)
     missing = find_violations(beginning, resolved)
     return found if missing and has_begun is not None and has_begun(resolved) else [*found, *missing]

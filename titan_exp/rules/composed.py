@@ -21,7 +21,7 @@ from titan_exp.config.hydra.config_groups import groups_for
 from titan_exp.config.schema.schema import hints
 from titan_exp.config.schema.typed_config import GapError, readable_part, to_experiment, with_gaps
 from titan_exp.config.secrets import SHAPES, URL_USER, secret_values
-from titan_exp.rules import RULES, HasBegun, violations
+from titan_exp.rules import HasBegun, always_rules, violations
 from titan_exp.rules.rule import find_violations
 
 
@@ -75,7 +75,7 @@ def _beside_gaps(experiment: Experiment, has_begun: HasBegun | None) -> list[Vio
         layout = {"parallelism": with_gaps(ParallelismConfig, {})}
         if vars(experiment.compile).get("enabled") == "auto":
             layout["compile"] = replace(experiment.compile, enabled=False)
-        found = find_violations(RULES, replace(experiment, **layout))
+        found = find_violations(always_rules(), replace(experiment, **layout))
     return [violation for violation in found if not _quotes_secret(str(violation))]
 
 

@@ -1,29 +1,15 @@
 """Mutations of tasks, each of which a test by day must notice."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from tests.patching import patch
+from tests.patching import Mutation, noticed
 
 PACKAGE = "titan_exp.extensions.tasks"
 ENCODING, SCORES, HARNESS, FORMATS = (
     f"tests/extensions/tasks/test_{name}.py" for name in ("encoding", "scores", "harness", "formats")
 )
-REPOSITORY = Path(__file__).resolve().parents[3]
-PROGRAM = """\
-import sys, pytest
-from tests.extensions.tasks.score_mutations import mutate
-mutate(sys.argv[1])
-# Modules that the mutation has imported already cannot have their asserts rewritten.
-sys.exit(pytest.main(["-qx", "-pno:cacheprovider", "-Wignore::pytest.PytestAssertRewriteWarning", sys.argv[2]]))
-"""
 
 
 def spaces_stay_in_the_context(original: Any) -> Any:
@@ -69,7 +55,7 @@ def quotient(original: Any) -> Any:
     return score
 
 
-MUTATIONS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+MUTATIONS: dict[str, Mutation] = {
     "spaces of the border stay in the context": (
         f"{PACKAGE}.encoding._Encoder._by_border",
         spaces_stay_in_the_context,
@@ -82,7 +68,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     ),
     "characters are counted with the delimiter": (
         f"{PACKAGE}.encoding._lengths",
-        lambda original: lambda rows, texts, delimiter: original(rows, texts, ""),
+        lambda original: lambda rows, answers, texts: original(rows, texts, texts),
         f"{SCORES}::test_lengths_leave_the_delimiter_out",
     ),
     "the last window is lost": (
@@ -138,22 +124,5 @@ MUTATIONS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
         f"{FORMATS}::test_damaged_requests_are_refused",
     ),
 }
-"""What is replaced, with what, and the test that notices it."""
 
-
-def mutate(name: str) -> None:
-    """Apply a mutation to this process, before tests import what it replaces."""
-    target, make, _ = MUTATIONS[name]
-    patch(target, make)
-
-
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_mutation_is_noticed(name: str):
-    command = [sys.executable, "-c", PROGRAM, name, MUTATIONS[name][2]]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    found = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, timeout=300, check=False, text=True
-    )
-    said = found.stdout[-2000:] + found.stderr[-2000:]
-    assert found.returncode == pytest.ExitCode.TESTS_FAILED, said
-    assert "AssertionError" in found.stdout or "DID NOT RAISE" in found.stdout, said
+test_mutation_is_noticed = noticed("tests.extensions.tasks.score_mutations", MUTATIONS)

@@ -15,7 +15,8 @@ pytestmark = [
     # What other projects warn of is theirs.
     pytest.mark.filterwarnings("ignore"),
 ]
-WORDS = ["red", "blue", "green", "é", "tree", "house", "def", "class", "self", "return", "import", "value"]
+WORDS = ["red", "blue", "é", "über", "tree", "naïve", "def", "данные", "self", "日本", "import", "value"]
+"""Words whose characters have one to three bytes, so that lengths in characters and in bytes differ."""
 CHOICES = {
     "output_type": "multiple_choice",
     "doc_to_text": "Q: {{q}}\nA:",
@@ -72,7 +73,12 @@ def test_both_give_the_same_scores(
         assert main(["evaluate", str(tmp_path / "run"), "--tasks", *paths, *words]) == 0
         found.append(json.loads(capfd.readouterr().out)["tasks"])
     ours, theirs = found
-    for name in TASKS:
+    hits = [
+        [ours[name]["metrics"][f"acc_per_{unit}"]["items"] for unit in ("char", "byte")] for name in ("zero", "shots")
+    ]
+    assert any(by_char != by_byte for by_char, by_byte in hits)
+    for name, values in TASKS.items():
+        assert len(theirs[name]["metrics"]) == len(values["metric_list"])
         assert ours[name]["ids"] == theirs[name]["ids"]
         for metric, value in theirs[name]["metrics"].items():
             own = ours[name]["metrics"][metric]

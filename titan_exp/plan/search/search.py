@@ -38,7 +38,7 @@ from titan_exp.plan.search.layouts import (
     with_values,
 )
 from titan_exp.plan.supported import check_supported
-from titan_exp.rules import EVERY_RULE
+from titan_exp.rules import every_rule
 from titan_exp.rules.rule import find_violations
 from titan_exp.tracking.number_format import format_bytes
 
@@ -255,7 +255,7 @@ class LayoutSearch:
         """True if a layout breaks no rule and can be planned."""
         known = self._valid.get(candidate.identity)
         if known is None:
-            wrong = next(iter(find_violations(EVERY_RULE, candidate.experiment)), None)
+            wrong = next(iter(find_violations(every_rule(), candidate.experiment)), None)
             reason = None if wrong is not None else self._reason(candidate)
             known = self._valid[candidate.identity] = wrong is None and reason is None
             if wrong is not None:

@@ -15,7 +15,7 @@ from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.progress import PROGRESS
-from titan_exp.trainer.forward_backward import Model
+from titan_exp.trainer.forward_backward import Model, evaluating
 from titan_exp.trainer.part import Part, Run, Step
 from titan_exp.trainer.train_state import TrainState
 
@@ -135,24 +135,20 @@ def averaged_row(row: Mapping[str, float | int]) -> dict[str, float | int]:
     return {f"averaged/{name}": value for name, value in row.items() if name not in left_out}
 
 
-@torch.no_grad()
 def evaluate(
     model: Model, batches: Iterable[MicroBatch], mesh: Mesh, token_bytes: np.ndarray | None = None
 ) -> ValidationResult:
     """Run the model on this data rank's share of a split; every rank has the same number of batches."""
-    for part in model.parts:
-        part.eval()
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     tokens, text_bytes, rest = 0, 0, map(getattr(model.objective, "prepare_evaluation", lambda batch: batch), batches)
-    while group := list(islice(rest, model.eval_microbatches)):
-        tokens += sum(model.objective.count(batch) for batch in group)
-        if token_bytes is not None:
-            labels = torch.cat([batch.labels.flatten() for batch in group])  # type: ignore[union-attr]  # of text
-            text_bytes += int(token_bytes[labels[labels != IGNORE_INDEX].numpy()].sum())
-        total += model.loss_sum(group)
-        PROGRESS.keep_alive()
-    for part in model.parts:
-        part.train()
+    with evaluating(model):
+        while group := list(islice(rest, model.eval_microbatches)):
+            tokens += sum(model.objective.count(batch) for batch in group)
+            if token_bytes is not None:
+                labels = torch.cat([batch.labels.flatten() for batch in group])  # type: ignore[union-attr]  # of text
+                text_bytes += int(token_bytes[labels[labels != IGNORE_INDEX].numpy()].sum())
+            total += model.loss_sum(group)
+            PROGRESS.keep_alive()
     sums = torch.tensor([float(total), tokens, text_bytes], dtype=torch.float64)
     dist.all_reduce(sums, group=mesh.cpu_group)
     # Tokens are counted in whole rows, while losses are of this rank's tokens.

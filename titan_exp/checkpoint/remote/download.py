@@ -22,8 +22,10 @@ from titan_exp.tracking.run_folder.files import mkdir_below, sync_file
 def download(
     repo: str, target: Path, patterns: Sequence[str], revision: str | None = None, kind: str = "model"
 ) -> None:
-    """Download the files of a repository of a kind (`model` or `dataset`) that match the patterns, or resume. Raises UserError if the repository or the hub
-    is unreachable, or access is denied."""
+    """Download the files of a repository of a kind (`model` or `dataset`) that match the patterns, or resume.
+
+    Raises UserError if the repository or the hub is unreachable, or access is denied.
+    """
     from huggingface_hub import HfApi, errors, snapshot_download
 
     token = os.environ.get("HF_TOKEN") or False

@@ -1,6 +1,5 @@
 """Every shipped study at every size: each point is composed and keeps every rule."""
 
-import runpy
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,12 @@ from titan_exp.config.hydra.compose import HYDRA_VERSION, default_overrides, reg
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.study.points import baseline_of, study_points
 from titan_exp.config.study.study_file import SWEEPS_DIR, read_study
+from titan_exp.extensions.tasks import sums
 from titan_exp.launch.sweep.ladder import LadderRounds
 from titan_exp.launch.sweep.rounds import drawn_choices
 from titan_exp.launch.sweep.sweeper import FastCompose
 from titan_exp.rules import violations
 
-SUMS = SWEEPS_DIR.parent / "docs" / "examples" / "sums" / "make_sums.py"
-"""Program that writes the data of a study."""
 STUDIES = [path for folder in (SWEEPS_DIR, *extension_folders("sweeps")) for path in sorted(folder.glob("*.yaml"))]
 
 
@@ -30,7 +28,7 @@ def test_every_point_can_run_at_every_size(path: Path, tmp_path: Path, monkeypat
     if path.stem == "diffusion_times":
         assert main(["encode", "images=glyphs", "size=16", "out=stores/glyphs16"]) == 0
     if path.stem == "right_sums":
-        runpy.run_path(str(SUMS), run_name="__main__")
+        sums.main()
     study = read_study(path)
     assert list(study.sizes) == ["laptop", "cluster"]
     register_resolvers()

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import runpy
 import shlex
 import shutil
 import sys
@@ -18,6 +17,7 @@ from tests.extensions.tasks.made_tasks import made_task
 from tests.journeys.command import REPOSITORY, titan_exp
 from titan_exp.cli.help import guides
 from titan_exp.cli.main import main
+from titan_exp.extensions.tasks import sums
 from titan_exp.launch.verdict.ledger import enter
 
 DOCS = REPOSITORY / "docs"
@@ -107,7 +107,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for store, copy in (("glyphs", "emoji"), ("mine", "mixed")):
         shutil.copytree(folder / "stores" / store, folder / "stores" / copy)
     with contextlib.chdir(folder):
-        runpy.run_path(str(DOCS / "examples" / "sums" / "make_sums.py"), run_name="__main__")
+        sums.main()
     (folder / "sweeps").mkdir()
     shutil.copytree(folder / "notes", folder / "corpus" / "all")
     shutil.copytree(folder / "notes", folder / "corpus" / "long", ignore=shutil.ignore_patterns("*1.txt"))

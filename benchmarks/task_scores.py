@@ -40,8 +40,8 @@ def task_scores(options: TaskScoresOptions, out: Output) -> None:
     """Items per second of our scorer, and of lm-eval's hf backend on the exported model, in turn.
 
     Both read, encode and score the same multiple-choice task in fp32, with the model loaded before; contexts have 5 to
-    120 words of bytes. `load` is the time to load the model; CPU seconds do not depend on what else runs. lm-eval needs its package and transformers, and its lines
-    are left out without.
+    120 words of bytes. `load` is the time to load the model, and CPU seconds hardly depend on what else runs. lm-eval
+    needs its package and transformers, and its lines are left out without.
     """
     heads = {"scorer": "", "load s": ".2f", "items": "d", "s": ".2f", "items/s": ".1f", "CPU s": ".2f", "acc": ".4f"}
     table = out.table(heads)

@@ -41,7 +41,7 @@ def test_a_suite_of_the_hub_names_its_download(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match=r"type titan-exp download some/suite files=dataset$"):
         read_all(["downloads/datasets/some/suite/sums"])
     made_task(tmp_path / "downloads/datasets/some/suite/sums")
-    assert [task.name for task in read_all(["downloads/datasets/some/suite"])] == ["sums"]
+    assert [task.name for task in read_all(["downloads/datasets/some/suite"])] == ["suite_sums"]
 
 
 def test_another_missing_task_names_no_command(tmp_path: Path):

@@ -202,6 +202,7 @@ def test_time_of_evaluations_is_part_of_the_run(tmp_path: Path):
     seconds = [one.seconds for one in plan.evaluations]
     assert plan.evaluation_seconds == pytest.approx(5 * sum(filter(None, seconds)))
     assert plan.step_seconds is not None
+    assert plan.evaluation_seconds is not None
     assert plan.gpu_hours == pytest.approx((10 * plan.step_seconds + plan.evaluation_seconds) / 3600)
     found = plan_to_json(plan)["evaluations"]
     assert (found["number"], found["seconds"]) == (5, plan.evaluation_seconds)

@@ -117,7 +117,9 @@ def merge_ranks(parts: Sequence[Prediction]) -> Prediction:
     # Every part assumed that its missing ranks are as slow as its slowest.
     whole = pipeline_seconds(totals, len(ranks), slowest.bubble)
     passes = {name: max(part.pass_seconds[name] for part in parts) for name in slowest.pass_seconds}
-    return Prediction(ranks, slowest.bubble, whole, *(speed and speed * step / whole for speed in speeds), passes)
+    return Prediction(
+        ranks, slowest.bubble, whole, *(speed and speed * step / whole for speed in speeds), pass_seconds=passes
+    )
 
 
 def from_json(values: Mapping[str, Any]) -> Prediction:

@@ -134,7 +134,7 @@ class ContextShortConvolution(nn.Module):
         self.silu, self.exchange = core.silu, exchange
 
     def forward(self, x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
-        """Convolve this rank's tokens [batch, part, channels]; the inputs in front of a segment come from its holder."""
+        """Convolve this rank's tokens [batch, part, channels]; the inputs before a segment come from another rank."""
         segments, reach = self.exchange.segments(x.shape[1]), weight.shape[1] - 1
         # Otherwise inputs would come from more than one segment.
         assert min(at.stop - at.start for at in segments.slices) >= reach, "segments are as long as the filter reaches"

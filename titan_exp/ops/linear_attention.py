@@ -402,11 +402,11 @@ def _fla_backward(out_grad: Tensor, state_grad: Tensor, *inputs: Any) -> Any:
         for key in keys:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
         stack.enter_context(torch.enable_grad())
-        leaves = [None if x is None else x.detach().requires_grad_() for x in floats]
-        results, gradients = _fla(*leaves, runs), (out_grad, state_grad)
-        needed = slice(1 if leaves[0] is None else 0, None)
-        found = torch.autograd.grad(results[needed], leaves[needed], gradients[needed])
-    return (state_grad.new_empty(0), *found) if leaves[0] is None else found
+        leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in floats]
+        out, last = _fla(*leaves, runs)  # type: ignore[call-arg]  # six of them, and the runs
+        if leaves[0] is None:
+            return (state_grad.new_empty(0), *torch.autograd.grad(last, leaves[1:], state_grad))
+        return torch.autograd.grad((out, last), leaves, (out_grad, state_grad))
 
 
 @register_flop_formula(torch.ops.titan_exp.linear_attention)

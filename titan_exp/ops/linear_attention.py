@@ -410,17 +410,15 @@ def _fla_backward(out_grad: Tensor, state_grad: Tensor, *inputs: Any) -> Any:
 
 
 @register_flop_formula(torch.ops.titan_exp.linear_attention)
-def _forward_flops(q: Sequence[int] | None, k: Sequence[int], v: Sequence[int], *others: Any, **_: Any) -> int:
-    *_, state, _runs, chunk, _backend = others
-    return _flops(v, state, chunk, rows=1 if q is None else 2)
+def _forward_flops(q: Sequence[int] | None, k: Sequence[int], v: Sequence[int], *others: Any, **out: Any) -> int:
+    return _flops(v, others[-4], others[-2], rows=1 if q is None else 2)
 
 
 @register_flop_formula(torch.ops.titan_exp.linear_attention_backward)
 def _backward_flops(
-    out_grad: Sequence[int], state_grad: Sequence[int], q: Any, k: Any, v: Sequence[int], *others: Any, **_: Any
+    out_grad: Sequence[int], state_grad: Sequence[int], q: Any, k: Any, v: Sequence[int], *others: Any, **out: Any
 ) -> int:
-    *_, state, _runs, chunk, _backend = others
-    return _flops(v, state, chunk, rows=1 if q is None else 2, backward=True)
+    return _flops(v, others[-4], others[-2], rows=1 if q is None else 2, backward=True)
 
 
 def _flops(v: Sequence[int], state: Sequence[int], chunk: int, *, rows: int, backward: bool = False) -> int:

@@ -3,7 +3,7 @@
 import itertools
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.ops import linear_attention as module
 from titan_exp.ops.linear_attention import (
     GatedDeltaCore,
+    LinearAttentionBackend,
     choose_linear_attention_backend,
     gated_delta,
     gated_delta_step,
@@ -346,8 +347,8 @@ def test_fla_gets_documents_as_sequences_of_one_row(monkeypatch: pytest.MonkeyPa
     found = passes(lambda x: ours(x, ids, carry, backend="fla"), operands(kind))
     assert_close(found, passes(theirs, operands(kind), ids, carry))
     maps = [
-        passes(lambda x, b=b: [transition(*x, documents=ids, carry=carry, backend=b)], operands(kind)[1:5])
-        for b in ("fla", "torch")
+        passes(lambda x, how=how: [transition(*x, documents=ids, carry=carry, backend=how)], operands(kind)[1:5])
+        for how in get_args(LinearAttentionBackend)
     ]
     assert_close(*maps)
 

@@ -26,7 +26,7 @@ BATCH, SEQ, DIM, TAPS = 2, 48, 10, 4
 KEY_HEADS, HEADS, WIDTH = 2, 4, 5
 KEYS, VALUES = KEY_HEADS * WIDTH, HEADS * WIDTH
 DOCUMENTS = ([0, 1, 13, 14, 33, SEQ], [0, 24, 30, SEQ])
-"""Starts of each row's documents, and its end. They lie across ends of segments, and start at them; one has a single token."""
+"""Starts of each row's documents, and its end: across the ends of segments, at them, and one of a single token."""
 
 Layout = tuple[ParallelismConfig, tuple[int, ...]]
 """Degrees, and places at which the sequence is cut."""

@@ -16,6 +16,8 @@ from torch import Tensor
 
 BLOCK = 16
 """Tokens whose decays by channel are computed pair by pair; farther pairs go through the first token of a block."""
+LEAST = -50.0
+"""Smallest log decay, a factor of 2e-22: a smaller one, such as -inf, would cost the digits of the tokens after it."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def read_chunk(  # noqa: PLR0917  # as the operator
 
     times = v.shape[2] // k.shape[2]
     rows = torch.stack([by_head(x).repeat_interleave(times, 1) for x in (k, q) if x is not None], 2)
-    values, strength, log_decay = by_head(v), by_head(beta), by_head(g)
+    values, strength, log_decay = by_head(v), by_head(beta), by_head(g).clamp(min=LEAST)
     values = F.pad(values, (0, state.shape[-1] - v.shape[-1]))
     visible = torch.ones(values.shape[2], values.shape[2], dtype=torch.bool, device=v.device).tril()[None, None]
     if runs is None:

@@ -59,7 +59,7 @@ def gated_delta(  # noqa: PLR0917  # the arguments of the rule
     """Outputs of a segment of tokens in the dtype of `v`, and the state after it, in fp32 or fp64.
 
     The caller normalizes queries and keys and scales queries. Key head j serves value heads j · r to j · r + r - 1. `g`
-    is the log of the decay, at most 0 and finite, one number or K. The state starts anew where the number in
+    is the log of the decay, at most 0, one number or K. The state starts anew where the number in
     `documents` changes. `state` is the one before the segment, zero if None, and `carry` the document of the token
     before the segment, -1 if there is none; if it is None, the first token continues the document of `state`.
     """

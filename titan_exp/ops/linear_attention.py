@@ -36,9 +36,10 @@ def choose_linear_attention_backend(requested: str, device: torch.device) -> Lin
     """
     runs = device.type == "cuda" and has_fla()
     if requested == "fla" and not runs:
-        reason = "its kernels need a GPU" if has_fla() else "Python finds no module fla"
-        remedy = f"type pip install 'fla-core[cuda]', or use {LINEAR_ATTENTION_BACKEND}=auto"
-        remedy = f"use {LINEAR_ATTENTION_BACKEND}=auto" if has_fla() else remedy
+        reason, first = "Python finds no module fla", "type pip install 'fla-core[cuda]', or "
+        if has_fla():
+            reason, first = f"its kernels need a GPU, and this run uses a {device.type.upper()}", ""
+        remedy = f"{first}use {LINEAR_ATTENTION_BACKEND}=auto"
         raise UserError("This run cannot start.", [Violation(LINEAR_ATTENTION_BACKEND, requested, reason, remedy)])
     return "fla" if runs and requested != "torch" else "torch"
 

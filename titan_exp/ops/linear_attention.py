@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 BLOCK = 16
 """Tokens whose decays per channel are computed pair by pair; farther pairs go through the first token of a block."""
@@ -366,7 +365,7 @@ def _empty_results(  # noqa: PLR0917  # as the operator
 
 
 @linear_attention_backward.register_fake
-def _empty_gradients(  # noqa: PLR0917  # as the operator
+def _empty_gradients(  # as the operator
     out_grad: Tensor, state_grad: Tensor, q: Tensor | None, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     of_q = state_grad.new_empty(0) if q is None else q.new_empty(q.shape)

@@ -62,6 +62,8 @@ class ImportReader:
     def _read(self, name: str, *window: slice) -> Tensor:
         """Read a slice of one of their tensors, stored alone or with those of other experts."""
         stored, expert = self._map.stored(name)
+        if name in self._map.reshaped:
+            return self._store.read(name).reshape(self._map.their_shapes[name])[window]
         if expert is None:
             return self._store.read(name, *window)
         rows, *columns = window
@@ -93,6 +95,8 @@ class ExportReader:
 
     def read(self, name: str, *window: slice) -> Tensor:
         """Read the window's rows of a tensor; of a tensor of all experts, only the experts in the window."""
+        if (stored := self._map.reshaped.get(name)) is not None:
+            return self._read(name, range(self._map.their_shapes[name][0])).reshape(stored)[window]
         template = self._map.stacks.get(name)
         if template is None:
             rows, *rest = window or (slice(None),)

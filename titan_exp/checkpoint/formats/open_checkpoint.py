@@ -13,7 +13,7 @@ from titan_exp.checkpoint.dcp.storage_writer import find_damage, raise_if_damage
 from titan_exp.checkpoint.formats.block_scaled import BlockFP8Reader, MXFP4Reader
 from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
 from titan_exp.checkpoint.formats.mapping import ImportReader, check_tensors, require_size
-from titan_exp.checkpoint.formats.safetensors import PrefixedReader, SafetensorsReader, TensorReader
+from titan_exp.checkpoint.formats.safetensors import PrefixedReader, RenamedReader, SafetensorsReader, TensorReader
 from titan_exp.checkpoint.formats.torch_file import IGNORED, TorchFileReader, open_consolidated, torch_load_safely
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.state_dict import is_training_state
@@ -256,6 +256,8 @@ def _mapped(
         )
     require_size(model, store.shapes.values(), str(path))
     row_map = state_dict_map(model, mapped_format)
+    renamed = {name: own for name, own in row_map.aliases.items() if name not in store.shapes and own in store.shapes}
+    store = RenamedReader(store, renamed) if renamed else store
     wanted = {name: shape for name, shape in row_map.stored_shapes.items() if name not in row_map.copies}
     check_tensors(store.shapes, wanted, where=str(path), optional=row_map.optional | extra)
     return ImportReader(store, row_map)

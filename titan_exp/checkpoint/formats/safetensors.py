@@ -64,6 +64,25 @@ class PrefixedReader:
         return self._store.read(self._prefix + name, *window)
 
 
+class RenamedReader:
+    """Reads tensors under other names; those without another name keep theirs."""
+
+    def __init__(self, store: TensorReader, names: Mapping[str, str]) -> None:
+        self._store, self._names = store, names
+        stored = {own: name for name, own in names.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            stored.get(name, name): shape for name, shape in store.shapes.items()
+        }
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor."""
+        return self._store.dtype(self._names.get(name, name))
+
+    def read(self, name: str, *window: slice) -> Tensor:
+        """Read only a slice from disk."""
+        return self._store.read(self._names.get(name, name), *window)
+
+
 STEM = "model"
 """First part of Hugging Face's file names."""
 

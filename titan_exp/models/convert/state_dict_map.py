@@ -12,7 +12,7 @@ from typing import Literal
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.schema.component import component
 from titan_exp.models.spec.feed_forward import FFN_GROUP
-from titan_exp.models.spec.model_spec import AttentionSpec
+from titan_exp.models.spec.mixers import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,10 @@ class StateDictMap:
     columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Column order: their column for each of our columns, by our full name, for weights whose columns they order
     differently."""
+    reshaped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Stored shape by their name, for tensors that are stored with further dims of size 1."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names under which their tensors may be stored, by their name."""
 
     @cached_property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -100,7 +104,7 @@ class StateDictMap:
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self.their_shapes.items():
             stack, _ = self.stored(name)
-            found[stack] = shape if stack == name else (self._experts(stack), *reversed(shape))
+            found[stack] = self.reshaped.get(name, shape) if stack == name else (self._experts(stack), *reversed(shape))
         return found
 
     def stored(self, name: str) -> tuple[str, int | None]:
@@ -193,15 +197,17 @@ class StateDictMap:
 def qkv_rows(attention: AttentionSpec, query: str, key: str, value: str, interleaved: bool) -> Iterator[RowRange]:
     """Rows of the fused qkv weight, by key-value head: its query heads, its key, its value."""
     width, group = attention.qk_dim, attention.group
+    of_query = 2 * width if attention.gated else width
     start = 0
     for head in range(attention.kv_heads):
-        rotated = [(query, head * group + member) for member in range(group)] + [(key, head)]
-        for name, theirs in rotated:
+        rotated = [(query, head * group + member, of_query) for member in range(group)] + [(key, head, width)]
+        for name, theirs, rows in rotated:
             if interleaved:
+                assert rows == width, "no family has gates and rotates neighbours"
                 yield from half_split_rows(start, width, name, theirs * width)
             else:
-                yield RowRange(start, width, name, theirs * width)
-            start += width
+                yield RowRange(start, rows, name, theirs * rows)
+            start += rows
         yield RowRange(start, attention.v_dim, value, head * attention.v_dim)
         start += attention.v_dim
 

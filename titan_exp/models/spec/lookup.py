@@ -99,10 +99,16 @@ def _calling(function: str, config: ModelConfig) -> AbstractContextManager[None]
 def parameter_roles(spec: ModelSpec) -> dict[str, Role]:
     """Role of every parameter by full name, as an optimizer sees it."""
     stacked = {f"{name}.{part}" for name, linear in spec.linears() if linear.experts > 1 for part in ("weight", "bias")}
+    vectors = {
+        f"blocks.{number}.{tensor.name}"
+        for number, layer in enumerate(spec.blocks)
+        for tensor in layer.tensors
+        if tensor.vectors
+    }
     ends: dict[str, Role] = {"embedding.weight": "embedding", "head.weight": "head"}
     return {
         name: "vector"
-        if is_vector(shape, stacked=name in stacked)
+        if name in vectors or is_vector(shape, stacked=name in stacked)
         else ends.get(name, "expert" if name in stacked or len(shape) > 2 else "matrix")
         for name, shape in spec.shapes.items()
     }

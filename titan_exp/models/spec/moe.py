@@ -92,6 +92,8 @@ class MoEVariant:
     """Standard deviation of the initial bias of the router's logits, 0 for zeros; None means no bias."""
     weighted_inputs: bool = False
     """True if weights multiply the experts' inputs instead of their outputs (Llama 4)."""
+    gated_shared: bool = False
+    """True if the sigmoid of one number per token multiplies the output of the shared experts (Qwen3-Next)."""
 
 
 PLAIN_EXPERTS = MoEVariant()

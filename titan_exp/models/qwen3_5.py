@@ -6,21 +6,17 @@ the language model; the vision tower and the modules of multi-token prediction i
 
 from dataclasses import dataclass, replace
 
-from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models import family
 from titan_exp.models.convert.hf_config import HuggingFace
 from titan_exp.models.convert.hf_keys import Key, both_ways
 from titan_exp.models.qwen3_next import MIXER_NAMES, NAMES, UNREAD, HybridConfig, hybrid_keys, hybrid_spec
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.models.spec.transformer import transformer_layer
+from titan_exp.models.spec.transformer import TransformerConfig, transformer_layer
 
 
 @dataclass(frozen=True)
-class Config(HybridConfig):
+class Config(HybridConfig, TransformerConfig):
     """Shape of a dense Qwen3.5."""
-
-    ffn_dim: PositiveInt
-    """Width of the feed-forward layer, a multiple of 32. E.g. `model.ffn_dim=1536`."""
 
 
 def spec(config: Config) -> ModelSpec:

@@ -134,20 +134,19 @@ class StateDictMap:
                 yield replace(run, start=run.start + expert * rows, name=run.name.format(expert))
 
     def owner(self, name: str) -> str:
-        """Our parameter that holds one of their tensors, stored or not, or the tensor that it duplicates."""
-        return self._owners[self.stacks.get(self.copies.get(name, name), self.copies.get(name, name)).format(0)][0]
+        """Our parameter that holds one of their tensors, stored or not, or the tensor that it duplicates; the first if
+        several hold its rows."""
+        return self._owners[self.stacks.get(self.copies.get(name, name), self.copies.get(name, name)).format(0)][0][0]
 
     def copies_of(self, name: str) -> list[str]:
         """Their tensors that duplicate one of theirs."""
         return [copy for copy, original in self.copies.items() if original == name]
 
-    def of_theirs(self, name: str) -> TensorRows:
-        """Row ranges of one of their tensors, or of the tensor that it duplicates."""
+    def of_theirs(self, name: str) -> tuple[TensorRows, ...]:
+        """Row ranges of one of their tensors, or of the tensor that it duplicates, in each of our parameters that hold
+        its rows."""
         name = self.copies.get(name, name)
-        ours, expert = self._owners[name]
-        rows = self.shapes[ours][0] if expert is None else self.shapes[ours][1]
-        first = (expert or 0) * rows
-        return TensorRows(ours, expert, tuple(run for run in self.of(ours, first, first + rows) if run.name == name))
+        return tuple(self._rows_in(name, ours, expert) for ours, expert in self._owners[name])
 
     def their_names(self, name: str) -> list[str]:
         """Their tensors that one of our parameters is made of."""
@@ -159,6 +158,11 @@ class StateDictMap:
     def is_buffer(self, name: str) -> bool:
         """True if one of their tensors is one of our buffers."""
         return self.owner(name) in self.buffers
+
+    def _rows_in(self, name: str, ours: str, expert: int | None) -> TensorRows:
+        rows = self.shapes[ours][0] if expert is None else self.shapes[ours][1]
+        first = (expert or 0) * rows
+        return TensorRows(ours, expert, tuple(run for run in self.of(ours, first, first + rows) if run.name == name))
 
     def _within(self, name: str, start: int, stop: int) -> Iterator[RowRange]:
         runs = self.runs[name]
@@ -182,15 +186,14 @@ class StateDictMap:
         }
 
     @cached_property
-    def _owners(self) -> dict[str, tuple[str, int | None]]:
-        """Our parameter that holds each of their tensors, with the expert in it, by their name."""
-        found: dict[str, tuple[str, int | None]] = {}
+    def _owners(self) -> dict[str, list[tuple[str, int | None]]]:
+        """Our parameters that hold the rows of each of their tensors, with the expert in it, by their name."""
+        found: dict[str, list[tuple[str, int | None]]] = {}
         for ours in self.runs:
             names = self.their_names(ours)
             per_expert = len(names) // self.shapes[ours][0] if ours in self.stacked else 0
             for place, name in enumerate(names):
-                assert name not in found, "each tensor of theirs belongs to one parameter of ours"
-                found[name] = (ours, place // per_expert if per_expert else None)
+                found.setdefault(name, []).append((ours, place // per_expert if per_expert else None))
         return found
 
 

@@ -1,0 +1,132 @@
+"""Hybrids against `transformers`: logits, choices, gradients per parameter, config and conversion both ways."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.models.hybrid_shapes import HYBRIDS, noisy_model, proving, shape
+from tests.models.round_trip import tensors
+from tests.models.test_deepseek import in_transformers
+from tests.models.test_qwen3_moe import choices
+from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
+from titan_exp.checkpoint.formats.mapping import ImportReader
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
+from titan_exp.checkpoint.formats.torch_file import TorchFileReader
+from titan_exp.config.groups.experiment import ModelConfig
+from titan_exp.models.build import build_model
+from titan_exp.models.convert.hf_config import from_huggingface, to_huggingface
+from titan_exp.models.convert.state_dict_map import state_dict_map
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.trainer.restore import load_source
+
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.randint(0, 320, (2, 100), generator=torch.Generator().manual_seed(1))
+"""Longer than a chunk of the delta rule, and not a multiple of it."""
+
+
+def exported(model: nn.Module, config: ModelConfig, folder: Path) -> Path:
+    spec = model_spec(config)
+    assert spec is not None
+    state = {name: tensor for name, tensor in model.state_dict().items() if name in spec.state_shapes}
+    source = OpenCheckpoint(Path("memory"), "torch", config, TorchFileReader(state))
+    export_weights(source, folder, ExportOptions("huggingface"))
+    return folder
+
+
+def stored_gradients(theirs: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """Gradients under the names, and in the shapes, of a saved file: those of a model whose weights they are."""
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    theirs.save_pretrained(folder)  # type: ignore[operator]  # a method of transformers
+    return tensors(folder)
+
+
+@pytest.mark.parametrize("family", proving("logits", "gradients"))
+def test_logits_choices_and_gradients_equal(tmp_path: Path, family: str):
+    config = shape(family)
+    ours = noisy_model(config)
+    theirs = in_transformers(exported(ours, config, tmp_path / "export"))
+    assert type(theirs).__name__ == HYBRIDS[family]
+    routers = [name for name in ("Qwen3NextTopKRouter", "Qwen3_5MoeTopKRouter", "KimiLinearTopkRouter")]
+    own = choices(ours, "Router", lambda out: out.experts)
+    their = [found for name in routers for found in [choices(theirs, name, lambda out: out[2])]]
+    logits, expected = ours(IDS), theirs(IDS).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    chosen = [layer for found in their for layer in found]
+    assert len(own) == len(chosen)
+    assert all(torch.equal(mine.flatten(0, -2), other.flatten(0, -2)) for mine, other in zip(own, chosen, strict=True))
+    labels = IDS.roll(-1, dims=1).flatten()
+    for found in (logits, expected):
+        F.cross_entropy(found.flatten(0, 1), labels).backward()
+    files = TorchFileReader(stored_gradients(theirs, tmp_path / "gradients"))
+    reader = with_aliases(files, config)
+    for name, parameter in ours.named_parameters():
+        wanted = reader.read(name)
+        assert parameter.grad is not None
+        assert wanted.norm() > 0, name
+        assert (parameter.grad - wanted).norm() <= 1e-4 * wanted.norm(), name
+
+
+def with_aliases(files: Any, config: ModelConfig) -> ImportReader:
+    from titan_exp.checkpoint.formats.safetensors import RenamedReader
+
+    row_map = state_dict_map(config, "huggingface")
+    return ImportReader(RenamedReader(files, row_map.aliases), row_map)
+
+
+@pytest.mark.parametrize("family", proving("import", "export"))
+def test_a_folder_of_transformers_comes_back_bitwise(tmp_path: Path, family: str):
+    config = shape(family, "model.attention_backend=auto")
+    values = to_huggingface(config, dtype="float32", special_tokens={})
+    kind = getattr(transformers, HYBRIDS[family])
+    torch.manual_seed(0)
+    theirs = kind(kind.config_class(**json.loads(json.dumps(values)))).eval()
+    theirs.set_attn_implementation("eager")
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if name.endswith("A_log"):
+                parameter.copy_(torch.randn_like(parameter) * 0.5)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "theirs")
+    source = open_checkpoint(tmp_path / "theirs")
+    assert source.model == from_huggingface(values, "theirs")
+    ours = load_source(source, torch.device("cpu"), seq_len=128)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(IDS), theirs(IDS).logits, atol=1e-5, rtol=1e-5)
+    export_weights(source, tmp_path / "ours", ExportOptions("huggingface"))
+    found, expected = (tensors(tmp_path / side) for side in ("ours", "theirs"))
+    aliases = state_dict_map(config, "huggingface").aliases
+    found = {name if name in expected else aliases[name]: tensor for name, tensor in found.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    again = kind.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    assert all(torch.equal(one, other) for one, other in zip(again.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_config_json_comes_back(family: str):
+    config = shape(family, "model.attention_backend=auto")
+    values = to_huggingface(config, dtype="bfloat16", special_tokens={})
+    assert from_huggingface(json.loads(json.dumps(values)), config.name) == config
+    theirs = getattr(transformers, HYBRIDS[family]).config_class(**json.loads(json.dumps(values)))
+    assert from_huggingface(theirs.to_dict(), config.name) == config
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_spec_has_every_parameter(family: str):
+    config = shape(family)
+    with torch.device("meta"):
+        model = build_model(config, seq_len=16, attention_backend="math")
+    spec = model_spec(config)
+    assert spec is not None
+    assert spec.shapes == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    kinds = ["linear" if layer.linear_attention is not None else "full" for layer in spec.layers]
+    assert kinds[:4] == ["linear", "linear", "linear", "full"]

@@ -61,6 +61,9 @@ def _aten_operators() -> tuple[str, ...]:
 ATTENTION_BACKEND = "model.attention_backend"
 """Key of the kernel of every family with attention."""
 
+LINEAR_ATTENTION_BACKEND = "model.linear_attention_backend"
+"""Key of the kernel of every family with linear attention."""
+
 ON_CPU = ("auto", "flash", "math")
 """Kernels with training support on CPUs; FlexAttention has no CPU backward."""
 
@@ -161,6 +164,11 @@ FLASH_PACKAGES = {
     "fa4": FlashPackage("FlashAttention 4", "FA4", "flash_attn.cute", (9, 10), "type pip install flash-attn-4"),
 }
 """FlashAttention packages by `attention_backend`."""
+
+
+def has_fla() -> bool:
+    """True if fla-core and Triton, without which it cannot be imported, are installed; imports neither."""
+    return find_spec("fla") is not None and find_spec("triton") is not None
 
 
 def torchao_version() -> str | None:

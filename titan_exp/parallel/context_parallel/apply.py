@@ -13,6 +13,7 @@ from titan_exp.ops.attention.mask_pattern import MaskPattern
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.parallel.collectives import all_gather, all_to_all, gather_documents
 from titan_exp.parallel.context_parallel.attention import ContextAttention, GatheredLatents
+from titan_exp.parallel.context_parallel.linear_attention import ContextGatedDelta, shard_linear_attention
 from titan_exp.parallel.mesh import Mesh
 
 
@@ -91,16 +92,19 @@ class UlyssesAttention(nn.Module):
 
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, method: Literal["ring", "allgather", "ulysses"]) -> None:
-    """Replace every block's attention core by a context-parallel one, in place.
+    """Replace every block's attention core, or cores of linear attention, by context-parallel ones, in place.
 
-    Only the core mixes tokens, so the rest of a block stays. Does nothing if all cp axes have size 1.
+    Only cores mix tokens, so the rest of a block stays. Does nothing if all cp axes have size 1.
     """
     if mesh.sequence_shard.degree == 1:
         return
     across, within = mesh.world["cp_across"], mesh.world["cp_within"]
     for block in iter_blocks(model):
+        shard_linear_attention(block, mesh)
         attention = block.get_submodule("attention")
         core = attention.get_submodule("core")
+        if isinstance(core, ContextGatedDelta):
+            continue
         assert isinstance(core, CausalAttention), "checked by the rules"
         if across.size() > 1:
             assert method != "ulysses", "all ranks exchange heads"

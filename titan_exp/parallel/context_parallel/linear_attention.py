@@ -1,0 +1,255 @@
+"""Linear attention over a sharded sequence: ranks exchange the affine maps of their segments, not their tokens.
+
+A segment is a run of adjacent tokens on one rank: one for a contiguous shard, two for a zigzag one, more with cuts. The
+state after a segment is A · S + B, if it was S before. So every rank gathers the maps of all segments, applies those of
+the earlier ones to a zero state, and runs its segments from the states found. Backward applies the transposed maps from
+the last segment on. The maps of a segment in which a document starts have A = 0, without a special case.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titan_exp.ops.linear_attention import (
+    GatedDeltaCore,
+    ShortConvolutionCore,
+    gated_delta,
+    short_convolution,
+    transition,
+)
+from titan_exp.parallel.collectives import gather_into, group_named
+from titan_exp.parallel.context_parallel.load_balance import ShardedSequence, head_tail_pieces
+from titan_exp.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Segments of a sequence over ranks."""
+
+    slices: list[slice]
+    """Places of this rank's segments among its tokens, in order."""
+    own: list[int]
+    """Index of each of them among the segments of all ranks, in the order of the sequence."""
+    order: list[int]
+    """Place of each of all segments among the gathered ones: its rank times `slots`, plus its index on the rank."""
+    slots: int
+    """Largest number of segments on a rank."""
+
+    def stacked(self, parts: list[Tensor]) -> Tensor:
+        """Stack this rank's tensors, filled up to `slots` with zeros."""
+        return torch.stack([*parts, *[torch.zeros_like(parts[0])] * (self.slots - len(parts))])
+
+
+def segments_of(shards: ShardedSequence, length: int) -> Segments:
+    """Segments of sequences of which each rank has `length` tokens."""
+    seq = length * shards.degree
+    found = list[tuple[int, int, int]]()
+    slots, rank = 0, shards.across.rank * shards.within.degree + shards.within.rank
+    slices = list[slice]()
+    for holder in range(shards.degree):
+        across, within = divmod(holder, shards.within.degree)
+        pieces = _pieces(replace(shards, across=replace(shards.across, rank=across)), seq)
+        # The group's part is its pieces one after another, of which this rank has the tokens from `first` on.
+        first, place, index = within * length, 0, 0
+        for piece in pieces:
+            start, end = max(place, first), min(place + len(piece), first + length)
+            if start < end:
+                found.append((piece.start + start - place, holder, index))
+                if holder == rank:
+                    slices.append(slice(start - first, end - first))
+                index += 1
+            place += len(piece)
+        slots = max(slots, index)
+    found.sort()
+    own = [place for place, (_, holder, _) in enumerate(found) if holder == rank]
+    return Segments(slices, own, [holder * slots + index for _, holder, index in found], slots)
+
+
+def _pieces(shards: ShardedSequence, seq: int) -> tuple[range, ...]:
+    across = shards.across
+    if across.degree > 1 and across.zigzag:
+        return head_tail_pieces(across.rank, across.degree, seq, across.cuts)
+    part = seq // across.degree
+    return (range(across.rank * part, (across.rank + 1) * part),)
+
+
+class SegmentExchange:
+    """Ranks that share sequences, and their shards."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.shards = mesh.sequence_shard
+        self.groups = [
+            mesh.world[axis].get_group().group_name if mesh.world[axis].size() > 1 else ""
+            for axis in ("cp_within", "cp_across")
+        ]
+
+    def segments(self, length: int) -> Segments:
+        """Segments of sequences of which each rank has `length` tokens."""
+        return segments_of(self.shards, length)
+
+    def previous(self, segments: Segments, ends: list[Tensor]) -> Tensor:
+        """For each of this rank's segments, what the previous segment's rank gives as the end of it; zeros before the
+        first."""
+        return neighbours(segments.stacked(ends), segments.order, segments.own, -1, *self.groups)
+
+    def documents_before(self, segments: Segments, documents: Tensor | None, count: int) -> list[Tensor] | list[None]:
+        """Documents [batch, count] of the tokens in front of each of this rank's segments, -1 for none."""
+        if documents is None:
+            return [None] * len(segments.slices)
+        ends = [documents[:, at.stop - count : at.stop] + 1 for at in segments.slices]
+        return list((self.previous(segments, ends) - 1).unbind())
+
+
+class ContextGatedDelta(nn.Module):
+    """Replaces `GatedDeltaCore`, with the same arguments for this rank's part of the sequence."""
+
+    def __init__(self, core: GatedDeltaCore, exchange: SegmentExchange) -> None:
+        super().__init__()
+        self.backend, self.chunk, self.exchange = core.backend, core.chunk, exchange
+
+    def forward(  # noqa: PLR0917  # as of the core
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor | None
+    ) -> Tensor:
+        """Outputs [batch, part, value_heads, V] of this rank's tokens."""
+        segments = self.exchange.segments(v.shape[1])
+        carries = self.exchange.documents_before(segments, documents, 1)
+        calls = []
+        for at, before in zip(segments.slices, carries, strict=True):
+            part = [None if x is None else x[:, at] for x in (q, k, v, g, beta, documents)]
+            carry = None if before is None else before[:, 0]
+            calls.append((part, {"carry": carry, "chunk": self.chunk, "backend": self.backend}))
+        maps = segments.stacked([transition(*part[1:], **how) for part, how in calls])
+        states = states_before(maps, v.shape[-1], segments.order, segments.own, *self.exchange.groups)
+        found = [gated_delta(*part, state=state, **how)[0] for (part, how), state in zip(calls, states, strict=True)]
+        return torch.cat(found, dim=1)
+
+
+class ContextShortConvolution(nn.Module):
+    """Replaces `ShortConvolutionCore`, with the same arguments for this rank's part of the sequence."""
+
+    def __init__(self, core: ShortConvolutionCore, exchange: SegmentExchange) -> None:
+        super().__init__()
+        self.silu, self.exchange = core.silu, exchange
+
+    def forward(self, x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
+        """Convolve this rank's tokens [batch, part, channels]; the inputs in front of a segment come from its holder."""
+        segments, reach = self.exchange.segments(x.shape[1]), weight.shape[1] - 1
+        # Otherwise inputs would come from more than one segment.
+        assert min(at.stop - at.start for at in segments.slices) >= reach, "segments are as long as the filter reaches"
+        before = self.exchange.previous(segments, [x[:, at.stop - reach : at.stop] for at in segments.slices])
+        ids = self.exchange.documents_before(segments, documents, reach)
+        parts = [
+            short_convolution(
+                x[:, at], weight, None if documents is None else documents[:, at], inputs, known, silu=self.silu
+            )
+            for at, inputs, known in zip(segments.slices, before, ids, strict=True)
+        ]
+        return torch.cat(parts, dim=1)
+
+
+def shard_linear_attention(block: nn.Module, mesh: Mesh) -> None:
+    """Replace a block's cores of linear attention by context-parallel ones, in place."""
+    exchange = SegmentExchange(mesh)
+    for module in list(block.modules()):
+        for name, core in list(module.named_children()):
+            if isinstance(core, GatedDeltaCore):
+                setattr(module, name, ContextGatedDelta(core, exchange))
+            elif isinstance(core, ShortConvolutionCore):
+                setattr(module, name, ContextShortConvolution(core, exchange))
+
+
+# Custom ops are opaque to the compiler, which would otherwise break the graph at every message.
+@torch.library.custom_op("titan_exp::neighbouring_segments", mutates_args=())
+def neighbours(  # noqa: PLR0917  # custom ops take positional arguments
+    ends: Tensor, order: list[int], own: list[int], step: int, within: str, across: str
+) -> Tensor:
+    """For each of this rank's segments, the row of `ends` [slots, ...] of the segment `step` places on; else zeros."""
+    gathered = _gather(ends, within, across)
+    places = [place + step for place in own]
+    rows = [gathered[order[at]] if 0 <= at < len(order) else torch.zeros_like(ends[0]) for at in places]
+    return torch.stack(rows)
+
+
+@torch.library.custom_op("titan_exp::states_before_segments", mutates_args=())
+def states_before(  # noqa: PLR0917  # custom ops take positional arguments
+    maps: Tensor, width: int, order: list[int], own: list[int], within: str, across: str
+) -> Tensor:
+    """States [own, batch, heads, K, width] before this rank's segments, from the maps [B | A] of its segments."""
+    gathered, state, found = _gather(maps, within, across), torch.zeros_like(maps[0, ..., :width]), []
+    for place in range(own[-1] + 1):
+        if place in own:
+            found.append(state)
+        written, kept = gathered[order[place]].tensor_split([width], dim=-1)
+        state = kept @ state + written
+    return torch.stack(found)
+
+
+@torch.library.custom_op("titan_exp::states_before_segments_backward", mutates_args=())
+def states_before_backward(  # noqa: PLR0917  # custom ops take positional arguments
+    gradient: Tensor, states: Tensor, maps: Tensor, order: list[int], own: list[int], within: str, across: str
+) -> Tensor:
+    """Gradient of this rank's maps, from those of the states before the segments of all ranks."""
+    width, slots = states.shape[-1], maps.shape[0]
+    padding = gradient.new_zeros(slots - len(own), *gradient.shape[1:])
+    gathered = _gather(torch.cat((torch.cat((gradient, padding)), maps[..., width:]), dim=-1), within, across)
+    found, after = torch.zeros_like(maps), torch.zeros_like(states[0])
+    for place in reversed(range(own[0], len(order))):
+        if place in own:
+            index = own.index(place)
+            found[index] = torch.cat((after, after @ states[index].mT), dim=-1)
+        change, kept = gathered[order[place]].tensor_split([width], dim=-1)
+        after = change + kept.mT @ after
+    return found
+
+
+def _gather(parts: Tensor, *groups: str) -> Tensor:
+    """Concatenate the ranks' tensors [n, ...] in the order of ranks, the last group varying slowest."""
+    for name in groups:
+        if name:
+            group = group_named(name)
+            gathered = parts.new_empty(group.size() * parts.shape[0], *parts.shape[1:])
+            gather_into(gathered, parts.contiguous(), group=group)
+            parts = gathered
+    return parts
+
+
+@neighbours.register_fake
+def _(ends: Tensor, order: list[int], own: list[int], *_: Any) -> Tensor:
+    return ends.new_empty(len(own), *ends.shape[1:])
+
+
+@states_before.register_fake
+def _(maps: Tensor, width: int, order: list[int], own: list[int], *_: Any) -> Tensor:
+    return maps.new_empty(len(own), *maps.shape[1:-1], width)
+
+
+@states_before_backward.register_fake
+def _(gradient: Tensor, states: Tensor, maps: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(maps)
+
+
+def _save_neighbours(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ends, *ctx.how = inputs
+    ctx.slots = ends.shape[0]
+
+
+def _neighbours_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    order, own, step, *groups = ctx.how
+    padding = gradient.new_zeros(ctx.slots - len(own), *gradient.shape[1:])
+    found = neighbours(torch.cat((gradient, padding)), order, own, -step, *groups)
+    return (torch.cat((found, padding)), *(None,) * 5)
+
+
+def _save_states(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    maps, _, *ctx.how = inputs
+    ctx.save_for_backward(output, maps)
+
+
+def _states_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return (states_before_backward(gradient, *ctx.saved_tensors, *ctx.how), *(None,) * 5)
+
+
+neighbours.register_autograd(_neighbours_backward, setup_context=_save_neighbours)
+states_before.register_autograd(_states_backward, setup_context=_save_states)

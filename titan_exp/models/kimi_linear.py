@@ -166,6 +166,8 @@ _KEYS: dict[str, Any] = {
     ),
     "tie_word_embeddings": Key("tied_embeddings", flag, False),
     "hidden_act": "silu",
+    # The class would take the id of its released tokenizer, and give that row of the embedding no gradient.
+    "pad_token_id": Key(write=lambda _: None),
     "initializer_range": Key("init_std", float, 0.02),
 }
 

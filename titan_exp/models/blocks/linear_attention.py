@@ -18,6 +18,7 @@ from titan_exp.models.blocks.transformer import HeadNumbers, norm
 from titan_exp.models.spec.mixers import LinearAttentionSpec
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.tp_plan import TPStyle
+from titan_exp.ops.attention.kv_cache import RecurrentCache
 from titan_exp.ops.linear_attention import GatedDeltaCore, ShortConvolutionCore, l2_normalized
 
 
@@ -104,10 +105,17 @@ class LinearAttention(nn.Module):
         self.out = linear(layer, "attention.out")
         self.convolution_core = ShortConvolutionCore()
         self.core = GatedDeltaCore()
+        self.cache: RecurrentCache | None = None
+        """Cache of the state, in generation."""
 
     def tp_plan(self) -> dict[str, TPStyle]:
         """Tensor-parallel sharding of the linears: by key head, with its value heads."""
         return self._plan
+
+    def enable_cache(self, length: int) -> RecurrentCache:
+        """Keep the state from now on; it is as large for any `length`."""
+        self.cache = RecurrentCache()
+        return self.cache
 
     def mask(
         self,
@@ -127,19 +135,22 @@ class LinearAttention(nn.Module):
 
         With sequence parallelism `x` is this rank's part of the tokens, while `mask` covers all.
         """
-        spec, whole = self.spec, self.gather(x)
-        mixed = self.convolution_core(self.qkv(whole), self.convolution(), mask)
+        spec, cache, whole = self.spec, self.cache, self.gather(x)
+        inputs, filters = self.qkv(whole), self.convolution()
+        mixed = self.convolution_core(inputs, filters, mask) if cache is None else cache.convolve(inputs, filters)
         widths = (spec.key_dim, spec.key_dim, spec.group * spec.value_dim)
         query, key, value = mixed.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
         query, key = l2_normalized(query) * spec.key_dim**-0.5, l2_normalized(key)
         value = value.unflatten(-1, (spec.group, spec.value_dim)).flatten(2, 3)
         forget, gate = self._gates(x, whole)
-        beta = self.beta(whole)
-        beta = beta.to(forget.dtype).sigmoid() * spec.strongest_write
-        out = self.out_norm(self.core(query, key, value, forget, beta, mask))
+        beta = self.beta(whole).to(forget.dtype).sigmoid() * spec.strongest_write
+        if cache is None:
+            out = self.core(query, key, value, forget, beta, mask)
+        else:
+            out = cache.attend(query, key, value, (forget, beta))
         activate = F.silu if spec.gate == "silu" else torch.sigmoid
         gate = activate(gate.to(forget.dtype)).unflatten(-1, (-1, spec.value_dim))
-        return self.out((out * gate).to(x.dtype).flatten(2))
+        return self.out((self.out_norm(out) * gate).to(x.dtype).flatten(2))
 
     def _gates(self, x: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithm of the decay, and the gate before its function, of all tokens."""

@@ -6,7 +6,7 @@ the earlier ones to a zero state, and runs its segments from the states found. B
 the last segment on. The maps of a segment in which a document starts have A = 0, without a special case.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from titan_exp.ops.linear_attention import (
     transition,
 )
 from titan_exp.parallel.collectives import gather_into, group_named
-from titan_exp.parallel.context_parallel.load_balance import ShardedSequence, head_tail_pieces
+from titan_exp.parallel.context_parallel.load_balance import Pieces, SequenceShard, ShardedSequence, head_tail_pieces
 from titan_exp.parallel.mesh import Mesh
 
 
@@ -44,22 +44,20 @@ class Segments:
 
 def segments_of(shards: ShardedSequence, length: int) -> Segments:
     """Segments of sequences of which each rank has `length` tokens."""
-    seq = length * shards.degree
-    found = list[tuple[int, int, int]]()
-    slots, rank = 0, shards.across.rank * shards.within.degree + shards.within.rank
-    slices = list[slice]()
+    across, within = shards.across, shards.within
+    seq, rank, slots = length * shards.degree, across.rank * within.degree + within.rank, 0
+    found: list[tuple[int, int, int]] = []
+    slices: list[slice] = []
     for holder in range(shards.degree):
-        across, within = divmod(holder, shards.within.degree)
-        pieces = _pieces(replace(shards, across=replace(shards.across, rank=across)), seq)
-        # The group's part is its pieces one after another, of which this rank has the tokens from `first` on.
-        first, place, index = within * length, 0, 0
-        for piece in pieces:
+        # A group's part is its pieces one after another, of which the holder has the tokens from `first` on.
+        first, place, index = holder % within.degree * length, 0, 0
+        for piece in _pieces(across, holder // within.degree, seq):
             start, end = max(place, first), min(place + len(piece), first + length)
             if start < end:
                 found.append((piece.start + start - place, holder, index))
+                index += 1
                 if holder == rank:
                     slices.append(slice(start - first, end - first))
-                index += 1
             place += len(piece)
         slots = max(slots, index)
     found.sort()
@@ -67,12 +65,11 @@ def segments_of(shards: ShardedSequence, length: int) -> Segments:
     return Segments(slices, own, [holder * slots + index for _, holder, index in found], slots)
 
 
-def _pieces(shards: ShardedSequence, seq: int) -> tuple[range, ...]:
-    across = shards.across
-    if across.degree > 1 and across.zigzag:
-        return head_tail_pieces(across.rank, across.degree, seq, across.cuts)
-    part = seq // across.degree
-    return (range(across.rank * part, (across.rank + 1) * part),)
+def _pieces(shard: SequenceShard, rank: int, seq: int) -> Pieces:
+    if shard.degree > 1 and shard.zigzag:
+        return head_tail_pieces(rank, shard.degree, seq, shard.cuts)
+    part = seq // shard.degree
+    return (range(rank * part, (rank + 1) * part),)
 
 
 class SegmentExchange:
@@ -134,7 +131,7 @@ class ContextShortConvolution(nn.Module):
         self.silu, self.exchange = core.silu, exchange
 
     def forward(self, x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
-        """Convolve this rank's tokens [batch, part, channels]; the inputs in front of a segment come from its holder."""
+        """Convolve this rank's tokens [batch, part, channels]; the inputs before a segment come from another rank."""
         segments, reach = self.exchange.segments(x.shape[1]), weight.shape[1] - 1
         # Otherwise inputs would come from more than one segment.
         assert min(at.stop - at.start for at in segments.slices) >= reach, "segments are as long as the filter reaches"

@@ -27,7 +27,7 @@ Pieces = tuple[range, ...]
 
 def head_tail_pieces(rank: int, degree: int, seq: int, cuts: Sequence[int] = ()) -> Pieces:
     """Head and tail piece of a rank in every segment between cuts."""
-    found = list[range]()
+    found: list[range] = []  # a compiler traces this function
     edges = (0, *cuts, seq)
     for first, end in itertools.pairwise(edges):
         length, rest = divmod(end - first, 2 * degree)

@@ -386,9 +386,13 @@ class ModelSpec:
 
     @property
     def attention(self) -> AttentionSpec | None:
-        """Attention of the first layer; None if any layer has none."""
-        found = [layer.attention for layer in self.layers]
-        return None if None in found else found[0]
+        """Attention of the first layer with softmax attention; None if a layer has neither this nor linear attention."""
+        return self.attentions[0] if self.describes_mixers and self.attentions else None
+
+    @property
+    def describes_mixers(self) -> bool:
+        """True if every layer has softmax attention or linear attention, so that nothing else mixes tokens."""
+        return all(layer.attention is not None or layer.linear_attention is not None for layer in self.layers)
 
     @cached_property
     def attentions(self) -> tuple[AttentionSpec, ...]:

@@ -22,11 +22,15 @@ from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_ch
 from titan_exp.checkpoint.formats.safetensors import RenamedReader
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.config.groups.experiment import ModelConfig
-from titan_exp.models.build import build_model
+from titan_exp.inference.generate import DecodeSession
+from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.convert.hf_config import from_huggingface, to_huggingface
 from titan_exp.models.convert.state_dict_map import state_dict_map
-from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.lookup import model_spec, parameter_roles
 from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.optim.parameter_groups import named_parameters
+from titan_exp.parallel.compute_weights import ComputeWeights
+from titan_exp.parallel.meta_init import init_weights
 from titan_exp.trainer.restore import load_source
 
 transformers = pytest.importorskip("transformers")
@@ -177,3 +181,67 @@ def test_the_spec_has_every_parameter(family: str):
     assert spec.shapes == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     kinds = ["linear" if layer.linear_attention is not None else "full" for layer in spec.layers]
     assert kinds[:4] == ["linear", "linear", "linear", "full"]
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_documents_of_a_row_do_not_see_each_other(family: str):
+    """Packed documents, one of a single token, give the logits of each by itself."""
+    model = noisy_model(shape(family)).eval()
+    lengths = (3, 1, 66, 30)
+    parts = IDS[:1].split(lengths, dim=1)
+    documents = torch.cat([torch.full_like(part, number) for number, part in enumerate(parts)], dim=1)
+    positions = torch.cat([torch.arange(length)[None] for length in lengths], dim=1)
+    with torch.no_grad():
+        packed = model(IDS[:1], positions, documents)
+        alone = torch.cat([model(part) for part in parts], dim=1)
+    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", proving("generate"))
+def test_greedy_text_equals_that_of_transformers(tmp_path: Path, family: str):
+    config = shape(family)
+    ours = noisy_model(config)
+    with torch.no_grad():
+        ours.get_parameter("head.weight").mul_(5)
+    theirs = in_transformers(exported(ours, config, tmp_path / "export"))
+    with torch.no_grad():
+        whole = ours(IDS[:1, :71])[0, -1]
+    session, ids = DecodeSession(ours, 128, cache=True), IDS[0, :70].tolist()
+    session.next_logits(ids)
+    torch.testing.assert_close(session.next_logits([*ids, int(IDS[0, 70])]), whole, atol=1e-3, rtol=1e-4)
+    session.reset()
+    for _ in range(20):
+        ids.append(int(session.next_logits(ids).argmax()))
+    wanted = theirs.generate(IDS[:1, :70], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert ids == wanted[0].tolist()
+    assert len(set(ids[70:])) > 3
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_initial_decays_and_roles(family: str):
+    """Decay rates and time steps begin within the published bounds; neither these nor filters are matrices."""
+    config = shape(family)
+    model = build_model(config, seq_len=16, attention_backend="math")
+    table = init_specs(model)
+    assert table is not None
+    init_weights(model, table, seed=3)
+    forget = {name: tensor for name, tensor in model.named_parameters() if ".forget." in name}
+    rates = torch.cat([tensor for name, tensor in forget.items() if name.endswith("log_rate")]).exp()
+    steps = torch.cat([F.softplus(tensor) for name, tensor in forget.items() if name.endswith("bias")])
+    low, high = {"olmo_hybrid": (0, 16), "kimi_linear": (1, 16)}.get(family, (0.01, 16))
+    assert low <= rates.min() < rates.mean() < rates.max() <= high
+    assert len(rates.unique()) == len(rates)
+    if family in ("olmo_hybrid", "kimi_linear"):
+        assert 0.99e-3 <= steps.min() < steps.max() <= 0.101
+    roles = parameter_roles(spec_of(config))
+    assert {named.name: named.role for named in named_parameters([model])} == roles
+    assert all(roles[name] == "vector" for name in roles if "convolution" in name or ".forget." in name)
+    assert any("convolution" in name for name in roles)
+
+
+def test_decays_stay_in_fp32_under_mixed_precision():
+    model = noisy_model(shape("qwen3_next"))
+    copies = ComputeWeights([model], torch.bfloat16).copies
+    names = {name: tensor in copies for name, tensor in model.named_parameters()}
+    assert not any(copied for name, copied in names.items() if ".forget." in name)
+    assert names["blocks.0.attention.qkv.weight"]

@@ -16,7 +16,7 @@ from titan_exp.models.convert.hf_keys import UNBALANCED, Key, both_ways, flag, w
 from titan_exp.models.qwen3_next import interval
 from titan_exp.models.spec.linear_attention import (
     LINEAR_ATTENTION,
-    LinearAttentionConfig,
+    LinearAttentionFields,
     hybrid_layers,
     with_linear_attention,
 )
@@ -26,21 +26,18 @@ from titan_exp.models.spec.transformer import decoder_spec
 
 
 @dataclass(frozen=True)
-class Config(deepseek.LatentMoEConfig):
+class Config(LinearAttentionFields, deepseek.LatentMoEConfig):
     """Shape of a Kimi Linear."""
 
     rope: OptionalRope
     """Rotary position embedding of layers with latent attention."""
-    linear_attention: LinearAttentionConfig
-    """Linear attention by the gated delta rule, in the layers without softmax attention.
-    E.g. `model=qwen3_next_debug model.linear_attention.key_heads=4`."""
 
 
 def spec(config: Config) -> ModelSpec:
     """Spec: layers with linear and with latent attention, dense layers first, then layers with experts."""
     dense, mixed = deepseek.layer_kinds(config)
     mixer = replace(
-        config.linear_attention.gated_delta_net(config.norm_eps),
+        config.gated_delta_net(config.norm_eps),
         decay="channel",
         gate="sigmoid",
         rates=(1.0, 16.0),

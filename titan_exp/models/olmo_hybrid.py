@@ -13,7 +13,7 @@ from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, LinearAtten
 from titan_exp.models.convert.hf_config import HuggingFace
 from titan_exp.models.convert.hf_keys import Key, attention_keys, both_ways
 from titan_exp.models.qwen3_next import mixer_keys
-from titan_exp.models.spec.linear_attention import LinearAttentionConfig, hybrid_layers, with_linear_attention
+from titan_exp.models.spec.linear_attention import LinearAttentionFields, hybrid_layers, with_linear_attention
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.rope import OptionalRope
 from titan_exp.models.spec.transformer import (
@@ -29,14 +29,11 @@ OUT_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
-class Config(TransformerConfig):
+class Config(LinearAttentionFields, TransformerConfig):
     """Shape of an OLMo Hybrid."""
 
     rope: OptionalRope
     """Rotary position embedding of layers with softmax attention."""
-    linear_attention: LinearAttentionConfig
-    """Linear attention by the gated delta rule, in the layers without softmax attention.
-    E.g. `model=qwen3_next_debug model.linear_attention.key_heads=4`."""
 
 
 def spec(config: Config) -> ModelSpec:
@@ -44,7 +41,7 @@ def spec(config: Config) -> ModelSpec:
     attention = AttentionVariant(qk_norm="all_heads", rope=config.rope.rotates)
     layer = transformer_layer(config, out_std=config.init_std, attention=attention)
     mixer = replace(
-        config.linear_attention.gated_delta_net(OUT_NORM_EPS),
+        config.gated_delta_net(OUT_NORM_EPS),
         strongest_write=2.0,
         rates=(0.0, 16.0),
         steps=(1e-3, 0.1),

@@ -23,7 +23,7 @@ from titan_exp.models.convert.hf_keys import (
     rope_keys,
     whole,
 )
-from titan_exp.models.spec.linear_attention import LinearAttentionConfig, hybrid_layers, with_linear_attention
+from titan_exp.models.spec.linear_attention import LinearAttentionFields, hybrid_layers, with_linear_attention
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 from titan_exp.models.spec.moe import MoEConfig, MoEVariant
 from titan_exp.models.spec.rope import ScaledRope
@@ -31,7 +31,7 @@ from titan_exp.models.spec.transformer import AttentionConfig, AttentionVariant,
 
 
 @dataclass(frozen=True)
-class HybridConfig(AttentionConfig):
+class HybridConfig(LinearAttentionFields, AttentionConfig):
     """Fields of a Qwen with linear attention."""
 
     rope: ScaledRope
@@ -39,9 +39,6 @@ class HybridConfig(AttentionConfig):
     rotary_dim: PositiveInt
     """Number of first features of a query or key head that RoPE rotates.
     E.g. `model=qwen3_next_debug model.rotary_dim=16`."""
-    linear_attention: LinearAttentionConfig
-    """Linear attention by the gated delta rule, in the layers without softmax attention.
-    E.g. `model=qwen3_next_debug model.linear_attention.key_heads=4`."""
 
     @property
     def variant(self) -> AttentionVariant:
@@ -67,7 +64,7 @@ def spec(config: Any) -> ModelSpec:
 
 def hybrid_spec(config: HybridConfig, full: LayerSpec) -> ModelSpec:
     """Spec of a Qwen whose layers with softmax attention are like this one."""
-    mixer = config.linear_attention.gated_delta_net(config.norm_eps)
+    mixer = config.gated_delta_net(config.norm_eps)
     linear = with_linear_attention(full, mixer, config.dim, config.init_std)
     return decoder_spec(
         config,

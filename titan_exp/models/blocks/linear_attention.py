@@ -15,11 +15,16 @@ from torch import Tensor, nn
 from titan_exp.models.blocks.latent_attention import TokenGather
 from titan_exp.models.blocks.linear import InitSpec, linear
 from titan_exp.models.blocks.transformer import HeadNumbers, norm
-from titan_exp.models.spec.mixers import LinearAttentionSpec
+from titan_exp.models.spec.mixers import CHUNK, LinearAttentionSpec
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.tp_plan import TPStyle
 from titan_exp.ops.attention.kv_cache import RecurrentCache
-from titan_exp.ops.linear_attention import GatedDeltaCore, ShortConvolutionCore, l2_normalized
+from titan_exp.ops.linear_attention import (
+    GatedDeltaCore,
+    ShortConvolutionCore,
+    choose_linear_attention_backend,
+    l2_normalized,
+)
 
 
 class Filters(HeadNumbers):
@@ -104,13 +109,17 @@ class LinearAttention(nn.Module):
         self.out_norm = norm(layer, "attention.out_norm", spec.norm_eps)
         self.out = linear(layer, "attention.out")
         self.convolution_core = ShortConvolutionCore()
-        self.core = GatedDeltaCore()
+        self.core = GatedDeltaCore(chunk=CHUNK)
         self.cache: RecurrentCache | None = None
         """Cache of the state, in generation."""
 
     def tp_plan(self) -> dict[str, TPStyle]:
         """Tensor-parallel sharding of the linears: by key head, with its value heads."""
         return self._plan
+
+    def reset_buffers(self) -> None:
+        """Choose the kernels once the parameters are on their device."""
+        self.core.backend = choose_linear_attention_backend(self.spec.backend, self.out_norm.weight.device)
 
     def enable_cache(self, length: int) -> RecurrentCache:
         """Keep the state from now on; it is as large for any `length`."""

@@ -68,7 +68,8 @@ def both_ways(
     `given` has the values of fields without keys in the file, and `router` those of fields of `moe`. A config with
     another router is refused, in the name of the family that is `called` so.
     """
-    constants = {"attention_backend": "auto", **given, **{f"moe.{name}": value for name, value in router.items()}}
+    kernels = [key for key in ("attention_backend", "linear_attention_backend") if key in config.__dataclass_fields__]
+    constants = {**dict.fromkeys(kernels, "auto"), **given, **{f"moe.{name}": value for name, value in router.items()}}
     found: dict[str, Any] = {
         "fixed": {name: key for name, key in keys.items() if not isinstance(key, Key)},
         "to_config": lambda model: written(keys, model),

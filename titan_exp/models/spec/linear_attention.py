@@ -1,9 +1,11 @@
 """Layers with linear attention: config fields, linears and shape rules of Gated DeltaNet and Kimi Delta Attention."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from titan_exp.config.errors.user_error import Violation, divisors, listed, nearest_numbers
+from titan_exp.config.groups.experiment import NO_CHANGE
 from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models.spec.mixers import LinearAttentionSpec
 from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, TensorSpec, VectorSpec
@@ -41,10 +43,25 @@ class LinearAttentionConfig:
         """Kind of each layer's mixer, by the names of `transformers`."""
         return ["full_attention" if self.is_full(layer, layers) else "linear_attention" for layer in range(layers)]
 
+
+@dataclass(frozen=True)
+class LinearAttentionFields:
+    """Fields of a decoder some of whose layers have linear attention."""
+
+    linear_attention: LinearAttentionConfig
+    """Linear attention by the gated delta rule, in the layers without softmax attention.
+    E.g. `model=qwen3_next_debug model.linear_attention.key_heads=4`."""
+    linear_attention_backend: Literal["auto", "torch", "fla"] = field(metadata=NO_CHANGE)
+    """Kernels of linear attention. `auto` takes `fla` on CUDA if the package fla-core is installed, else `torch`.
+    E.g. `model=qwen3_next_debug model.linear_attention_backend=torch`."""
+
     def gated_delta_net(self, norm_eps: float) -> LinearAttentionSpec:
         """Gated DeltaNet of this shape."""
+        shape = self.linear_attention
         return LinearAttentionSpec(
-            self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.taps, norm_eps=norm_eps
+            *(shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.taps),
+            norm_eps=norm_eps,
+            backend=self.linear_attention_backend,
         )
 
 

@@ -95,6 +95,8 @@ class LinearAttentionSpec:
     """Upper bound of the write strength. With 2, the transition of the state may have negative eigenvalues."""
     norm_eps: float = 1e-6
     """Epsilon of the norm over the outputs of a value head."""
+    backend: Literal["auto", "torch", "fla"] = "auto"
+    """Requested kernels."""
     rates: tuple[float, float] = (0.01, 16.0)
     """Bounds of initial decay rates, which are uniform between them."""
     steps: tuple[float, float] | None = None

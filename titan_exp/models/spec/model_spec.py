@@ -386,7 +386,7 @@ class ModelSpec:
 
     @property
     def attention(self) -> AttentionSpec | None:
-        """Attention of the first layer with softmax attention; None if a layer has neither this nor linear attention."""
+        """Attention of the first layer that has it; None if a layer has neither softmax nor linear attention."""
         return self.attentions[0] if self.describes_mixers and self.attentions else None
 
     @property
@@ -433,12 +433,10 @@ class ModelSpec:
     def weights(self) -> tuple[object, ...]:
         """Shapes of all parameters and the heads within them. Weights of specs with equal values are
         interchangeable."""
-        # The scale of scores follows from RoPE, on which no weight depends.
-        heads = (
-            layer.linear_attention if layer.attention is None else replace(layer.attention, scale=None)
-            for layer in self.blocks
-        )
-        return self.shapes, tuple(heads)
+        # The scale of scores follows from RoPE, on which no weight depends, and no weight depends on a kernel.
+        heads = (layer.attention and replace(layer.attention, scale=None) for layer in self.blocks)
+        states = (layer.linear_attention and replace(layer.linear_attention, backend="auto") for layer in self.blocks)
+        return self.shapes, tuple(heads), tuple(states)
 
     def routers(self) -> Iterator[tuple[str, RouterSpec]]:
         """Routers of all blocks by full module path."""

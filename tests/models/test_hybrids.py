@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -245,3 +246,21 @@ def test_decays_stay_in_fp32_under_mixed_precision():
     names = {name: tensor in copies for name, tensor in model.named_parameters()}
     assert not any(copied for name, copied in names.items() if ".forget." in name)
     assert names["blocks.0.attention.qkv.weight"]
+
+
+def test_the_language_model_of_a_multimodal_folder_is_read(tmp_path: Path):
+    """Published files of Qwen3.5 hold a vision tower and modules of multi-token prediction beside it."""
+    config = shape("qwen3_5")
+    folder = exported(noisy_model(config), config, tmp_path / "text")
+    wanted = tensors(folder)
+    text = json.loads((folder / "config.json").read_text())
+    stored = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in wanted.items()}
+    stored |= {"model.visual.merger.norm.weight": torch.ones(3), "mtp.fc.weight": torch.ones(2, 4)}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    source = open_checkpoint(folder)
+    assert source.model == from_huggingface(text, "text")
+    export_weights(source, tmp_path / "again", ExportOptions("huggingface"))
+    found = tensors(tmp_path / "again")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())

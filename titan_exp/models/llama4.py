@@ -132,6 +132,6 @@ huggingface = HuggingFace(
         called="Llama 4",
     ),
     multimodal_type="llama4",
-    multimodal_prefix="language_model.",
+    multimodal_prefixes={"language_model.": ""},
 )
 """`config.json` of the text model in Hugging Face's Llama 4."""

@@ -42,11 +42,15 @@ FLAT_NAMES = replace(
 STATE_DICTS = {"huggingface": FLAT_NAMES}
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)
+MULTIMODAL_PREFIXES = {"model.language_model.": "model.", "lm_head.": "lm_head."}
+"""Prefixes of the language model's tensors in published files, each with ours."""
 
 huggingface = HuggingFace(
     model_type="qwen3_5_text",
     architectures=("Qwen3_5ForCausalLM",),
     **both_ways(Config, hybrid_keys("qwen3_5_text", {"intermediate_size": Key("ffn_dim")})),
     unread=lambda values: UNREAD,
+    multimodal_type="qwen3_5",
+    multimodal_prefixes=MULTIMODAL_PREFIXES,
 )
 """`config.json` of the language model in Hugging Face's Qwen3.5."""

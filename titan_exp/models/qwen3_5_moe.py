@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from titan_exp.models import family, qwen3_next
 from titan_exp.models.convert.hf_config import HuggingFace
 from titan_exp.models.convert.hf_keys import PLAIN_ROUTER, both_ways
-from titan_exp.models.qwen3_5 import STATE_DICTS
+from titan_exp.models.qwen3_5 import MULTIMODAL_PREFIXES, STATE_DICTS
 from titan_exp.models.spec.model_spec import ModelSpec
 
 
@@ -33,5 +33,7 @@ huggingface = HuggingFace(
         called="Qwen3.5 with experts",
     ),
     unread=lambda values: qwen3_next.UNREAD,
+    multimodal_type="qwen3_5_moe",
+    multimodal_prefixes=MULTIMODAL_PREFIXES,
 )
 """`config.json` of the language model in Hugging Face's Qwen3.5 with experts."""

@@ -3,7 +3,7 @@
 import itertools
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.ops import linear_attention as module
 from titan_exp.ops.linear_attention import (
     GatedDeltaCore,
+    LinearAttentionBackend,
     choose_linear_attention_backend,
     gated_delta,
     gated_delta_step,
@@ -30,7 +31,7 @@ from titan_exp.ops.linear_attention import (
 BATCH, SEQ, KEY_HEADS, HEADS, K, V = 2, 83, 2, 4, 12, 9
 KINDS = ("head", "channel")
 """Number of decays: of Gated DeltaNet and of Kimi Delta Attention."""
-EXACT = {"rtol": 1e-12, "atol": 1e-12}
+EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def operands(kind: str, *, seq: int = SEQ, dtype: torch.dtype = torch.float64, decay: float = 0.3) -> list[Tensor]:
@@ -80,11 +81,11 @@ def passes(call: Any, inputs: list[Tensor], *rest: Any) -> list[Tensor]:
 
 
 def ours(x: list[Tensor], documents: Any = None, carry: Any = None, **how: Any) -> tuple[Tensor, Tensor]:
-    return gated_delta(*x[:5], documents, state=x[5], carry=carry, **how)
+    return gated_delta(*x[:5], documents=documents, state=x[5], carry=carry, **how)
 
 
 def theirs(x: list[Tensor], documents: Any = None, carry: Any = None) -> tuple[Tensor, Tensor]:
-    return loop(*x[:5], documents, state=x[5], carry=carry)
+    return loop(*x[:5], documents=documents, state=x[5], carry=carry)
 
 
 def assert_close(found: list[Tensor], expected: list[Tensor], **how: Any) -> None:
@@ -111,9 +112,9 @@ def test_segments_hand_on_the_state(kind: str):
         state, carry, outs = x[5], None, []
         for start, end in itertools.pairwise(cuts):
             part, own = [y[:, start:end] for y in x[:5]], ids[:, start:end]
-            out, after = gated_delta(*part, own, state=state, carry=carry)
+            out, after = gated_delta(*part, documents=own, state=state, carry=carry)
             if by_maps:
-                written, kept = transition(*part[1:], own, carry=carry).tensor_split([V], dim=-1)
+                written, kept = transition(*part[1:], documents=own, carry=carry).tensor_split([V], dim=-1)
                 after = kept @ state + written
             state, carry = after, own[:, -1]
             outs.append(out)
@@ -130,9 +131,9 @@ def test_packed_documents_are_separate_ones(kind: str):
 
     def alone(x: list[Tensor]) -> tuple[Tensor]:
         parts = [[y[:, start:end] for y in x[:5]] for start, end in itertools.pairwise(cuts)]
-        return (torch.cat([gated_delta(*part, None)[0] for part in parts], dim=1),)
+        return (torch.cat([gated_delta(*part, documents=None)[0] for part in parts], dim=1),)
 
-    found = passes(lambda x: gated_delta(*x[:5], packed()[:1])[:1], inputs[:5])
+    found = passes(lambda x: gated_delta(*x[:5], documents=packed()[:1])[:1], inputs[:5])
     assert_close(found, passes(alone, inputs[:5]))
 
 
@@ -230,7 +231,7 @@ def test_one_token_at_a_time_is_the_recurrence():
         expected, last = theirs([*inputs, state])
         outs = []
         for t in range(SEQ):
-            out, state = gated_delta_step(*(x[:, t] for x in inputs), state)
+            out, state = gated_delta_step(*(x[:, t] for x in inputs), state=state)
             outs.append(out)
         assert_close([torch.stack(outs, 1), state], [expected, last])
 
@@ -327,7 +328,7 @@ def documented_kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, 
     assert len(v) == 1
     assert len(state) == len(ends) - 1
     parts = [[x[:, start:end] for x in (q * scale, k, v, g, beta)] for start, end in itertools.pairwise(ends)]
-    found = [loop(*part, None, state=own[None]) for part, own in zip(parts, state, strict=True)]
+    found = [loop(*part, documents=None, state=own[None]) for part, own in zip(parts, state, strict=True)]
     outs, states = zip(*found, strict=True)
     return torch.cat(outs, dim=1), torch.cat(states)
 
@@ -346,8 +347,8 @@ def test_fla_gets_documents_as_sequences_of_one_row(monkeypatch: pytest.MonkeyPa
     found = passes(lambda x: ours(x, ids, carry, backend="fla"), operands(kind))
     assert_close(found, passes(theirs, operands(kind), ids, carry))
     maps = [
-        passes(lambda x, b=b: [transition(*x, ids, carry=carry, backend=b)], operands(kind)[1:5])
-        for b in ("fla", "torch")
+        passes(lambda x, how=how: [transition(*x, documents=ids, carry=carry, backend=how)], operands(kind)[1:5])
+        for how in get_args(LinearAttentionBackend)
     ]
     assert_close(*maps)
 

@@ -1,6 +1,7 @@
 """The short convolution against torch's, document by document; inputs before the sequence, one token at a time."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.ranks import run_ranks
 from titan_exp.ops.linear_attention import ShortConvolutionCore, short_convolution, short_convolution_step
 
 BATCH, SEQ, CHANNELS, TAPS = 2, 23, 6, 4
-EXACT = {"rtol": 1e-13, "atol": 1e-13}
+EXACT: dict[str, Any] = {"rtol": 1e-13, "atol": 1e-13}
 CUTS = ([0, 1, 3, 11, SEQ], [0, 9, SEQ])
 """Documents of each row."""
 

@@ -26,11 +26,20 @@ BATCH, SEQ, DIM, TAPS = 2, 48, 10, 4
 KEY_HEADS, HEADS, WIDTH = 2, 4, 5
 KEYS, VALUES = KEY_HEADS * WIDTH, HEADS * WIDTH
 DOCUMENTS = ([0, 1, 13, 14, 33, SEQ], [0, 24, 30, SEQ])
-"""Cuts of each row: documents across the ends of segments and at them, and one of a single token."""
+"""Starts of each row's documents, and its end: across the ends of segments, at them, and one of a single token."""
+
+Layout = tuple[ParallelismConfig, tuple[int, ...]]
+"""Degrees, and places at which the sequence is cut."""
 
 
 class Mixer(nn.Module):
     """Projection, convolution, gates, gated delta rule and output projection, in fp64."""
+
+    qkv: Tensor
+    filters: Tensor
+    decay: Tensor
+    beta: Tensor
+    out: Tensor
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -67,7 +76,7 @@ def passes(call: Callable[..., Tensor], mixer: nn.Module, x: Tensor, documents: 
 
 
 def errors(
-    layouts: list[tuple[ParallelismConfig, tuple[int, ...]]],
+    layouts: list[Layout],
     kinds: list[str],
     how: str,
     mutate: Callable[[], None] | None = None,
@@ -113,7 +122,7 @@ CONTIGUOUS, ZIGZAG = "cp_method=ulysses", "cp_method=ring"
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_sharded_sequence_is_the_whole_one(world: int):
-    layouts = [(layout(f"cp={world}", CONTIGUOUS), ()), (layout(f"cp={world}", ZIGZAG), ())]
+    layouts: list[Layout] = [(layout(f"cp={world}", CONTIGUOUS), ()), (layout(f"cp={world}", ZIGZAG), ())]
     if world == 2:
         layouts.append((layout("cp=2", ZIGZAG), (16, 32)))
     if world == 4:

@@ -402,25 +402,23 @@ def _fla_backward(out_grad: Tensor, state_grad: Tensor, *inputs: Any) -> Any:
         for key in keys:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
         stack.enter_context(torch.enable_grad())
-        leaves = [None if x is None else x.detach().requires_grad_() for x in floats]
-        results, gradients = _fla(*leaves, runs), (out_grad, state_grad)
-        needed = slice(1 if leaves[0] is None else 0, None)
-        found = torch.autograd.grad(results[needed], leaves[needed], gradients[needed])
-    return (state_grad.new_empty(0), *found) if leaves[0] is None else found
+        leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in floats]
+        out, last = _fla(*leaves, runs)  # type: ignore[call-arg]  # six of them, and the runs
+        if leaves[0] is None:
+            return (state_grad.new_empty(0), *torch.autograd.grad(last, leaves[1:], state_grad))
+        return torch.autograd.grad((out, last), leaves, (out_grad, state_grad))
 
 
 @register_flop_formula(torch.ops.titan_exp.linear_attention)
-def _forward_flops(q: Sequence[int] | None, k: Sequence[int], v: Sequence[int], *others: Any, **_: Any) -> int:
-    *_, state, _runs, chunk, _backend = others
-    return _flops(v, state, chunk, rows=1 if q is None else 2)
+def _forward_flops(q: Sequence[int] | None, k: Sequence[int], v: Sequence[int], *others: Any, **out: Any) -> int:
+    return _flops(v, others[-4], others[-2], rows=1 if q is None else 2)
 
 
 @register_flop_formula(torch.ops.titan_exp.linear_attention_backward)
 def _backward_flops(
-    out_grad: Sequence[int], state_grad: Sequence[int], q: Any, k: Any, v: Sequence[int], *others: Any, **_: Any
+    out_grad: Sequence[int], state_grad: Sequence[int], q: Any, k: Any, v: Sequence[int], *others: Any, **out: Any
 ) -> int:
-    *_, state, _runs, chunk, _backend = others
-    return _flops(v, state, chunk, rows=1 if q is None else 2, backward=True)
+    return _flops(v, others[-4], others[-2], rows=1 if q is None else 2, backward=True)
 
 
 def _flops(v: Sequence[int], state: Sequence[int], chunk: int, *, rows: int, backward: bool = False) -> int:

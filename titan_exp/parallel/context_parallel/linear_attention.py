@@ -158,7 +158,7 @@ def shard_linear_attention(block: nn.Module, mesh: Mesh) -> None:
 
 
 # Custom ops are opaque to the compiler, which would otherwise break the graph at every message.
-@torch.library.custom_op("titan_exp::neighbouring_segments", mutates_args=())
+@torch.library.custom_op("titan_exp::linear_attention_neighbours", mutates_args=())
 def neighbours(  # noqa: PLR0917  # custom ops take positional arguments
     ends: Tensor, order: list[int], own: list[int], step: int, within: str, across: str
 ) -> Tensor:
@@ -169,7 +169,7 @@ def neighbours(  # noqa: PLR0917  # custom ops take positional arguments
     return torch.stack(rows)
 
 
-@torch.library.custom_op("titan_exp::states_before_segments", mutates_args=())
+@torch.library.custom_op("titan_exp::linear_attention_states", mutates_args=())
 def states_before(  # noqa: PLR0917  # custom ops take positional arguments
     maps: Tensor, width: int, order: list[int], own: list[int], within: str, across: str
 ) -> Tensor:
@@ -183,7 +183,7 @@ def states_before(  # noqa: PLR0917  # custom ops take positional arguments
     return torch.stack(found)
 
 
-@torch.library.custom_op("titan_exp::states_before_segments_backward", mutates_args=())
+@torch.library.custom_op("titan_exp::linear_attention_states_backward", mutates_args=())
 def states_before_backward(  # noqa: PLR0917  # custom ops take positional arguments
     gradient: Tensor, states: Tensor, maps: Tensor, order: list[int], own: list[int], within: str, across: str
 ) -> Tensor:

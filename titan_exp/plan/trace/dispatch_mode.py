@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from titan_exp.ops.matmul_flops import GROUPED
+from titan_exp.ops.matmul_flops import GROUPED, matmul_flops
 from titan_exp.parallel.collectives import group_named
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.plan.cuda.caching_allocator import GRAPH
@@ -143,10 +143,12 @@ class CostMode(TorchDispatchMode):
             with self, torch.no_grad():
                 out = body(*args, **kwargs)
             if before == (costs.bytes_moved, costs.flops):
-                # On fake tensors, our own kernels only allocate their results.
-                self.kernel(
-                    count_bytes(func, args, kwargs, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
-                )
+                # On fake tensors, kernels that torch does not have only allocate their results.
+                if flops := matmul_flops(func, args, kwargs, out):
+                    self._count(func, flops, 0, on_host=False)
+                else:
+                    tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+                    self.kernel(count_bytes(func, args, kwargs, tensors))
             return out
         if func is torch.ops.aten._local_scalar_dense.default and self.tracker.category == "optimizer":
             # Optimizers read their step count; no size depends on it.

@@ -1,0 +1,172 @@
+"""Mutations of linear attention, alone and over a sharded sequence, each of which its tests must notice.
+
+python -m pytest tests/parity/hybrid_mutations.py
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops import test_linear_attention as alone
+from tests.parallel.test_context_linear_attention import CONTIGUOUS, ZIGZAG, errors, layout
+from tests.patching import patch
+from tests.ranks import run_ranks
+
+OPS, CONTEXT = "titan_exp.ops.linear_attention", "titan_exp.parallel.context_parallel.linear_attention"
+
+
+def states_are_not_reset() -> None:
+    patch(f"{OPS}._runs", lambda _: lambda documents, carry: None)
+
+
+def states_are_reset_where_segments_start() -> None:
+    patch(f"{OPS}._runs", lambda original: lambda ids, carry: original(ids, torch.full_like(ids[:, 0], -1)))
+
+
+def decays_are_rounded_to_bf16() -> None:
+    patch(
+        f"{OPS}.read_chunk",
+        lambda original: lambda q, k, v, g, *rest: original(q, k, v, g.bfloat16(), *rest),
+    )
+
+
+def decays_start_after_their_token() -> None:
+    patch(
+        f"{OPS}.read_chunk",
+        lambda original: lambda q, k, v, g, *rest: original(q, k, v, g.roll(1, 1), *rest),
+    )
+
+
+def documents_are_told_by_number_alone() -> None:
+    """A number that comes again is not another document."""
+    patch(f"{OPS}._runs", lambda _: lambda documents, carry: documents)
+
+
+def far_pairs_see_other_documents() -> None:
+    """Between blocks of a chunk; only decays by channel have them."""
+
+    def make(original: Any) -> Any:
+        def scores(chunk: Any) -> Any:
+            open_ = torch.ones_like(chunk.visible).tril()
+            blocks = torch.arange(open_.shape[-1]) // 16
+            far = blocks[:, None] != blocks
+            return original(replace(chunk, visible=torch.where(far, open_, chunk.visible)))
+
+        return scores
+
+    patch("titan_exp.ops.delta_chunk._scores", make)
+
+
+def gradients_of_decays_skip_the_last_state() -> None:
+    def make(original: Any) -> Any:
+        def backward(chunk: Any, state: Any, out_grad: Any, state_grad: Any) -> Any:
+            rows, keys, values, decay, *rest = original(chunk, state, out_grad, state_grad)
+            part = (chunk.whole * state * state_grad).sum(-1)
+            lost = part.sum(-1, keepdim=True) if decay.shape[-1] == 1 else part
+            return rows, keys, values, decay - lost[:, :, None], *rest
+
+        return backward
+
+    patch(f"{OPS}.chunk_backward", make)
+
+
+def inputs_cross_documents() -> None:
+    patch(
+        f"{CONTEXT}.short_convolution",
+        lambda original: lambda x, weight, _, before, __, **how: original(x, weight, None, before, **how),
+    )
+
+
+def inputs_before_a_segment_are_zeros() -> None:
+    patch(
+        f"{CONTEXT}.SegmentExchange.previous",
+        lambda original: lambda self, *given: original(self, *given) * (not given[1][0].is_floating_point()),
+    )
+
+
+def inputs_before_a_segment_get_no_gradient() -> None:
+    patch(f"{CONTEXT}.neighbours", lambda original: lambda ends, *how: original(ends.detach(), *how))
+
+
+def states_come_one_segment_late() -> None:
+    def make(original: Any) -> Any:
+        return lambda maps, width, order, own, *groups: original(
+            maps, width, order, [max(0, place - 1) for place in own], *groups
+        )
+
+    patch(f"{CONTEXT}.states_before", make)
+
+
+def states_get_no_gradient() -> None:
+    patch(f"{CONTEXT}.states_before", lambda original: lambda maps, *how: original(maps.detach(), *how))
+
+
+def segments_go_by_rank() -> None:
+    def make(original: Any) -> Any:
+        def segments(*given: Any) -> Any:
+            found = original(*given)
+            places = sorted(found.order)
+            own = [places.index(found.order[place]) for place in found.own]
+            return replace(found, order=places, own=own)
+
+        return segments
+
+    patch(f"{CONTEXT}.segments_of", make)
+
+
+def segments_do_not_know_their_documents() -> None:
+    """The first document of a segment goes on from the last one before it."""
+    patch(f"{CONTEXT}.gated_delta", lambda original: lambda *given, carry, **how: original(*given, carry=None, **how))
+
+
+def error_of_the_rule(kind: str, mutate: Callable[[], None] | None) -> float:
+    """Largest error against the loop over tokens, of a row's documents and of its segments."""
+    if mutate is not None:
+        mutate()
+    ids, largest = alone.packed(), 0.0
+    for carry in (torch.tensor([0, -1]), torch.tensor([0, 0])):
+        found = alone.passes(alone.ours, alone.operands(kind), ids, carry)
+        expected = alone.passes(alone.theirs, alone.operands(kind), ids, carry)
+        pairs = zip(found, expected, strict=True)
+        largest = max(largest, *(float((mine - exact).abs().max() / exact.abs().max()) for mine, exact in pairs))
+    return largest
+
+
+OF_THE_RULE: list[tuple[str, Callable[[], None]]] = [
+    ("head", states_are_not_reset),
+    ("channel", states_are_reset_where_segments_start),
+    ("head", decays_are_rounded_to_bf16),
+    ("channel", decays_start_after_their_token),
+    ("head", documents_are_told_by_number_alone),
+    ("channel", far_pairs_see_other_documents),
+    ("head", gradients_of_decays_skip_the_last_state),
+]
+"""Kind of decay and mutation."""
+
+OF_SHARDS: list[tuple[str, Callable[[], None]]] = [
+    (CONTIGUOUS, inputs_cross_documents),
+    (CONTIGUOUS, inputs_before_a_segment_are_zeros),
+    (ZIGZAG, inputs_before_a_segment_get_no_gradient),
+    (ZIGZAG, states_come_one_segment_late),
+    (CONTIGUOUS, states_get_no_gradient),
+    (ZIGZAG, segments_go_by_rank),
+    (ZIGZAG, segments_do_not_know_their_documents),
+]
+"""Order of tokens and mutation."""
+
+
+@pytest.mark.parametrize(("kind", "mutate"), OF_THE_RULE, ids=lambda case: getattr(case, "__name__", case))
+def test_a_mutation_of_the_rule_is_noticed(kind: str, mutate: Callable[[], None]):
+    [plain], [found] = (run_ranks(1, error_of_the_rule, kind, change) for change in (None, mutate))
+    assert plain < 1e-12
+    assert not found < 1e-12
+
+
+@pytest.mark.parametrize(("order", "mutate"), OF_SHARDS, ids=lambda case: getattr(case, "__name__", case))
+def test_a_mutation_of_shards_is_noticed(order: str, mutate: Callable[[], None]):
+    layouts = [(layout("cp=2", order), ())]
+    for found in zip(*run_ranks(2, errors, layouts, ["head"], "plainly", mutate), strict=True):
+        assert not max(found) < 1e-12

@@ -195,7 +195,8 @@ def test_documents_of_a_row_do_not_see_each_other(family: str):
     with torch.no_grad():
         packed = model(IDS[:1], positions, documents)
         alone = torch.cat([model(part) for part in parts], dim=1)
-    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-4)
+    # Rounding reaches 1e-4 behind norms of small outputs, and a leak several tenths.
+    torch.testing.assert_close(packed, alone, atol=5e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", proving("generate"))

@@ -20,6 +20,7 @@ from titan_exp.models.spec.transformer import (
     attention_violations,
     latent_attention_violations,
     mtp_violations,
+    rotary_violations,
 )
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def violations(config: DecoderConfig) -> Iterator[Violation]:
     if isinstance(config, LatentAttentionConfig):
         yield from latent_attention_violations(config)
     parts = vars(config)
+    if "rotary_dim" in parts and isinstance(config, AttentionConfig):
+        yield from rotary_violations(parts["rotary_dim"], config.head_dim)
     if "linear_attention" in parts:
         yield from linear_attention_violations(parts["linear_attention"])
     if "ffn_dim" in parts:

@@ -76,8 +76,16 @@ def attention_backend(config: ModelConfig) -> str:
 
 def with_attention_backend(config: ModelConfig, backend: str) -> ModelConfig:
     """The same model with another attention kernel; unchanged if it has no such key."""
-    has_key = any(field.name == "attention_backend" for field in fields(config))
-    return replace(config, attention_backend=backend) if has_key else config
+    return _with_key(config, "attention_backend", backend)
+
+
+def with_linear_attention_backend(config: ModelConfig, backend: str) -> ModelConfig:
+    """The same model with other kernels of linear attention; unchanged if it has no such key."""
+    return _with_key(config, "linear_attention_backend", backend)
+
+
+def _with_key(config: ModelConfig, key: str, value: object) -> ModelConfig:
+    return replace(config, **{key: value}) if any(field.name == key for field in fields(config)) else config
 
 
 @lru_cache(maxsize=256)

@@ -261,6 +261,14 @@ def attention_violations(config: AttentionConfig) -> Iterator[Violation]:
         )
 
 
+def rotary_violations(rotated: int, head_dim: int) -> Iterator[Violation]:
+    """Violations by a number of rotated features that a head cannot have."""
+    if rotated % 2 or rotated > head_dim:
+        reason = f"rotary embedding rotates pairs of features, and a head has {head_dim} of them (model.head_dim)"
+        near = [size for size in multiples_near(rotated, 2) if size <= head_dim] or [head_dim - head_dim % 2]
+        yield Violation("model.rotary_dim", rotated, reason, f"nearest: model.rotary_dim={listed(near)}")
+
+
 def shape_violations(config: TransformerConfig) -> Iterator[Violation]:
     """Violations by head counts, head widths and feed-forward widths that the shared block cannot compute."""
     yield from attention_violations(config)

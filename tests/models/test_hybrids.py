@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from tests.config.composing import experiment
 from tests.models.hybrid_shapes import HYBRIDS, noisy_model, proving, shape
 from tests.models.round_trip import tensors
 from tests.models.test_deepseek import in_transformers
@@ -265,3 +266,25 @@ def test_the_language_model_of_a_multimodal_folder_is_read(tmp_path: Path):
     found = tensors(tmp_path / "again")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("preset", "megaflops"),
+    [
+        ("qwen3_next_80b_a3b", (67.4, 0.07, 5.2)),
+        ("qwen3_5_27b", (231.7, 0.08, 7.9)),
+        ("qwen3_5_397b_a17b", (235.9, 0.10, 10.5)),
+        ("olmo_hybrid_7b", (177.4, 0.09, 5.4)),
+        ("kimi_linear_48b_a3b", (78.9, 0.10, 5.2)),
+    ],
+)
+def test_flops_of_a_layer_per_token(preset: str, megaflops: tuple[float, float, float]):
+    """Forward FLOPs of projections, convolution and delta rule, at any length."""
+    layer = next(layer for layer in spec_of(experiment(f"model={preset}").model).layers if layer.linear_attention)
+    mixer = layer.linear_attention
+    assert mixer is not None
+    projections = sum(part.flops_per_token for part in layer.linears if part.name.startswith("attention."))
+    filters = 6 * mixer.taps * mixer.channels
+    for seq_len in (64, 4096):
+        parts = (projections, filters, mixer.flops_per_token(seq_len) - filters)
+        assert parts == pytest.approx([3e6 * part for part in megaflops], rel=0.1)

@@ -1,10 +1,14 @@
 """Promise 1 for hybrids, whose linear attention hands a state from token to token: one curve in every layout."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.parity.runs import LINES, assert_same_curve, remembered, train
+from tests.patching import patch
 
 NEXT, DENSE, OLMO, KIMI = (
     f"model={name}_debug optimizer.lr=1e-3" for name in ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear")
@@ -60,3 +64,24 @@ def case(family: str, experiment: str, layout: str, *marks: pytest.MarkDecorator
 def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, experiment: str, layout: str):
     words = [*EXPERIMENTS[experiment].split(), *layout.split()]
     assert_same_curve(train(tmp_path / "many", *words), one_device(experiment))
+
+
+def require_fp32_decays() -> None:
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(self: Any, x: Any) -> Any:
+            assert {self.of_rank(name).dtype for name in ("log_rate", "bias")} == {torch.float32}
+            assert x.dtype == torch.bfloat16
+            return forward(self, x)
+
+        return checked
+
+    patch("titan_exp.models.blocks.linear_attention.ForgetGate.forward", make)
+
+
+@pytest.mark.parametrize("layout", ["parallelism.dp_shard=2", "parallelism.dp_shard=2 parallelism.tp=2"])
+def test_decays_stay_in_fp32_under_data_parallelism(tmp_path: Path, layout: str):
+    words = [*KIMI.split(), "training.mixed_precision=bf16", "training.steps=3", *layout.split()]
+    found = train(tmp_path / "many", *words, mutate=require_fp32_decays)
+    expected = train(tmp_path / "one", *words[:4])
+    assert found.loss == pytest.approx(expected.loss, rel=2e-3)
+    assert found.disputed == []

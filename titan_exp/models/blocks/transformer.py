@@ -136,7 +136,7 @@ class HeadNumbers(nn.Module):
 
     def of_rank(self, name: str) -> Float[Tensor, "rows *rest"]:
         """Rows of this rank's heads in a parameter."""
-        whole = local_tensor(self.get_parameter(name))
+        whole = local_tensor(getattr(self, name))
         return whole[self.rows[name]] if name in self.rows else whole
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from titan_exp.models import llama
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, decoder_map
 from titan_exp.models.llama import violations
-from titan_exp.models.spec.model_spec import ModelSpec, QueryTemperature
+from titan_exp.models.spec.mixers import QueryTemperature
+from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.transformer import AttentionVariant, transformer_layer, transformer_spec
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.models.decoder import Decoder
 from titan_exp.models.spec.lookup import has_experts, model_spec
-from titan_exp.ops.attention.kv_cache import CachedAttention, LatentCache
+from titan_exp.ops.attention.kv_cache import CachedAttention, LatentCache, RecurrentCache
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.parallel.context_parallel.apply import apply_context_parallel
 from titan_exp.parallel.expert_parallel import apply_expert_parallel
@@ -47,7 +47,7 @@ class DecodeSession:
     def __init__(self, model: nn.Module, window: int, *, cache: bool) -> None:
         self._model, self._window = model, window
         self._device = next(model.parameters()).device
-        self._caches: list[CachedAttention | LatentCache] = []
+        self._caches: list[CachedAttention | LatentCache | RecurrentCache] = []
         if cache and isinstance(model, Decoder):
             self._caches = [_enable_cache(block.get_submodule("attention"), window) for block in model.blocks.values()]
         self._begin = 0
@@ -73,8 +73,8 @@ class DecodeSession:
         return logits[0, -1].float()
 
 
-def _enable_cache(attention: nn.Module, window: int) -> CachedAttention | LatentCache:
-    """Cache of an attention module: its own latent cache, or a KV cache around its core."""
+def _enable_cache(attention: nn.Module, window: int) -> CachedAttention | LatentCache | RecurrentCache:
+    """Cache of an attention module: its own of latents or of a state, or a KV cache around its core."""
     if hasattr(attention, "enable_cache"):
         return attention.enable_cache(window)  # type: ignore[operator]  # a method, not a submodule
     core = attention.get_submodule("core")

@@ -4,7 +4,7 @@ Blocks are keyed by their layer number in the whole model, and every part may be
 the same class with the same parameter names.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from titan_exp.models.blocks.transformer import Embedding, Head, LogitsLoss, RMSNorm
 from titan_exp.models.spec.model_spec import ModelSpec, PipelinePlan
-from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern
+from titan_exp.ops.attention.mask_pattern import CAUSAL
 from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, TemperatureTable
 from titan_exp.ops.cross_entropy import LossSum
 
@@ -31,7 +31,7 @@ class Decoder(nn.Module):
         self.spec = spec
         self.embedding = Embedding(spec.vocab_size, spec.dim, spec.embedding_std)
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
-        self.norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.norm = RMSNorm(spec.dim, spec.norm_eps, zero_centered=spec.zero_centered_norm)
         # A tied head is called through the embedding, so that the parameter has one name and FSDP gathers it.
         self.head = Head(spec.dim, spec.vocab_size, spec.embedding_std, tied=spec.tied)
         self.rope = None
@@ -61,8 +61,8 @@ class Decoder(nn.Module):
         whose logits, or hidden states for `loss`, follow the model's along the batch dim, depth by depth.
         """
         seq = x.shape[1] if positions is None else positions.shape[1]
-        rope = None if self.rope is None else self.rope(seq, positions)
-        if rope is not None and self.temperature is not None:
+        rope: tuple[Tensor, ...] = () if self.rope is None else self.rope(seq, positions)
+        if rope and self.temperature is not None:
             rope = (*rope, self.temperature(seq, positions))
         masks = self._masks(documents, positions if self.positions_restart else None, seq, x.device)
         embedded: Sequence[Tensor] = ()
@@ -116,16 +116,18 @@ class Decoder(nn.Module):
         positions: Int[Tensor, "batch seq"] | None,
         seq: int,
         device: Any,
-    ) -> dict[MaskPattern | None, Any]:
-        """Attention masks by pattern; each is built once."""
+    ) -> dict[Hashable, Any]:
+        """Masks by the pattern of a mixer; each is built once."""
         cores = {pattern: core for pattern, core in map(_core, self.blocks.values()) if core is not None}
         return {
-            pattern: core.mask(documents, positions, seq=seq, device=device)  # type: ignore[operator]  # a core's method
+            pattern: core.mask(documents, positions, seq=seq, device=device)  # type: ignore[operator]  # its method
             for pattern, core in cores.items()
         }
 
 
-def _core(block: nn.Module) -> tuple[MaskPattern | None, nn.Module | None]:
-    """Mask pattern and core of a block's attention; None for a block without attention."""
-    core = getattr(getattr(block, "attention", None), "core", None)
+def _core(block: nn.Module) -> tuple[Hashable, nn.Module | None]:
+    """Mask pattern of a block's mixer, and the module that builds its mask: the mixer itself or its core; None for a
+    block without."""
+    attention = getattr(block, "attention", None)
+    core = attention if hasattr(attention, "mask") else getattr(attention, "core", None)
     return (None, None) if core is None else (getattr(core, "pattern", CAUSAL), core)

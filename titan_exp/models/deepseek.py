@@ -28,8 +28,8 @@ from titan_exp.models.spec.transformer import (
 
 
 @dataclass(frozen=True)
-class Config(LatentAttentionConfig):
-    """Shape of a DeepSeek."""
+class LatentMoEConfig(LatentAttentionConfig):
+    """Fields of a decoder with latent attention, dense layers first, then layers with experts."""
 
     dense_layers: BlockCount
     """Number of first layers whose feed-forward is dense. E.g. `model=deepseek_debug model.dense_layers=3`."""
@@ -37,6 +37,14 @@ class Config(LatentAttentionConfig):
     """Width of the feed-forward of dense layers, a multiple of 32. E.g. `model.ffn_dim=3072`."""
     moe: MoEConfig
     """Experts in place of the feed-forward layer. E.g. `model=qwen3_moe_debug model.moe.experts=16`."""
+
+
+@dataclass(frozen=True)
+class Config(LatentMoEConfig):
+    """Shape of a DeepSeek."""
+
+    rope: YarnRope
+    """Rotary position embedding. E.g. `model.rope.theta=1e6`."""
     mtp: MTPConfig = field(default_factory=MTPConfig)
     """Multi-token prediction: modules behind the last block predict further tokens in training. Inference does not use
     them. E.g. `model=deepseek_debug model.mtp.depth=1`."""
@@ -44,6 +52,19 @@ class Config(LatentAttentionConfig):
 
 def spec(config: Config) -> ModelSpec:
     """Spec: dense layers first, then layers with experts. Modules of multi-token prediction have experts, too."""
+    dense, mixed = layer_kinds(config)
+    return decoder_spec(
+        config,
+        (dense,) * config.dense_layers + (mixed,) * (config.layers - config.dense_layers),
+        rope=config.rope.resolved(config.context),
+        rope_dim=config.qk_rope_head_dim,
+        mtp_layers=mtp_layers(config.mtp, mixed, config.dim, config.init_std),
+        mtp_weight=config.mtp.weight,
+    )
+
+
+def layer_kinds(config: LatentMoEConfig) -> tuple[LayerSpec, LayerSpec]:
+    """Specs of a dense layer and of a layer with experts."""
     dim, std = config.dim, config.init_std
     attention, linears, norms = latent_attention(config, out_std=std)
 
@@ -53,20 +74,10 @@ def spec(config: Config) -> ModelSpec:
 
     dense = swiglu_linears("feed_forward", dim, config.ffn_dim, std=std, out_std=std, key="model.ffn_dim")
     experts = moe_linears(config.moe, dim, std=std, out_std=std)
-    layers = (layer(dense, None),) * config.dense_layers
-    mixed = layer(experts, RouterSpec("feed_forward.router", dim, std, config.moe))
-    layers += (mixed,) * (config.layers - len(layers))
-    return decoder_spec(
-        config,
-        layers,
-        rope=config.rope.resolved(config.context),
-        rope_dim=config.qk_rope_head_dim,
-        mtp_layers=mtp_layers(config.mtp, mixed, dim, std),
-        mtp_weight=config.mtp.weight,
-    )
+    return layer(dense, None), layer(experts, RouterSpec("feed_forward.router", dim, std, config.moe))
 
 
-def violations(config: Config) -> Iterator[Violation]:
+def violations(config: LatentMoEConfig) -> Iterator[Violation]:
     """Violations by shapes that DeepSeek models cannot have."""
     if config.dense_layers > config.layers:
         yield Violation(

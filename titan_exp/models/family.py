@@ -9,6 +9,7 @@ from titan_exp.config.schema.component import component
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, TensorNames, decoder_map
 from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.models.spec.feed_forward import moe_violations, swiglu_violations
+from titan_exp.models.spec.linear_attention import linear_attention_violations
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.rope import rope_violations
 from titan_exp.models.spec.transformer import (
@@ -19,9 +20,12 @@ from titan_exp.models.spec.transformer import (
     attention_violations,
     latent_attention_violations,
     mtp_violations,
+    rotary_violations,
 )
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from titan_exp.models.blocks.transformer import TransformerBlock
     from titan_exp.ops.attention.sdpa import AttentionBackend
 
@@ -32,8 +36,13 @@ def block(config: DecoderConfig, layer: int, backend: "AttentionBackend") -> "Tr
     from titan_exp.models.blocks.transformer import MTPModule, TransformerBlock
 
     described, kind = _spec(config).blocks[layer], TransformerBlock if layer < config.layers else MTPModule
-    is_latent = isinstance(described.attention, LatentAttentionSpec)
-    attention = LatentAttention(described, backend) if is_latent else None
+    attention: nn.Module | None = None
+    if isinstance(described.attention, LatentAttentionSpec):
+        attention = LatentAttention(described, backend)
+    elif described.linear_attention is not None:
+        from titan_exp.models.blocks.linear_attention import LinearAttention
+
+        attention = LinearAttention(described)
     return kind(described, config.norm_eps, backend, attention)
 
 
@@ -44,6 +53,10 @@ def violations(config: DecoderConfig) -> Iterator[Violation]:
     if isinstance(config, LatentAttentionConfig):
         yield from latent_attention_violations(config)
     parts = vars(config)
+    if "rotary_dim" in parts and isinstance(config, AttentionConfig):
+        yield from rotary_violations(parts["rotary_dim"], config.head_dim)
+    if "linear_attention" in parts:
+        yield from linear_attention_violations(parts["linear_attention"])
     if "ffn_dim" in parts:
         yield from swiglu_violations(parts["ffn_dim"], "model.ffn_dim")
     yield from rope_violations(config.rope)

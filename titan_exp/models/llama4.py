@@ -11,7 +11,8 @@ from titan_exp.models import family
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE
 from titan_exp.models.convert.hf_config import HuggingFace
 from titan_exp.models.convert.hf_keys import PLAIN_ROUTER, UNBALANCED, Key, attention_keys, both_ways, flag, rope_keys
-from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec, QueryTemperature
+from titan_exp.models.spec.mixers import QueryTemperature
+from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 from titan_exp.models.spec.moe import MoEConfig, MoEVariant
 from titan_exp.models.spec.rope import RopeConfig
 from titan_exp.models.spec.transformer import (
@@ -131,6 +132,6 @@ huggingface = HuggingFace(
         called="Llama 4",
     ),
     multimodal_type="llama4",
-    multimodal_prefix="language_model.",
+    multimodal_prefixes={"language_model.": ""},
 )
 """`config.json` of the text model in Hugging Face's Llama 4."""

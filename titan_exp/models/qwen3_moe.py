@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from titan_exp.models import family
 from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import PLAIN_ROUTER, Key, attention_keys, both_ways, flag, rope_keys, whole
+from titan_exp.models.convert.hf_keys import (
+    GLOBAL_BALANCE,
+    PLAIN_ROUTER,
+    Key,
+    attention_keys,
+    both_ways,
+    flag,
+    rope_keys,
+    whole,
+)
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.moe import MoEConfig
 from titan_exp.models.spec.rope import ScaledRope
@@ -50,7 +59,6 @@ _KEYS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-_BALANCE = {"loss": "global_batch", "z_loss": 0.0, "bias_rate": 0.0, "centered_bias": True}
 
 huggingface = HuggingFace(
     model_type="qwen3_moe",
@@ -58,7 +66,7 @@ huggingface = HuggingFace(
     **both_ways(
         Config,
         attention_keys(rope_keys(ScaledRope), _KEYS),
-        {"moe.fp32_router": False} | {f"moe.balance.{name}": value for name, value in _BALANCE.items()},
+        {"moe.fp32_router": False} | {f"moe.balance.{name}": value for name, value in GLOBAL_BALANCE.items()},
         router=PLAIN_ROUTER,
         called="Qwen3 with experts",
     ),

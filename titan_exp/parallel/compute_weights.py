@@ -29,10 +29,10 @@ _MakeLeaf = Callable[[nn.Parameter, torch.dtype], nn.Parameter]
 class ComputeWeights:
     """Copies in `dtype` of the floating-point parameters of this rank's modules; none if `dtype` is None.
 
-    Modules that match `fp32_modules` compute with their masters. With `accumulate`, gradients of several backward
-    passes are summed in the masters' dtype. Without it, gradients of the single pass stay in `dtype`, except those that
-    tensor-parallel ranks sum. `fixed` keeps the sums at their addresses. `unread` modules use only the shape and dtype
-    of their weight.
+    Modules that match `fp32_modules`, or keep fp32 on their own, compute with their masters. With `accumulate`, gradients
+    of several backward passes are summed in the masters' dtype. Without it, gradients of the single pass stay in
+    `dtype`, except those that tensor-parallel ranks sum. `fixed` keeps the sums at their addresses. `unread` modules use
+    only the shape and dtype of their weight.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class ComputeWeights:
             return
         for part in parts:
             matching = matching_modules(part, fp32_modules)
-            in_fp32 = {parameter for module in matching for parameter in module.parameters()}
+            keeping = [module for module in part.modules() if getattr(module, "keeps_fp32", False)]
+            in_fp32 = {parameter for module in (*matching, *keeping) for parameter in module.parameters()}
             for module in matching:
                 _compute_in_fp32(module, dtype)
             tables = {module for module in lookup_tables(part) if in_fp32.isdisjoint(module.parameters())}

@@ -377,12 +377,16 @@ class _Units:
         self._policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         self._fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
         self._to_fp32 = replace(self._fp32, output_dtype=dtype)
+        self._kept = {module for module in model.modules() if getattr(module, "keeps_fp32", False)}
+        """Modules that keep their parameters in fp32 and cast on their own."""
+        self._uncast = replace(self._policy, param_dtype=torch.float32)
         outermost = matching_modules(model, options.fp32_modules)
         experts = [] if mesh.experts is None else [mixture.experts for mixture in mixtures(model)]
         self._in_fp32 = {part: part in outermost for module in outermost for part in module.modules()}
         """Modules in fp32; True for those that cast their inputs and outputs."""
         self._of_experts = {part for module in experts for part in module.modules()}
-        self._nested = {*outermost, *experts}
+        kept = self._kept if options.bf16 else ()
+        self._nested = {*outermost, *experts, *(module for module in kept if module not in self._in_fp32)}
 
     def shard(self, modules: Sequence[nn.Module], *, reshard: bool) -> None:
         """Make one unit of the modules, and units of the parts nested in them."""
@@ -394,9 +398,11 @@ class _Units:
             self._shard(rest, rest[0], reshard=reshard)
 
     def gather_with(self, block: nn.Module) -> None:
-        """Gather the experts of a block when the block is called, outside of compiled or recomputed code."""
+        """Gather a block's experts, and parameters that stay in fp32, when the block is called, outside of compiled or
+        recomputed code."""
+        own = self._of_experts | self._kept
         for part in block.modules():
-            if isinstance(part, FSDPModule) and part in self._of_experts and part not in self._in_fp32:
+            if isinstance(part, FSDPModule) and part in own and part not in self._in_fp32:
                 move_forward_hooks(part, block)
 
     def freed(self, module: nn.Module) -> list[FSDPModule]:
@@ -407,6 +413,8 @@ class _Units:
         policy = self._policy
         if first in self._in_fp32:
             policy = self._to_fp32 if self._in_fp32[first] else self._fp32
+        elif first in self._kept:
+            policy = self._uncast
         choose = _sharded_dim_of_experts if first in self._of_experts else _sharded_dim
         fully_shard(
             unit,

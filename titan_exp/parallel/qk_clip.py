@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.models.spec.model_spec import AttentionSpec
+from titan_exp.models.spec.mixers import AttentionSpec
 from titan_exp.ops.attention.attention_with_lse import MaxLogits
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.ops.autograd import local_tensor

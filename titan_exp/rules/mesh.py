@@ -244,10 +244,24 @@ def sequence_divides(spec: ModelSpec, parallelism: ParallelismConfig, training: 
     yield from check_multiple("training.seq_len", training.seq_len, chunks, reason)
 
 
+def filters_reach(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """No filter of linear attention reaches beyond the chunk before its own."""
+    reach = max((layer.linear_attention.taps - 1 for layer in spec.layers if layer.linear_attention), default=0)
+    least, seq_len = reach * parallelism.sequence_chunks, training.seq_len
+    if seq_len < least:
+        reason = (
+            f"parallelism.cp={parallelism.cp} cuts each sequence into {parallelism.sequence_chunks} chunks, and the "
+            f"convolution of linear attention reads {reach} tokens before each"
+        )
+        yield Violation(
+            "training.seq_len", seq_len, reason, f"use training.seq_len={least} or more, or parallelism.cp=1"
+        )
+
+
 def heads_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
     """The Ulysses degree divides the heads of a tensor-parallel rank in every layer."""
     degree, tp = parallelism.ulysses_degree, parallelism.tp
-    if spec.attention is None or degree == 1:
+    if not spec.attentions or degree == 1:
         return
     of_a_rank = [
         (attention.heads // tp, max(1, attention.kv_heads // tp))
@@ -300,12 +314,13 @@ CONTEXT_RULES = (
     *rules(
         Refuse(
             "parallelism.cp",
-            lambda model: (spec := model_spec(model)) is None or spec.attention is None,
+            lambda model: (spec := model_spec(model)) is None or not spec.describes_mixers,
             "context parallelism exchanges the keys and values of attention, and {model.architecture} does not "
             "describe its attention",
             "use parallelism.cp=1 parallelism.dp_shard={parallelism.cp}, or model.architecture=llama",
         ),
         sequence_divides,
+        filters_reach,
         heads_divide,
         kernel_merges,
         when=lambda parallelism: parallelism.cp > 1 and parallelism.cp % parallelism.cp_ulysses == 0,

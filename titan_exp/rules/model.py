@@ -12,6 +12,7 @@ from titan_exp.config.machine.torch_features import (
     FLASH_PACKAGES,
     FLASH_WITH_LSE,
     HEAD_SIZES,
+    LINEAR_ATTENTION_BACKEND,
     ON_CPU,
     efficient_multiple,
 )
@@ -107,6 +108,12 @@ MODEL_RULES = (
             lambda spec: spec.attention_backend not in ("flex", *ON_CPU),
             "this kernel runs on GPUs only, and this run trains on the CPU",
             f"use {ATTENTION_BACKEND}=auto, flash or math",
+        ),
+        Refuse(
+            LINEAR_ATTENTION_BACKEND,
+            lambda model: getattr(model, "linear_attention_backend", "") == "fla",
+            "these kernels run on GPUs only, and this run trains on the CPU",
+            f"use {LINEAR_ATTENTION_BACKEND}=auto or torch",
         ),
         when=lambda device: device == "cpu",
     ),

@@ -70,12 +70,25 @@ def scores_can_be_scaled(spec: ModelSpec, parametrization: ParametrizationConfig
             return
 
 
+def logits_can_be_scaled(spec: ModelSpec, parametrization: ParametrizationConfig) -> Iterator[Violation]:
+    """A weight determines the scale of the logits: the head's, or that of the final norm before a tied head."""
+    if isinstance(parametrization, BaseShapeConfig) and spec.tied and spec.zero_centered_norm:
+        field, value = "model.tied_embeddings", True
+        reason = (
+            "the final norm scales the logits of a tied head, and this one starts from zeros, which no factor scales"
+        )
+        yield Violation(field, value, reason, f"use {field}=false, or parametrization=standard")
+
+
 def _unscalable(layer: LayerSpec, base_head_dim: int) -> str | None:
     attention = layer.attention
     if attention is None or attention.qk_dim == base_head_dim:
         return None
     if attention.rotated_norm_eps is not None:
         return "a norm without a weight follows the projections of queries and keys, so no weight scales the scores"
+    query_norm = layer.vector("attention.q_norm")
+    if query_norm is not None and query_norm.zero_centered:
+        return "the norm of queries starts from zeros, which no factor scales"
     names = {linear.name for linear in layer.linears}
     if not names >= {"attention.q"} and not names >= {"attention.qkv", "attention.out"}:
         return "the attention has neither a linear layer attention.q nor the pair attention.qkv and attention.out"
@@ -111,6 +124,7 @@ PARAMETRIZATION_RULES = rules(
     spec_describes_the_parts,
     fixed_keys_set_inputs,
     scores_can_be_scaled,
+    logits_can_be_scaled,
     optimizer_has_rules,
 )
 

@@ -25,7 +25,7 @@ from titan_exp.config.schema.identity_keys import differences
 from titan_exp.config.schema.typed_config import load_group, to_dict
 from titan_exp.data.tokenizers import ByteTokenizer, Tokenizer
 from titan_exp.models.build import build_model, choose_attention_backend
-from titan_exp.models.spec.lookup import model_spec, with_mtp_depth
+from titan_exp.models.spec.lookup import model_spec, with_linear_attention_backend, with_mtp_depth
 from titan_exp.models.spec.rope import longest_sequence
 from titan_exp.ops.attention.sdpa import runs_here
 from titan_exp.ops.autograd import local_tensor
@@ -251,8 +251,8 @@ def load_source(
     `divide` shards the model on the meta device and returns the rows of those sharded parameters that are not DTensors.
     `documents` and `parts` are as in `choose_attention_backend`. Modules of multi-token prediction are left out.
     """
-    config = with_mtp_depth(source.model, 0)
-    # The kernel used in training may not run here.
+    # The kernels used in training may not run here.
+    config = with_linear_attention_backend(with_mtp_depth(source.model, 0), "auto")
     spec = model_spec(source.model)
     trained_with = "auto" if spec is None else spec.attention_backend
     backend = choose_attention_backend(
@@ -267,8 +267,9 @@ def load_source(
     build = partial(build_model, config, seq_len=seq_len, attention_backend=backend)
     with torch.device("meta"):
         model = build()
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        for parameter in () if getattr(module, "keeps_fp32", False) else module.parameters(recurse=False):
+            parameter.data = parameter.data.to(dtype)
     rows = {} if divide is None else divide(model)
     init_buffers(buffer_places(model), materialize_parameters(model, device), build, seed=0)
     for name, tensor in model.state_dict().items():

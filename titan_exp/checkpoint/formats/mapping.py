@@ -62,6 +62,8 @@ class ImportReader:
     def _read(self, name: str, *window: slice) -> Tensor:
         """Read a slice of one of their tensors, stored alone or with those of other experts."""
         stored, expert = self._map.stored(name)
+        if name in self._map.reshaped:
+            return self._store.read(name).reshape(self._map.their_shapes[name])[window]
         if expert is None:
             return self._store.read(name, *window)
         rows, *columns = window
@@ -93,6 +95,8 @@ class ExportReader:
 
     def read(self, name: str, *window: slice) -> Tensor:
         """Read the window's rows of a tensor; of a tensor of all experts, only the experts in the window."""
+        if (stored := self._map.reshaped.get(name)) is not None:
+            return self._read(name, range(self._map.their_shapes[name][0])).reshape(stored)[window]
         template = self._map.stacks.get(name)
         if template is None:
             rows, *rest = window or (slice(None),)
@@ -111,15 +115,17 @@ class ExportReader:
 
     def _read(self, name: str, rows: range) -> Tensor:
         """Read rows of one of their tensors."""
-        source = self._map.of_theirs(name)
-        runs = [run for full in source.ranges if (run := full.within_theirs(rows.start, rows.stop)) is not None]
-        first, held = self._rows_of(source, runs)
-        if len(runs) == 1 and runs[0].step == 1:
-            return held[runs[0].start - first :][: len(rows)]
-        tensor = torch.empty((len(rows), *self._map.their_shapes[name][1:]), dtype=held.dtype)
-        for run in runs:
-            target = slice(run.theirs.start - rows.start, run.theirs.stop - rows.start, run.step)
-            tensor[target] = held[run.start - first : run.start - first + run.rows]
+        tensor = torch.empty((len(rows), *self._map.their_shapes[name][1:]), dtype=self.dtype(name))
+        for source in self._map.of_theirs(name):
+            runs = [run for full in source.ranges if (run := full.within_theirs(rows.start, rows.stop)) is not None]
+            if not runs:
+                continue
+            first, held = self._rows_of(source, runs)
+            if len(runs) == 1 and runs[0].step == 1 and runs[0].rows == len(rows):
+                return held[runs[0].start - first :][: len(rows)]
+            for run in runs:
+                target = slice(run.theirs.start - rows.start, run.theirs.stop - rows.start, run.step)
+                tensor[target] = held[run.start - first : run.start - first + run.rows]
         return tensor
 
     def _rows_of(self, source: TensorRows, runs: Sequence[RowRange]) -> tuple[int, Tensor]:

@@ -1,6 +1,6 @@
 """Checkpoint opening in any format: run, DCP, Hugging Face, diffusers, Meta, torchtune or torch file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,7 +13,7 @@ from titan_exp.checkpoint.dcp.storage_writer import find_damage, raise_if_damage
 from titan_exp.checkpoint.formats.block_scaled import BlockFP8Reader, MXFP4Reader
 from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
 from titan_exp.checkpoint.formats.mapping import ImportReader, check_tensors, require_size
-from titan_exp.checkpoint.formats.safetensors import PrefixedReader, SafetensorsReader, TensorReader
+from titan_exp.checkpoint.formats.safetensors import RenamedReader, SafetensorsReader, TensorReader
 from titan_exp.checkpoint.formats.torch_file import IGNORED, TorchFileReader, open_consolidated, torch_load_safely
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.state_dict import is_training_state
@@ -116,7 +116,7 @@ def open_huggingface(folder: Path, architecture: str | None = None, *, mtp: bool
     """Open a Hugging Face folder as an architecture; None reads it from config.json. Without `mtp`, its modules of
     multi-token prediction are not read. Raises UserError if the architecture is unknown, or a file is missing or
     damaged."""
-    values, prefix = language_model(config_json(folder))
+    values, prefixes = language_model(config_json(folder))
     model = _require_supported(from_huggingface(values, folder.absolute().name, architecture), folder)
     if not any(folder.glob("*.safetensors")):
         raise UserError(
@@ -128,8 +128,8 @@ def open_huggingface(folder: Path, architecture: str | None = None, *, mtp: bool
         store = MXFP4Reader(store)
     elif quantized is not None:
         store = BlockFP8Reader(store, quantized)
-    elif prefix:
-        store = PrefixedReader(store, prefix)
+    elif prefixes:
+        store = RenamedReader(store, _own_names(store.shapes, prefixes), others=False)
     # Some tied checkpoints also store the head, and old ones a RoPE table.
     unread = unread_prefixes(values, architecture)
     # transformers drops the modules' weights but keeps their number in config.json.
@@ -246,6 +246,16 @@ def _check_own_names(model: ModelConfig, store: TensorReader, path: Path) -> Non
         check_tensors(store.shapes, spec.state_shapes, where=str(path), optional=training)
 
 
+def _own_names(names: Iterable[str], prefixes: Mapping[str, str]) -> dict[str, str]:
+    """Stored names by the family's, for names with one of these prefixes."""
+    return {
+        own + name.removeprefix(prefix): name
+        for name in names
+        for prefix, own in prefixes.items()
+        if name.startswith(prefix)
+    }
+
+
 def _mapped(
     store: TensorReader, model: ModelConfig, mapped_format: CheckpointFormat, path: Path, extra: set[str]
 ) -> ImportReader:
@@ -256,6 +266,8 @@ def _mapped(
         )
     require_size(model, store.shapes.values(), str(path))
     row_map = state_dict_map(model, mapped_format)
+    renamed = {name: own for name, own in row_map.aliases.items() if name not in store.shapes and own in store.shapes}
+    store = RenamedReader(store, renamed) if renamed else store
     wanted = {name: shape for name, shape in row_map.stored_shapes.items() if name not in row_map.copies}
     check_tensors(store.shapes, wanted, where=str(path), optional=row_map.optional | extra)
     return ImportReader(store, row_map)

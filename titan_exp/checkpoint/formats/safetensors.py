@@ -45,23 +45,25 @@ def window_extent(shape: Sequence[int], window: Sequence[slice]) -> tuple[list[i
     return [*(part.start for part in sliced), *[0] * len(whole)], [*map(len, sliced), *whole]
 
 
-class PrefixedReader:
-    """Reads the tensors whose names have a prefix, and hides the others."""
+class RenamedReader:
+    """Reads tensors under other names: `names` has the stored name of each. Those without another name keep theirs, or
+    are hidden without `others`."""
 
-    def __init__(self, store: TensorReader, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
-        found = store.shapes.items()
+    def __init__(self, store: TensorReader, names: Mapping[str, str], *, others: bool = True) -> None:
+        self._store, self._names = store, names
+        found, stored = store.shapes, set(names.values())
         self.shapes: Mapping[str, tuple[int, ...]] = {
-            name.removeprefix(prefix): shape for name, shape in found if name.startswith(prefix)
+            **({name: shape for name, shape in found.items() if name not in stored} if others else {}),
+            **{name: found[own] for name, own in names.items()},
         }
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor."""
-        return self._store.dtype(self._prefix + name)
+        return self._store.dtype(self._names.get(name, name))
 
     def read(self, name: str, *window: slice) -> Tensor:
         """Read only a slice from disk."""
-        return self._store.read(self._prefix + name, *window)
+        return self._store.read(self._names.get(name, name), *window)
 
 
 STEM = "model"

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from titan_exp.config.errors.user_error import Violation, divisors, listed, nearest_numbers
 from titan_exp.config.groups.experiment import MAY_BE_MEANT, NO_CHANGE, ModelConfig
 from titan_exp.config.groups.types import BlockCount, PositiveBlockCount, PositiveFloat, PositiveInt
+from titan_exp.models.spec.mixers import AttentionSpec
 from titan_exp.models.spec.model_inputs import ModelInputs
 from titan_exp.models.spec.model_spec import (
     EVERY_TOKEN,
     ONCE,
-    AttentionSpec,
     LayerSpec,
     LinearSpec,
     ModelSpec,

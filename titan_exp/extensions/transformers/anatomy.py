@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.extensions.transformers.repository import build_class
 from titan_exp.models.blocks.linear import InitSpec
-from titan_exp.models.spec.model_spec import AttentionSpec
+from titan_exp.models.spec.mixers import AttentionSpec
 from titan_exp.ops.attention.mask_pattern import MaskPattern
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 

@@ -22,7 +22,8 @@ from titan_exp.extensions.transformers.anatomy import (
 from titan_exp.extensions.transformers.describe import styles_of_block
 from titan_exp.models.blocks.linear import InitSpec, Linear
 from titan_exp.models.blocks.transformer import Embedding, Head, LogitsLoss
-from titan_exp.models.spec.model_spec import AttentionSpec, ModelSpec, PipelinePlan
+from titan_exp.models.spec.mixers import AttentionSpec
+from titan_exp.models.spec.model_spec import ModelSpec, PipelinePlan
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, GatherInput, HeadParallel, TPStyle
 from titan_exp.ops.attention.sdpa import AttentionBackend
 from titan_exp.ops.cross_entropy import LossSum

@@ -23,7 +23,8 @@ from titan_exp.extensions.transformers.anatomy import (
     take_apart,
     unsupported,
 )
-from titan_exp.models.spec.model_spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, TensorSpec, Unsupported
+from titan_exp.models.spec.mixers import AttentionSpec
+from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, ModelSpec, TensorSpec, Unsupported
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, Rowwise, SequenceParallel
 
 if TYPE_CHECKING:

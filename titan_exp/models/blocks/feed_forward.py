@@ -254,15 +254,24 @@ class MoEFeedForward(nn.Module):
         self.experts = Experts(layer)
         has_shared = layer.router.moe.shared_experts > 0
         self.shared = FeedForward(layer, "feed_forward.shared") if has_shared else None
+        is_gated = any(part.name == "feed_forward.shared_gate" for part in layer.linears)
+        self.shared_gate = linear(layer, "feed_forward.shared_gate") if is_gated else None
+        self._plan = {name: style for name, style in layer.tp_plan("feed_forward").items() if name == "shared_gate"}
         self.dispatch: Dispatch = dispatch_locally
         self.token_split: TokenSplit | None = None
         """Split of tokens that several ranks hold; None if this rank routes all of its tokens."""
 
+    def tp_plan(self) -> dict[str, TPStyle]:
+        """Tensor-parallel sharding of the shared experts' gate, which is replicated over this rank's tokens."""
+        return self._plan
+
     def forward(self, x: Float[Tensor, "batch part dim"]) -> Float[Tensor, "batch part dim"]:
-        """Return the weighted sum of the routed experts' outputs, plus the shared experts'."""
+        """Return the weighted sum of the routed experts' outputs, plus the shared experts', which may have a gate."""
         part = x if self.token_split is None else self.token_split.split(x)
         finish = self.dispatch(part.flatten(0, 1), self.router(part), self.experts)
         shared = None if self.shared is None else self.shared(x)
+        if shared is not None and self.shared_gate is not None:
+            shared = shared * self.shared_gate(x).sigmoid()
         found = finish().view_as(part)
         if self.token_split is not None:
             found = self.token_split.join(found, x.shape[1])

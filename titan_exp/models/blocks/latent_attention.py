@@ -41,7 +41,6 @@ class LatentAttention(nn.Module):
         super().__init__()
         spec = layer.attention
         assert isinstance(spec, LatentAttentionSpec), "the layer has latent attention"
-        assert spec.rope
         assert not spec.sinks
         self._plan, self.spec = layer.tp_plan("attention"), spec
         self.fused_rows = layer.fused_rows("attention")
@@ -83,12 +82,14 @@ class LatentAttention(nn.Module):
         With sequence parallelism `x` is this rank's part of the tokens, while `rope` and `mask` cover all.
         """
         of_query = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
-        query = rotate_tail(self.q(of_query).unflatten(-1, (-1, self.spec.qk_dim)), *rope[:2]).transpose(1, 2)
+        query = self.q(of_query).unflatten(-1, (-1, self.spec.qk_dim))
+        query = (rotate_tail(query, *rope[:2]) if self.spec.rope else query).transpose(1, 2)
         widths = (self.spec.latent_dim, self.spec.rope_dim)
         latent, shared = self.kv_a(x).split(widths, dim=-1)
         # One message under tensor parallelism.
         latent, shared = self.gather(torch.cat((self.kv_a_norm(latent), shared), dim=-1)).split(widths, dim=-1)
-        shared = rotate(shared[:, :, None], *rope[:2])[:, :, 0]
+        if self.spec.rope:
+            shared = rotate(shared[:, :, None], *rope[:2])[:, :, 0]
         if type(self.latent_gather) is not LatentGather:
             latent, shared = self.latent_gather(torch.cat((latent, shared), dim=-1)).split(widths, dim=-1)
         if self.cache is not None and self.cache.append(latent, shared):

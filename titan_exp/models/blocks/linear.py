@@ -1,6 +1,7 @@
 """Linear layers, plain or one per expert, and the matmul behind them, which quantization recipes replace."""
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
@@ -30,10 +31,13 @@ DEVICE_CHUNK = 2**21
 class InitSpec:
     """Initial distribution of a parameter."""
 
-    kind: Literal["normal", "ones", "zeros"]
-    """Distribution; `normal` is truncated at three standard deviations."""
+    kind: Literal["normal", "ones", "zeros", "log_uniform", "inverse_softplus"]
+    """Distribution; `normal` is truncated at three standard deviations. `log_uniform` is the logarithm of a uniform
+    number, and `inverse_softplus` that of a number whose logarithm is uniform."""
     std: float = 0.0
     """Standard deviation of `normal`, before truncation."""
+    bounds: tuple[float, float] = (0.0, 1.0)
+    """Bounds of the number that `log_uniform` and `inverse_softplus` take."""
     scale: float = 1.0
     """Factor of the values."""
 
@@ -58,7 +62,7 @@ class ShardSpec:
 @torch.no_grad()
 def init_shard_(values: Tensor, seed: int, name: str, init: InitSpec, part: ShardSpec) -> None:
     """Fill `values`, a shard of the parameter with this full name, with its initial values, on its device."""
-    if init.kind != "normal":
+    if init.kind in ("ones", "zeros"):
         values.fill_(init.scale if init.kind == "ones" else 0.0)
         return
     if values.numel() == 0:
@@ -73,12 +77,25 @@ def init_shard_(values: Tensor, seed: int, name: str, init: InitSpec, part: Shar
     unused = part.start[-1] % 2  # the first word's first number, if the shard begins with its second
 
     for of_rows, of_words in _chunks(rows.shape[0], words.shape[0], values.device):
-        numbers = truncated_normal(splitmix64(rows[of_rows] + words[of_words]), init.std * init.scale)
+        numbers = _numbers(init, splitmix64(rows[of_rows] + words[of_words]))
         first = 2 * of_words.start - unused
         target = flat[of_rows, max(first, 0) : first + numbers.shape[1]]
         target.copy_(numbers[:, max(-first, 0) :][:, : target.shape[1]])
     if flat.data_ptr() != values.data_ptr():
         values.copy_(flat.view(values.shape))
+
+
+def _numbers(init: InitSpec, words: Tensor) -> Tensor:
+    """Two numbers of the distribution for each random word [rows, words]."""
+    if init.kind == "normal":
+        return truncated_normal(words, init.std * init.scale)
+    # In fp64 on the CPU, so that every device rounds the same values to fp32; only vectors have these distributions.
+    uniform = (words.cpu().view(torch.int32).double() + 0.5) * 2.0**-32 + 0.5
+    low, high = init.bounds
+    if init.kind == "log_uniform":
+        return (low + (high - low) * uniform).log() * init.scale
+    step = (math.log(low) + (math.log(high) - math.log(low)) * uniform).exp()
+    return (step + (-torch.expm1(-step)).log()) * init.scale
 
 
 def _counters(part: ShardSpec, device: torch.device) -> tuple[Tensor, Tensor]:

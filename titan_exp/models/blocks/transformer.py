@@ -22,7 +22,7 @@ from titan_exp.models.spec.tp_plan import (
     VocabEmbedding,
     VocabLogits,
 )
-from titan_exp.ops.attention.rope import rotate, split_rotated
+from titan_exp.ops.attention.rope import rotate, rotate_front, split_rotated
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 from titan_exp.ops.autograd import embedding_rows, local_tensor, recompute_input
 from titan_exp.ops.cross_entropy import LossSum
@@ -35,23 +35,34 @@ batch."""
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019), computed in fp32.
 
-    `writes_residual` is the spec's.
+    `writes_residual` and `zero_centered` are the spec's.
     """
 
     def __init__(
-        self, dim: int, eps: float, tp_style: TPStyle = SEQUENCE_PARALLEL, *, writes_residual: bool = False
+        self,
+        dim: int,
+        eps: float,
+        tp_style: TPStyle = SEQUENCE_PARALLEL,
+        *,
+        writes_residual: bool = False,
+        zero_centered: bool = False,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.eps, self.tp_style, self.writes_residual = eps, tp_style, writes_residual
+        self.eps, self.tp_style = eps, tp_style
+        self.writes_residual, self.zero_centered = writes_residual, zero_centered
 
     def init_spec(self) -> dict[str, InitSpec]:
         """Initialization of the parameters by name."""
-        return {"weight": InitSpec("ones")}
+        return {"weight": InitSpec("zeros" if self.zero_centered else "ones")}
 
     def forward(self, x: Float[Tensor, "*any dim"]) -> Float[Tensor, "*any dim"]:
-        """x / rms(x) · weight, in the dtype of `x`."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        """x / rms(x) · weight, or · (1 + weight), in the dtype of `x`."""
+        if not self.zero_centered:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # One plus a small weight would lose the weight's digits in bf16.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.weight.shape, 1 + self.weight.to(wide), self.eps).to(x.dtype)
 
 
 class Embedding(nn.Module):
@@ -113,12 +124,24 @@ class Head(nn.Module):
         return F.linear(x, weight) if loss is None else loss(x, weight)
 
 
-class AttentionSinks(nn.Module):
-    """Attention sinks: one learned logit per query head, beside the keys."""
+class HeadNumbers(nn.Module):
+    """Parameters of numbers per head, which tensor parallelism shards with the heads."""
 
     tp_style = HeadSharded()
-    rows: slice | None = None
-    """Heads of this rank, if the parameter holds the logits of all heads; None if it holds only this rank's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[str, slice] = {}
+        """Rows of this rank by name, for parameters that hold those of all heads."""
+
+    def of_rank(self, name: str) -> Float[Tensor, "rows *rest"]:
+        """Rows of this rank's heads in a parameter."""
+        whole = local_tensor(getattr(self, name))
+        return whole[self.rows[name]] if name in self.rows else whole
+
+
+class AttentionSinks(HeadNumbers):
+    """Attention sinks: one learned logit per query head, beside the keys."""
 
     def __init__(self, heads: int, std: float) -> None:
         super().__init__()
@@ -131,8 +154,7 @@ class AttentionSinks(nn.Module):
 
     def forward(self) -> Float[Tensor, " heads"]:
         """Logits of this rank's heads."""
-        weight = local_tensor(self.weight)
-        return weight if self.rows is None else weight[self.rows]
+        return self.of_rank("weight")
 
 
 class Attention(nn.Module):
@@ -140,7 +162,7 @@ class Attention(nn.Module):
 
     Rows of `qkv.weight` are ordered by key-value head (its query heads, its key, its value), so that a contiguous slice
     holds whole groups. QK norm, if any, normalizes query and key heads before RoPE, each by itself or all at once; a
-    norm without weight may follow RoPE.
+    norm without weight may follow RoPE. A gate, if any, follows its query head.
     """
 
     def __init__(self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend) -> None:
@@ -172,16 +194,22 @@ class Attention(nn.Module):
         `rope` are cosines and sines, followed by the factor of queries if the model scales them by position. With
         sequence parallelism `x` is this rank's part of the tokens, while `rope` and `mask` cover all.
         """
-        groups = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
-        if self.q_norm is None and self.spec.rope and self.spec.rotated_norm_eps is self.spec.temperature is None:
+        spec, gate = self.spec, None
+        slots = self.group * (1 + spec.gated)
+        groups = self.qkv(x).unflatten(-1, (-1, slots + 2, self.head_dim))
+        plain = self.q_norm is None and not spec.gated and spec.rotary_dim is None
+        if plain and spec.rope and spec.rotated_norm_eps is spec.temperature is None:
             query, key, value = split_rotated(groups, *rope[:2])
         else:
             # Backward of the norms keeps the projection's output, and with it the values' memory.
-            query, key, value = (heads.flatten(2, 3) for heads in groups.split((self.group, 1, 1), dim=-2))
+            query, key, value = (heads.flatten(2, 3) for heads in groups.split((slots, 1, 1), dim=-2))
+            if spec.gated:
+                query, gate = query.unflatten(2, (-1, 2)).unbind(3)
             query, key = self._normalized(query, key, rope)
         heads = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
         out = self.core(*heads) if self.sinks is None else self.core(*heads, self.sinks())
-        return self.out(out.transpose(1, 2).flatten(2))
+        out = out.transpose(1, 2)
+        return self.out((out if gate is None else out * gate.sigmoid()).flatten(2))
 
     def clip_factors(self, factors: Float[Tensor, " heads"]) -> dict[str, Float[Tensor, " rows"]]:
         """Factors of the rows of `qkv` that multiply the logits of each query head by its factor.
@@ -209,7 +237,9 @@ class Attention(nn.Module):
                 key = self.k_norm(key.flatten(2)).view_as(key)
             else:
                 query, key = self.q_norm(query), self.k_norm(key)
-        if self.spec.rope:
+        if self.spec.rope and self.spec.rotary_dim is not None:
+            query, key = rotate_front(query, *rope[:2]), rotate_front(key, *rope[:2])
+        elif self.spec.rope:
             query, key = rotate(query, *rope[:2]), rotate(key, *rope[:2])
         if self.spec.rotated_norm_eps is not None:
             query, key = (
@@ -224,7 +254,7 @@ class TransformerBlock(nn.Module):
     """Transformer block: attention and feed-forward, each added to the residual stream. Norms come before (pre-norm),
     or after if the spec says that they write to the stream.
 
-    `attention` replaces grouped-query attention by a module with the same arguments.
+    `attention` replaces grouped-query attention by a module with the same arguments, such as linear attention.
     """
 
     def __init__(
@@ -263,7 +293,9 @@ def norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm":
     """Build the norm that a block's spec describes, by module path."""
     vector = layer.vector(name)
     assert vector is not None, f"the layer has {name}"
-    return RMSNorm(vector.size, eps, vector.tp, writes_residual=vector.writes_residual)
+    return RMSNorm(
+        vector.size, eps, vector.tp, writes_residual=vector.writes_residual, zero_centered=vector.zero_centered
+    )
 
 
 def _sinks(layer: LayerSpec) -> AttentionSinks | None:

@@ -5,12 +5,43 @@ Hugging Face rotates pairs (i, i + head_dim / 2) as we do. Meta's own checkpoint
 one for all experts of a layer.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, gate_up_rows, qkv_rows, rotated_tail_rows
+from titan_exp.models.spec.mixers import LinearAttentionSpec
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 from titan_exp.models.spec.transformer import LatentAttentionSpec
+
+
+@dataclass(frozen=True)
+class LinearAttentionNames:
+    """Tensor names of linear attention of one tool; `{}` stands for the layer."""
+
+    projections: tuple[tuple[str, tuple[str, ...]], ...]
+    """Projections, each with the parts in its rows: query, key, value, gate, beta, decay."""
+    convolutions: tuple[tuple[str, tuple[str, ...]], ...]
+    """Filters of the convolution, each with the parts in its channels."""
+    log_rate: str
+    """Logarithm of the decay rates."""
+    bias: str
+    """Bias of the decay."""
+    out_norm: str
+    """Norm over the outputs of a value head."""
+    out: str
+    """Output projection."""
+    decay_a: str = ""
+    """Latent of the decay, in families with a decay per channel."""
+    gate_a: str = ""
+    """Latent of the gate, in those families."""
+    by_head: bool = False
+    """True if the rows of a projection go by key head, False if they go by part."""
+    log_rate_dims: int = 1
+    """Number of dims of the logarithm of the decay rates, whose second to last are the heads if there are several."""
+    attention_norm: str = ""
+    """Norm before linear attention, if it has another name than in other layers."""
+    feed_forward_norm: str = ""
+    """Norm before the feed-forward of such a layer, likewise."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +104,12 @@ class TensorNames:
     """Up of the shared experts."""
     shared_down: str = ""
     """Down of the shared experts."""
+    shared_output_gate: str = ""
+    """Gate of the shared experts' output, one number per token."""
+    linear_attention: LinearAttentionNames | None = None
+    """Names of linear attention, in families with such layers."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """Pairs of a name above and another one under which files may have the tensor."""
     mtp_projection: str = ""
     """Projection of a module of multi-token prediction, from an embedding and a hidden state."""
     mtp_embedding_norm: str = ""
@@ -208,7 +245,16 @@ def decoder_map(spec: ModelSpec, names: TensorNames) -> StateDictMap:
     optional = frozenset({names.head} if spec.tied else ())
     shapes, buffers = {name: found.shapes[name] for name in found.runs}, frozenset(spec.buffers)
     stacked = frozenset(found.stacked)
-    return StateDictMap(found.runs, shapes, found.theirs, copies, optional, stacked, found.stacks, buffers)
+    return StateDictMap(
+        *(found.runs, shapes, found.theirs, copies, optional, stacked, found.stacks, buffers),
+        reshaped=found.reshaped,
+        aliases={
+            name: other.format(number)
+            for own, other in names.aliases
+            for number in range(len(spec.layers))
+            if (name := own.format(number)) in found.theirs
+        },
+    )
 
 
 class _MapBuilder:
@@ -221,6 +267,7 @@ class _MapBuilder:
         self.theirs: dict[str, tuple[int, ...]] = {}
         self.stacked: set[str] = set()
         self.stacks: dict[str, str] = {}
+        self.reshaped: dict[str, tuple[int, ...]] = {}
 
     def add(self, ours: str, name: str, rows: Iterable[RowRange] = ()) -> None:
         """Add a parameter that equals one of their tensors, or the given rows of it."""
@@ -243,8 +290,15 @@ class _MapBuilder:
 
     def add_layer(self, number: int, layer: LayerSpec) -> None:
         """Add the parameters and buffers of a block."""
+        own, linear = self._names, self._names.linear_attention
+        if layer.linear_attention is not None and linear is not None and linear.attention_norm:
+            norms = {"attention_norm": linear.attention_norm, "feed_forward_norm": linear.feed_forward_norm}
+            self._names = replace(own, **norms)
         self._add_norms(number, layer, "attention_norm")
-        if isinstance(layer.attention, LatentAttentionSpec):
+        if layer.linear_attention is not None:
+            assert linear is not None, "the family has names for linear attention"
+            self._add_linear_attention(number, layer, layer.linear_attention, linear)
+        elif isinstance(layer.attention, LatentAttentionSpec):
             self._add_latent_attention(number, layer, layer.attention)
         else:
             self._add_attention(number, layer)
@@ -255,10 +309,13 @@ class _MapBuilder:
             for ours, theirs in (("bias", self._names.router_bias), ("logit_bias", self._names.router_logit_bias)):
                 if f"{router}.{ours}" in self.shapes:
                     self.add(f"{router}.{ours}", theirs.format(number))
-        for linear in layer.linears:
-            module, _, part = linear.name.rpartition(".")
+        for linear_layer in layer.linears:
+            module, _, part = linear_layer.name.rpartition(".")
             if part == "gate_up":
                 self._add_swiglu(f"blocks.{number}.{module}", number)
+            elif part == "shared_gate":
+                self.add(f"blocks.{number}.{linear_layer.name}.weight", self._names.shared_output_gate.format(number))
+        self._names = own
 
     def add_mtp_module(self, number: int, layer: LayerSpec) -> None:
         """Add the parameters and buffers of a module of multi-token prediction."""
@@ -280,7 +337,7 @@ class _MapBuilder:
         query, key, value = (name.format(number) for name in (names.query, names.key, names.value))
         dim = self.shapes[f"{module}.qkv.weight"][-1]
         self.theirs |= {
-            query: (attention.heads * attention.qk_dim, dim),
+            query: (attention.heads * attention.qk_dim * (1 + attention.gated), dim),
             key: (attention.kv_heads * attention.qk_dim, dim),
             value: (attention.kv_heads * attention.v_dim, dim),
         }
@@ -302,15 +359,83 @@ class _MapBuilder:
         if has_latent:
             self.add(f"{module}.q_a.weight", names.query_down.format(number))
         self.add(f"{module}.q.weight", query)
-        self.runs[f"{module}.q.weight"] = tuple(rotated_tail_rows(attention.heads, attention.qk_dim, rope_dim, query))
         down = names.kv_down.format(number)
         self.add(f"{module}.kv_a.weight", down)
-        self.runs[f"{module}.kv_a.weight"] = tuple(
-            rotated_tail_rows(1, attention.latent_dim + rope_dim, rope_dim, down)
-        )
+        if attention.rope:
+            self.runs[f"{module}.q.weight"] = tuple(
+                rotated_tail_rows(attention.heads, attention.qk_dim, rope_dim, query)
+            )
+            self.runs[f"{module}.kv_a.weight"] = tuple(
+                rotated_tail_rows(1, attention.latent_dim + rope_dim, rope_dim, down)
+            )
         self._add_norms(number, layer, "attention.")
         self.add(f"{module}.kv_b.weight", names.kv_up.format(number))
         self.add(f"{module}.out.weight", names.out.format(number))
+
+    def _add_linear_attention(
+        self, number: int, layer: LayerSpec, mixer: LinearAttentionSpec, names: LinearAttentionNames
+    ) -> None:
+        module = f"blocks.{number}.attention"
+        per_channel = mixer.decay == "channel"
+        for part, name in (("decay_a", names.decay_a), ("gate_a", names.gate_a)) if per_channel else ():
+            self.add(f"{module}.{part}.weight", name.format(number))
+        widths = {"query": mixer.key_dim, "key": mixer.key_dim, "value": mixer.group * mixer.value_dim}
+        projected = {
+            **widths,
+            "gate": widths["value"],
+            "beta": mixer.group,
+            "decay": mixer.group * (mixer.key_dim if per_channel else 1),
+        }
+        ours = {
+            f"{module}.qkv.weight": ("query", "key", "value"),
+            f"{module}.{'gate_b' if per_channel else 'gate'}.weight": ("gate",),
+            f"{module}.beta.weight": ("beta",),
+            f"{module}.{'decay_b' if per_channel else 'decay'}.weight": ("decay",),
+        }
+        self._add_parts(number, mixer.key_heads, ours, projected, names.projections, by_head=names.by_head)
+        filters = {f"{module}.convolution.weight": ("query", "key", "value")}
+        self._add_parts(number, mixer.key_heads, filters, widths, names.convolutions, by_head=False)
+        for name, _ in names.convolutions:
+            channels, taps = self.theirs[name.format(number)]
+            self.reshaped[name.format(number)] = (channels, 1, taps)
+        rate = names.log_rate.format(number)
+        self.add(f"{module}.forget.log_rate", rate)
+        if names.log_rate_dims > 1:
+            self.reshaped[rate] = (*(1,) * (names.log_rate_dims - 2), mixer.value_heads, 1)
+        self.add(f"{module}.forget.bias", names.bias.format(number))
+        self.add(f"{module}.out_norm.weight", names.out_norm.format(number))
+        self.add(f"{module}.out.weight", names.out.format(number))
+
+    def _add_parts(
+        self,
+        number: int,
+        heads: int,
+        ours: Mapping[str, tuple[str, ...]],
+        widths: Mapping[str, int],
+        theirs: Iterable[tuple[str, tuple[str, ...]]],
+        *,
+        by_head: bool,
+    ) -> None:
+        """Add parameters whose rows go by key head, each with the given parts of a head. Their tensors have parts too,
+        whose rows go by head or by part."""
+        places: dict[str, tuple[str, int, int]] = {}
+        for name, parts in theirs:
+            unit, first = sum(widths[part] for part in parts), 0
+            for part in parts:
+                places[part] = (name.format(number), first, unit if by_head else widths[part])
+                first += widths[part] * (1 if by_head else heads)
+        for parameter, parts in ours.items():
+            runs, start, columns = [], 0, self.shapes[parameter][1:]
+            for head in range(heads):
+                for part in parts:
+                    name, first, step = places[part]
+                    runs.append(RowRange(start, widths[part], name, first + head * step))
+                    start += widths[part]
+            self.runs[parameter] = tuple(runs)
+            for name, parts_of_theirs in theirs:
+                if set(parts) & set(parts_of_theirs):
+                    rows = heads * sum(widths[part] for part in parts_of_theirs)
+                    self.theirs[name.format(number)] = (rows, *columns)
 
     def _add_swiglu(self, module: str, number: int) -> None:
         """Add a feed-forward, or the feed-forwards of all experts, with their biases."""

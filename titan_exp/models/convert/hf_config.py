@@ -45,8 +45,9 @@ class HuggingFace:
     """Prefixes of tensors that the family does not read, from `config.json`."""
     multimodal_type: str = ""
     """`model_type` of a multimodal model whose `text_config` is one of the family's."""
-    multimodal_prefix: str = ""
-    """Prefix of its language model's tensors; other tensors are not read."""
+    multimodal_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Prefixes of its language model's tensors, each with the one that the family's own names have instead; tensors
+    without such a prefix are not read."""
     offer: str = ""
     """For the family that reads any type: a sentence about whose model it takes, and the overrides that train it."""
 
@@ -107,13 +108,13 @@ def config_json(folder: Path) -> dict[str, Any]:
     return read_object(folder / "config.json")
 
 
-def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Language model's part of a multimodal `config.json`, and the prefix of its tensors; else the whole file and no
-    prefix."""
+def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """Language model's part of a multimodal `config.json`, and the prefixes of its tensors, each with the family's own;
+    else the whole file and no prefixes."""
     for family in _families().values():
         if values.get("model_type") == family.multimodal_type and isinstance(values.get("text_config"), Mapping):
-            return {"model_type": family.model_type, **values["text_config"]}, family.multimodal_prefix
-    return values, ""
+            return {"model_type": family.model_type, **values["text_config"]}, family.multimodal_prefixes
+    return values, {}
 
 
 def foreign_type(values: Mapping[str, Any], architecture: str) -> str | None:

@@ -36,7 +36,8 @@ class Key:
     """A key of `config.json`, and the field of the family's config that it fills."""
 
     field: str = ""
-    """Field (`moe.experts`); empty for a key that is only written."""
+    """Field (`moe.experts`), or several with spaces between that have the same value; empty for a key that is only
+    written."""
     kind: Callable[[Any], Any] = whole
     """Conversion of a value that is read."""
     default: Any = REQUIRED
@@ -67,7 +68,8 @@ def both_ways(
     `given` has the values of fields without keys in the file, and `router` those of fields of `moe`. A config with
     another router is refused, in the name of the family that is `called` so.
     """
-    constants = {"attention_backend": "auto", **given, **{f"moe.{name}": value for name, value in router.items()}}
+    kernels = [key for key in ("attention_backend", "linear_attention_backend") if key in config.__dataclass_fields__]
+    constants = {**dict.fromkeys(kernels, "auto"), **given, **{f"moe.{name}": value for name, value in router.items()}}
     found: dict[str, Any] = {
         "fixed": {name: key for name, key in keys.items() if not isinstance(key, Key)},
         "to_config": lambda model: written(keys, model),
@@ -82,7 +84,7 @@ def written(keys: Keys, model: Any) -> dict[str, Any]:
 
 
 def _value(key: Key, model: Any) -> Any:
-    return attrgetter(key.field)(model) if key.write is None else key.write(model)
+    return attrgetter(key.field.split()[0])(model) if key.write is None else key.write(model)
 
 
 def _read(config: type[ModelConfig], keys: Keys, constants: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
@@ -91,11 +93,12 @@ def _read(config: type[ModelConfig], keys: Keys, constants: Mapping[str, Any], v
         if not isinstance(key, Key) or not key.field:
             continue
         if key.read is not None:
-            found[key.field] = key.read(values, found)
+            value = key.read(values, found)
         elif callable(key.default):
-            found[key.field] = key.kind(values.get(name) or key.default(found))
+            value = key.kind(values.get(name) or key.default(found))
         else:
-            found[key.field] = key.kind(values[name] if key.default is REQUIRED else values.get(name, key.default))
+            value = key.kind(values[name] if key.default is REQUIRED else values.get(name, key.default))
+        found |= dict.fromkeys(key.field.split(), value)
     nested: dict[str, Any] = {}
     for field, value in found.items():
         *groups, last = field.split(".")
@@ -135,6 +138,8 @@ PLAIN_ROUTER: Mapping[str, Any] = {
     "group_score": "max",
 }
 """Fields of `MoEConfig` for which most families with experts have no keys in `config.json`."""
+GLOBAL_BALANCE: Mapping[str, Any] = {"loss": "global_batch", "z_loss": 0.0, "bias_rate": 0.0, "centered_bias": True}
+"""Load balance of a Qwen with experts, whose file has only its coefficient."""
 UNBALANCED = BalanceConfig("none", 0.0, 0.0, 0.0, centered_bias=True)
 """Load balance of a model whose file does not mention it."""
 

@@ -12,7 +12,7 @@ from typing import Literal
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.schema.component import component
 from titan_exp.models.spec.feed_forward import FFN_GROUP
-from titan_exp.models.spec.model_spec import AttentionSpec
+from titan_exp.models.spec.mixers import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,10 @@ class StateDictMap:
     columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Column order: their column for each of our columns, by our full name, for weights whose columns they order
     differently."""
+    reshaped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Stored shape by their name, for tensors that are stored with further dims of size 1."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names under which their tensors may be stored, by their name."""
 
     @cached_property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -100,7 +104,7 @@ class StateDictMap:
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self.their_shapes.items():
             stack, _ = self.stored(name)
-            found[stack] = shape if stack == name else (self._experts(stack), *reversed(shape))
+            found[stack] = self.reshaped.get(name, shape) if stack == name else (self._experts(stack), *reversed(shape))
         return found
 
     def stored(self, name: str) -> tuple[str, int | None]:
@@ -130,20 +134,19 @@ class StateDictMap:
                 yield replace(run, start=run.start + expert * rows, name=run.name.format(expert))
 
     def owner(self, name: str) -> str:
-        """Our parameter that holds one of their tensors, stored or not, or the tensor that it duplicates."""
-        return self._owners[self.stacks.get(self.copies.get(name, name), self.copies.get(name, name)).format(0)][0]
+        """Our parameter that holds one of their tensors, stored or not, or the tensor that it duplicates; the first if
+        several hold its rows."""
+        return self._owners[self.stacks.get(self.copies.get(name, name), self.copies.get(name, name)).format(0)][0][0]
 
     def copies_of(self, name: str) -> list[str]:
         """Their tensors that duplicate one of theirs."""
         return [copy for copy, original in self.copies.items() if original == name]
 
-    def of_theirs(self, name: str) -> TensorRows:
-        """Row ranges of one of their tensors, or of the tensor that it duplicates."""
+    def of_theirs(self, name: str) -> tuple[TensorRows, ...]:
+        """Row ranges of one of their tensors, or of the tensor that it duplicates, in each of our parameters that hold
+        its rows."""
         name = self.copies.get(name, name)
-        ours, expert = self._owners[name]
-        rows = self.shapes[ours][0] if expert is None else self.shapes[ours][1]
-        first = (expert or 0) * rows
-        return TensorRows(ours, expert, tuple(run for run in self.of(ours, first, first + rows) if run.name == name))
+        return tuple(self._rows_in(name, ours, expert) for ours, expert in self._owners[name])
 
     def their_names(self, name: str) -> list[str]:
         """Their tensors that one of our parameters is made of."""
@@ -155,6 +158,11 @@ class StateDictMap:
     def is_buffer(self, name: str) -> bool:
         """True if one of their tensors is one of our buffers."""
         return self.owner(name) in self.buffers
+
+    def _rows_in(self, name: str, ours: str, expert: int | None) -> TensorRows:
+        rows = self.shapes[ours][0] if expert is None else self.shapes[ours][1]
+        first = (expert or 0) * rows
+        return TensorRows(ours, expert, tuple(run for run in self.of(ours, first, first + rows) if run.name == name))
 
     def _within(self, name: str, start: int, stop: int) -> Iterator[RowRange]:
         runs = self.runs[name]
@@ -178,30 +186,31 @@ class StateDictMap:
         }
 
     @cached_property
-    def _owners(self) -> dict[str, tuple[str, int | None]]:
-        """Our parameter that holds each of their tensors, with the expert in it, by their name."""
-        found: dict[str, tuple[str, int | None]] = {}
+    def _owners(self) -> dict[str, list[tuple[str, int | None]]]:
+        """Our parameters that hold the rows of each of their tensors, with the expert in it, by their name."""
+        found: dict[str, list[tuple[str, int | None]]] = {}
         for ours in self.runs:
             names = self.their_names(ours)
             per_expert = len(names) // self.shapes[ours][0] if ours in self.stacked else 0
             for place, name in enumerate(names):
-                assert name not in found, "each tensor of theirs belongs to one parameter of ours"
-                found[name] = (ours, place // per_expert if per_expert else None)
+                found.setdefault(name, []).append((ours, place // per_expert if per_expert else None))
         return found
 
 
 def qkv_rows(attention: AttentionSpec, query: str, key: str, value: str, interleaved: bool) -> Iterator[RowRange]:
     """Rows of the fused qkv weight, by key-value head: its query heads, its key, its value."""
     width, group = attention.qk_dim, attention.group
+    of_query = 2 * width if attention.gated else width
     start = 0
     for head in range(attention.kv_heads):
-        rotated = [(query, head * group + member) for member in range(group)] + [(key, head)]
-        for name, theirs in rotated:
+        rotated = [(query, head * group + member, of_query) for member in range(group)] + [(key, head, width)]
+        for name, theirs, rows in rotated:
             if interleaved:
+                assert rows == width, "no family has gates and rotates neighbours"
                 yield from half_split_rows(start, width, name, theirs * width)
             else:
-                yield RowRange(start, width, name, theirs * width)
-            start += width
+                yield RowRange(start, rows, name, theirs * rows)
+            start += rows
         yield RowRange(start, attention.v_dim, value, head * attention.v_dim)
         start += attention.v_dim
 

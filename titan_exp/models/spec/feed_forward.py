@@ -6,7 +6,7 @@ from typing import Any
 from titan_exp.config.errors.user_error import Violation, divisors, listed, multiples_near, nearest_numbers
 from titan_exp.models.spec.model_spec import LinearSpec
 from titan_exp.models.spec.moe import MoEConfig
-from titan_exp.models.spec.tp_plan import Colwise, FusedRows, ReplicatedGateUp, RowPiece, Rowwise
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, FusedRows, ReplicatedGateUp, RowPiece, Rowwise
 
 FFN_GROUP = 32
 """Rows per group: gate and up rows alternate in groups of this many in the fused weight (see `ops.swiglu`)."""
@@ -70,6 +70,11 @@ def moe_linears(
         return routed
     channels = config.shared_experts * config.ffn_dim
     return (*routed, *swiglu_linears("feed_forward.shared", dim, channels, std=std, out_std=out_std, key=key))
+
+
+def shared_gate(dim: int, std: float) -> LinearSpec:
+    """Linear whose sigmoid multiplies the output of the shared experts, one number per token."""
+    return LinearSpec("feed_forward.shared_gate", dim, 1, std, SEQUENCE_PARALLEL, full_precision=True)
 
 
 def moe_violations(config: MoEConfig, key: str = "model.moe") -> Iterator[Violation]:

@@ -76,8 +76,16 @@ def attention_backend(config: ModelConfig) -> str:
 
 def with_attention_backend(config: ModelConfig, backend: str) -> ModelConfig:
     """The same model with another attention kernel; unchanged if it has no such key."""
-    has_key = any(field.name == "attention_backend" for field in fields(config))
-    return replace(config, attention_backend=backend) if has_key else config
+    return _with_key(config, "attention_backend", backend)
+
+
+def with_linear_attention_backend(config: ModelConfig, backend: str) -> ModelConfig:
+    """The same model with other kernels of linear attention; unchanged if it has no such key."""
+    return _with_key(config, "linear_attention_backend", backend)
+
+
+def _with_key(config: ModelConfig, key: str, value: object) -> ModelConfig:
+    return replace(config, **{key: value}) if any(field.name == key for field in fields(config)) else config
 
 
 @lru_cache(maxsize=256)
@@ -99,10 +107,16 @@ def _calling(function: str, config: ModelConfig) -> AbstractContextManager[None]
 def parameter_roles(spec: ModelSpec) -> dict[str, Role]:
     """Role of every parameter by full name, as an optimizer sees it."""
     stacked = {f"{name}.{part}" for name, linear in spec.linears() if linear.experts > 1 for part in ("weight", "bias")}
+    vectors = {
+        f"blocks.{number}.{tensor.name}"
+        for number, layer in enumerate(spec.blocks)
+        for tensor in layer.tensors
+        if tensor.vectors
+    }
     ends: dict[str, Role] = {"embedding.weight": "embedding", "head.weight": "head"}
     return {
         name: "vector"
-        if is_vector(shape, stacked=name in stacked)
+        if name in vectors or is_vector(shape, stacked=name in stacked)
         else ends.get(name, "expert" if name in stacked or len(shape) > 2 else "matrix")
         for name, shape in spec.shapes.items()
     }

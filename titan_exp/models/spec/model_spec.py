@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from titan_exp.models.spec.mixers import AttentionSpec, LinearAttentionSpec, QueryTemperature
 from titan_exp.models.spec.model_inputs import ModelInputs
 from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.rope import PlainRope
@@ -61,62 +62,6 @@ ONCE = TokenSpan(stop=1)
 
 
 @dataclass(frozen=True)
-class QueryTemperature:
-    """Scaling of queries by position (Llama 4): 1 + coefficient · ln(1 + floor((position + 1) / floor_scale))."""
-
-    coefficient: float
-    """Coefficient of the logarithm."""
-    floor_scale: int
-    """Number of positions for which the factor stays the same."""
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Softmax attention of one layer."""
-
-    heads: int
-    """Query heads."""
-    kv_heads: int
-    """Key and value heads; each serves `heads / kv_heads` query heads."""
-    qk_dim: int
-    """Width of a query or key head."""
-    v_dim: int
-    """Width of a value head."""
-    qk_dim_key: str = "model.head_dim"
-    """Key of the configuration that sets `qk_dim`, for error messages."""
-    window: int | None = None
-    """Sliding window in keys, including the token itself; None means no window."""
-    chunk: int | None = None
-    """Chunk length: keys in the same chunk of positions are visible; None means no chunks."""
-    sinks: bool = False
-    """True if the softmax has one learned logit per head beside the keys, the vector `attention.sinks`."""
-    scale: float | None = None
-    """Factor of the scores; None is 1 / sqrt(qk_dim)."""
-    rope: bool = True
-    """False if queries and keys are not rotated."""
-    rotated_norm_eps: float | None = None
-    """Epsilon of an RMSNorm without weight over query and key heads after RoPE; None is none."""
-    temperature: QueryTemperature | None = None
-    """Scaling of queries by position."""
-    causal: bool = True
-    """False if tokens see later ones too."""
-
-    @property
-    def group(self) -> int:
-        """Query heads per key and value head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def pattern(self) -> MaskPattern:
-        """Mask pattern: the keys that a query sees."""
-        return MaskPattern(self.window, self.chunk, self.causal)
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """Forward and backward FLOPs of scores and weighted values per token, over visible keys only."""
-        return 3 * self.heads * self.pattern.visible_per_query(seq_len) * 2 * (self.qk_dim + self.v_dim)
-
-
-@dataclass(frozen=True)
 class LinearSpec:
     """A linear layer, or one stacked per expert."""
 
@@ -146,6 +91,8 @@ class LinearSpec:
     if a norm comes between."""
     tokens: TokenSpan = EVERY_TOKEN
     """Tokens of a sequence that it computes."""
+    full_precision: bool = False
+    """True for a small projection that recipes leave alone, such as one output per head."""
 
     @property
     def parameters(self) -> int:
@@ -169,8 +116,8 @@ class LinearSpec:
 
     @property
     def quantizable(self) -> bool:
-        """False for a layer over one vector per sequence, whose rows form no scaling blocks."""
-        return self.tokens != ONCE
+        """False for a layer over one vector per sequence, whose rows form no scaling blocks, and for small ones."""
+        return self.tokens != ONCE and not self.full_precision
 
 
 @dataclass(frozen=True)
@@ -187,6 +134,8 @@ class VectorSpec:
     """Standard deviation of initial values; None is ones."""
     writes_residual: bool = False
     """True for a norm over what a branch adds to the residual stream, False for a norm over what it reads."""
+    zero_centered: bool = False
+    """True for a norm that multiplies by one plus its weight, which starts as zeros."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +151,9 @@ class TensorSpec:
     """True if each token is multiplied by it."""
     tokens: TokenSpan = EVERY_TOKEN
     """Span of the tokens that are multiplied by it."""
+    vectors: bool = False
+    """True for vectors, or a stack of them such as the filters of a convolution, that optimizers do not take for a
+    matrix."""
 
     @property
     def parameters(self) -> int:
@@ -229,7 +181,7 @@ class LayerSpec:
     """One block of the model."""
 
     attention: AttentionSpec | None
-    """Attention, whose module is `attention` in the block; None for a block without attention."""
+    """Softmax attention, whose module is `attention` in the block; None for a block without."""
     linears: tuple[LinearSpec, ...]
     """Linear layers in forward order."""
     vectors: tuple[VectorSpec, ...]
@@ -240,6 +192,8 @@ class LayerSpec:
     """Gate of the feed-forward, or of every expert."""
     tensors: tuple[TensorSpec, ...] = ()
     """All other parameters."""
+    linear_attention: LinearAttentionSpec | None = None
+    """Linear attention, whose module is `attention` in the block, in place of softmax attention."""
 
     def linear(self, name: str) -> LinearSpec:
         """Linear layer by module path."""
@@ -294,7 +248,8 @@ class LayerSpec:
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward FLOPs of matmuls per token."""
-        attention = 0.0 if self.attention is None else self.attention.flops_per_token(seq_len)
+        mixer = self.attention or self.linear_attention
+        attention = 0.0 if mixer is None else mixer.flops_per_token(seq_len)
         router = 0 if self.router is None else self.router.flops_per_token
         return router + _flops_per_token((*self.linears, *self.tensors), seq_len) + attention
 
@@ -336,6 +291,8 @@ class ModelSpec:
     """Inputs of a model that reads no token ids; None for a model that does."""
     per_sequence: bool = False
     """True if a family's own modules compute something per sequence, beside attention."""
+    zero_centered_norm: bool = False
+    """True if the final norm multiplies by one plus its weight."""
 
     @property
     def blocks(self) -> tuple[LayerSpec, ...]:
@@ -429,9 +386,13 @@ class ModelSpec:
 
     @property
     def attention(self) -> AttentionSpec | None:
-        """Attention of the first layer; None if any layer has none."""
-        found = [layer.attention for layer in self.layers]
-        return None if None in found else found[0]
+        """Attention of the first layer that has it; None if a layer has neither softmax nor linear attention."""
+        return self.attentions[0] if self.describes_mixers and self.attentions else None
+
+    @property
+    def describes_mixers(self) -> bool:
+        """True if every layer has softmax attention or linear attention, so that nothing else mixes tokens."""
+        return all(layer.attention is not None or layer.linear_attention is not None for layer in self.layers)
 
     @cached_property
     def attentions(self) -> tuple[AttentionSpec, ...]:
@@ -472,9 +433,10 @@ class ModelSpec:
     def weights(self) -> tuple[object, ...]:
         """Shapes of all parameters and the heads within them. Weights of specs with equal values are
         interchangeable."""
-        # The scale of scores follows from RoPE, on which no weight depends.
+        # The scale of scores follows from RoPE, on which no weight depends, and no weight depends on a kernel.
         heads = (layer.attention and replace(layer.attention, scale=None) for layer in self.blocks)
-        return self.shapes, tuple(heads)
+        states = (layer.linear_attention and replace(layer.linear_attention, backend="auto") for layer in self.blocks)
+        return self.shapes, tuple(heads), tuple(states)
 
     def routers(self) -> Iterator[tuple[str, RouterSpec]]:
         """Routers of all blocks by full module path."""

@@ -50,8 +50,8 @@ class MoEConfig:
     ffn_dim: PositiveInt
     """Width of an expert's SwiGLU, a multiple of 32. E.g. `model=qwen3_moe_debug model.moe.ffn_dim=256`."""
     shared_experts: Count
-    """Number of shared experts, which every token uses. They are one SwiGLU of width `shared_experts` · `ffn_dim`,
-    without a gate. E.g. `model=qwen3_moe_debug model.moe.shared_experts=1`."""
+    """Number of shared experts, which every token uses. They are one SwiGLU of width `shared_experts` · `ffn_dim`. Only
+    Qwen3-Next and Qwen3.5 multiply its output by a gate. E.g. `model=qwen3_moe_debug model.moe.shared_experts=1`."""
     score: Literal["softmax", "sigmoid"]
     """Score function of the router's logits, in fp32: `softmax` or `sigmoid`.
     E.g. `model=qwen3_moe_debug model.moe.score=sigmoid`."""
@@ -92,6 +92,8 @@ class MoEVariant:
     """Standard deviation of the initial bias of the router's logits, 0 for zeros; None means no bias."""
     weighted_inputs: bool = False
     """True if weights multiply the experts' inputs instead of their outputs (Llama 4)."""
+    gated_shared: bool = False
+    """True if the sigmoid of one number per token multiplies the output of the shared experts (Qwen3-Next)."""
 
 
 PLAIN_EXPERTS = MoEVariant()

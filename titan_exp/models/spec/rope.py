@@ -55,9 +55,33 @@ class PlainRope:
         return context
 
     @property
+    def rotates(self) -> bool:
+        """False if queries and keys know no positions."""
+        return True
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of the scores of latent attention."""
+        return 1.0
+
+    @property
     def frequencies(self) -> dict[str, Any]:
         """Arguments of `ops.attention.rope.Frequencies`."""
         return {"theta": self.theta}
+
+
+@dataclass(frozen=True)
+class OptionalRope(PlainRope):
+    """Rotary position embedding of a model that is published without."""
+
+    theta: PositiveFloat | None  # type: ignore[assignment]  # wider than in other families
+    """Base of the geometric series of wavelengths; null is no rotary embedding, so that only linear attention knows the
+    order of tokens. E.g. `model=olmo_hybrid_debug model.rope.theta=1e4`."""
+
+    @property
+    def rotates(self) -> bool:
+        """False if queries and keys know no positions."""
+        return self.theta is not None
 
 
 @dataclass(frozen=True)

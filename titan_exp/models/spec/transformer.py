@@ -12,17 +12,11 @@ from typing import Any, Literal
 from titan_exp.config.errors.user_error import Violation, divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.groups.experiment import NO_CHANGE, ModelConfig
 from titan_exp.config.groups.types import BlockCount, NonNegativeFloat, PositiveFloat, PositiveInt
-from titan_exp.models.spec.feed_forward import moe_linears, swiglu_linears, swiglu_violations
-from titan_exp.models.spec.model_spec import (
-    AttentionSpec,
-    LayerSpec,
-    LinearSpec,
-    ModelSpec,
-    QueryTemperature,
-    VectorSpec,
-)
+from titan_exp.models.spec.feed_forward import moe_linears, shared_gate, swiglu_linears, swiglu_violations
+from titan_exp.models.spec.mixers import AttentionSpec, QueryTemperature
+from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, ModelSpec, VectorSpec
 from titan_exp.models.spec.moe import PLAIN_EXPERTS, MoEConfig, MoEVariant, RouterSpec
-from titan_exp.models.spec.rope import PlainRope, YarnRope
+from titan_exp.models.spec.rope import PlainRope
 from titan_exp.models.spec.tp_plan import (
     SEQUENCE_PARALLEL,
     AcrossHeads,
@@ -76,6 +70,7 @@ def decoder_spec(
     rope_dim: int,
     mtp_layers: tuple[LayerSpec, ...] = (),
     mtp_weight: float = 0.0,
+    zero_centered_norm: bool = False,
 ) -> ModelSpec:
     """Spec of a decoder with these layers, which rotates `rope_dim` features of a head."""
     return ModelSpec(
@@ -85,11 +80,12 @@ def decoder_spec(
         tied=config.tied_embeddings,
         norm_eps=config.norm_eps,
         embedding_std=config.init_std,
-        rope=rope,
+        rope=rope if rope.rotates else None,
         rope_dim=rope_dim,
         attention_backend=config.attention_backend,
         mtp_layers=mtp_layers,
         mtp_weight=mtp_weight,
+        zero_centered_norm=zero_centered_norm,
     )
 
 
@@ -134,6 +130,12 @@ class AttentionVariant:
     """Epsilon of a norm without weight over query and key heads, after RoPE."""
     temperature: QueryTemperature | None = None
     """Scaling of queries by position."""
+    rotary_dim: int | None = None
+    """Number of first features of a head that RoPE rotates; None is all of them."""
+    gated: bool = False
+    """True if each query head has a gate, whose sigmoid multiplies the head's output."""
+    zero_centered: bool = False
+    """True if the block's norms, QK norm included, multiply by one plus their weight."""
 
 
 PLAIN = AttentionVariant()
@@ -162,6 +164,8 @@ def moe_transformer_layer(
 ) -> LayerSpec:
     """Spec of a pre-norm block with experts in place of the feed-forward; `out_std` as in `transformer_layer`."""
     linears = moe_linears(moe, config.dim, std=config.init_std, out_std=out_std, bias_std=experts.bias_std)
+    if experts.gated_shared and moe.shared_experts:
+        linears = (*linears, shared_gate(config.dim, config.init_std))
     router = RouterSpec(
         "feed_forward.router", config.dim, config.init_std, moe, experts.logit_bias_std, experts.weighted_inputs
     )
@@ -189,13 +193,16 @@ def _layer(
         rope=variant.rope,
         rotated_norm_eps=variant.rotated_norm_eps,
         temperature=variant.temperature,
+        rotary_dim=variant.rotary_dim,
+        gated=variant.gated,
     )
     heads = f"{config.heads} query heads with {config.kv_heads} key and value heads"
-    qkv = Colwise(config.kv_heads, ReplicatedKV(attention.group, width, count="group"), heads)
-    pieces = (RowPiece("query", width, attention.group), RowPiece("key", width), RowPiece("value", width))
-    rows = FusedRows("attention", pieces)
+    of_query = 2 * width if variant.gated else width
+    qkv = Colwise(config.kv_heads, ReplicatedKV(attention.group, of_query, count="group"), heads)
+    queries = RowPiece("query_and_gate" if variant.gated else "query", of_query, attention.group)
+    rows = FusedRows("attention", (queries, RowPiece("key", width), RowPiece("value", width)))
     sinks = VectorSpec("attention.sinks", config.heads, HeadSharded(), variant.sinks_std)
-    outputs, bias = (config.heads + 2 * config.kv_heads) * width, variant.bias_std is not None
+    outputs, bias = config.heads * of_query + 2 * config.kv_heads * width, variant.bias_std is not None
     biases: dict[str, Any] = {"bias": bias, "bias_std": variant.bias_std or 0.0}
     return LayerSpec(
         attention,
@@ -205,21 +212,21 @@ def _layer(
             *feed_forward,
         ),
         vectors=(
-            VectorSpec("attention_norm", dim),
-            *_qk_norms(config, variant.qk_norm),
+            VectorSpec("attention_norm", dim, zero_centered=variant.zero_centered),
+            *_qk_norms(config, variant),
             *(() if variant.sinks_std is None else (sinks,)),
-            VectorSpec("feed_forward_norm", dim),
+            VectorSpec("feed_forward_norm", dim, zero_centered=variant.zero_centered),
         ),
         router=router,
     )
 
 
-def _qk_norms(config: AttentionConfig, extent: Literal["head", "all_heads"] | None) -> Iterator[VectorSpec]:
+def _qk_norms(config: AttentionConfig, variant: AttentionVariant) -> Iterator[VectorSpec]:
     """Norms of queries and keys."""
     for name, heads in (("attention.q_norm", config.heads), ("attention.k_norm", config.kv_heads)):
-        if extent == "head":
-            yield VectorSpec(name, config.head_dim, HeadParallel())
-        elif extent == "all_heads":
+        if variant.qk_norm == "head":
+            yield VectorSpec(name, config.head_dim, HeadParallel(), zero_centered=variant.zero_centered)
+        elif variant.qk_norm == "all_heads":
             yield VectorSpec(name, heads * config.head_dim, AcrossHeads(heads))
 
 
@@ -252,6 +259,14 @@ def attention_violations(config: AttentionConfig) -> Iterator[Violation]:
             "rotary embedding rotates pairs of features, so a head's width must be even",
             f"nearest: model.head_dim={listed(multiples_near(config.head_dim, 2))}",
         )
+
+
+def rotary_violations(rotated: int, head_dim: int) -> Iterator[Violation]:
+    """Violations by a number of rotated features that a head cannot have."""
+    if rotated % 2 or rotated > head_dim:
+        reason = f"rotary embedding rotates pairs of features, and a head has {head_dim} of them (model.head_dim)"
+        near = [size for size in multiples_near(rotated, 2) if size <= head_dim] or [head_dim - head_dim % 2]
+        yield Violation("model.rotary_dim", rotated, reason, f"nearest: model.rotary_dim={listed(near)}")
 
 
 def shape_violations(config: TransformerConfig) -> Iterator[Violation]:
@@ -327,8 +342,6 @@ class LatentAttentionConfig(DecoderConfig):
     E.g. `model=deepseek_debug model.qk_rope_head_dim=32`."""
     v_head_dim: PositiveInt
     """Width of a value head. E.g. `model=deepseek_debug model.v_head_dim=64`."""
-    rope: YarnRope
-    """Rotary position embedding. E.g. `model.rope.theta=1e6`."""
 
 
 def latent_attention(
@@ -347,6 +360,7 @@ def latent_attention(
         config.v_head_dim,
         qk_dim_key="model.qk_nope_head_dim + model.qk_rope_head_dim",
         scale=qk_dim**-0.5 * config.rope.resolved(config.context).score_factor,
+        rope=config.rope.rotates,
         latent_dim=kv_rank,
         rope_dim=config.qk_rope_head_dim,
     )

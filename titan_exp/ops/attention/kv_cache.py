@@ -1,4 +1,4 @@
-"""Attention with a cache of keys and values, or of latents, for generation."""
+"""Attention with a cache of keys and values, of latents, or of the state of linear attention, for generation."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from titan_exp.ops.attention.attention_with_lse import math_attention_with_sinks
 from titan_exp.ops.attention.mask_pattern import MaskPattern
 from titan_exp.ops.attention.sdpa import CausalAttention
+from titan_exp.ops.linear_attention import gated_delta, gated_delta_step, short_convolution, short_convolution_step
 
 
 class CachedAttention(nn.Module):
@@ -118,3 +119,48 @@ class LatentCache(nn.Module):
         scores = (own @ of_key) @ latents.mT + rotated @ shared.mT
         shares = (scores.float() * self.scale).softmax(-1).to(query.dtype)
         return (shares @ latents) @ of_value.mT
+
+
+class RecurrentCache(nn.Module):
+    """Cache of linear attention while one sequence grows: a state per value head, and the last inputs of the
+    convolution. Its size does not depend on the sequence's length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filled = 0
+        """Number of tokens that the state has read."""
+        self._inputs: Tensor | None = None
+        self._state: Tensor | None = None
+
+    def reset(self) -> None:
+        """Start another sequence."""
+        self.filled = 0
+
+    def convolve(
+        self, x: Float[Tensor, "batch new channels"], weight: Float[Tensor, "channels taps"]
+    ) -> Float[Tensor, "batch new channels"]:
+        """Convolve new tokens with those before them. The first call takes several tokens, later ones take one each."""
+        if self.filled == 0:
+            self._inputs = F.pad(x, (0, 0, weight.shape[1] - 1, 0))[:, x.shape[1] :]
+            return short_convolution(x, weight, None)
+        assert self._inputs is not None
+        assert x.shape[1] == 1, "later calls take one token"
+        out, self._inputs = short_convolution_step(x[:, 0], weight, self._inputs)
+        return out[:, None]
+
+    def attend(
+        self,
+        query: Float[Tensor, "batch new key_heads key_dim"],
+        key: Float[Tensor, "batch new key_heads key_dim"],
+        value: Float[Tensor, "batch new value_heads value_dim"],
+        gates: tuple[Float[Tensor, "batch new value_heads *key_dim"], Float[Tensor, "batch new value_heads"]],
+    ) -> Float[Tensor, "batch new value_heads value_dim"]:
+        """Write new tokens to the state and read it. `gates` are the logarithm of the decay and the write strength."""
+        first, self.filled = self.filled, self.filled + value.shape[1]
+        if first == 0:
+            out, self._state = gated_delta(query, key, value, *gates, None)
+            return out
+        assert self._state is not None
+        parts = (part[:, 0] for part in (query, key, value, *gates))
+        out, self._state = gated_delta_step(*parts, self._state)
+        return out[:, None]

@@ -126,6 +126,16 @@ def rotate_tail(
     return torch.cat((plain, rotate(tail, cos, sin)), dim=-1)
 
 
+def rotate_front(
+    heads: Float[Tensor, "batch seq heads head_dim"],
+    cos: Float[Tensor, "batch_or_1 seq 1 half"],
+    sin: Float[Tensor, "batch_or_1 seq 1 2 half"],
+) -> Float[Tensor, "batch seq heads head_dim"]:
+    """Rotate the first 2 · half features of each head, and leave the features after them."""
+    front, plain = heads.split((2 * cos.shape[-1], heads.shape[-1] - 2 * cos.shape[-1]), dim=-1)
+    return torch.cat((rotate(front, cos, sin), plain), dim=-1)
+
+
 def split_rotated(
     qkv: Float[Tensor, "batch seq kv_heads slots head_dim"],
     cos: Float[Tensor, "batch_or_1 seq 1 half"],

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_exp.models.blocks.linear import Linear
-from titan_exp.models.blocks.transformer import RMSNorm, Rope
+from titan_exp.models.blocks.transformer import HeadNumbers, RMSNorm, Rope
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.tp_plan import (
     AcrossHeads,
@@ -167,11 +167,15 @@ def _vocabulary_logits(style: VocabLogits, part: Part) -> None:
 
 
 def _numbers_of_heads(_: HeadSharded, part: Part) -> None:
-    """Replace a module of one number per head by this rank's heads."""
-    weight, rows = part.ranks.divided_vector(part.module.get_parameter("weight"))
-    part.module.weight, part.module.rows = weight, rows  # type: ignore[assignment]  # a plain attribute
-    if rows is not None:
-        mark_partial(part.module)
+    """Replace a module's numbers per head by those of this rank's heads."""
+    assert isinstance(part.module, HeadNumbers), "the style is one of such modules"
+    for name, whole in list(part.module.named_parameters(recurse=False)):
+        parameter, rows = part.ranks.divided_vector(whole)
+        setattr(part.module, name, parameter)
+        if rows is not None:
+            part.module.rows[name] = rows
+    if part.module.rows:
+        mark_partial(part.module, *part.module.rows)
 
 
 def _norm_across_heads(style: AcrossHeads, part: Part) -> None:

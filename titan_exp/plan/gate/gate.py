@@ -15,6 +15,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.mixers import CHUNK
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.plan.cuda.caching_allocator import STEPS
 from titan_exp.plan.cuda.devices import SAVE_PROCESS_GB, DeviceMemory, device_memory_of, symmetric_memory
@@ -62,10 +63,14 @@ def upper_bound(experiment: Experiment) -> int | None:
 
 def _numbers_per_token(layer: LayerSpec, seq: int, room: int) -> int:
     """Upper bound of elements that a block keeps per token, gradients included: eight times each linear's output
-    (rotated, cast, split), with `room` times the rows for experts, plus all attention scores."""
+    (rotated, cast, split), with `room` times the rows for experts, plus all attention scores, or for linear attention
+    the scores within a chunk and the states between chunks."""
     rows = ((linear, room if linear.experts > 1 else 1) for linear in layer.linears)
     outputs = sum(linear.outputs * linear.active_experts * times for linear, times in rows)
     scores = 0 if layer.attention is None else 6 * layer.attention.heads * seq
+    if (mixer := layer.linear_attention) is not None:
+        state = mixer.key_dim * mixer.value_dim // CHUNK
+        scores = 6 * mixer.value_heads * (CHUNK + state + 16 * mixer.key_dim * (mixer.decay == "channel"))
     return 8 * outputs + scores
 
 

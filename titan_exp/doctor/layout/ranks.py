@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -47,8 +47,8 @@ class Recorded:
     """Whole gradient of each parameter in the first step, in the order of the model."""
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     """Whole parameters and persistent buffers after the last step."""
-    outputs: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
-    """Width of each module's first output in the first step, and a number for each of its vectors, in forward order."""
+    outputs: dict[str, tuple[int, str, np.ndarray]] = field(default_factory=dict)
+    """Each module's first output in the first step, as in `steps.Output`, in forward order."""
     disputed: list[str] = field(default_factory=list)
     """Names of parameters and buffers of which ranks hold different values."""
 
@@ -56,45 +56,61 @@ class Recorded:
 def record(cases: Sequence[Case], deadline: float) -> Iterator[tuple[Case, Recorded | str]]:
     """Numbers of each case, or a sentence why there are none, in the order in which they end; at most `MOST_RANKS`
     processes run at a time, until the deadline on the monotonic clock."""
-    waiting, running = deque(cases), list[_Running]()
+    from titan_exp.doctor.layout.steps import train_steps
+
+    waiting, running = deque(cases), list[tuple[Case, _Running]]()
     try:
         while waiting or running:
-            busy = sum(one.case.ranks for one in running)
+            busy = sum(case.ranks for case, _ in running)
             while waiting and busy + waiting[0].ranks <= MOST_RANKS:
-                running.append(_Running(waiting.popleft()))
-                busy += running[-1].case.ranks
-            wait([pipe for one in running for pipe in one.missing.values()], timeout=1.0)
-            for one in list(running):
+                case = waiting.popleft()
+                running.append((case, _Running(case.ranks, train_steps, case.experiment)))
+                busy += case.ranks
+            wait([pipe for _, one in running for pipe in one.missing.values()], timeout=1.0)
+            for case, one in list(running):
                 if (found := one.poll(deadline)) is not None:
-                    running.remove(one)
-                    yield one.case, found
+                    running.remove((case, one))
+                    yield case, found if isinstance(found, str) else _joined(found)
     finally:
-        for one in running:
+        for _, one in running:
             one.end()
 
 
-class _Running:
-    """Ranks of a case that run."""
+def call(function: Callable[[Any], Any], argument: object, deadline: float) -> Any:
+    """Call a function on one rank in a process of its own; returns what it returns, or a sentence why it failed."""
+    running = _Running(1, function, argument)
+    try:
+        while (found := running.poll(deadline)) is None:
+            wait(running.missing.values(), timeout=1.0)
+        return found if isinstance(found, str) else found[0]
+    finally:
+        running.end()
 
-    def __init__(self, case: Case) -> None:
-        self.case, self.missing = case, dict[int, Connection]()
+
+class _Running:
+    """Ranks that call a function."""
+
+    def __init__(self, ranks: int, function: Callable[[Any], Any], argument: object) -> None:
+        self.ranks, self.missing = ranks, dict[int, Connection]()
         self._folder = tempfile.TemporaryDirectory()
         self._found, self._limit = list[Any](), time.monotonic() + RANK_SECONDS
         self._processes = list[Any]()
-        for rank in range(case.ranks):
+        for rank in range(ranks):
             receive, send = FORK.Pipe(duplex=False)
             environment = {
-                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.ranks)},
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
                 "TITAN_EXP_RENDEZVOUS": str(Path(self._folder.name) / "meet"),
             }
-            process = FORK.Process(target=_rank, args=(send, environment, case), daemon=True)
+            process = FORK.Process(target=_rank, args=(send, environment, function, argument), daemon=True)
             process.start()
             send.close()
             self.missing[rank] = receive
             self._processes.append(process)
 
-    def poll(self, deadline: float) -> Recorded | str | None:
-        """Numbers once all ranks have sent them, or why there are none; None while they run."""
+    def poll(self, deadline: float) -> list[Any] | str | None:
+        """What all ranks returned, or why one failed; None while they run."""
         for rank, pipe in list(self.missing.items()):
             if not pipe.poll():
                 continue
@@ -109,7 +125,7 @@ class _Running:
             del self.missing[rank]
         if not self.missing:
             self.end()
-            return _joined(self._found)
+            return self._found
         if time.monotonic() > min(deadline, self._limit):
             self.end()
             return "its ranks did not finish in time"
@@ -140,21 +156,19 @@ def _joined(ranks: Sequence[Any]) -> Recorded:
                     found.disputed.append(name)
                 target[window] = part
     for rank in ranks:
-        for name, (width, numbers) in rank["outputs"].items():
+        for name, (width, kind, numbers) in rank["outputs"].items():
             before = found.outputs.get(name)
-            found.outputs[name] = (width, numbers if before is None else np.concatenate((before[1], numbers)))
+            found.outputs[name] = (width, kind, numbers if before is None else np.concatenate((before[2], numbers)))
     return found
 
 
-def _rank(send: Connection, environment: dict[str, str], case: Case) -> None:
+def _rank(send: Connection, environment: dict[str, str], function: Callable[[Any], Any], argument: object) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None, "called in a child process"
     Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     os.environ.update(environment)
     try:
-        from titan_exp.doctor.layout.steps import train_steps
-
-        outcome = (False, train_steps(case.experiment))
+        outcome = (False, function(argument))
     except BaseException as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         reason = " ".join(str(error).split())[:300]

@@ -42,15 +42,29 @@ def shrink(experiment: Experiment) -> Experiment | str:
         return "it reads other inputs than tokens"
     training = replace(
         experiment.training,
-        **{"steps": 2, "stop_after": None, "seq_len": SEQ_LEN, "global_batch_size": ROWS, "micro_batch_size": ROWS},
-        **{"batch_ramp": (), "max_grad_norm": None, "mixed_precision": "fp32", "accumulation_precision": "fp32"},
-        **{"fp32_modules": (), "parts": {}, "deterministic": False},
+        steps=2,
+        stop_after=None,
+        seq_len=SEQ_LEN,
+        global_batch_size=ROWS,
+        micro_batch_size=ROWS,
+        batch_ramp=(),
+        max_grad_norm=None,
+        mixed_precision="fp32",
+        accumulation_precision="fp32",
+        fp32_modules=(),
+        parts={},
+        deterministic=False,
     )
     parallelism = replace(
         experiment.parallelism,
         **dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "etp", "cp_ulysses"), 1),
-        **{"async_tp": False, "cpu_offload": False, "pp_layers": None, "pp_layers_per_stage": None},
-        **{"pp_first_stage_less": 0, "pp_last_stage_less": 0, "pp_microbatches": None},
+        async_tp=False,
+        cpu_offload=False,
+        pp_layers=None,
+        pp_layers_per_stage=None,
+        pp_first_stage_less=0,
+        pp_last_stage_less=0,
+        pp_microbatches=None,
         token_exchange="all_to_all",
     )
     run = replace(
@@ -93,7 +107,9 @@ def _smaller(model: ModelConfig, spec: ModelSpec | None, multiple: int) -> Itera
 
 def _resized(group: Any, sizes: Mapping[str, int]) -> Any:
     """A config with smaller sizes in it, in groups and in a `config.json`. As many key heads as heads stay so many."""
-    values = dict(group) if isinstance(group, dict) else {field.name: getattr(group, field.name) for field in fields(group)}
+    values = (
+        dict(group) if isinstance(group, dict) else {field.name: getattr(group, field.name) for field in fields(group)}
+    )
     found: dict[str, Any] = {}
     for name, value in values.items():
         if is_dataclass(value) or (name == "config_json" and isinstance(value, dict)):

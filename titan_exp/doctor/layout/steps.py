@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch, collate
+from titan_exp.models.blocks.linear import LinearImpl
 from titan_exp.models.spec.lookup import mtp_depth
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.meta_init import local_shard
@@ -27,6 +28,8 @@ STEPS = 2
 """Optimizer steps: the second one sees what the first has left in weights and buffers."""
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """Parts of module names that recomputation and compilation add."""
+Output = tuple[int, str, np.ndarray]
+"""Width of the vectors in a module's output, the module's class if it is yours, and a number for each vector."""
 Window = tuple[tuple[int, ...], tuple[int, ...], np.ndarray]
 """Shape of a whole tensor, first index of a rank's shard of it in each dim, and the shard."""
 
@@ -40,7 +43,7 @@ def train_steps(run: Experiment) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     layout, device = ResolvedLayout.of(run), torch.device("cpu")
-    losses, gradients, outputs = list[float](), dict[str, Window](), dict[str, tuple[int, np.ndarray]]()
+    losses, gradients, outputs = list[float](), dict[str, Window](), dict[str, Output]()
     with joined_process_group(device):
         state = assemble(run, layout, device)
         state.built.init_weights()
@@ -120,11 +123,11 @@ def _window(tensor: Tensor) -> Window:
 
 
 @contextmanager
-def watched(parts: Iterable[nn.Module], found: dict[str, tuple[int, np.ndarray]]) -> Iterator[None]:
+def watched(parts: Iterable[nn.Module], found: dict[str, Output]) -> Iterator[None]:
     """Note the width of each module's first output, and a random projection of each vector in it. No layout changes the
     set of these numbers, whichever ranks and micro-batches they come from."""
 
-    def note(name: str, output: Any) -> None:
+    def note(name: str, module: nn.Module, output: Any) -> None:
         tensor = next((leaf for leaf in tree_leaves(output) if _is_vectors(leaf)), None)
         if tensor is None:
             return
@@ -133,19 +136,30 @@ def watched(parts: Iterable[nn.Module], found: dict[str, tuple[int, np.ndarray]]
         numbers = (local_tensor(tensor.detach()).flatten(0, -2).double() @ direction).numpy()
         before = found.get(name)
         if before is None or before[0] == width:
-            found[name] = (width, numbers if before is None else np.concatenate((before[1], numbers)))
+            found[name] = (width, _kind(module), numbers if before is None else np.concatenate((before[2], numbers)))
+
+    def hook(name: str) -> Any:
+        return lambda module, _, output: note(name, module, output)
 
     hooks = [
-        module.register_forward_hook(lambda _, __, output, name=_unwrapped(name): note(name, output))
+        module.register_forward_hook(hook(_unwrapped(name)))
         for part in parts
         for name, module in part.named_modules()
-        if name
+        # The matmul of a row-parallel linear has partial sums, which the linear reduces.
+        if name and not isinstance(module, LinearImpl)
     ]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _kind(module: nn.Module) -> str:
+    """Class of a module that is yours; empty for torch's and ours. FSDP extends classes in place."""
+    owners = (base for base in type(module).__mro__ if not base.__module__.startswith("torch."))
+    found = next(owners)
+    return "" if found.__module__.startswith("titan_exp.") else found.__name__
 
 
 def _is_vectors(leaf: object) -> bool:

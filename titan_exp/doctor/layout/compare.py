@@ -1,6 +1,7 @@
 """Comparison of layouts: the first module or parameter that differs from one rank, its probable cause, and a way on."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -97,39 +98,41 @@ def _contains(numbers: np.ndarray, others: np.ndarray) -> bool:
 def cause(difference: Difference, probed: Probed) -> str:
     """Sentence about what probably causes a difference."""
     keys = {key.rpartition(".")[2] for axis in difference.case.axes for key in axis.changes}
+    told = (sentence for key, kind, sentence in CAUSES if key in keys and kind in ("", difference.kind))
+    otherwise = "the step depends on how rows are divided: is something averaged over the tokens of a rank?"
+    return next(itertools.chain(_found_causes(difference, keys, probed), told), otherwise)
+
+
+def _found_causes(difference: Difference, keys: set[str], probed: Probed) -> Iterator[str]:
+    """Causes that the probe has found, the likeliest first."""
     parallelism, place = difference.case.experiment.parallelism, difference.place
-    in_parts = "cp" in keys or ("tp" in keys and parallelism.sequence_parallel)
-    mixers = [path for path in probed.mixers if _related(path, place)] or list(probed.mixers)
     if probed.random:
-        return (
+        yield (
             f"{probed.random[0]} draws random numbers, and each rank and micro-batch draws others. With a rate of 0 "
             "there is nothing to differ."
         )
     if probed.rows and keys & {"dp_shard", "dp_replicate", "micro_batch_size"}:
-        return (
+        yield (
             "rows of a batch see each other (statistics over a batch, as in batch normalization?), and each rank and "
             "micro-batch has some of the rows."
         )
     if difference.kind == "state":
-        return (
-            f"{place or 'a module'} keeps state that each rank changes by what it sees. Reduce a buffer that depends on "
-            "tokens over ranks."
+        yield (
+            f"{place or 'a module'} keeps state that each rank changes by what it sees. Reduce a buffer that depends "
+            "on tokens over ranks."
         )
+    mixers = [path for path in probed.mixers if _related(path, place)] or list(probed.mixers)
+    in_parts = "cp" in keys or ("tp" in keys and parallelism.sequence_parallel)
     if in_parts and mixers and difference.kind == "forward":
-        kind = probed.mixers[mixers[0]]
-        return (
-            f"{mixers[0]} ({kind}) mixes tokens outside attention, and each rank has only some of the tokens of a "
-            "sequence."
+        yield (
+            f"{mixers[0]} ({probed.mixers[mixers[0]]}) mixes tokens outside attention, and each rank has only some of "
+            "the tokens of a sequence."
         )
     if difference.before and "tp" in keys:
-        return (
+        yield (
             f"{difference.before} is called with the heads or features of its rank alone, and computes something over "
             "all of them (titan-exp help own-model: a norm over all heads)."
         )
-    for key, kind, sentence in CAUSES:
-        if key in keys and kind in ("", difference.kind):
-            return sentence
-    return "the step depends on how its rows are divided: is something averaged over the tokens of a rank?"
 
 
 CAUSES = (

@@ -95,9 +95,11 @@ def _contains(numbers: np.ndarray, others: np.ndarray) -> bool:
     return bool((nearest <= TOLERANCE * max(float(np.abs(others).max(initial=0)), 1e-300)).all())
 
 
-def cause(difference: Difference, probed: Probed) -> str:
-    """Sentence about what probably causes a difference."""
+def cause(difference: Difference, probed: Probed, *, of_tokens: bool = False) -> str:
+    """Sentence about what probably causes a difference; `of_tokens` if none is left without sequence parallelism."""
     keys = {key.rpartition(".")[2] for axis in difference.case.axes for key in axis.changes}
+    if of_tokens:
+        keys = keys - {"tp"} | {"cp"}
     told = (sentence for key, kind, sentence in CAUSES if key in keys and kind in ("", difference.kind))
     otherwise = "the step depends on how rows are divided: is something averaged over the tokens of a rank?"
     return next(itertools.chain(_found_causes(difference, keys, probed), told), otherwise)
@@ -106,6 +108,11 @@ def cause(difference: Difference, probed: Probed) -> str:
 def _found_causes(difference: Difference, keys: set[str], probed: Probed) -> Iterator[str]:
     """Causes that the probe has found, the likeliest first."""
     parallelism, place = difference.case.experiment.parallelism, difference.place
+    if probed.stateful:
+        yield (
+            f"{probed.stateful[0]} keeps something from call to call, and each rank and micro-batch keeps other "
+            "things. A buffer that depends on tokens must be reduced over ranks, and change once in a step."
+        )
     if probed.random:
         yield (
             f"{probed.random[0]} draws random numbers, and each rank and micro-batch draws others. With a rate of 0 "
@@ -116,14 +123,9 @@ def _found_causes(difference: Difference, keys: set[str], probed: Probed) -> Ite
             "rows of a batch see each other (statistics over a batch, as in batch normalization?), and each rank and "
             "micro-batch has some of the rows."
         )
-    if difference.kind == "state":
-        yield (
-            f"{place or 'a module'} keeps state that each rank changes by what it sees. Reduce a buffer that depends "
-            "on tokens over ranks."
-        )
     mixers = [path for path in probed.mixers if _related(path, place)] or list(probed.mixers)
     in_parts = "cp" in keys or ("tp" in keys and parallelism.sequence_parallel)
-    if in_parts and mixers and difference.kind == "forward":
+    if in_parts and mixers and difference.kind != "backward":
         yield (
             f"{mixers[0]} ({probed.mixers[mixers[0]]}) mixes tokens outside attention, and each rank has only some of "
             "the tokens of a sequence."
@@ -144,7 +146,8 @@ CAUSES = (
     (
         "cp",
         "forward",
-        "something takes a token's place on its rank for its position in the sequence. Read the argument `positions`.",
+        "something takes the tokens of a rank for all of the sequence, in their number or in their places (the argument "
+        "`positions` has a token's position).",
     ),
     (
         "tp",
@@ -219,15 +222,17 @@ def _explained(
     """Explanation of differences, and overrides that avoid them."""
 
     first, model = differing[0], one_rank.experiment.model
+    found = tuple(_working(remedies(differing), differing, one, deadline))
+    of_tokens = "parallelism.sequence_parallel=false" in found
     lines = [
         f"We trained a small model of this kind ({model.layers} layers, width {model.dim}) for two steps in fp64.",
         f"{first.case.name} differs from one rank: {_what(first)}.",
-        f"Probable cause: {cause(first, probed or Probed())}",
+        f"Probable cause: {cause(first, probed or Probed(), of_tokens=of_tokens)}",
     ]
     others = [one.case.name for one in differing[1:]]
     if others:
         lines.append(f"These differ, too: {listed(others, 'and')}.")
-    return "\n  ".join(lines), tuple(_working(remedies(differing), differing, one, deadline))
+    return "\n  ".join(lines), found
 
 
 def _what(difference: Difference) -> str:

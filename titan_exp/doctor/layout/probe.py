@@ -31,6 +31,8 @@ class Probed:
     """Class of each module that mixes tokens by its own code, outside the attention kernel, by path."""
     random: list[str] = field(default_factory=list)
     """Paths of modules that draw random numbers; the innermost ones."""
+    stateful: list[str] = field(default_factory=list)
+    """Paths of modules that compute something else when they are called again; the innermost ones."""
     rows: bool = False
     """True if the rows of a batch see each other."""
     documents: bool = False
@@ -57,8 +59,7 @@ def probe(run: Experiment) -> Probed:
             if not path or isinstance(module, CausalAttention):
                 continue
             with suppress(Exception):  # a module of yours may raise anything if it is called by itself
-                if blocks.is_random(module, call) and not any(one.startswith(f"{path}.") for one in found.random):
-                    found.random.append(path)
+                _note_repeated(module, call, path, found)
                 if blocks.mixes(module, call):
                     found.mixers[path] = type(module).__name__
         changed = batch.tokens.clone()
@@ -96,6 +97,19 @@ def _recorded(model: nn.Module, calls: dict[nn.Module, _Call]) -> Iterator[None]
             hook.remove()
 
 
+def _note_repeated(module: nn.Module, call: _Call, path: str, found: Probed) -> None:
+    """Note a module whose output is another one in a second call, or with another seed."""
+    first, second = (_seeded(module, *call.args, **call.kwargs) for _ in range(2))
+    if _differs(first, second):
+        noted = found.stateful
+    elif _differs(first, _seeded(module, *call.args, seed=1, **call.kwargs)):
+        noted = found.random
+    else:
+        return
+    if not any(inner.startswith(f"{path}.") for inner in noted):
+        noted.append(path)
+
+
 class _Replays:
     """Calls of modules, repeated with the innermost mixers that are known by then returning what they returned."""
 
@@ -103,15 +117,10 @@ class _Replays:
         self._calls, self._length = calls, length
         self._mixing = {module for module in calls if isinstance(module, CausalAttention)}
 
-    def is_random(self, module: nn.Module, call: _Call) -> bool:
-        """True if another seed gives another output."""
-        first = _seeded(module, *call.args, **call.kwargs)
-        return _differs(first, _seeded(module, *call.args, seed=1, **call.kwargs))
-
     def mixes(self, module: nn.Module, call: _Call) -> bool:
         """True if a token changes the output at another one, or the input of a mixer in the module, by the module's own
         code."""
-        for token in (0, self._length // 2):
+        for token in (0, self._length // 2, self._length - 1):
             args, kwargs = self._with_token_changed(call, token)
             if args is None:
                 return False

@@ -88,7 +88,7 @@ PRESETS = {
     "qwen3_debug": f"{EVERY} parallelism.dp_replicate=2",
     "qwen3_moe_debug": f"{EVERY} parallelism.ep=2",
     "deepseek_debug": f"{EVERY} parallelism.ep=2",
-    "gpt_oss_debug": f"{EVERY.replace(CP, '')} parallelism.ep=2",
+    "gpt_oss_debug": f"{EVERY} parallelism.ep=2",
     "llama4_debug": f"{EVERY} parallelism.ep=2",
 }
 

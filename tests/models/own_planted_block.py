@@ -218,12 +218,12 @@ class PlantedBlock(TransformerBlock):
         planted = self.planted = config.planted
         gain = None
         if planted.endswith("gain"):
-            gain = Gain(1 if planted.endswith("one_gain") else config.head_dim if "head" in planted else config.dim)
+            gain = Gain(1 if planted == "one_gain" else config.head_dim if "head" in planted else config.dim)
             if planted.startswith("honest"):
                 gain.tp_style = HeadParallel() if planted.endswith("head_gain") else SEQUENCE_PARALLEL
             if planted == "wrong_style_head_gain":
                 gain.tp_style = SEQUENCE_PARALLEL
-        code = HEADS.get(planted, gain if gain is not None and ("head" in planted or "one" in planted) else None)
+        code = HEADS.get(planted, gain if planted.endswith("head_gain") or planted == "one_gain" else None)
         attention = None if code is None else PlantedAttention(layer, config.norm_eps, backend, code)
         super().__init__(layer, config.norm_eps, backend, attention)
         self.number, self.calls, self.gain = number, 0, gain

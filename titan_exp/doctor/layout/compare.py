@@ -146,8 +146,8 @@ CAUSES = (
     (
         "cp",
         "forward",
-        "something takes the tokens of a rank for all of the sequence, in their number or in their places (the argument "
-        "`positions` has a token's position).",
+        "something takes the tokens of a rank for all of the sequence, in their number or in their places (the "
+        "argument `positions` has a token's position).",
     ),
     (
         "tp",

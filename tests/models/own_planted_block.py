@@ -27,6 +27,7 @@ class Gain(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
+        self.tp_style: Any = None
 
     def init_spec(self) -> dict[str, InitSpec]:
         """Ones."""
@@ -213,6 +214,8 @@ class PlantedFeedForward(FeedForward):
 
 class PlantedBlock(TransformerBlock):
     """A Llama's block with planted code."""
+
+    seen: Tensor
 
     def __init__(self, layer: Any, config: Any, number: int, backend: Any) -> None:
         planted = self.planted = config.planted

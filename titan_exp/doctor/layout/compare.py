@@ -256,7 +256,7 @@ def _working(found: Sequence[str], differing: Sequence[Difference], one: Recorde
     key = "parallelism.sequence_parallel=false"
     if key not in found:
         return [*found]
-    tried: list[Any] = []
+    tried = list[Case]()
     for difference in differing:
         run = difference.case.experiment
         if run.parallelism.tp > 1:

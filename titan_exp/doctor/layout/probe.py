@@ -115,7 +115,7 @@ class _Replays:
 
     def __init__(self, calls: Mapping[nn.Module, _Call], length: int) -> None:
         self._calls, self._length = calls, length
-        self._mixing = {module for module in calls if isinstance(module, CausalAttention)}
+        self._mixing = set[nn.Module](module for module in calls if isinstance(module, CausalAttention))
 
     def mixes(self, module: nn.Module, call: _Call) -> bool:
         """True if a token changes the output at another one, or the input of a mixer in the module, by the module's own

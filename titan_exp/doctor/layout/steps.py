@@ -138,11 +138,11 @@ def watched(parts: Iterable[nn.Module], found: dict[str, Output]) -> Iterator[No
         if before is None or before[0] == width:
             found[name] = (width, _kind(module), numbers if before is None else np.concatenate((before[2], numbers)))
 
-    def hook(name: str) -> Any:
+    def noting(name: str) -> Any:
         return lambda module, _, output: note(name, module, output)
 
     hooks = [
-        module.register_forward_hook(hook(_unwrapped(name)))
+        module.register_forward_hook(noting(_unwrapped(name)))
         for part in parts
         for name, module in part.named_modules()
         # The matmul of a row-parallel linear has partial sums, which the linear reduces.

@@ -20,6 +20,7 @@ from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.doctor.layout.cases import asked_axes
 from titan_exp.doctor.layout.check import Verdict, check_layouts
+from titan_exp.launch.rank.rank_env import VISIBLE_GPUS, environment, loopback
 from titan_exp.plan.gate.gate import MemoryCheck
 from titan_exp.plan.gate.predictions import FOLDER, code_digest
 from titan_exp.plan.planner_processes import PlannerProcesses
@@ -89,7 +90,7 @@ def layout_verdict(experiment: Experiment, cache: Path, echo: Any) -> Verdict:
 
 def _in_process(experiment: Experiment) -> Verdict:
     seconds = experiment.plan.seconds
-    with PlannerProcesses(1, alone=True) as pool:
+    with environment({"GLOO_SOCKET_IFNAME": loopback(), VISIBLE_GPUS: ""}), PlannerProcesses(1, alone=True) as pool:
         try:
             return pool.submit(check_layouts, experiment, seconds).result(timeout=seconds)
         except TimeoutError:

@@ -67,8 +67,12 @@ def asked_axes(run: Experiment) -> list[Axis]:
             name = f"parallelism.{key}=2"
             if key == "tp":
                 name += f" parallelism.sequence_parallel={str(own.sequence_parallel).lower()}"
-            without = {"tp": "parallelism.sequence_parallel=false"}.get(key, "") if own.sequence_parallel else ""
-            found.append(Axis(name, changes, without or f"parallelism.{key}=1"))
+            without = f"parallelism.{key}=1"
+            if key == "tp" and own.sequence_parallel:
+                without = "parallelism.sequence_parallel=false"
+            elif key.startswith("dp_") and run.training.micro_batch_size is not None:
+                without = ""  # one rank would have more micro-batches
+            found.append(Axis(name, changes, without))
     if own.ep > 1:
         # Experts take the ranks of another axis, in the order of the trainer's mesh.
         beside = next(key for key in ("tp", "cp", "dp_shard") if getattr(own, key) > 1)

@@ -1,6 +1,7 @@
 """Comparison of layouts: the first module or parameter that differs from one rank, its probable cause, and a way on."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,30 +37,27 @@ class Difference:
 
 def first_difference(case: Case, found: Recorded, one: Recorded) -> Difference | None:
     """First difference between a layout and one rank; None if all numbers agree."""
-    losses = [_relative(there, here) for there, here in zip(found.losses, one.losses, strict=True)]
+    losses = [abs(there - here) / (abs(here) or 1.0) for there, here in zip(found.losses, one.losses, strict=True)]
     largest = max((float(np.abs(gradient).max(initial=0)) for gradient in one.gradients.values()), default=0.0)
     gradients = _differing(found.gradients, one.gradients, LEAST_SHARE * largest)
-    if losses[0] > TOLERANCE:
-        names = [*one.outputs]
-        place = next((name for name in names if not _same_vectors(found, one, name)), "")
-        earlier = names[: names.index(place)] if place else names
-        parts = [name for name in earlier if one.outputs[name][1] and found.outputs[name][0] != one.outputs[name][0]]
-        before = f"{parts[-1]} ({one.outputs[parts[-1]][1]})" if parts else ""
-        return Difference(case, "forward", place, losses[0], before)
+    if not losses[0] <= TOLERANCE:  # NaN is a difference, too
+        before = ""
+        for name, (width, kind, numbers) in one.outputs.items():
+            there = found.outputs.get(name)
+            if there is None or there[0] != width:  # ranks may hold parts of each vector
+                before = f"{name} ({kind})" if kind and there is not None else before
+            elif not (_contains(there[2], numbers) and _contains(numbers, there[2])):
+                return Difference(case, "forward", name, losses[0], before)
+        return Difference(case, "forward", "", losses[0], before)
     if gradients:
         # Backward reaches the parameter nearest to the loss first: it is the last of those that differ.
         place = [*gradients][-1]
         return Difference(case, "backward", place, gradients[place])
     weights = _differing(found.weights, one.weights, 0.0) or dict.fromkeys(found.disputed, 1.0)
-    if weights or losses[-1] > TOLERANCE:
+    if weights or not losses[-1] <= TOLERANCE:
         place, size = next(iter(weights.items()), ("", losses[-1]))
         return Difference(case, "state", place, size)
     return None
-
-
-def _relative(there: float, here: float) -> float:
-    difference = abs(there - here)
-    return difference / abs(here) if here else difference
 
 
 def _differing(found: Mapping[str, np.ndarray], one: Mapping[str, np.ndarray], scale: float) -> dict[str, float]:
@@ -72,27 +70,17 @@ def _differing(found: Mapping[str, np.ndarray], one: Mapping[str, np.ndarray], s
         elif expected.size:
             largest = max(float(np.abs(expected).max()), scale) or 1.0
             size = float(np.abs(there - expected).max()) / largest
-            if not size <= TOLERANCE:  # NaN is a difference, too
+            if not size <= TOLERANCE:
                 differing[name] = size
     return differing
 
 
-def _same_vectors(found: Recorded, one: Recorded, name: str) -> bool:
-    """True if a module has the same vectors as on one rank, or if they cannot be compared: ranks may hold parts of each
-    vector."""
-    there, here = found.outputs.get(name), one.outputs[name]
-    if there is None or there[0] != here[0]:
-        return True
-    return _contains(there[2], here[2]) and _contains(here[2], there[2])
-
-
 def _contains(numbers: np.ndarray, others: np.ndarray) -> bool:
-    ordered = np.sort(numbers)
-    places = (
-        np.searchsorted(ordered, others).clip(1, len(ordered) - 1) if len(ordered) > 1 else np.zeros(len(others), int)
-    )
-    nearest = np.minimum(np.abs(ordered[places] - others), np.abs(ordered[places - 1] - others))
-    return bool((nearest <= TOLERANCE * max(float(np.abs(others).max(initial=0)), 1e-300)).all())
+    """True if each of the others is among the numbers."""
+    ordered = np.concatenate(([-np.inf], np.sort(numbers), [np.inf]))
+    places = np.searchsorted(ordered[1:-1], others)
+    nearest = np.minimum(others - ordered[places], ordered[places + 1] - others)
+    return bool((nearest <= TOLERANCE * np.abs(others).max(initial=0)).all())
 
 
 def cause(difference: Difference, probed: Probed, *, of_tokens: bool = False) -> str:
@@ -188,6 +176,8 @@ def compare(asked: Sequence[Case], deadline: float) -> Verdict:
     """Train the cases, of which the first is one rank, and compare them with it."""
     results = {case.name: (case, found) for case, found in record(asked, deadline)}
     one, notes, agreeing, differing = results[asked[0].name][1], list[str](), list[str](), list[Difference]()
+    if not isinstance(one, str) and not all(map(math.isfinite, one.losses)):
+        one = "its loss is not finite"
     if isinstance(one, str):
         return Verdict(notes=(f"We did not check its layouts, because the shrunken model fails on one rank: {one}.",))
     for case in asked[1:]:
@@ -198,8 +188,11 @@ def compare(asked: Sequence[Case], deadline: float) -> Verdict:
             differing.append(difference)
         else:
             agreeing.append(case.name)
-    probed = _probed(asked[0], deadline) if differing or asked[0].experiment.data.document_mask else None
-    if probed is not None and probed.documents:
+    probed = Probed()
+    if differing or asked[0].experiment.data.document_mask:
+        answer = call(probe, asked[0].experiment, deadline)
+        probed = probed if isinstance(answer, str) else answer
+    if probed.documents:
         where = listed([f"{path} ({kind})" for path, kind in probed.mixers.items()][:3], "and")
         notes.append(
             "data.document_mask=true, and the documents of a row see each other in this model"
@@ -211,23 +204,17 @@ def compare(asked: Sequence[Case], deadline: float) -> Verdict:
     return Verdict(text, remedies, tuple(agreeing), tuple(notes))
 
 
-def _probed(one: Case, deadline: float) -> Probed | None:
-    found = call(probe, one.experiment, deadline)
-    return None if isinstance(found, str) else found
-
-
 def _explained(
-    one_rank: Case, differing: Sequence[Difference], one: Recorded, probed: Probed | None, deadline: float
+    one_rank: Case, differing: Sequence[Difference], one: Recorded, probed: Probed, deadline: float
 ) -> tuple[str, tuple[str, ...]]:
     """Explanation of differences, and overrides that avoid them."""
-
     first, model = differing[0], one_rank.experiment.model
     found = tuple(_working(remedies(differing), differing, one, deadline))
     of_tokens = "parallelism.sequence_parallel=false" in found
     lines = [
         f"We trained a small model of this kind ({model.layers} layers, width {model.dim}) for two steps in fp64.",
         f"{first.case.name} differs from one rank: {_what(first)}.",
-        f"Probable cause: {cause(first, probed or Probed(), of_tokens=of_tokens)}",
+        f"Probable cause: {cause(first, probed, of_tokens=of_tokens)}",
     ]
     others = [one.case.name for one in differing[1:]]
     if others:
@@ -240,9 +227,7 @@ def _what(difference: Difference) -> str:
     match difference.kind:
         case "forward":
             where = (
-                f"{place} is the first module whose output differs, and"
-                if place
-                else "we see no module whose output differs, but"
+                f"{place} is the first module whose output differs, and" if place else "no module's output does, but"
             )
             return f"{where} the loss is off by {size} of itself"
         case "backward":
@@ -252,7 +237,6 @@ def _what(difference: Difference) -> str:
 
 def _working(found: Sequence[str], differing: Sequence[Difference], one: Recorded, deadline: float) -> list[str]:
     """Overrides, of which the one that keeps tensor parallelism was tried."""
-
     key = "parallelism.sequence_parallel=false"
     if key not in found:
         return [*found]

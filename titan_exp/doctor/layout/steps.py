@@ -65,7 +65,8 @@ def train_steps(run: Experiment) -> dict[str, Any]:
             _unwrapped(name): _window(value)
             for part in state.model.parts
             for name, value in part.state_dict().items()
-            if isinstance(value, Tensor)
+            # A number of calls, as batch normalization keeps, depends on micro-batches and computes nothing.
+            if isinstance(value, Tensor) and value.is_floating_point()
         }
     return {"losses": losses, "gradients": gradients, "weights": weights, "outputs": outputs}
 

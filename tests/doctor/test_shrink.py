@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
@@ -15,6 +16,17 @@ from titan_exp.models import llama
 from titan_exp.models.spec.lookup import model_spec
 
 PRESETS = sorted(path.stem for path in Path("conf/model").glob("*.yaml"))
+
+
+class Large(nn.Module):
+    """A user's class whose width is written in it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, 2**20)
+
+    def forward(self, tokens: Any, positions: Any = None, documents: Any = None) -> Any:
+        """Not called."""
 
 
 def experiment(*overrides: str) -> Any:
@@ -80,3 +92,8 @@ def test_a_run_is_checked_in_its_axes_and_their_pairs():
     assert "parallelism.dp_shard=2 with parallelism.pp=2" in names
     assert len(names) == len(set(names))
     assert {case.ranks for case in found} <= {1, 2, 4}
+
+
+def test_a_plain_class_of_a_fixed_size_is_not_built():
+    small = shrink(experiment("model=llama_debug", "model.architecture=tests.doctor.test_shrink.Large"))
+    assert small == "no smaller sizes of it can be built"

@@ -67,6 +67,7 @@ def asked_axes(run: Experiment) -> list[Axis]:
             name = f"parallelism.{key}=2"
             if key == "tp":
                 name += f" parallelism.sequence_parallel={str(own.sequence_parallel).lower()}"
+                changes |= {"parallelism.etp": min(own.etp, 2)}
             without = f"parallelism.{key}=1"
             if key == "tp" and own.sequence_parallel:
                 without = "parallelism.sequence_parallel=false"
@@ -97,7 +98,7 @@ def cases(run: Experiment, small: Experiment) -> tuple[list[Case], list[str]]:
         for axis in chosen:
             changes |= axis.changes
         case = Case(chosen, _changed(small, changes))
-        if case.ranks > MOST_RANKS:
+        if case.ranks > MOST_RANKS or any(case.experiment == other.experiment for other in found):
             continue
         wrong = [each for each in violations(case.experiment) if (each.field, each.reason) not in beside]
         if wrong:
@@ -120,17 +121,10 @@ def _combinations(axes: Sequence[Axis]) -> Iterator[tuple[Axis, ...]]:
 
 
 def _changed(small: Experiment, changes: Mapping[str, Any]) -> Experiment:
-    groups: dict[str, dict[str, Any]] = {}
+    found = small
     for key, value in changes.items():
         group, _, name = key.partition(".")
-        groups.setdefault(group, {})[name] = value
-    found = replace(
-        small,
-        **{
-            group: values[""] if "" in values else replace(getattr(small, group), **values)
-            for group, values in groups.items()
-        },
-    )
+        found = replace(found, **{group: replace(getattr(found, group), **{name: value}) if name else value})
     own = found.parallelism
     share = ROWS // (own.dp_replicate * own.dp_shard)
     rows = min(found.training.micro_batch_size or share, share)

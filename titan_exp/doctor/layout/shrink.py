@@ -83,11 +83,22 @@ def shrink(experiment: Experiment) -> Experiment | str:
     for model in _smaller(experiment.model, spec, stages(experiment.parallelism)):
         try:
             small = model_spec(model)
-        except Exception:  # a family of yours may raise anything for sizes that it does not know
+            parameters = _parameters(model) if small is None else small.parameters
+        except Exception:  # a model of yours may raise anything for sizes that it does not know
             continue
-        if small is None or small.parameters <= MOST_PARAMETERS:
+        if parameters <= MOST_PARAMETERS:
             return replace(run, model=model)
     return "no smaller sizes of it can be built"
+
+
+def _parameters(model: ModelConfig) -> int:
+    """Number of parameters of a plain class."""
+    import torch
+
+    from titan_exp.models.build import build_model, parameter_count
+
+    with torch.device("meta"):
+        return parameter_count(build_model(model, seq_len=SEQ_LEN, attention_backend="math"))
 
 
 def stages(parallelism: ParallelismConfig) -> int:

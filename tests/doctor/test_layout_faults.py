@@ -108,12 +108,7 @@ def verdict(worker: PlannerProcesses, words: str) -> Verdict:
     return worker.submit(check_layouts, resolve_layout(run, 1), 60.0).result(timeout=120)
 
 
-DAY = [*FAULTS][::5]
-
-
-@pytest.mark.parametrize(
-    "words", [pytest.param(words, marks=() if words in DAY else pytest.mark.night) for words in FAULTS]
-)
+@pytest.mark.parametrize("words", FAULTS)
 def test_a_planted_fault_is_found(worker, words: str):
     found = verdict(worker, words)
     assert FAULTS[words] in found.difference, found

@@ -1,5 +1,6 @@
 """Layout gate of every launch: which runs are checked, refusals with ways that work, warnings, and the cache."""
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.doctor.layout.check import Verdict
 from titan_exp.launch import layout_gate
-from titan_exp.launch.layout_gate import cache_key, is_checked, layout_verdict, refusal
+from titan_exp.launch.layout_gate import cache_key, is_checked, layout_verdicts, refusal
 
 OWN = "model.architecture=tests.models.own_planted"
 SMALL = ["model=llama_debug", "cluster.device=cpu", "training.steps=1"]
@@ -60,25 +61,33 @@ def test_a_verdict_is_cached_by_code_and_by_what_it_depends_on(tmp_path: Path, m
 
 
 def test_a_verdict_is_read_from_the_cache_unless_it_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    calls: list[Verdict] = []
+    verdict, asked, said = (
+        Verdict("differs", ("parallelism.tp=1",), ("one",), ("a note",), 1.5),
+        list[int](),
+        list[str](),
+    )
 
-    def check(_: Experiment) -> Verdict:
-        calls.append(Verdict("differs", ("parallelism.tp=1",), ("one",), ("a note",), 1.5))
-        return calls[-1]
+    def check(pending: Mapping[str, Experiment]) -> Iterator[tuple[str, Verdict]]:
+        asked.append(len(pending))
+        yield from ((key, verdict) for key in pending)
 
     monkeypatch.setattr(layout_gate, "_in_process", check)
-    run, said = resolved(*SHIFT), list[str]()
-    assert layout_verdict(run, tmp_path, said.append) == layout_verdict(run, tmp_path, said.append) == calls[0]
-    assert len(calls) == len(said) == 1
-    (file,) = (tmp_path / "plan").glob("layout-*.json")
-    for broken in ("", "[]", '{"difference": 1}', "\0"):
-        file.write_text(broken)
-        layout_verdict(run, tmp_path, said.append)
-    assert len(calls) == 5
+    runs = [resolved(*SHIFT), resolved(*SHIFT, "optimizer.lr=1"), resolved(*SHIFT, "model.layers=3")]
+    assert layout_verdicts(runs, tmp_path, said.append) == [verdict] * 3
+    assert layout_verdicts(runs, tmp_path, said.append) == [verdict] * 3
+    assert asked == [2]
+    assert len(said) == 1
+    for file in (tmp_path / "plan").glob("layout-*.json"):
+        file.write_text("[]")
+    for broken in ("", '{"difference": 1}', "\0"):
+        layout_verdicts(runs[:1], tmp_path, said.append)
+        for file in (tmp_path / "plan").glob("layout-*.json"):
+            file.write_text(broken)
+    assert asked == [2, 1, 1, 1]
 
 
-def test_what_could_not_be_checked_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    found = layout_verdict(resolved(*SHIFT, "plan.seconds=0.01"), tmp_path, lambda _: None)
+def test_what_could_not_be_checked_is_not_cached(tmp_path: Path):
+    (found,) = layout_verdicts([resolved(*SHIFT, "plan.seconds=0.01")], tmp_path, lambda _: None)
     assert found == Verdict(notes=("We did not check its layouts: it took more than plan.seconds=0.01.",))
     assert not list(tmp_path.rglob("*.json"))
     assert refusal(found) == ""

@@ -49,7 +49,7 @@ def _layout(argv: Sequence[str]) -> int:
     from titan_exp.config.machine.devices import offered_devices
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.doctor.layout.cases import asked_axes
-    from titan_exp.launch.layout_gate import layout_verdict
+    from titan_exp.launch.layout_gate import layout_verdicts
     from titan_exp.rules import check
 
     options, overrides = take_options(DoctorLayoutOptions, argv)
@@ -63,7 +63,7 @@ def _layout(argv: Sequence[str]) -> int:
             "checked in, for example parallelism.tp=2 parallelism.dp_shard=2"
         )
     console = Terminal(stderr=options.json)
-    verdict = layout_verdict(experiment, Path(experiment.paths.runs).expanduser() / ".cache", console.print)
+    (verdict,) = layout_verdicts([experiment], Path(experiment.paths.runs).expanduser() / ".cache", console.print)
     if options.json:
         answer(asdict(verdict))
         return 3 if verdict.difference else 0

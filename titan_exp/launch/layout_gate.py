@@ -6,14 +6,12 @@ package's code, your code, and the configuration.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.component import locate
 from titan_exp.config.schema.foreign_code import import_paths
@@ -25,6 +23,8 @@ from titan_exp.plan.gate.gate import MemoryCheck
 from titan_exp.plan.gate.predictions import FOLDER, code_digest
 from titan_exp.plan.planner_processes import PlannerProcesses
 from titan_exp.tracking.run_folder.files import write_atomically
+
+Echo = Callable[[str], None]
 
 CODE = ("model.architecture", "training.objective")
 """Keys whose code of yours a step in fp64 checks."""
@@ -48,17 +48,15 @@ def is_checked(experiment: Experiment) -> bool:
     return mode == "on" or (foreign and experiment.plan.gate != "off")
 
 
-def with_layouts(memory_checks: Sequence[MemoryCheck], runs: Path, echo: Any) -> list[MemoryCheck]:
-    """Add what is wrong with a run's layouts to its check; equal models in equal layouts are checked once."""
-    found, verdicts = list(memory_checks), dict[str, Verdict]()
-    for number, check in enumerate(found):
-        # Code that fails is refused for that.
-        if check.user_error or not is_checked(check.experiment):
-            continue
-        key = cache_key(check.experiment) or f"run {number}"
-        if key not in verdicts:
-            verdicts[key] = layout_verdict(check.experiment, runs / ".cache", echo)
-        found[number] = replace(check, layout_error=refusal(verdicts[key]), layout_notes=verdicts[key].notes)
+def with_layouts(memory_checks: Sequence[MemoryCheck], runs: Path, echo: Echo) -> list[MemoryCheck]:
+    """Add what is wrong with a run's layouts to its check."""
+    # Code that fails is refused for that.
+    numbers = [number for number, check in enumerate(memory_checks) if not check.user_error]
+    numbers = [number for number in numbers if is_checked(memory_checks[number].experiment)]
+    verdicts = layout_verdicts([memory_checks[number].experiment for number in numbers], runs / ".cache", echo)
+    found = list(memory_checks)
+    for number, verdict in zip(numbers, verdicts, strict=True):
+        found[number] = replace(found[number], layout_error=refusal(verdict), layout_notes=verdict.notes)
     return found
 
 
@@ -72,36 +70,37 @@ def refusal(verdict: Verdict) -> str:
     )
 
 
-def layout_verdict(experiment: Experiment, cache: Path, echo: Any) -> Verdict:
-    """Verdict about a run with a resolved layout, from the cache or from a child process that ends within
-    `plan.seconds`. `echo` is called with a line before slow work."""
-    key = cache_key(experiment)
-    path = cache / FOLDER / f"layout-{key}.json"
-    if key is not None and (known := _read(path)) is not None:
-        return known
-    echo("Checking its layouts with a small model in fp64, which can take half a minute ...")
-    verdict = _in_process(experiment)
-    if key is not None and (verdict.agreeing or verdict.difference):
-        with suppress(OSError):  # a full disk
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(asdict(verdict)) + "\n", durable=False)
-    return verdict
+def layout_verdicts(experiments: Sequence[Experiment], cache: Path, echo: Echo) -> list[Verdict]:
+    """Verdicts about runs with resolved layouts, in order, from the cache or from a child process, which takes at most
+    `plan.seconds` for each. Equal models in equal layouts are checked once. `echo` is called with a line before slow
+    work."""
+    keys = [cache_key(experiment) or f"run {number}" for number, experiment in enumerate(experiments)]
+    found = {key: known for key in keys if (known := _read(cache / FOLDER / f"layout-{key}.json")) is not None}
+    pending = {key: run for key, run in zip(keys, experiments, strict=True) if key not in found}
+    if pending:
+        models = f" of {len(pending)} models" if len(pending) > 1 else ""
+        echo(f"Checking the layouts{models} in fp64 on small models, which can take half a minute ...")
+        for key, verdict in _in_process(pending):
+            found[key] = verdict
+            if not key.startswith("run ") and (verdict.agreeing or verdict.difference):
+                _write(cache / FOLDER / f"layout-{key}.json", verdict)
+    return [found[key] for key in keys]
 
 
-def _in_process(experiment: Experiment) -> Verdict:
-    seconds = experiment.plan.seconds
+def _in_process(pending: Mapping[str, Experiment]) -> Iterator[tuple[str, Verdict]]:
     with environment({"GLOO_SOCKET_IFNAME": loopback(), VISIBLE_GPUS: ""}), PlannerProcesses(1, alone=True) as pool:
-        try:
-            return pool.submit(check_layouts, experiment, seconds).result(timeout=seconds)
-        except TimeoutError:
-            reason = f"it took more than plan.seconds={seconds:g}"
-        except BrokenProcessPool:
-            reason = "its process was killed"
-        except UserError as error:
-            reason = str(error)
-        except Exception as error:  # a model of yours may raise anything here and still train
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return Verdict(notes=(f"We did not check its layouts: {reason}.",))
+        futures = [pool.submit(check_layouts, run, run.plan.seconds) for run in pending.values()]
+        for (key, run), future in zip(pending.items(), futures, strict=True):
+            try:
+                yield key, future.result(timeout=run.plan.seconds)
+                continue
+            except TimeoutError:
+                reason = f"it took more than plan.seconds={run.plan.seconds:g}"
+            except BrokenProcessPool:
+                reason = "its process was killed"
+            except Exception as error:  # a model of yours may raise anything here and still train
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            yield key, Verdict(notes=(f"We did not check its layouts: {reason}.",))
 
 
 def cache_key(experiment: Experiment) -> str | None:
@@ -126,6 +125,12 @@ def _sources(name: str) -> Iterator[Path]:
             yield from sorted(Path(folder).rglob("*.py"))
     elif top is not None and top.origin:
         yield from sorted(Path(top.origin).parent.glob("*.py"))
+
+
+def _write(path: Path, verdict: Verdict) -> None:
+    with suppress(OSError):  # a full disk
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(asdict(verdict)) + "\n", durable=False)
 
 
 def _read(path: Path) -> Verdict | None:

@@ -111,8 +111,11 @@ def _smaller(model: ModelConfig, spec: ModelSpec | None, multiple: int) -> Itera
     """Shrunken models, the smallest first."""
     small = with_attention_backend(with_mtp_depth(model, min(1, 0 if spec is None else len(spec.mtp_layers))), "auto")
     for sizes in (SIZES, {name: SIZES[name] for name in ("vocab_size", "experts", "num_experts")}):
-        narrow = _resized(small, sizes)
-        yield _with_layers(narrow, spec, multiple)
+        try:
+            found = _with_layers(_resized(small, sizes), spec, multiple)
+        except Exception:  # a model of yours may raise anything for sizes that it does not know
+            continue
+        yield found
     yield small
 
 
@@ -128,8 +131,9 @@ def _resized(group: Any, sizes: Mapping[str, int]) -> Any:
         elif type(value) is int and name in sizes:
             found[name] = min(value, sizes[name])
     for heads, shared in (("heads", "kv_heads"), ("num_attention_heads", "num_key_value_heads")):
-        if shared in found and heads in found and values[shared] == values[heads]:
-            found[shared] = found[heads]
+        if shared in found and heads in found:
+            same, divides = values[shared] == values[heads], found[heads] % found[shared] == 0
+            found[shared] = found[heads] if same else found[shared] if divides else 1
     return {**values, **found} if isinstance(group, dict) else replace(group, **found)
 
 

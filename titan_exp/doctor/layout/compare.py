@@ -55,8 +55,9 @@ def first_difference(case: Case, found: Recorded, one: Recorded) -> Difference |
         return Difference(case, "backward", place, gradients[place])
     weights = _differing(found.weights, one.weights, 0.0) or dict.fromkeys(found.disputed, 1.0)
     if weights or not losses[-1] <= TOLERANCE:
-        place, size = next(iter(weights.items()), ("", losses[-1]))
-        return Difference(case, "state", place, size)
+        # A buffer that differs has changed the weights.
+        place = min(weights, key=lambda name: name in one.gradients, default="")
+        return Difference(case, "state", place, weights.get(place, losses[-1]))
     return None
 
 
@@ -227,7 +228,7 @@ def _what(difference: Difference) -> str:
     match difference.kind:
         case "forward":
             where = (
-                f"{place} is the first module whose output differs, and" if place else "no module's output does, but"
+                f"{place} is the first module whose output differs, and" if place else "no module's output differs, but"
             )
             return f"{where} the loss is off by {size} of itself"
         case "backward":

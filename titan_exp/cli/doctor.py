@@ -1,7 +1,8 @@
-"""Measure what this machine can do."""
+"""Measure what this machine can do, or check that a model computes the same in every layout."""
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from titan_exp.config.command_line.options import HELP
 from titan_exp.doctor.usage import usage
@@ -12,6 +13,8 @@ def run(argv: Sequence[str]) -> int:
     if set(argv) & set(HELP):
         print(usage())
         return 0
+    if "--layout" in argv:
+        return _layout(argv)
     from titan_exp.launch.rank.rank_env import waiting_threads
 
     # As the launcher sets them for ranks; torch reads them at import.
@@ -20,3 +23,54 @@ def run(argv: Sequence[str]) -> int:
     from titan_exp.launch.local.ranks import run_on_ranks
 
     return machine_command(argv, run_on_ranks)
+
+
+@dataclass(frozen=True)
+class DoctorLayoutOptions:
+    """Options of `titan-exp doctor --layout`."""
+
+    layout: bool = False
+    """Check the layouts that a run asks for."""
+    json: bool = False
+    """Print only the verdict."""
+
+
+def _layout(argv: Sequence[str]) -> int:
+    """Check the layouts of a run; returns 3 if one differs from one rank."""
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from titan_exp.config.command_line.json_output import answer
+    from titan_exp.config.command_line.options import take_options
+    from titan_exp.config.command_line.terminal import Terminal
+    from titan_exp.config.errors.user_error import UserError
+    from titan_exp.config.hydra.compose import compose
+    from titan_exp.config.layout.resolved_layout import resolve_layout
+    from titan_exp.config.machine.devices import offered_devices
+    from titan_exp.config.schema.typed_config import to_experiment
+    from titan_exp.doctor.layout.cases import asked_axes
+    from titan_exp.launch.layout_gate import layout_verdicts
+    from titan_exp.rules import check
+
+    options, overrides = take_options(DoctorLayoutOptions, argv)
+    if wrong := [word for word in overrides if "=" not in word]:
+        raise UserError(f"{wrong[0]}: there is no such argument.\n{usage()}")
+    experiment = to_experiment(compose(overrides))
+    experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
+    if not asked_axes(experiment):
+        raise UserError(
+            "This run asks for one rank and one micro-batch, so there is nothing to compare. Add what it shall be "
+            "checked in, for example parallelism.tp=2 parallelism.dp_shard=2"
+        )
+    console = Terminal(stderr=options.json)
+    (verdict,) = layout_verdicts([experiment], Path(experiment.paths.runs).expanduser() / ".cache", console.print)
+    if options.json:
+        answer(asdict(verdict))
+        return 3 if verdict.difference else 0
+    for name in verdict.agreeing:
+        console.print(f"agrees with one rank: {name}", markup=False, soft_wrap=True)
+    for note in verdict.notes:
+        console.print(note, markup=False, soft_wrap=True)
+    if verdict.difference:
+        console.print(f"differs: {verdict.difference}", markup=False, soft_wrap=True)
+    return 3 if verdict.difference else 0

@@ -52,7 +52,7 @@ EXIT_CODES = {
     0: "done, or submitted; a study with `pairs:` has its answer, whatever that is",
     1: "a run failed; of several runs, one failed, hung or was refused. With a traceback, titan-exp itself failed",
     2: "refused, or something is unknown: the message says what to type. A run that reports such an error ends so, too",
-    3: "a plan that does not fit its device, or a coordinate check that fails (doctor --coordinates)",
+    3: "a plan that does not fit its device, or a check of doctor that fails (--coordinates, --layout)",
     85: "stopped after saving, by cancel, a time limit or the scheduler: the same command continues",
     86: "hung, and ended by the watchdog: its log has the stacks",
     130: "stopped by Ctrl-C or another signal: the same command continues",

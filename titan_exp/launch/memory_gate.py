@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.launch.layout_gate import with_layouts
 from titan_exp.launch.provenance.secrets import mask_override
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.plan.gate.changes import explain_changes
@@ -31,9 +32,11 @@ def gate_run(plan: RunPlan, echo: Echo) -> RunPlan:
     """Add the memory prediction to a plan. Raises UserError if it does not fit and plan.gate=refuse."""
     if is_done(plan):
         return plan
-    (memory_check,) = check_memory([plan.experiment], _runs(plan), echo)
+    (memory_check,) = with_layouts(check_memory([plan.experiment], _runs(plan), echo), _runs(plan), echo)
     if memory_check.user_error and plan.experiment.plan.gate == "refuse":
         raise UserError(f"{memory_check.user_error}\n{USER_CODE_HINT}")
+    if memory_check.layout_error and plan.experiment.plan.gate != "warn":
+        raise UserError(memory_check.layout_error)
     if memory_check.fits is False and plan.experiment.plan.gate == "refuse":
         typed = list(map(mask_override, plan.overrides))
         raise UserError(f"{explain_changes(memory_check, _runs(plan), echo, typed)}\n{GATE_HINT}")
@@ -60,19 +63,22 @@ def check_open_runs(plans: Sequence[RunPlan], echo: Echo) -> list[MemoryCheck | 
     open_plans = [number for number, plan in enumerate(plans) if not is_done(plan)]
     for runs in dict.fromkeys(_runs(plans[number]) for number in open_plans):
         here = [number for number in open_plans if _runs(plans[number]) == runs]
-        found |= zip(here, check_memory([plans[number].experiment for number in here], runs, echo), strict=True)
+        checks = check_memory([plans[number].experiment for number in here], runs, echo)
+        found |= zip(here, with_layouts(checks, runs, echo), strict=True)
     return [found.get(number) for number in range(len(plans))]
 
 
 def is_refused(memory_check: MemoryCheck) -> bool:
-    """True if plan.gate=refuse and the run does not fit or its user code fails."""
+    """True if plan.gate=refuse and the run does not fit or its user code fails, or if its layouts differ."""
+    gate = memory_check.experiment.plan.gate
     fails = memory_check.fits is False or bool(memory_check.user_error)
-    return fails and memory_check.experiment.plan.gate == "refuse"
+    return (fails and gate == "refuse") or (bool(memory_check.layout_error) and gate != "warn")
 
 
 def refusal(memory_check: MemoryCheck) -> str:
     """Reason for refusing one of several runs."""
-    return memory_check.user_error or f"it does not fit: {explain_oom(memory_check)}"
+    why = memory_check.user_error or memory_check.layout_error
+    return why or f"it does not fit: {explain_oom(memory_check)}"
 
 
 def with_prediction(plan: RunPlan, memory_check: MemoryCheck) -> RunPlan:
@@ -84,6 +90,7 @@ def with_prediction(plan: RunPlan, memory_check: MemoryCheck) -> RunPlan:
 def gate_warnings(memory_checks: Sequence[MemoryCheck]) -> list[str]:
     """Distinct warnings about accepted runs, with the number of runs."""
     counts = Counter(filter(None, map(_warning, memory_checks)))
+    counts.update(note for memory_check in memory_checks for note in memory_check.layout_notes)
     return [f"{text} ({count} runs)" if count > 1 else text for text, count in counts.items()]
 
 
@@ -110,6 +117,8 @@ def is_done(plan: RunPlan) -> bool:
 def _warning(memory_check: MemoryCheck) -> str:
     if memory_check.user_error:
         return f"We expect this run to fail. {memory_check.user_error}"
+    if memory_check.layout_error:
+        return memory_check.layout_error
     if memory_check.fits is False:
         return f"We do not expect this run to fit: {explain_oom(memory_check)}"
     if retries := explain_retries(memory_check):

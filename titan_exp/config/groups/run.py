@@ -233,9 +233,14 @@ class PlanConfig:
     predict: Literal["needed", "always"] = "needed"
     """Runs to predict: `needed` skips those that fit by an upper bound (small models), and `always` predicts them too,
     to compare prediction and measurement. Predictions are cached. E.g. `plan.predict=always`."""
+    layout_check: Literal["auto", "on", "off"] = "auto"
+    """Check of the layout: a small model of the run's kind trains two steps in fp64, on one rank and in each axis that
+    the run asks for, and a run whose layouts differ is refused. `auto` checks a model or objective of your own and a
+    class of transformers, `on` every model, and `off` none. With `plan.gate=warn` a difference is a warning.
+    E.g. `plan.layout_check=on`."""
     seconds: PositiveFloat = 300.0
-    """Seconds that a launch waits for the prediction of a run. A run that takes longer starts unchecked, with a
-    warning. E.g. `plan.seconds=30`."""
+    """Seconds that a launch waits for the prediction of a run, and for the check of its layout. A run that takes longer
+    starts unchecked, with a warning. E.g. `plan.seconds=30`."""
     worst_expert_load: Annotated[float, Ge(1)] = 2.0
     """Load of a rank's experts, in multiples of the mean, for which `titan-exp plan` also prints the memory if
     `parallelism.ep` is above 1. A value of 1 leaves it out.

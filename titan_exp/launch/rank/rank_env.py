@@ -130,7 +130,7 @@ def rank_environment(
         **outer_launch(),
         "OMP_NUM_THREADS": str(process_threads(cluster, world_size)),
         **waiting_threads(),
-        "GLOO_SOCKET_IFNAME": _loopback(),
+        "GLOO_SOCKET_IFNAME": loopback(),
         "TITAN_EXP_RENDEZVOUS": str(rendezvous_folder / "meet"),
         ATTEMPT: str(attempt),
         LAUNCHER: str(os.getpid()),
@@ -183,7 +183,7 @@ def _python_path() -> list[str]:
     return inherited if ours.name in ("site-packages", "dist-packages") else [*inherited, str(ours)]
 
 
-def _loopback() -> str:
+def loopback() -> str:
     """Name of the loopback interface, so that ranks connect without a network."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == "127.0.0.1" for address in addresses):

@@ -90,6 +90,10 @@ class MemoryCheck:
     """Reason why there is neither bound nor prediction; else empty."""
     user_error: str = ""
     """Failure of the run's user code, with its frames; else empty."""
+    layout_error: str = ""
+    """Refusal of a run whose layouts do not agree; else empty."""
+    layout_notes: tuple[str, ...] = ()
+    """Sentences about layouts that were not checked, and about documents that see each other."""
 
     @property
     def planned(self) -> tuple[Prediction, DeviceMemory]:

@@ -3,7 +3,7 @@ cached on disk.
 
 Child processes keep torch out of the launcher and isolate failures of user-defined models. Pipeline ranks that share
 traces share a process. The cache key has the options that affect memory or speed (not learning rate, seed or name), a
-digest of this package's code, and the versions of torch and torchao.
+digest of this package's code, and the versions of torch, torchao and transformers.
 """
 
 import hashlib
@@ -79,7 +79,7 @@ def cache_key(experiment: Experiment, device: Device | None) -> str | None:
     inputs["device"] = None if device is None else asdict(device)
     inputs["metrics"] = experiment.tracking.metrics
     inputs["evaluations"] = [(one.name, one.inputs) for one in evaluated(experiment)]
-    return hashlib.sha256(f"{_code()} {json.dumps(inputs, sort_keys=True)}".encode()).hexdigest()[:24]
+    return hashlib.sha256(f"{code_digest()} {json.dumps(inputs, sort_keys=True)}".encode()).hexdigest()[:24]
 
 
 def get(cache: Path, key: str) -> Prediction | None:
@@ -99,12 +99,12 @@ def put(cache: Path, key: str, prediction: Prediction) -> None:
 
 
 @cache
-def _code() -> str:
-    """Digest of this package's source and the versions of torch and torchao."""
+def code_digest() -> str:
+    """Digest of this package's source and the versions of torch, torchao and transformers."""
     package, digest = Path(titan_exp.__file__).parent, hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
-    for name in ("torch", "torchao"):
+    for name in ("torch", "torchao", "transformers"):
         with suppress(metadata.PackageNotFoundError):
             digest.update(metadata.version(name).encode())
     return digest.hexdigest()

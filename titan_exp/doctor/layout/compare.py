@@ -1,0 +1,254 @@
+"""Comparison of layouts: the first module or parameter that differs from one rank, its probable cause, and a way on."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from titan_exp.config.errors.user_error import listed
+from titan_exp.doctor.layout.cases import Case
+from titan_exp.doctor.layout.check import Verdict
+from titan_exp.doctor.layout.probe import Probed, probe
+from titan_exp.doctor.layout.ranks import Recorded, call, record
+
+TOLERANCE = 1e-9
+"""Largest relative difference of layouts that is rounding; in fp64 it is about 1e-15."""
+LEAST_SHARE = 1e-4
+"""Smallest scale of a gradient's differences, as a share of the largest gradient: some gradients are all rounding."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """First difference between a layout and one rank."""
+
+    case: Case
+    """Layout."""
+    kind: str
+    """`forward`: a loss of the first step differs, `backward`: only gradients do, `state`: only later steps do."""
+    place: str
+    """Path of the module, or name of the parameter or buffer, that is the first to differ; empty if none does."""
+    size: float
+    """Relative difference."""
+    before: str = ""
+    """A module of yours before that place whose vectors ranks hold in parts; empty if there is none."""
+
+
+def first_difference(case: Case, found: Recorded, one: Recorded) -> Difference | None:
+    """First difference between a layout and one rank; None if all numbers agree."""
+    losses = [abs(there - here) / (abs(here) or 1.0) for there, here in zip(found.losses, one.losses, strict=True)]
+    largest = max((float(np.abs(gradient).max(initial=0)) for gradient in one.gradients.values()), default=0.0)
+    gradients = _differing(found.gradients, one.gradients, LEAST_SHARE * largest)
+    if not losses[0] <= TOLERANCE:  # NaN is a difference, too
+        before = ""
+        for name, (width, kind, numbers) in one.outputs.items():
+            there = found.outputs.get(name)
+            if there is None or there[0] != width:  # ranks may hold parts of each vector
+                before = f"{name} ({kind})" if kind and there is not None else before
+            elif not (_contains(there[2], numbers) and _contains(numbers, there[2])):
+                return Difference(case, "forward", name, losses[0], before)
+        return Difference(case, "forward", "", losses[0], before)
+    if gradients:
+        # Backward reaches the parameter nearest to the loss first: it is the last of those that differ.
+        place = [*gradients][-1]
+        return Difference(case, "backward", place, gradients[place])
+    weights = _differing(found.weights, one.weights, 0.0) or dict.fromkeys(found.disputed, 1.0)
+    if weights or not losses[-1] <= TOLERANCE:
+        # A buffer that differs has changed the weights.
+        place = min(weights, key=lambda name: name in one.gradients, default="")
+        return Difference(case, "state", place, weights.get(place, losses[-1]))
+    return None
+
+
+def _differing(found: Mapping[str, np.ndarray], one: Mapping[str, np.ndarray], scale: float) -> dict[str, float]:
+    """Relative differences beyond rounding, by name, in the order of the model."""
+    differing = dict[str, float]()
+    for name, expected in one.items():
+        there = found.get(name)
+        if there is None or there.shape != expected.shape:
+            differing[name] = 1.0
+        elif expected.size:
+            largest = max(float(np.abs(expected).max()), scale) or 1.0
+            size = float(np.abs(there - expected).max()) / largest
+            if not size <= TOLERANCE:
+                differing[name] = size
+    return differing
+
+
+def _contains(numbers: np.ndarray, others: np.ndarray) -> bool:
+    """True if each of the others is among the numbers."""
+    ordered = np.concatenate(([-np.inf], np.sort(numbers), [np.inf]))
+    places = np.searchsorted(ordered[1:-1], others)
+    nearest = np.minimum(others - ordered[places], ordered[places + 1] - others)
+    return bool((nearest <= TOLERANCE * np.abs(others).max(initial=0)).all())
+
+
+def cause(difference: Difference, probed: Probed, *, of_tokens: bool = False) -> str:
+    """Sentence about what probably causes a difference; `of_tokens` if none is left without sequence parallelism."""
+    keys = {key.rpartition(".")[2] for axis in difference.case.axes for key in axis.changes}
+    if of_tokens:
+        keys = keys - {"tp"} | {"cp"}
+    told = (sentence for key, kind, sentence in CAUSES if key in keys and kind in ("", difference.kind))
+    otherwise = "the step depends on how rows are divided: is something averaged over the tokens of a rank?"
+    return next(itertools.chain(_found_causes(difference, keys, probed), told), otherwise)
+
+
+def _found_causes(difference: Difference, keys: set[str], probed: Probed) -> Iterator[str]:
+    """Causes that the probe has found, the likeliest first."""
+    parallelism, place = difference.case.experiment.parallelism, difference.place
+    if probed.stateful:
+        yield (
+            f"{probed.stateful[0]} keeps something from call to call, and each rank and micro-batch keeps other "
+            "things. A buffer that depends on tokens must be reduced over ranks, and change once in a step."
+        )
+    if probed.random:
+        yield (
+            f"{probed.random[0]} draws random numbers, and each rank and micro-batch draws others. With a rate of 0 "
+            "there is nothing to differ."
+        )
+    if probed.rows and keys & {"dp_shard", "dp_replicate", "micro_batch_size"}:
+        yield (
+            "rows of a batch see each other (statistics over a batch, as in batch normalization?), and each rank and "
+            "micro-batch has some of the rows."
+        )
+    mixers = [path for path in probed.mixers if _related(path, place)] or list(probed.mixers)
+    in_parts = "cp" in keys or ("tp" in keys and parallelism.sequence_parallel)
+    if in_parts and mixers and difference.kind != "backward":
+        yield (
+            f"{mixers[0]} ({probed.mixers[mixers[0]]}) mixes tokens outside attention, and each rank has only some of "
+            "the tokens of a sequence."
+        )
+    if difference.before and "tp" in keys:
+        yield (
+            f"{difference.before} is called with the heads or features of its rank alone, and computes something over "
+            "all of them (titan-exp help own-model: a norm over all heads)."
+        )
+
+
+CAUSES = (
+    (
+        "ep",
+        "",
+        "the router or the experts compute something over the tokens of a rank, and each rank has other tokens.",
+    ),
+    (
+        "cp",
+        "forward",
+        "something takes the tokens of a rank for all of the sequence, in their number or in their places (the "
+        "argument `positions` has a token's position).",
+    ),
+    (
+        "tp",
+        "forward",
+        "something is computed over all heads or features while a rank holds a part of them, or is added on every rank "
+        "to outputs that are summed over ranks (titan-exp help own-model: a norm over all heads).",
+    ),
+    (
+        "tp",
+        "backward",
+        "each rank computes a part of this gradient, and nothing sums the parts. Set tp_style of the parameter's "
+        "module: HeadParallel() between column-wise and row-wise linears, SEQUENCE_PARALLEL on the residual stream.",
+    ),
+    ("cp", "backward", "a gradient does not flow back to the rank that holds the token."),
+    ("pp", "", "stages share what is not passed between them: a tied weight, a buffer, or a number kept in a module."),
+    (
+        "activation_checkpoint",
+        "",
+        "a block computes something else when backward calls it again: it keeps state or changes its input.",
+    ),
+)
+"""Probable causes by key of an axis and kind of difference; the first that matches is told."""
+
+
+def _related(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
+
+
+def remedies(differing: Sequence[Difference]) -> list[str]:
+    """Overrides without which a run asks for no layout that differs."""
+    alone = [one.case.axes[0] for one in differing if len(one.case.axes) == 1]
+    axes = alone or [one.case.axes[0] for one in differing]
+    found = dict.fromkeys(axis.without for axis in axes)
+    return [] if "" in found else [*found]
+
+
+def compare(asked: Sequence[Case], deadline: float) -> Verdict:
+    """Train the cases, of which the first is one rank, and compare them with it."""
+    results = {case.name: (case, found) for case, found in record(asked, deadline)}
+    one, notes, agreeing, differing = results[asked[0].name][1], list[str](), list[str](), list[Difference]()
+    if not isinstance(one, str) and not all(map(math.isfinite, one.losses)):
+        one = "its loss is not finite"
+    if isinstance(one, str):
+        return Verdict(notes=(f"We did not check its layouts, because the shrunken model fails on one rank: {one}.",))
+    for case in asked[1:]:
+        found = results[case.name][1]
+        if isinstance(found, str):
+            notes.append(f"Not checked: {case.name}, since its shrunken model fails: {found}.")
+        elif (difference := first_difference(case, found, one)) is not None:
+            differing.append(difference)
+        else:
+            agreeing.append(case.name)
+    probed = Probed()
+    if differing or asked[0].experiment.data.document_mask:
+        answer = call(probe, asked[0].experiment, deadline)
+        probed = probed if isinstance(answer, str) else answer
+    if probed.documents:
+        where = listed([f"{path} ({kind})" for path, kind in probed.mixers.items()][:3], "and")
+        notes.append(
+            "data.document_mask=true, and the documents of a row see each other in this model"
+            f"{f', by {where}' if where else ''}. No layout changes that, so this is only a warning."
+        )
+    if not differing:
+        return Verdict(agreeing=tuple(agreeing), notes=tuple(notes))
+    text, remedies = _explained(asked[0], differing, one, probed, deadline)
+    return Verdict(text, remedies, tuple(agreeing), tuple(notes))
+
+
+def _explained(
+    one_rank: Case, differing: Sequence[Difference], one: Recorded, probed: Probed, deadline: float
+) -> tuple[str, tuple[str, ...]]:
+    """Explanation of differences, and overrides that avoid them."""
+    first, model = differing[0], one_rank.experiment.model
+    found = tuple(_working(remedies(differing), differing, one, deadline))
+    of_tokens = "parallelism.sequence_parallel=false" in found
+    lines = [
+        f"We trained a small model of this kind ({model.layers} layers, width {model.dim}) for two steps in fp64.",
+        f"{first.case.name} differs from one rank: {_what(first)}.",
+        f"Probable cause: {cause(first, probed, of_tokens=of_tokens)}",
+    ]
+    others = [one.case.name for one in differing[1:]]
+    if others:
+        lines.append(f"These differ, too: {listed(others, 'and')}.")
+    return "\n  ".join(lines), found
+
+
+def _what(difference: Difference) -> str:
+    place, size = difference.place, f"{difference.size:.1e}"
+    match difference.kind:
+        case "forward":
+            where = (
+                f"{place} is the first module whose output differs, and" if place else "no module's output differs, but"
+            )
+            return f"{where} the loss is off by {size} of itself"
+        case "backward":
+            return f"losses agree, and the gradient of {place} is off by {size} of its largest number"
+    return f"the first step agrees, and after the second one {place or 'the loss'} is off by {size}"
+
+
+def _working(found: Sequence[str], differing: Sequence[Difference], one: Recorded, deadline: float) -> list[str]:
+    """Overrides, of which the one that keeps tensor parallelism was tried."""
+    key = "parallelism.sequence_parallel=false"
+    if key not in found:
+        return [*found]
+    tried = list[Case]()
+    for difference in differing:
+        run = difference.case.experiment
+        if run.parallelism.tp > 1:
+            parallelism = replace(run.parallelism, sequence_parallel=False)
+            tried.append(replace(difference.case, experiment=replace(run, parallelism=parallelism)))
+    works = all(
+        not isinstance(recorded, str) and first_difference(case, recorded, one) is None
+        for case, recorded in record(tried, deadline)
+    )
+    return [word if works or word != key else "parallelism.tp=1" for word in found]

@@ -118,13 +118,14 @@ def cache_key(experiment: Experiment) -> str | None:
 
 
 def _sources(name: str) -> Iterator[Path]:
-    """Source files of the package of an import path, or those beside its module."""
-    top = locate(name.partition(".")[0])[2]
-    if top is not None and top.submodule_search_locations:
-        for folder in top.submodule_search_locations:
-            yield from sorted(Path(folder).rglob("*.py"))
-    elif top is not None and top.origin:
-        yield from sorted(Path(top.origin).parent.glob("*.py"))
+    """Source files of the outermost package with an `__init__.py` of an import path, or those beside its module."""
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        found = locate(".".join(parts[:depth]))[2]
+        if found is not None and found.origin:
+            folder, whole = Path(found.origin).parent, found.submodule_search_locations is not None
+            yield from sorted(folder.rglob("*.py") if whole else folder.glob("*.py"))
+            return
 
 
 def _write(path: Path, verdict: Verdict) -> None:

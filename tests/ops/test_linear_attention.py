@@ -199,6 +199,18 @@ def test_strong_decays_give_zeros(kind: str, mean: float):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_state_may_be_forgotten(kind: str):
+    """A decay to zero costs the tokens after it few digits, whatever the number that says so."""
+    inputs, random = operands(kind), torch.Generator().manual_seed(3)
+    for least in (-1e4, -torch.inf):
+        inputs[3] = inputs[3].masked_fill(torch.rand(inputs[3].shape, generator=random) < 0.05, least)
+        assert_close(passes(ours, inputs), passes(theirs, inputs))
+        exact, found = passes(theirs, inputs), passes(ours, [x.float() for x in inputs])
+        for mine, expected in zip(found, exact, strict=True):
+            assert (mine - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_documents_start_without_a_cost_of_digits(kind: str):
     """The decay of a first token is never used, so it may be as large as it likes."""
     inputs, ids = operands(kind), packed()
@@ -314,7 +326,7 @@ def test_backends_are_chosen_by_device_and_package(monkeypatch: pytest.MonkeyPat
         assert choose_linear_attention_backend("auto", cpu) == "torch"
         assert choose_linear_attention_backend("torch", cuda) == "torch"
         assert choose_linear_attention_backend("auto", cuda) == ("fla" if installed else "torch")
-        with pytest.raises(UserError, match="needs? a GPU" if installed else "no module fla"):
+        with pytest.raises(UserError, match="need a GPU, and this run uses a CPU" if installed else "no module fla"):
             choose_linear_attention_backend("fla", cpu)
     assert choose_linear_attention_backend("fla", cuda) == "fla"
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 BLOCK = 16
 """Tokens whose decays by channel are computed pair by pair; farther pairs go through the first token of a block."""
+LEAST = -50.0
+"""Smallest log decay, a factor of 2e-22: a smaller one, such as -inf, would cost the digits of the tokens after it."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def read_chunk(  # noqa: PLR0917  # as the operator
 
     times = v.shape[2] // k.shape[2]
     rows = torch.stack([by_head(x).repeat_interleave(times, 1) for x in (k, q) if x is not None], 2)
-    values, strength, log_decay = by_head(v), by_head(beta), by_head(g)
+    values, strength, log_decay = by_head(v), by_head(beta), by_head(g).clamp(min=LEAST)
     values = F.pad(values, (0, state.shape[-1] - v.shape[-1]))
     visible = torch.ones(values.shape[2], values.shape[2], dtype=torch.bool, device=v.device).tril()[None, None]
     if runs is None:
@@ -143,34 +145,34 @@ def _scores(chunk: Chunk) -> Tensor:
     """
     rows, key, decay = chunk.rows, chunk.key, chunk.decay
     if decay.shape[-1] == 1:
-        return _times(rows, key.mT) * _pair_decays(decay, chunk.visible)[:, :, None, ..., 0]
+        return _times(rows, key.mT) * (_pair_decays(decay)[..., 0] * chunk.visible)[:, :, None]
     length = key.shape[2]
     found = rows.new_zeros(*rows.shape[:3], length, length)
     for block, earlier in _blocks(length):
-        near = _pair_decays(decay[:, :, block], chunk.visible[..., block, block]) * key[:, :, None, block]
+        near = _pair_decays(decay[:, :, block]) * key[:, :, None, block]
         found[..., block, block] = (rows[:, :, :, block].transpose(2, 3) @ near.mT).transpose(2, 3)
         if earlier is not None:
             from_start, to_start = _through_start(decay, block, earlier)
-            far = _times(rows[:, :, :, block] * from_start[:, :, None], (key[:, :, earlier] * to_start).mT)
-            found[..., block, earlier] = far * chunk.visible[:, :, None, block, earlier]
-    return found
+            far = rows[:, :, :, block] * from_start[:, :, None]
+            found[..., block, earlier] = _times(far, (key[:, :, earlier] * to_start).mT)
+    return found.mul_(chunk.visible[:, :, None])
 
 
 def _scores_backward(chunk: Chunk, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the rows and of the keys that they are multiplied by, from that of `_scores`."""
     rows, key, decay = chunk.rows, chunk.key, chunk.decay
     if decay.shape[-1] == 1:
-        gradient = gradient * _pair_decays(decay, chunk.visible)[:, :, None, ..., 0]
+        gradient = gradient * (_pair_decays(decay)[..., 0] * chunk.visible)[:, :, None]
         return _times(gradient, key), gradient.flatten(2, 3).mT @ rows.flatten(2, 3)
+    gradient = gradient * chunk.visible[:, :, None]
     rows_grad, key_grad = torch.empty_like(rows), torch.zeros_like(key)
     for block, earlier in _blocks(key.shape[2]):
-        pairs = _pair_decays(decay[:, :, block], chunk.visible[..., block, block])
-        upstream = gradient[..., block, block].transpose(2, 3)
+        pairs, upstream = _pair_decays(decay[:, :, block]), gradient[..., block, block].transpose(2, 3)
         rows_grad[:, :, :, block] = (upstream @ (pairs * key[:, :, None, block])).transpose(2, 3)
-        key_grad[:, :, block] += ((upstream.mT @ rows[:, :, :, block].transpose(2, 3)) * pairs).sum(2)
+        key_grad[:, :, block] += ((upstream.mT @ rows[:, :, :, block].transpose(2, 3)).mul_(pairs)).sum(2)
         if earlier is not None:
             from_start, to_start = _through_start(decay, block, earlier)
-            upstream = gradient[..., block, earlier] * chunk.visible[:, :, None, block, earlier]
+            upstream = gradient[..., block, earlier]
             near, far = rows[:, :, :, block] * from_start[:, :, None], key[:, :, earlier] * to_start
             rows_grad[:, :, :, block] += _times(upstream, far) * from_start[:, :, None]
             key_grad[:, :, earlier] += (upstream.flatten(2, 3).mT @ near.flatten(2, 3)) * to_start
@@ -188,10 +190,10 @@ def _blocks(length: int) -> Iterator[tuple[slice, slice | None]]:
         yield slice(start, start + BLOCK), slice(0, start) if start else None
 
 
-def _pair_decays(decay: Tensor, visible: Tensor) -> Tensor:
-    """Decay between pairs of tokens that see each other, else 0 [batch, heads, tokens, tokens, 1 or K]."""
-    # Masked before the exponential, because the decay backwards in time may overflow.
-    return (decay[:, :, :, None] - decay[:, :, None]).masked_fill_(~visible[..., None], -torch.inf).exp_()
+def _pair_decays(decay: Tensor) -> Tensor:
+    """Decay from each token (second to last dim) to each later one [batch, heads, tokens, tokens, 1 or K]; 1 for pairs
+    in the other order, where it might overflow."""
+    return (decay[:, :, :, None] - decay[:, :, None]).clamp_(max=0).exp_()
 
 
 def _through_start(decay: Tensor, block: slice, earlier: slice) -> tuple[Tensor, Tensor]:

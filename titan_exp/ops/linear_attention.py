@@ -36,9 +36,10 @@ def choose_linear_attention_backend(requested: str, device: torch.device) -> Lin
     """
     runs = device.type == "cuda" and has_fla()
     if requested == "fla" and not runs:
-        reason = "its kernels need a GPU" if has_fla() else "Python finds no module fla"
-        remedy = f"type pip install 'fla-core[cuda]', or use {LINEAR_ATTENTION_BACKEND}=auto"
-        remedy = f"use {LINEAR_ATTENTION_BACKEND}=auto" if has_fla() else remedy
+        reason, first = "Python finds no module fla", "type pip install 'fla-core[cuda]', or "
+        if has_fla():
+            reason, first = f"its kernels need a GPU, and this run uses a {device.type.upper()}", ""
+        remedy = f"{first}use {LINEAR_ATTENTION_BACKEND}=auto"
         raise UserError("This run cannot start.", [Violation(LINEAR_ATTENTION_BACKEND, requested, reason, remedy)])
     return "fla" if runs and requested != "torch" else "torch"
 
@@ -59,7 +60,7 @@ def gated_delta(  # noqa: PLR0917  # the arguments of the rule
     """Outputs of a segment of tokens in the dtype of `v`, and the state after it, in fp32 or fp64.
 
     The caller normalizes queries and keys and scales queries. Key head j serves value heads j · r to j · r + r - 1. `g`
-    is the log of the decay, at most 0 and finite, one number or K. The state starts anew where the number in
+    is the log of the decay, at most 0, one number or K. The state starts anew where the number in
     `documents` changes. `state` is the one before the segment, zero if None, and `carry` the document of the token
     before the segment, -1 if there is none; if it is None, the first token continues the document of `state`.
     """

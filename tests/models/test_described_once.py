@@ -11,8 +11,8 @@ from titan_exp.config.schema.component import builtin_components, config_classes
 from titan_exp.models.spec.lookup import model_spec
 
 PACKAGE = Path(titan_exp.__file__).parent
-COMMON = {field.name for field in fields(ModelConfig)} | {"attention_backend", "repository"}
-"""Fields of every model; the attention kernel, a key of every model with attention; and a word that git has too."""
+COMMON = {field.name for field in fields(ModelConfig)} | {"attention_backend", "linear_attention_backend", "repository"}
+"""Fields of every model; the kernels, keys of every model with attention; and a word that git has too."""
 
 
 def sources() -> dict[str, str]:

@@ -144,6 +144,11 @@ LAYOUTS = {
     "GPT-OSS, fsdp 2 x tp 2": "model=gpt_oss_debug parallelism.dp_shard=2 parallelism.tp=2",
     "Llama 4, pp 2 x fsdp 2": "model=llama4_debug parallelism.pp=2 parallelism.dp_shard=2 "
     "parallelism.pp_microbatches=2",
+    "Qwen3-Next, fsdp 2 x tp 2": "model=qwen3_next_debug parallelism.dp_shard=2 parallelism.tp=2",
+    "Qwen3-Next, bf16, fsdp 2 x cp 2": "model=qwen3_next_debug parallelism.dp_shard=2 parallelism.cp=2 "
+    "training.mixed_precision=bf16",
+    "Kimi Linear, pp 2 x fsdp 2, full recompute": "model=kimi_linear_debug parallelism.pp=2 parallelism.dp_shard=2 "
+    "parallelism.pp_microbatches=2 activation_checkpoint=full",
     # Mixtures
     "tp 2 x cp 2, chunked loss": "parallelism.tp=2 parallelism.cp=2 training.loss_chunk_tokens=37",
     "hsdp 2x2 x tp 2, bf16": "parallelism=hsdp parallelism.tp=2 training.mixed_precision=bf16",

@@ -30,6 +30,8 @@ def spec_describes_the_parts(
         missing = (
             "does not say which layers write to the residual stream (writes_residual of a LinearSpec or VectorSpec)"
         )
+    elif spec.tied and spec.zero_centered_norm:
+        missing = "scales the logits of its tied head by a final norm that starts from zeros, which no factor scales"
     if missing:
         yield Violation(_NAME, parametrization.name, f"the spec of {name} {missing}", "use parametrization=standard")
 
@@ -68,16 +70,6 @@ def scores_can_be_scaled(spec: ModelSpec, parametrization: ParametrizationConfig
             remedy = f"use {field}=null, or the model's own {layer.attention.qk_dim} ({layer.attention.qk_dim_key})"
             yield Violation(field, value, reason, remedy)
             return
-
-
-def logits_can_be_scaled(spec: ModelSpec, parametrization: ParametrizationConfig) -> Iterator[Violation]:
-    """A weight determines the scale of the logits: the head's, or that of the final norm before a tied head."""
-    if isinstance(parametrization, BaseShapeConfig) and spec.tied and spec.zero_centered_norm:
-        field, value = "model.tied_embeddings", True
-        reason = (
-            "the final norm scales the logits of a tied head, and this one starts from zeros, which no factor scales"
-        )
-        yield Violation(field, value, reason, f"use {field}=false, or parametrization=standard")
 
 
 def _unscalable(layer: LayerSpec, base_head_dim: int) -> str | None:
@@ -124,7 +116,6 @@ PARAMETRIZATION_RULES = rules(
     spec_describes_the_parts,
     fixed_keys_set_inputs,
     scores_can_be_scaled,
-    logits_can_be_scaled,
     optimizer_has_rules,
 )
 

@@ -129,7 +129,7 @@ def open_huggingface(folder: Path, architecture: str | None = None, *, mtp: bool
     elif quantized is not None:
         store = BlockFP8Reader(store, quantized)
     elif prefixes:
-        store = RenamedReader(store, _own_names(store.shapes, prefixes), others=False)
+        store = RenamedReader(store, _stored_names(store.shapes, prefixes), others=False)
     # Some tied checkpoints also store the head, and old ones a RoPE table.
     unread = unread_prefixes(values, architecture)
     # transformers drops the modules' weights but keeps their number in config.json.
@@ -246,7 +246,7 @@ def _check_own_names(model: ModelConfig, store: TensorReader, path: Path) -> Non
         check_tensors(store.shapes, spec.state_shapes, where=str(path), optional=training)
 
 
-def _own_names(names: Iterable[str], prefixes: Mapping[str, str]) -> dict[str, str]:
+def _stored_names(names: Iterable[str], prefixes: Mapping[str, str]) -> dict[str, str]:
     """Stored names by the family's, for names with one of these prefixes."""
     return {
         own + name.removeprefix(prefix): name

@@ -112,15 +112,16 @@ class ContextGatedDelta(nn.Module):
         """Outputs [batch, part, value_heads, V] of this rank's tokens."""
         segments = self.exchange.segments(v.shape[1])
         carries = self.exchange.documents_before(segments, documents, 1)
+        run, map_of = (partial(rule, chunk=self.chunk, backend=self.backend) for rule in (gated_delta, transition))
         calls = []
         for at, before in zip(segments.slices, carries, strict=True):
             part = [None if x is None else x[:, at] for x in (q, k, v, g, beta, documents)]
             carry = None if before is None else before[:, 0]
-            calls.append((part, {"carry": carry, "chunk": self.chunk, "backend": self.backend}))
-        maps = segments.stacked([transition(*part[1:], **how) for part, how in calls])
+            calls.append((part, carry))
+        maps = segments.stacked([map_of(*part[1:], carry=carry) for part, carry in calls])
         states = states_before(maps, v.shape[-1], segments.order, segments.own, *self.exchange.groups)
-        found = [gated_delta(*part, state=state, **how)[0] for (part, how), state in zip(calls, states, strict=True)]
-        return torch.cat(found, dim=1)
+        found = zip(calls, states, strict=True)
+        return torch.cat([run(*part, state=state, carry=carry)[0] for (part, carry), state in found], dim=1)
 
 
 class ContextShortConvolution(nn.Module):

@@ -11,6 +11,7 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.machine.devices import device_type
 from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.extensions.tasks.items import Item, Task
 
@@ -32,6 +33,9 @@ class Row:
 MULTIPLE = 16
 """Lengths of batches are multiples of it, and at most the sequence length."""
 
+CPU_TOKENS = 4096
+"""Largest number of tokens of a batch on a CPU, whose caches lose larger activations."""
+
 
 class RowBatch(NamedTuple):
     """Rows that share a batch. Rows of one group differ in their last token at most, which the model does not read."""
@@ -50,6 +54,9 @@ def row_batches(rows: Sequence[Row], run: Experiment, micro_batch_size: int, dp:
     length, layout = run.training.seq_len, run.parallelism
     # Hidden states between stages, and the parts of sequences, have one shape.
     fixed, multiple = layout.pp > 1 or layout.cp > 1, math.lcm(MULTIPLE, layout.tp)
+    most = micro_batch_size * length
+    if device_type(run.cluster) == "cpu":
+        most = max(length, min(most, CPU_TOKENS))
     alike: dict[bytes, list[int]] = {}
     for number, row in enumerate(rows):
         alike.setdefault(row.tokens[:-1].tobytes(), []).append(number)
@@ -58,7 +65,7 @@ def row_batches(rows: Sequence[Row], run: Experiment, micro_batch_size: int, dp:
     while order:
         longest = -(-(len(rows[order[0][0]].tokens) - 1) // multiple) * multiple
         width = length if fixed else min(longest, length)
-        size = micro_batch_size * (length // width)
+        size = micro_batch_size if fixed else max(1, most // width)
         taken, order = order[: size * degree], order[size * degree :]
         yield RowBatch(tuple(taken[rank::degree]), size if fixed else -(-len(taken) // degree), width)
 

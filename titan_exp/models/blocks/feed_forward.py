@@ -243,9 +243,20 @@ class TokenSplit(Protocol):
         ...
 
 
-class MoEFeedForward(nn.Module):
-    """Mixture of experts: a router and its experts. `dispatch` sends tokens to experts; expert parallelism replaces
-    it."""
+class Mixture(nn.Module):
+    """Layer with experts. `dispatch` sends tokens to them; expert parallelism replaces it."""
+
+    experts: Experts
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dispatch: Dispatch = dispatch_locally
+        self.token_split: TokenSplit | None = None
+        """Split of tokens that several ranks hold; None if this rank routes all of its tokens."""
+
+
+class MoEFeedForward(Mixture):
+    """Mixture of experts: a router and its experts."""
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__()
@@ -254,9 +265,6 @@ class MoEFeedForward(nn.Module):
         self.experts = Experts(layer)
         has_shared = layer.router.moe.shared_experts > 0
         self.shared = FeedForward(layer, "feed_forward.shared") if has_shared else None
-        self.dispatch: Dispatch = dispatch_locally
-        self.token_split: TokenSplit | None = None
-        """Split of tokens that several ranks hold; None if this rank routes all of its tokens."""
 
     def forward(self, x: Float[Tensor, "batch part dim"]) -> Float[Tensor, "batch part dim"]:
         """Return the weighted sum of the routed experts' outputs, plus the shared experts'."""

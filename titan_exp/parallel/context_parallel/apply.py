@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.transformer import iter_blocks
+from titan_exp.models.blocks.transformer import attentions_of, iter_blocks
 from titan_exp.ops.attention.attention_with_lse import PartialBackend
 from titan_exp.ops.attention.mask_pattern import MaskPattern
 from titan_exp.ops.attention.sdpa import CausalAttention
@@ -91,17 +91,15 @@ class UlyssesAttention(nn.Module):
 
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, method: Literal["ring", "allgather", "ulysses"]) -> None:
-    """Replace every block's attention core by a context-parallel one, in place.
+    """Replace every block's attention cores by context-parallel ones, in place.
 
-    Only the core mixes tokens, so the rest of a block stays. Does nothing if all cp axes have size 1.
+    Only cores mix tokens, so the rest of a block stays. Does nothing if all cp axes have size 1.
     """
     if mesh.sequence_shard.degree == 1:
         return
     across, within = mesh.world["cp_across"], mesh.world["cp_within"]
-    for block in iter_blocks(model):
-        attention = block.get_submodule("attention")
-        core = attention.get_submodule("core")
-        assert isinstance(core, CausalAttention), "checked by the rules"
+    for attention in [module for block in iter_blocks(model) for module in attentions_of(block)]:
+        core = cast("CausalAttention", attention.core)
         if across.size() > 1:
             assert method != "ulysses", "all ranks exchange heads"
             backend, exchange = cast("PartialBackend", core.backend), method

@@ -170,7 +170,7 @@ class BuiltModel:
         freeze(module, experiment.optimizer)
         specs, places = init_specs(module, self.scales), buffer_places(module)
         if hasattr(module, "positions_restart"):
-            module.positions_restart = experiment.data.reset_positions
+            module.positions_restart = experiment.data.reset_positions  # type: ignore[assignment]  # a plain attribute
         quantize(module, experiment.quantization, layers=block_count(experiment.model), device=mesh.device)
         parallelize(module, mesh, layout, experiment.activation_checkpoint, experiment.compile)
         with self._fake_mode or nullcontext():

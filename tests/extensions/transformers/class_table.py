@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parents[3] / "docs" / "huggingface_models.md"
+ROWS = Path(__file__).parent / "golden" / "classes.json"
+"""Rows of the page by class, with the version of transformers."""
 COLUMNS = ("trains", "tp", "cp", "pp", "ep", "documents", "plan")
 """Columns of the table, each of them `yes` or the number of a reason."""
 AXES = {
@@ -68,9 +70,15 @@ SIZES: dict[str, int] = {
 }
 """Largest value of a size in a tiny class, by its key in `config.json`."""
 LAYERS = 4
-"""Layers of a tiny class, unless its kinds take more."""
-OWN: dict[str, dict[str, Any]] = {}
-"""Further values by class."""
+"""Layers of a tiny class, unless it takes more to have each of its kinds."""
+OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 20},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+}
+"""Further values by class: its default has one kind of layers, or lists those that the tiny one has not."""
 
 
 def classes() -> list[str]:
@@ -108,12 +116,19 @@ def _smaller(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def layers_of(values: Mapping[str, Any]) -> int:
+    """Fewest first layers, an even number for two stages, that have all kinds in lists by layer."""
+    lists = [value for value in values.values() if isinstance(value, list) and value and isinstance(value[0], str)]
+    last = max((kinds.index(kind) for kinds in lists for kind in kinds), default=0)
+    return max(LAYERS, last + 1 + (last + 1) % 2)
+
+
 def words(folder: str, more: str) -> list[str]:
     """Command line of a tiny run."""
     return [
         "model=huggingface",
         f"model.repository={folder}",
-        f"model.layers={LAYERS}",
+        f"model.layers={layers_of(json.loads(Path(folder, 'config.json').read_text()))}",
         "cluster.device=cpu",
         "training.steps=2",
         "training.seq_len=24",
@@ -258,7 +273,7 @@ def rows(names: Iterable[str]) -> dict[str, dict[str, str]]:
             began = time.monotonic()
             found[name] = in_child(refused_or_planned, str(folder))
             asked[name] = str(folder), columns_of(found[name])
-            print(f"{name}: rules in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            print(f"{name}: rules in {time.monotonic() - began:.0f} s, {found[name]}", file=sys.stderr, flush=True)
         trained = subprocess.Popen(
             [sys.executable, "-m", __spec__.name, "--double"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -298,9 +313,69 @@ def answer_in_double() -> None:
         print(json.dumps([name, in_child(compared, folder, columns)]), flush=True)
 
 
+HEAD = """# Classes of transformers
+
+What each decoder of transformers {version} can do as `model=huggingface`, found by running it. Each class ran at a
+tiny size: two steps in fp64 on one rank, and in each layout on two ranks, which must agree to rounding. See
+[Hugging Face models](../titan_exp/extensions/transformers/guides/huggingface.md) for how to train one.
+
+- `yes`: it does. `alone` under tp: with `parallelism.sequence_parallel=false`.
+- `no`: your run is refused before it starts, or the check before a launch refuses it. The reason is below.
+- `-`: the class has no experts, or it does not train at all.
+
+Documents: `data.document_mask=true`. Plan: the planner predicts memory and time.
+
+{yes} of {all} classes train.
+
+"""
+
+
+def page(rows: Mapping[str, Mapping[str, str]], version: str) -> str:
+    """Text of docs/huggingface_models.md."""
+    lines = [f"| class | {' | '.join(COLUMNS)} |", f"|---{'|:--' * len(COLUMNS)}|"]
+    lines += [f"| {name} | {' | '.join(map(mark, cells_of(row)))} |" for name, row in sorted(rows.items())]
+    lines += ["", "## Reasons", "", "| class | column | reason |", "|---|---|---|"]
+    for name, row in sorted(rows.items()):
+        of_reason: dict[str, list[str]] = {}
+        for column, cell in zip(COLUMNS, cells_of(row), strict=True):
+            if mark(cell) == "no":
+                of_reason.setdefault(cell, []).append(column)
+        lines += [f"| {name} | {', '.join(columns)} | {escaped(reason)} |" for reason, columns in of_reason.items()]
+    trained = sum(row["trains"] == "yes" for row in rows.values())
+    return HEAD.format(version=version, yes=trained, all=len(rows)) + "\n".join(lines) + "\n"
+
+
+def cells_of(row: Mapping[str, str]) -> list[str]:
+    """Cells of a class in the order of the columns; `-` beside one that does not train."""
+    return [row[column] if column == "trains" or row["trains"] == "yes" else "-" for column in COLUMNS]
+
+
+def mark(cell: str) -> str:
+    """Mark in the table."""
+    if cell in ("yes", "-"):
+        return cell
+    return "alone" if cell.startswith("yes") else "-" if cell.endswith(" has no experts") else "no"
+
+
+def escaped(reason: str) -> str:
+    """Reason as a cell of a table."""
+    return reason.replace("|", "\\|").replace("<", "\\<").replace("_", "\\_").replace("*", "\\*")
+
+
+def main(names: Sequence[str]) -> None:
+    """Run classes and write their rows."""
+    from transformers import __version__
+
+    known = json.loads(ROWS.read_text()) if ROWS.exists() else {}
+    kept = known.get("rows", {}) if known.get("transformers") == __version__ else {}
+    made = rows(names or classes())
+    kept = {name: row for name, row in sorted({**kept, **made}.items()) if name in classes()}
+    ROWS.write_text(json.dumps({"transformers": __version__, "rows": kept}, indent=1) + "\n")
+    PAGE.write_text(page(kept, __version__))
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["--double"]:
         answer_in_double()
     else:
-        made = rows(sys.argv[1:] or classes())
-        print(json.dumps(made, indent=1))
+        main(sys.argv[1:])

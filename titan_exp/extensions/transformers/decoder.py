@@ -25,7 +25,7 @@ from titan_exp.extensions.transformers.experts import ClassMixture, adopt_expert
 from titan_exp.models.blocks.linear import InitSpec, Linear
 from titan_exp.models.blocks.transformer import Embedding, Head, LogitsLoss
 from titan_exp.models.spec.model_spec import AttentionSpec, ModelSpec, PipelinePlan
-from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, GatherInput, HeadParallel, TPStyle
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, GatherInput, HeadParallel, TPStyle, WholeTokens
 from titan_exp.ops.attention.sdpa import AttentionBackend
 from titan_exp.ops.cross_entropy import LossSum
 
@@ -145,6 +145,8 @@ class ClassDecoder(nn.Module):
                     continue
                 if path in styles.gathering:
                     module.tp_style = GatherInput()  # type: ignore[assignment]  # plain attributes
+                elif path in styles.whole:
+                    module.tp_style = WholeTokens()  # type: ignore[assignment]
                 elif path in styles.heads:
                     module.tp_style = HeadParallel()  # type: ignore[assignment]
                 elif not any(path.startswith(f"{gathering}.") for gathering in styles.gathering):
@@ -162,7 +164,11 @@ class _Stage:
         numbers = [int(number) for number in own]
         for number in range(len(blocks)):
             blocks[number] = own[str(number)] if number in numbers else _OtherStage(self, ends=number > numbers[-1])
-        found = {module.mask_number: module.core for module in own.modules() if hasattr(module, "mask_number")}
+        found: dict[int, Any] = {
+            module.mask_number: module.core  # type: ignore[misc]  # plain attributes
+            for module in own.modules()
+            if hasattr(module, "mask_number")
+        }
         self.cores: list[Any] = [found.get(number) for number in range(max(found, default=-1) + 1)]
         """Attention cores by the number of their mask; None for a pattern of other stages."""
 

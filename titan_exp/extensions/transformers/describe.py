@@ -54,6 +54,8 @@ class BlockStyles:
     """Paths of norms over this rank's heads."""
     gathering: list[str] = field(default_factory=list)
     """Paths of modules that are called with all tokens."""
+    whole: list[str] = field(default_factory=list)
+    """Paths of attention modules that the plan does not shard, so that each rank computes them for all tokens."""
     refusal: str | None = None
     """Reason why the block cannot be sharded."""
 
@@ -252,6 +254,8 @@ def block_styles(
         if not any(_splits(style) for name, style in found.linears.items() if name.rpartition(".")[0] == module):
             found.refusal = f"its plan gathers outputs of {module}, and does not split them for a linear after it"
     _gather_once(found)
+    if attention is not None and attention[0] not in found.gathering:
+        found.whole.append(attention[0])
     for owner, style in styles.items():
         inside = [module for module in _sharded_modules(found) if owner.startswith(f"{module}.")]
         if style is None and inside:

@@ -46,6 +46,9 @@ ENCODERS = (
 )
 """Classes that are encoders, or read a second sequence, images or sound."""
 
+Rows = dict[str, dict[str, str]]
+"""Cells by class and column."""
+
 SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_size", "lru_width"), 32),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "linear_num_value_heads"), 4),
@@ -72,7 +75,12 @@ SIZES: dict[str, int] = {
 LAYERS = 4
 """Layers of a tiny class, unless it takes more to have each of its kinds."""
 OWN: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1]},
+    "bailing_hybrid": {"num_expert_group": 2, "num_experts_per_token": 2, "linear_num_heads": 4, "linear_head_dim": 8},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_n_groups": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_text": {"head_dim": 16},
+    "falcon_h1": {"mamba_d_ssm": 32},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 20},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
@@ -82,11 +90,12 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def classes() -> list[str]:
-    """Types of the decoders among the causal language models of the installed transformers."""
+    """Types of the decoders among the causal language models of the installed transformers, without those that hold
+    one beside a model of images or sound."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     known = {kind: name for name, kind in CONFIG_MAPPING.items()}
-    names = {known[kind] for kind in MODEL_FOR_CAUSAL_LM_MAPPING if kind in known}
+    names = {known[kind] for kind in MODEL_FOR_CAUSAL_LM_MAPPING if kind in known and not kind.sub_configs}
     return sorted(names - {*ENCODERS})
 
 
@@ -158,8 +167,8 @@ def refused_or_planned(folder: str) -> dict[str, str]:
     found = dict[str, str]()
     for column, more in AXES.items():
         found[column] = refusal(folder, more)
-        if column == "tp" and found[column] and not refusal(folder, f"{more} {WHOLE_TOKENS}"):
-            found[column] = f"yes, with {WHOLE_TOKENS}"
+        if column == "tp" and found[column]:
+            found[column] = refusal(folder, f"{more} {WHOLE_TOKENS}") or f"yes, with {WHOLE_TOKENS}"
         if column == "trains" and found[column]:
             return dict.fromkeys(COLUMNS, found[column])
     from titan_exp.plan.predict import predict
@@ -252,8 +261,8 @@ def _answer(send: Any, job: Callable[..., dict[str, str]], args: Sequence[Any]) 
     send.send(found)
 
 
-def rows(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Cells of classes by column."""
+def rows(names: Iterable[str], save: Callable[[Rows], None] = lambda _: None) -> Rows:
+    """Cells of classes by column; `save` gets those that are complete."""
     import torch
 
     import titan_exp.plan.predict
@@ -273,7 +282,9 @@ def rows(names: Iterable[str]) -> dict[str, dict[str, str]]:
             began = time.monotonic()
             found[name] = in_child(refused_or_planned, str(folder))
             asked[name] = str(folder), columns_of(found[name])
-            print(f"{name}: rules in {time.monotonic() - began:.0f} s, {found[name]}", file=sys.stderr, flush=True)
+            print(f"{name}: {time.monotonic() - began:.0f} s, {found[name]}", file=sys.stderr, flush=True)
+            if not asked[name][1]:
+                save({name: found[name]})
         trained = subprocess.Popen(
             [sys.executable, "-m", __spec__.name, "--double"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -288,7 +299,7 @@ def rows(names: Iterable[str]) -> dict[str, dict[str, str]]:
                 if column in given:
                     whole = WHOLE_TOKENS in given[column] and cell == "yes"
                     found[name][column] = f"yes, with {WHOLE_TOKENS}" if whole else cell
-            print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
+            save({name: found[name]})
         trained.wait()
     return found
 
@@ -366,12 +377,15 @@ def main(names: Sequence[str]) -> None:
     """Run classes and write their rows."""
     from transformers import __version__
 
-    known = json.loads(ROWS.read_text()) if ROWS.exists() else {}
-    kept = known.get("rows", {}) if known.get("transformers") == __version__ else {}
-    made = rows(names or classes())
-    kept = {name: row for name, row in sorted({**kept, **made}.items()) if name in classes()}
-    ROWS.write_text(json.dumps({"transformers": __version__, "rows": kept}, indent=1) + "\n")
-    PAGE.write_text(page(kept, __version__))
+    def save(made: Rows) -> None:
+        known = json.loads(ROWS.read_text()) if ROWS.exists() else {}
+        kept = known.get("rows", {}) if known.get("transformers") == __version__ else {}
+        kept = {name: row for name, row in sorted({**kept, **made}.items()) if name in decoders}
+        ROWS.write_text(json.dumps({"transformers": __version__, "rows": kept}, indent=1) + "\n")
+        PAGE.write_text(page(kept, __version__))
+
+    decoders = classes()
+    save(rows(names or decoders, save))
 
 
 if __name__ == "__main__":

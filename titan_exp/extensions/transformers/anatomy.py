@@ -221,7 +221,8 @@ def recorded_calls(anatomy: Anatomy) -> AttentionCalls:
     positions = torch.arange(PROBED_TOKENS, device="meta")[None]
     try:
         with recording_attention() as calls:
-            logits = model(input_ids=tokens, position_ids=positions, use_cache=False, masks=()).logits
+            rows = anatomy.embedding(tokens)
+            logits = model(inputs_embeds=rows, position_ids=positions, use_cache=False, masks=()).logits
     except Exception as error:  # a class may raise anything
         reason = " ".join(str(error).split())[:300]
         raise unsupported(f"{name} fails on the meta device with {type(error).__name__}: {reason}") from error

@@ -250,8 +250,9 @@ def unsupported(reason: str) -> UserError:
     return UserError("This run cannot start.", [Violation("model.repository", "", reason, remedy)])
 
 
-def recorded_init(model: Any) -> dict[nn.Parameter, InitSpec]:
-    """Initial distribution of each parameter of a meta model; parameters with a distribution that we lack are left out.
+def recorded_init(model: Any) -> dict[Tensor, InitSpec]:
+    """Initial distribution of each parameter and buffer of a meta model; those with a distribution that we lack are
+    left out.
 
     A padding token's embedding row, which classes set to zero, starts like the other rows.
     """
@@ -345,8 +346,8 @@ def _is_computed(leaf: Any) -> bool:
 class _InitRecorder(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._parameters = {_storage(parameter): parameter for parameter in model.parameters()}
-        self.found: dict[nn.Parameter, InitSpec | None] = {}
+        self._parameters = {_storage(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        self.found: dict[Tensor, InitSpec | None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -40,7 +40,9 @@ class ClassDecoder(nn.Module):
         super().__init__()
         with torch.device("meta"):
             recorder = recorder_of(config)
-        self._init = _initial_weights(recorder)
+        init = recorded_init(recorder.model)
+        self._init = {name: init[parameter] for parameter, name in recorder.names.items() if parameter in init}
+        zeroed = [name for name, buffer in recorder.model.named_buffers() if init.get(buffer) == InitSpec("zeros")]
         adopt_experts(recorder)
         found = recorded_calls(recorder).found
         attention = {path: found[module] for path, module in recorder.model.named_modules() if module in found}
@@ -49,6 +51,8 @@ class ClassDecoder(nn.Module):
         self.spec, self._scale = spec, anatomy.embedding_scale
         self._plan: dict[str, TPStyle] = {}
         modules = dict(anatomy.model.named_modules())
+        for path, _, name in (name.rpartition(".") for name in zeroed):
+            modules[path].zeroed = (*getattr(modules[path], "zeroed", ()), name)
         give_kernels({modules[path]: shapes for path, shapes in attention.items()}, backend)
         self.embedding = Embedding(config.vocab_size, config.dim, 0.0)
         self.embedding.weight = anatomy.embedding.get_parameter("weight")
@@ -96,8 +100,8 @@ class ClassDecoder(nn.Module):
         return self.embedding(hidden, self.head, loss) if self.spec.tied else self.head(hidden, loss=loss)
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears, by full name."""
-        return self._plan
+        """Tensor-parallel sharding of the linears of this stage, by full name."""
+        return {name: style for name, style in self._plan.items() if name.split(".")[1] in self.blocks}
 
     def pp_plan(self) -> PipelinePlan:
         """Plan that names the children that FSDP gathers for their own calls."""
@@ -111,6 +115,8 @@ class ClassDecoder(nn.Module):
     def reset_buffers(self) -> None:
         """Compute the class's buffers (RoPE) once they have memory."""
         for module in self.modules():
+            for name in getattr(module, "zeroed", ()):
+                module.get_buffer(name).zero_()
             own_parameters = any(True for _ in module.parameters(recurse=False))
             if not own_parameters and any(True for _ in module.buffers(recurse=False)):
                 self._body[0]._init_weights(module)
@@ -199,8 +205,3 @@ class _StageEnd(Exception):  # no error
 def our_names(model: ClassDecoder, anatomy: Anatomy) -> dict[str, str]:
     """Names of the class's parameters, by our names."""
     return {name: anatomy.names[parameter] for name, parameter in model.named_parameters()}
-
-
-def _initial_weights(recorder: Anatomy) -> dict[str, InitSpec]:
-    init = recorded_init(recorder.model)
-    return {name: init[parameter] for name, parameter in recorder.model.named_parameters() if parameter in init}

@@ -68,7 +68,8 @@ def describe(config: "Config") -> ModelSpec:
     """
     with torch.device("meta"):
         anatomy = recorder_of(config)
-    stds = {anatomy.names[parameter]: init.std for parameter, init in recorded_init(anatomy.model).items()}
+    init = recorded_init(anatomy.model)
+    stds = {name: init[parameter].std for parameter, name in anatomy.names.items() if parameter in init}
     refusals = dict[str, str | None]()
     refusals["ep"] = adopt_experts(anatomy)
     calls = recorded_calls(anatomy)

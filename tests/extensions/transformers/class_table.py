@@ -55,6 +55,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "swa_heads"), 4),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_key_heads", "kda_num_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_experts_per_tok", "moe_topk"), 2),
+    **dict.fromkeys(("num_experts_per_token", "num_expert_group", "moe_top_k"), 2),
     **dict.fromkeys(("num_selected_experts", "moe_k", "moe_num_active_primary_experts", "top_k_experts"), 2),
     **dict.fromkeys(("n_group", "topk_group", "mamba_n_groups", "n_groups", "num_swa_key_value_heads"), 2),
     **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_channels"), 8),

@@ -47,13 +47,14 @@ MORE = [
     ("phi3", f"{TP2} {FSDP2} activation_checkpoint=selective"),
     ("phi3", f"{TP2} {WHOLE_TOKENS}"),
     ("mistral", f"{TP2} {FSDP2} {AOT}"),
-    ("olmo2", f"parallelism.cp=2 parallelism.cp_method=ulysses"),
+    ("olmo2", "parallelism.cp=2 parallelism.cp_method=ulysses"),
     ("olmo2", f"parallelism.pp=2 {FSDP2} training.micro_batch_size=1 parallelism.pp_schedule=1F1B"),
     ("qwen3_moe documents", f"{TP2} {WHOLE_TOKENS} parallelism.ep=2"),
     ("qwen3_moe", f"{FSDP2} parallelism.ep=2 activation_checkpoint=full"),
     ("qwen3_moe", "parallelism.cp=2 parallelism.ep=2"),
     ("qwen3_moe", f"parallelism.pp=2 {FSDP2} parallelism.ep=2 training.micro_batch_size=2"),
     ("deepseek_v3", f"{TP2}"),
+    ("qwen3_5_text", f"{TP2} {WHOLE_TOKENS}"),
 ]
 
 

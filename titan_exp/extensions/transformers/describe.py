@@ -252,8 +252,10 @@ def block_styles(
         elif style not in (None, "replicate"):
             found.refusal = f"its plan has the style {style} for {owner}, which is not a linear layer"
     for module in {name.rpartition(".")[0]: None for name, style in found.linears.items() if _gathers(style)}:
-        if not any(_splits(style) for name, style in found.linears.items() if name.rpartition(".")[0] == module):
-            found.refusal = f"its plan gathers outputs of {module}, and does not split them for a linear after it"
+        inside = [name for name in found.linears if name.rpartition(".")[0] == module]
+        if not any(_splits(found.linears[name]) for name in inside):
+            # Each rank would have all outputs of all linears, as without any division.
+            found.linears |= dict.fromkeys(inside, SEQUENCE_PARALLEL)
     _gather_once(found)
     if attention is not None and attention[0] not in found.gathering:
         found.whole.append(attention[0])

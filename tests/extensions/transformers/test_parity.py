@@ -52,6 +52,7 @@ MORE = [
     ("qwen3_moe documents", f"{TP2} {WHOLE_TOKENS} parallelism.ep=2"),
     ("qwen3_moe", f"{FSDP2} parallelism.ep=2 activation_checkpoint=full"),
     ("qwen3_moe", "parallelism.cp=2 parallelism.ep=2"),
+    ("qwen3_moe", f"{TP2} {FSDP2} parallelism.ep=2 {AOT}"),
     ("qwen3_moe", f"parallelism.pp=2 {FSDP2} parallelism.ep=2 training.micro_batch_size=2"),
     ("deepseek_v3", f"{TP2}"),
     ("qwen3_5_text", f"{TP2} {WHOLE_TOKENS}"),

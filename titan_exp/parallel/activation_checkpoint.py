@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean
 from titan_exp.config.groups.parallelism import ActivationCheckpointConfig
 from titan_exp.config.machine.torch_features import read_entry
+from titan_exp.models.blocks.feed_forward import Router
 from titan_exp.models.blocks.transformer import iter_blocks, iter_numbered_blocks
 from titan_exp.ops.matmul_flops import count_grouped_heads
 from titan_exp.parallel.expert_parallel import mixtures
@@ -48,8 +49,8 @@ def apply_activation_checkpointing(
     blocks = list(iter_blocks(model))
     match config.mode:
         case "none":
-            for mixture in mixtures(model):
-                mixture.router.recomputed = False
+            for router in [module for module in model.modules() if isinstance(module, Router)]:
+                router.recomputed = False
         case "full":
             _recompute_fully(blocks, random=random, compiled=compiled)
         case "every_n":

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.models.blocks.feed_forward import Experts, MoEFeedForward, compute_locally, weigh_rows
+from titan_exp.models.blocks.feed_forward import Experts, Mixture, MoEFeedForward, compute_locally, weigh_rows
 from titan_exp.models.blocks.linear import GroupedLinear
 from titan_exp.ops.autograd import dense, keep_unsaved, local_tensor, unsaved_tensors
 from titan_exp.ops.moe.permutation import combine, experts_of_rows, permute, permute_weights, sort_by_expert
@@ -454,13 +454,14 @@ def apply_expert_parallel(
                 amax_reduce = partial(all_reduce, operation="max", group=axes["etp"].get_group().group_name)
                 linear.linear_impl.shard(input_sharded=dim == 2, amax_reduce=amax_reduce)
         if tokens is not None:
-            mark_partial(module.router)
+            if isinstance(module, MoEFeedForward):
+                mark_partial(module.router)
             module.token_split = None if sequence_parallel else tokens
 
 
-def mixtures(model: nn.Module) -> list[MoEFeedForward]:
+def mixtures(model: nn.Module) -> list[Mixture]:
     """Mixture-of-experts layers of a model or pipeline stage, in order."""
-    return [module for module in model.modules() if isinstance(module, MoEFeedForward)]
+    return [module for module in model.modules() if isinstance(module, Mixture)]
 
 
 def _shard(linear: GroupedLinear, axes: DeviceMesh, *, channels: int) -> None:

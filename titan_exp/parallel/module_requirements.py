@@ -15,10 +15,9 @@ from titan_exp.config.layout.axes import regroups_experts
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.blocks.feed_forward import MoEFeedForward
 from titan_exp.models.blocks.linear import Linear
-from titan_exp.models.blocks.transformer import iter_numbered_blocks
+from titan_exp.models.blocks.transformer import attentions_of, iter_numbered_blocks
 from titan_exp.models.spec.model_spec import ModelSpec, PipelinePlan
 from titan_exp.models.spec.tp_plan import Rowwise, VocabEmbedding, VocabLogits
-from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.ops.linear_attention import GatedDeltaCore
 from titan_exp.parallel.tensor_parallel.styles import LINEARS, MODULES
 
@@ -272,7 +271,7 @@ def _context_parallel(model: nn.Module, degree: int) -> Iterator[Violation]:
     """Check that every block's `attention.core` is one that context parallelism can replace."""
     for number, block in iter_numbered_blocks(model):
         core = getattr(getattr(block, "attention", None), "core", None)
-        if not isinstance(core, CausalAttention | GatedDeltaCore):
+        if not attentions_of(block) and not isinstance(core, GatedDeltaCore):
             found = f"is a {type(core).__name__}" if core is not None else "is missing"
             reason = f"it replaces blocks.{number}.attention.core, which {found} in {type(model).__name__}"
             remedy = "make it a titan_exp.ops.attention.sdpa.CausalAttention, or use parallelism.cp=1"

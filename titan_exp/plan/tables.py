@@ -234,13 +234,13 @@ def _sent_activations(plan: Plan) -> Iterator[str]:
 def _experts(plan: Plan) -> Iterator[str]:
     """Lines about the assumed load of experts."""
     spec, layout = model_spec(plan.experiment.model), plan.layout
-    router = None if spec is None else next((router for _, router in spec.routers()), None)
-    if router is None:
+    experts = None if spec is None else next(iter(spec.expert_linears), None)
+    if experts is None:
         return
     tokens = layout.micro_batch_size * layout.training.seq_len / layout.parallelism.cp
     # A rank routes its own tokens. Ranks that share experts' channels compute each other's tokens, too.
     tokens *= layout.parallelism.ep * layout.parallelism.etp / layout.parallelism.tp
-    rows = tokens * router.moe.active_experts / router.moe.experts
+    rows = tokens * experts.active_experts / experts.experts
     yield f"We assume uniform routing, {rows:,.0f} rows per expert and micro-batch."
     if plan.worst_bytes is not None:
         yield (

@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation, listed, multiples_near
+from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.models.spec.lookup import has_experts
+from titan_exp.models.spec.lookup import has_experts, model_spec
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules
@@ -94,6 +95,12 @@ def symmetric_memory_is_supported(spec: ModelSpec, parallelism: ParallelismConfi
     yield Violation(field, parallelism.token_exchange, reason, f"use {remedy}{field}=all_to_all")
 
 
+def _is_named(key: str, model: ModelConfig) -> bool:
+    """True if the spec itself says why the model cannot be divided along an axis."""
+    spec = model_spec(model)
+    return spec is not None and any(unsupported.key == key for unsupported in spec.unsupported)
+
+
 def _etp(parallelism: ParallelismConfig) -> int:
     """Degree of the experts' channels; 1 if refused."""
     return parallelism.etp if parallelism.etp == parallelism.tp else 1
@@ -149,7 +156,7 @@ EXPERT_RULES = (
     *rules(
         Refuse(
             EP,
-            lambda model, parallelism: parallelism.ep > 1 and not has_experts(model),
+            lambda model, parallelism: parallelism.ep > 1 and not has_experts(model) and not _is_named(EP, model),
             "{model.name} has no experts",
             "use parallelism.ep=1 parallelism.dp_shard={parallelism.ep}, or a model with experts",
         ),

@@ -72,13 +72,16 @@ def tokens_are_mixed_by_attention(
     spec: ModelSpec, model: ModelConfig, data: DataConfig, parallelism: ParallelismConfig
 ) -> Iterator[Violation]:
     """No module beside attention mixes tokens, where it would see a part of them, or those of other documents."""
-    in_parts = parallelism.tp > 1 and parallelism.sequence_parallel
-    found = token_mixing(model) if in_parts or data.document_mask else None
+    in_parts, cp = parallelism.tp > 1 and parallelism.sequence_parallel, parallelism.cp
+    found = token_mixing(model) if in_parts or cp > 1 or data.document_mask else None
     if found is None:
         return
     if in_parts:
         reason = f"{found}, which would see only the tokens of its own rank"
         yield Violation("parallelism.sequence_parallel", True, reason, "use parallelism.sequence_parallel=false")
+    if cp > 1:
+        reason = f"{found}, which would see only the tokens of its own rank"
+        yield Violation("parallelism.cp", cp, reason, f"use parallelism.cp=1 parallelism.dp_shard={cp}")
     if data.document_mask:
         reason = f"{found}, which lets the documents of a row see each other"
         yield Violation("data.document_mask", True, reason, "use data.document_mask=false")

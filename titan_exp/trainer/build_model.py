@@ -20,7 +20,6 @@ from titan_exp.models.build import (
     init_specs,
     parameter_count,
 )
-from titan_exp.models.decoder import Decoder
 from titan_exp.models.parametrization.parameter_scale import scales_of
 from titan_exp.models.spec.lookup import block_count
 from titan_exp.optim.parameter_groups import NamedParameter, freeze, hyperparameters, named_parameters
@@ -170,8 +169,8 @@ class BuiltModel:
         experiment, layout, mesh = self._experiment, self._layout, self._mesh
         freeze(module, experiment.optimizer)
         specs, places = init_specs(module, self.scales), buffer_places(module)
-        if isinstance(module, Decoder):
-            module.positions_restart = experiment.data.reset_positions
+        if hasattr(module, "positions_restart"):
+            module.positions_restart = experiment.data.reset_positions  # type: ignore[assignment]  # a plain attribute
         quantize(module, experiment.quantization, layers=block_count(experiment.model), device=mesh.device)
         parallelize(module, mesh, layout, experiment.activation_checkpoint, experiment.compile)
         with self._fake_mode or nullcontext():

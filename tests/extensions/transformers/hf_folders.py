@@ -33,6 +33,50 @@ CLASSES = {
         "head_dim": 16,
         "tie_word_embeddings": False,
     },
+    # Stacked experts, with norms over heads.
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+    # A plan without attention, a shared expert, a dense first layer.
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 2,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "tie_word_embeddings": False,
+    },
+    # RoPE by the largest position.
+    "phi3_long": {
+        "model_type": "phi3",
+        "num_key_value_heads": 2,
+        "original_max_position_embeddings": 32,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 32,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+        },
+    },
     # A gated delta rule with a convolution, beside attention with norms over whole queries and keys.
     "olmo_hybrid": {
         "model_type": "olmo_hybrid",

@@ -75,7 +75,41 @@ def windows_are_left_out_of_recorded_calls() -> None:
 
         return add
 
-    patch(f"{CLASS}.attention.AttentionCalls.add", make)
+    patch(f"{CLASS}.anatomy.AttentionCalls.add", make)
+
+
+def experts_are_summed_over_ranks_as_other_replicated_weights() -> None:
+    patch(f"{CLASS}.decoder.ClassMixture", lambda _: type("NoMixture", (), {}))
+
+
+def weights_of_experts_are_forgotten_on_other_ranks() -> None:
+    def make(original: Any) -> Any:
+        def down(self: Any, fused: Any, ends: Any, weights: Any, *, padded: bool = False) -> Any:
+            import torch.distributed as dist
+
+            return original(self, fused, ends, weights if dist.get_rank() == 0 else None, padded=padded)
+
+        return down
+
+    patch(f"{CLASS}.experts.ClassExperts._down", make)
+
+
+def each_rank_keeps_the_first_ranks_tokens() -> None:
+    patch(f"{TENSOR}.layers.TensorParallelGroup.own_tokens", lambda _: lambda self, x: x.chunk(self.degree, dim=1)[0])
+
+
+def positions_of_a_shard_are_taken_for_restarting_ones() -> None:
+    def make(original: Any) -> Any:
+        def forward(self: Any, x: Any, positions: Any = None, *rest: Any, **named: Any) -> Any:
+            return original(self, x, None if positions is None else positions - positions[:, :1], *rest, **named)
+
+        return forward
+
+    patch(f"{CLASS}.decoder.ClassDecoder.forward", make)
+
+
+def the_last_stage_begins_with_its_own_embedding() -> None:
+    patch(f"{CLASS}.decoder._OtherStage.forward", lambda _: lambda self, hidden, **kwargs: hidden * 0.5)
 
 
 WHOLE = "parallelism.tp=2 parallelism.sequence_parallel=false"
@@ -85,6 +119,11 @@ NOTICED: list[tuple[str, str, Callable[[], None]]] = [
     ("gpt_neox", "parallelism.tp=2", norms_of_the_class_are_taken_for_whole_ones),
     ("gemma", WHOLE, inputs_are_gathered_by_every_linear_again),
     ("mistral", "parallelism.tp=2", windows_are_left_out_of_recorded_calls),
+    ("qwen3_moe", "parallelism.tp=2", experts_are_summed_over_ranks_as_other_replicated_weights),
+    ("qwen3_moe", "parallelism.dp_shard=2 parallelism.ep=2", weights_of_experts_are_forgotten_on_other_ranks),
+    ("deepseek_v3", "parallelism.tp=2", each_rank_keeps_the_first_ranks_tokens),
+    ("mistral", "parallelism.cp=2", positions_of_a_shard_are_taken_for_restarting_ones),
+    ("olmo2", "parallelism.pp=2 training.micro_batch_size=2", the_last_stage_begins_with_its_own_embedding),
 ]
 """Class, layout and mutation."""
 

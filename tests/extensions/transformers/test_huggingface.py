@@ -28,7 +28,7 @@ from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 from titan_exp.rules import check
 
 transformers = pytest.importorskip("transformers")
-CLASSES = ("gemma", "gpt_neox", "olmo2", "phi3", "mistral")
+CLASSES = ("gemma", "gpt_neox", "olmo2", "phi3", "mistral", "qwen3_moe", "deepseek_v3")
 
 
 def config_of(folder: Path) -> Any:
@@ -160,9 +160,16 @@ def test_fewer_layers_and_another_vocabulary_are_keys(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "changes", "overrides", "message"),
     [
-        ("gemma", {}, "parallelism.cp=2", r"parallelism\.cp=2.*whole sequences"),
-        ("gemma", {}, "parallelism.pp=2", r"parallelism\.pp=2.*cannot split it into stages"),
+        (
+            "phi3_long",
+            {},
+            "parallelism.cp=2",
+            r"parallelism\.cp=2: .*RoPE \(longrope\) depends",
+        ),
+        ("lfm2", {}, "parallelism.cp=2", r"parallelism\.cp=2: Lfm2ShortConv mixes tokens"),
+        ("lfm2", {}, "parallelism.pp=2", r"parallelism\.pp=2: Lfm2ForCausalLM: it brings no pipeline plan"),
         ("gemma", {}, "parallelism.ep=2", r"has no experts"),
+        ("qwen3_moe", {}, "parallelism.tp=2 parallelism.etp=2", r"etp=2: .*halves no rank may cut"),
         ("gemma", {}, "parallelism.tp=4", r"4 query heads with 2 key and value heads"),
         ("gpt2", {}, "training.seq_len=64", r"config_overrides\.resid_pdrop=0\.0"),
         ("gemma", {"model_type": "gema"}, "training.seq_len=64", r"did you mean gemma"),
@@ -170,12 +177,6 @@ def test_fewer_layers_and_another_vocabulary_are_keys(tmp_path: Path):
         ("t5", {}, "training.seq_len=64", r"encoder-decoder"),
         ("olmo_hybrid", {}, "parallelism.tp=2", r"sequence_parallel=true: OlmoHybridGatedDeltaNet .* only the tokens"),
         ("olmo_hybrid", {}, "data.document_mask=true", r"document_mask=true: OlmoHybridGatedDeltaNet .* each other"),
-        (
-            "qwen3_5_text",
-            {},
-            "parallelism.tp=2 parallelism.sequence_parallel=false",
-            r"tp=2: .* does not split them for",
-        ),
         ("lfm2", {}, "data.document_mask=true", r"document_mask=true: Lfm2ShortConv"),
         ("bamba", {}, "data.document_mask=true", r"document_mask=true: BambaMixer"),
     ],
@@ -197,8 +198,9 @@ def test_classes_that_mix_tokens_by_attention_alone_are_accepted(tmp_path: Path,
 @pytest.mark.parametrize(
     "overrides", ["parallelism.dp_shard=2", "parallelism.tp=2 parallelism.sequence_parallel=false"]
 )
-def test_a_hybrid_class_is_accepted_where_every_rank_sees_all_tokens(tmp_path: Path, overrides: str):
-    folder = write_config(tmp_path, "olmo_hybrid")
+@pytest.mark.parametrize("name", ["olmo_hybrid", "qwen3_5_text"])
+def test_a_hybrid_class_is_accepted_where_every_rank_sees_all_tokens(tmp_path: Path, name: str, overrides: str):
+    folder = write_config(tmp_path, name)
     words = ["model=huggingface", f"model.repository={folder}", "cluster.device=cpu", *overrides.split()]
     check(resolve_layout(to_experiment(compose(words)), 1))
 

@@ -29,6 +29,10 @@ LAYOUTS = [
     ("gpt_neox", f"{TP2} training.micro_batch_size=1"),
     ("olmo2", f"{TP2} {FSDP2}"),
     ("mistral documents", f"{TP2} activation_checkpoint=full training.loss_chunk_tokens=37"),
+    ("mistral documents", "parallelism.cp=2"),
+    ("gemma documents", f"parallelism.pp=2 {TP2} training.micro_batch_size=2"),
+    ("qwen3_moe", f"{FSDP2} parallelism.ep=2"),
+    ("deepseek_v3", f"{TP2} {FSDP2} parallelism.ep=4"),
 ]
 """Layouts that show what is different about a class."""
 
@@ -43,6 +47,15 @@ MORE = [
     ("phi3", f"{TP2} {FSDP2} activation_checkpoint=selective"),
     ("phi3", f"{TP2} {WHOLE_TOKENS}"),
     ("mistral", f"{TP2} {FSDP2} {AOT}"),
+    ("olmo2", "parallelism.cp=2 parallelism.cp_method=ulysses"),
+    ("olmo2", f"parallelism.pp=2 {FSDP2} training.micro_batch_size=1 parallelism.pp_schedule=1F1B"),
+    ("qwen3_moe documents", f"{TP2} {WHOLE_TOKENS} parallelism.ep=2"),
+    ("qwen3_moe", f"{FSDP2} parallelism.ep=2 activation_checkpoint=full"),
+    ("qwen3_moe", "parallelism.cp=2 parallelism.ep=2"),
+    ("qwen3_moe", f"{TP2} {FSDP2} parallelism.ep=2 {AOT}"),
+    ("qwen3_moe", f"parallelism.pp=2 {FSDP2} parallelism.ep=2 training.micro_batch_size=2"),
+    ("deepseek_v3", f"{TP2}"),
+    ("qwen3_5_text", f"{TP2} {WHOLE_TOKENS}"),
 ]
 
 

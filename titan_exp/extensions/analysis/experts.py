@@ -21,7 +21,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import Batch
 from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.inference.evaluate import evaluate_source, evaluation_experiment, require_whole_sequences
-from titan_exp.models.spec.lookup import has_experts
+from titan_exp.models.spec.lookup import has_routers
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.ops.moe.routing import Routing
 from titan_exp.parallel.mesh import Mesh, build_mesh
@@ -273,9 +273,10 @@ class Experts:
 
     def require(self, experiment: Experiment) -> None:
         """Raise UserError if the model has no experts, or a rank would not see all tokens."""
-        if not has_experts(experiment.model):
+        if not has_routers(experiment.model):
             raise UserError(
-                f"--experts: {experiment.model.name} has no experts. Leave the flag out to see its loss alone."
+                f"--experts: {experiment.model.name} has no experts with a router of ours. Leave the flag out to see "
+                "its loss alone."
             )
         require_whole_sequences(experiment, "--experts", "tp", "cp")
 

@@ -40,10 +40,10 @@ def coordinates(argv: Sequence[str]) -> int:
 
 def report_experts(experiment: Experiment, folder: Path) -> Iterator[str]:
     """Lines about the specialization of experts, or the command that measures it if loading the model takes long."""
-    from titan_exp.models.spec.lookup import has_experts, model_spec
+    from titan_exp.models.spec.lookup import has_routers, model_spec
 
     spec = model_spec(experiment.model)
-    if spec is None or not has_experts(experiment.model) or experiment.checkpoint.mode == "off":
+    if spec is None or not has_routers(experiment.model) or experiment.checkpoint.mode == "off":
         return
     command = f"titan-exp evaluate {folder} --experts"
     if spec.parameters > SMALL_MODEL:

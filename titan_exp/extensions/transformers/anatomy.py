@@ -8,18 +8,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.extensions.transformers.repository import build_class
 from titan_exp.models.blocks.linear import InitSpec
 from titan_exp.models.spec.mixers import AttentionSpec
-from titan_exp.ops.attention.mask_pattern import MaskPattern
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 
 if TYPE_CHECKING:
@@ -33,7 +34,15 @@ RECORDER = "titan_exp_recorder"
 """Name of the attention implementation that computes nothing and records its arguments."""
 
 KNOWN_OPTIONS = frozenset(
-    {"sliding_window", "position_ids", "use_cache", "is_causal", "cache_position", "cu_seq_lens_q"}
+    {
+        "sliding_window",
+        "position_ids",
+        "use_cache",
+        "is_causal",
+        "cache_position",
+        "cu_seq_lens_q",
+        "output_router_logits",
+    }
 )
 """Arguments, besides tensors, scaling, dropout and masks, that the kernels handle or that training never passes."""
 
@@ -52,6 +61,8 @@ class AttentionCalls:
     """True if every call got the masks that were passed to the model."""
     is_causal: bool = True
     """False if a module sees later tokens."""
+    uncut: str | None = None
+    """Reason why more than hidden states goes from block to block, so that no stage can begin at one."""
 
     def add(
         self,
@@ -98,14 +109,12 @@ def recording_attention() -> Iterator[AttentionCalls]:
         _RECORDING.reset(token)
 
 
-def give_kernels(found: dict[nn.Module, AttentionSpec], backend: AttentionBackend) -> list[CausalAttention]:
-    """Give each attention module the kernel of its pattern as `core`; returns one core per pattern."""
-    cores: dict[MaskPattern, CausalAttention] = {}
+def give_kernels(found: dict[nn.Module, AttentionSpec], backend: AttentionBackend) -> None:
+    """Give each attention module the kernel of its pattern as `core`, and the number of its pattern."""
+    patterns = list(dict.fromkeys(spec.pattern for spec in found.values()))
     for module, spec in found.items():
         module.core = CausalAttention(backend, spec.scale, spec.pattern)
-        cores.setdefault(spec.pattern, module.core)
-        module.mask_number = list(cores).index(spec.pattern)  # type: ignore[assignment]  # a plain attribute
-    return list(cores.values())
+        module.mask_number = patterns.index(spec.pattern)  # type: ignore[assignment]  # a plain attribute
 
 
 def _record(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -123,9 +132,6 @@ def _attend(
 AttentionInterface.register(KERNELS, _attend)
 AttentionInterface.register(RECORDER, _record)
 
-
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of `config.json` that hold a number of experts."""
 
 PROBED_TOKENS = 8
 """Number of tokens in the meta-device forward pass that reveals attention shapes."""
@@ -151,6 +157,13 @@ class Anatomy:
     """LM head."""
     tied: bool
     """True if the head uses the embedding's weight."""
+    names: dict[nn.Parameter, str]
+    """Names of the class's parameters."""
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """Pipeline plan of the class: inputs and outputs of its body's modules by path; empty if it brings none."""
+        return getattr(self.body.config, "base_model_pp_plan", None) or {}
 
     @property
     def body(self) -> Any:
@@ -177,16 +190,16 @@ def take_apart(config: "Config", attention: str) -> Anatomy:
         raise unsupported(f"{name}'s token embedding is a {type(embedding).__name__}, which does more than look up")
     taken = {embedding, blocks}
     others = {path.replace(".", "_"): module for path, module in _outermost(body, taken)}
-    anatomy = Anatomy(model, embedding, scale, path, blocks, others, head, head.weight is embedding.weight)
+    names = {parameter: key for key, parameter in model.named_parameters()}
+    anatomy = Anatomy(model, embedding, scale, path, blocks, others, head, head.weight is embedding.weight, names)
     held = [embedding, blocks, head, *others.values()]
     found = {parameter for module in held for parameter in module.parameters()}
-    lost = [key for key, parameter in model.named_parameters() if parameter not in found]
+    lost = [key for parameter, key in names.items() if parameter not in found]
     if lost:
         raise unsupported(f"{name} has parameters outside its embedding, blocks and head: {', '.join(lost[:3])}")
     return anatomy
 
 
-@torch.no_grad()
 def recorded_calls(anatomy: Anatomy) -> AttentionCalls:
     """Attention calls in a forward pass on the meta device, for a model with the recorder as its attention.
 
@@ -194,10 +207,13 @@ def recorded_calls(anatomy: Anatomy) -> AttentionCalls:
         UserError: the model does more with its hidden states or logits than the head's matmul.
     """
     model, name = anatomy.model, type(anatomy.model).__name__
-    if any((getattr(model.config, key, None) or 0) > 1 for key in EXPERTS):
-        raise unsupported(f"{name} routes tokens to experts, and we train experts only in families of our own")
     seen: dict[str, Any] = {}
+    # What depends on the hidden states then requires a gradient.
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is anatomy.embedding.weight)
+    flow = _Flow(anatomy)
     hooks = [
+        *flow.hooks,
         anatomy.head.register_forward_hook(lambda _, inputs, output: seen.update(input=inputs[0], output=output)),
         anatomy.body.register_forward_hook(lambda _, __, output: seen.update(hidden=output[0])),
     ]
@@ -205,7 +221,8 @@ def recorded_calls(anatomy: Anatomy) -> AttentionCalls:
     positions = torch.arange(PROBED_TOKENS, device="meta")[None]
     try:
         with recording_attention() as calls:
-            logits = model(input_ids=tokens, position_ids=positions, use_cache=False, masks=()).logits
+            rows = anatomy.embedding(tokens)
+            logits = model(inputs_embeds=rows, position_ids=positions, use_cache=False, masks=()).logits
     except Exception as error:  # a class may raise anything
         reason = " ".join(str(error).split())[:300]
         raise unsupported(f"{name} fails on the meta device with {type(error).__name__}: {reason}") from error
@@ -216,6 +233,7 @@ def recorded_calls(anatomy: Anatomy) -> AttentionCalls:
         raise unsupported(f"{name} does not call its body and its head as a whole")
     if not _same_storage(seen["input"], seen["hidden"]):
         raise unsupported(f"{name} changes the hidden states before its head (perhaps by a scale or a projection)")
+    calls.uncut = flow.refusal
     if not _same_storage(logits, seen["output"]):
         raise unsupported(f"{name} changes its logits after the head (perhaps by a scale or a soft cap)")
     return calls
@@ -232,8 +250,9 @@ def unsupported(reason: str) -> UserError:
     return UserError("This run cannot start.", [Violation("model.repository", "", reason, remedy)])
 
 
-def recorded_init(model: Any) -> dict[nn.Parameter, InitSpec]:
-    """Initial distribution of each parameter of a meta model; parameters with a distribution that we lack are left out.
+def recorded_init(model: Any) -> dict[Tensor, InitSpec]:
+    """Initial distribution of each parameter and buffer of a meta model; those with a distribution that we lack are
+    left out.
 
     A padding token's embedding row, which classes set to zero, starts like the other rows.
     """
@@ -277,11 +296,58 @@ def _same_storage(one: Tensor, other: Tensor) -> bool:
     return _storage(one) == _storage(other)
 
 
+class _Flow:
+    """Tensors that go from block to block in a forward pass whose hidden states require gradients, by `hooks`."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self._last: Tensor | None = None
+        self._number = -1
+        self.refusal: str | None = None
+        self.hooks = [
+            hook
+            for number, block in enumerate(anatomy.blocks)
+            for hook in (
+                block.register_forward_pre_hook(partial(self._before, number), with_kwargs=True),
+                block.register_forward_hook(self._after),
+            )
+        ]
+        tables = (module for module in anatomy.others.values() if any(True for _ in module.parameters()))
+        self.hooks += [module.register_forward_pre_hook(self._end) for module in tables]
+
+    def _before(self, number: int, block: nn.Module, args: Any, kwargs: Any) -> None:
+        kind, (hidden, *others) = type(block).__name__, args or (kwargs["hidden_states"],)
+        more = {"a further argument": others, **{key: value for key, value in kwargs.items() if value is not hidden}}
+        passed = [key for key, value in more.items() if any(_is_computed(leaf) for leaf in tree_leaves(value))]
+        if passed:
+            self._refuse(f"each {kind} also gets {passed[0]}, which depends on the embedding or on earlier blocks")
+        if number != self._number + 1:
+            self._refuse(f"its blocks are not called once each, in order ({kind})")
+        if self._last is not None and not (isinstance(hidden, Tensor) and _same_storage(hidden, self._last)):
+            self._refuse(f"the hidden states change between one {kind} and the next")
+        self._number = number
+
+    def _after(self, block: nn.Module, _: Any, output: Any) -> None:
+        if not isinstance(output, Tensor):
+            self._refuse(f"a {type(block).__name__} returns more than hidden states")
+        self._last = output if isinstance(output, Tensor) else None
+
+    def _end(self, module: nn.Module, _: Any) -> None:
+        if self._number < 0:
+            self._refuse(f"its {type(module).__name__} comes before the blocks")
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = self.refusal or reason
+
+
+def _is_computed(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
 class _InitRecorder(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._parameters = {_storage(parameter): parameter for parameter in model.parameters()}
-        self.found: dict[nn.Parameter, InitSpec | None] = {}
+        self._parameters = {_storage(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        self.found: dict[Tensor, InitSpec | None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

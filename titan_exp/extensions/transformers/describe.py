@@ -1,17 +1,12 @@
 """Model spec of a transformers class, read from a model on the meta device, and its tensor-parallel plan in our
 styles."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface
+from torch import nn
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.extensions.transformers.anatomy import (
@@ -20,11 +15,12 @@ from titan_exp.extensions.transformers.anatomy import (
     recorded_calls,
     recorded_init,
     recorder_of,
-    take_apart,
     unsupported,
 )
+from titan_exp.extensions.transformers.experts import ClassMixture, adopt_experts
+from titan_exp.models.blocks.linear import GroupedLinear
 from titan_exp.models.spec.mixers import AttentionSpec
-from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, ModelSpec, TensorSpec, Unsupported
+from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, ModelSpec, PipelinePlan, TensorSpec, Unsupported
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, Rowwise, SequenceParallel
 
 if TYPE_CHECKING:
@@ -37,6 +33,8 @@ GATHERED = ("colwise_gather_output", "colwise_rep")
 SPLIT = ("rowwise_split_input", "rowwise_rep")
 SUPPORTED = ("colwise", "rowwise", *GATHERED, *SPLIT, "replicated_with_grad_allreduce", "replicate")
 """Styles of transformers that we translate."""
+MOVING_ROPE = ("dynamic", "longrope")
+"""Kinds of RoPE of transformers whose frequencies depend on the largest position of a call."""
 
 
 @dataclass
@@ -49,6 +47,8 @@ class BlockStyles:
     """Paths of norms over this rank's heads."""
     gathering: list[str] = field(default_factory=list)
     """Paths of modules that are called with all tokens."""
+    whole: list[str] = field(default_factory=list)
+    """Paths of attention modules that the plan does not shard, so that each rank computes them for all tokens."""
     refusal: str | None = None
     """Reason why the block cannot be sharded."""
 
@@ -61,19 +61,26 @@ def describe(config: "Config") -> ModelSpec:
     """
     with torch.device("meta"):
         anatomy = recorder_of(config)
+    init = recorded_init(anatomy.model)
+    stds = {name: init[parameter].std for parameter, name in anatomy.names.items() if parameter in init}
+    refusals = dict[str, str | None]()
+    refusals["ep"] = adopt_experts(anatomy)
     calls = recorded_calls(anatomy)
     _require_trainable(config, anatomy, calls)
-    stds = {parameter: init.std for parameter, init in recorded_init(anatomy.model).items()}
     paths: dict[nn.Module, str] = {module: path for path, module in anatomy.blocks.named_modules()}
     attention = {int(number): (rest, calls.found[module]) for module, (number, rest) in _by_block(calls, paths).items()}
-    layers, refusals = [], dict[str, str]()
+    layers, stds = [], {part: stds[name] for part, name in anatomy.names.items() if name in stds}
     for number, block in enumerate(anatomy.blocks):
         styles = styles_of_block(anatomy, block, attention.get(number))
         if styles.refusal is not None:
-            refusals.setdefault("tp", f"{type(anatomy.model).__name__}: {styles.refusal}")
+            refusals.setdefault("tp", styles.refusal)
         layers.append(_layer(block, styles, attention.get(number), stds))
     if not _plan(anatomy):
-        refusals["tp"] = f"{type(anatomy.model).__name__} brings no tensor-parallel plan for its blocks"
+        refusals["tp"] = "it brings no tensor-parallel plan for its blocks"
+    refusals["pp"] = calls.uncut if anatomy.blocks_path in anatomy.plan else "it brings no pipeline plan for its blocks"
+    refusals["cp"] = _moving_positions(anatomy)
+    if any(isinstance(module, ClassMixture) for module in anatomy.blocks.modules()):
+        refusals["etp"] = "gate and up of its experts are one weight, whose halves no rank may cut"
     ends = [
         TensorSpec(f"others.{path}.{name}", tuple(parameter.shape))
         for path, module in anatomy.others.items()
@@ -88,14 +95,35 @@ def describe(config: "Config") -> ModelSpec:
         embedding_std=stds.get(anatomy.embedding.get_parameter("weight"), 0.0),
         attention_backend=config.attention_backend,
         ends=tuple(ends),
-        unsupported=tuple(_unsupported(anatomy, refusals)),
+        stage_ends=PipelinePlan(
+            first=("embedding",),
+            last=("head",),
+            shared=("embedding",) if anatomy.tied else (),
+            called_in_parts=("others",),
+        ),
+        unsupported=tuple(
+            Unsupported(f"parallelism.{axis}", f"{type(anatomy.model).__name__}: {reason}")
+            for axis, reason in refusals.items()
+            if reason is not None
+        ),
     )
 
 
 def styles_of_block(anatomy: Anatomy, block: nn.Module, attention: tuple[str, AttentionSpec] | None) -> BlockStyles:
     """Tensor-parallel styles of a block, by the plan of its class."""
     outputs = {path: module.out_features for path, module in block.named_modules() if isinstance(module, nn.Linear)}
-    return block_styles(_plan(anatomy), outputs, [name for name, _ in block.named_parameters()], attention)
+    plan, names = _plan(anatomy), [name for name, _ in block.named_parameters()]
+    # Around experts, each rank computes its own tokens, the shared experts' outputs too.
+    mixtures = [path for path, module in block.named_modules() if isinstance(module, ClassMixture)]
+    around = tuple(f"{path.rpartition('.')[0] or path}." for path in mixtures)
+    inside = [name for name in names if name.startswith(around)] if around else []
+    plan = {path: style for path, style in plan.items() if not any(_names(path, name) for name in inside)}
+    return block_styles(plan, outputs, names, attention)
+
+
+def _names(path: str, parameter: str) -> bool:
+    """True if a path of a plan is that of a parameter, or of the module that holds it."""
+    return _starred(parameter) == path or _starred(parameter).rpartition(".")[0] == path
 
 
 def _plan(anatomy: Anatomy) -> dict[str, str]:
@@ -120,6 +148,12 @@ def _layer(
             linears.append(
                 LinearSpec(path, module.in_features, module.out_features, std, tp, bias=module.bias is not None)
             )
+        elif isinstance(module, ClassMixture):
+            for name, part in module.named_modules(prefix=path):
+                if isinstance(part, GroupedLinear):
+                    described.add(part.weight)
+                    shape = part.in_features, part.out_features, stds.get(part.weight, 0.0), SEQUENCE_PARALLEL
+                    linears.append(LinearSpec(name, *shape, experts=part.experts, active_experts=module.active_experts))
     tensors = [
         TensorSpec(name, tuple(parameter.shape), in_matmul=parameter.dim() > 1)
         for name, parameter in block.named_parameters()
@@ -179,14 +213,10 @@ def _short(value: object) -> str:
     return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _unsupported(anatomy: Anatomy, refusals: dict[str, str]) -> list[Unsupported]:
-    name = type(anatomy.model).__name__
-    found = {
-        "tp": refusals.get("tp"),
-        "cp": f"{name} calls its attention with whole sequences",
-        "pp": f"we call {name} as a whole, and cannot split it into stages",
-    }
-    return [Unsupported(f"parallelism.{axis}", reason) for axis, reason in found.items() if reason is not None]
+def _moving_positions(anatomy: Anatomy) -> str | None:
+    """Reason why a rank's tokens would be rotated by other frequencies than those of the whole sequence."""
+    kinds = [kind for kind in MOVING_ROPE if f"'{kind}'" in str(anatomy.body.config.to_dict())]
+    return f"its RoPE ({kinds[0]}) depends on the largest position, which ranks do not share" if kinds else None
 
 
 def block_styles(
@@ -215,9 +245,13 @@ def block_styles(
         elif style not in (None, "replicate"):
             found.refusal = f"its plan has the style {style} for {owner}, which is not a linear layer"
     for module in {name.rpartition(".")[0]: None for name, style in found.linears.items() if _gathers(style)}:
-        if not any(_splits(style) for name, style in found.linears.items() if name.rpartition(".")[0] == module):
-            found.refusal = f"its plan gathers outputs of {module}, and does not split them for a linear after it"
+        inside = [name for name in found.linears if name.rpartition(".")[0] == module]
+        if not any(_splits(found.linears[name]) for name in inside):
+            # Each rank would have all outputs of all linears, as without any division.
+            found.linears |= dict.fromkeys(inside, SEQUENCE_PARALLEL)
     _gather_once(found)
+    if attention is not None and attention[0] not in found.gathering:
+        found.whole.append(attention[0])
     for owner, style in styles.items():
         inside = [module for module in _sharded_modules(found) if owner.startswith(f"{module}.")]
         if style is None and inside:
@@ -235,7 +269,11 @@ def _splits(style: LinearStyle) -> bool:
 
 def _of(plan: Mapping[str, str], name: str) -> str | None:
     """Style of a name; the plan has `*` for the name's numbers."""
-    return plan.get(".".join("*" if part.isdecimal() else part for part in name.split(".")))
+    return plan.get(_starred(name))
+
+
+def _starred(name: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _linear_style(
@@ -270,168 +308,3 @@ def _sharded_modules(found: BlockStyles) -> set[str]:
         for name, style in found.linears.items()
         if isinstance(style, Colwise) and not style.gathers_output
     }
-
-
-PASSING = "titan_exp_passing"
-"""Name of the attention implementation in which no token sees another token."""
-
-TOKENS = 23
-"""Number of tokens in the forward pass; no other dim is likely to have this size."""
-
-FEWEST_BLOCKS = 8
-"""Minimum number of blocks that are called, if there are as many; more are called if it takes more to include one of
-each kind."""
-
-LARGEST_TENSOR = 2**24
-"""Maximum number of elements of a tensor that the pass may compute, if the class can be called with fewer."""
-
-
-@torch.no_grad()
-def token_mixing(config: "Config") -> str | None:
-    """Sentence about a module that mixes tokens outside attention, the first one found; None if there is none."""
-    with torch.device("meta"):
-        anatomy = take_apart(config, PASSING)
-    try:
-        found = _mixing_module(anatomy)
-    except Exception as error:  # a class may raise anything
-        name, reason = type(anatomy.model).__name__, " ".join(str(error).split())[:300]
-        return (
-            f"we look for modules of {name} that mix tokens outside attention, and that fails with "
-            f"{type(error).__name__}: {reason}"
-        )
-    return None if found is None else f"{found} mixes tokens outside attention"
-
-
-def _mixing_module(anatomy: Anatomy) -> str | None:
-    body = anatomy.body.eval()
-    del anatomy.blocks[_enough(anatomy.blocks) :]
-    for linear in [module for module in body.modules() if type(module) is nn.Linear]:
-        linear.forward = partial(_mean, width=linear.out_features)  # type: ignore[method-assign]
-    with torch.device("meta"):
-        hidden = torch.empty(1, TOKENS, anatomy.embedding.embedding_dim)
-        _compute_less(body, hidden)
-    _give_cheap_weights(body)
-    hidden = torch.rand(hidden.shape, generator=torch.Generator().manual_seed(0)) + 0.5
-    clean = _bad_tokens(_call(body, hidden))
-    for token in (0, TOKENS // 2):
-        marked, found = hidden.clone(), list[str]()
-        marked[:, token] = torch.nan
-        with _watched(body, clean | {token}, found):
-            bad = _bad_tokens(_call(body, marked))
-        if bad - clean - {token}:
-            return found[0] if found else type(anatomy.model).__name__
-    return None
-
-
-def _call(body: Any, hidden: Tensor) -> Tensor:
-    positions = torch.arange(TOKENS, device=hidden.device)[None]
-    return body(inputs_embeds=hidden, position_ids=positions, use_cache=False)[0]
-
-
-def _bad_tokens(value: object) -> set[int]:
-    """Tokens at which a tensor of a value has NaN, for tensors that have a dim of that size."""
-    found = set[int]()
-    for tensor in tree_leaves(value):
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and TOKENS in tensor.shape:
-            by_token = tensor.movedim(tensor.shape.index(TOKENS), 0).reshape(TOKENS, -1)
-            found |= set(by_token.isnan().any(1).nonzero().flatten().tolist())
-    return found
-
-
-@contextmanager
-def _watched(body: nn.Module, expected: set[int], found: list[str]) -> Iterator[None]:
-    """Note modules that turn other tokens than the expected ones into NaN, inner modules first."""
-
-    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not (_bad_tokens((args, kwargs)) - expected) and _bad_tokens(output) - expected:
-            found.append(type(module).__name__)
-
-    own = [module for module in body.modules() if not type(module).__module__.startswith("torch.")]
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in own]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _enough(blocks: nn.ModuleList) -> int:
-    """Number of first blocks that include one of each kind."""
-    kinds = dict[object, int]()
-    for number, block in enumerate(blocks):
-        modules = tuple(type(module) for module in block.modules())
-        kinds.setdefault((modules, tuple(parameter.shape for parameter in block.parameters())), number)
-    return max(*kinds.values(), FEWEST_BLOCKS - 1) + 1
-
-
-class _Largest(TorchDispatchMode):
-    """Tracks the number of elements of the largest computed tensor."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        sizes = [tensor.numel() for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
-        self.numbers = max(self.numbers, *sizes, 0)
-        return out
-
-
-def _compute_less(body: nn.Module, hidden: Tensor) -> None:
-    """Lower numbers in modules that are not shapes of weights, such as chunk sizes, if tensors would be large."""
-    try:
-        largest = _largest(body, hidden)
-    except NotImplementedError:  # a shape depends on values
-        return
-    numbers = {
-        (type(module), name)
-        for module in body.modules()
-        for name, value in vars(module).items()
-        if type(value) is int and value > TOKENS
-    }
-    for kind, name in sorted(numbers, key=str):
-        if largest <= LARGEST_TENSOR:
-            return
-        modules = [module for module in body.modules() if type(module) is kind]
-        before = [getattr(module, name) for module in modules]
-        for module in modules:
-            setattr(module, name, 16)
-        try:
-            lower = _largest(body, hidden)
-        except Exception:  # a class may raise anything if the number is a shape
-            lower = largest
-        if lower < largest:
-            largest = lower
-            continue
-        for module, value in zip(modules, before, strict=True):
-            setattr(module, name, value)
-
-
-def _largest(body: nn.Module, hidden: Tensor) -> int:
-    with _Largest() as seen:
-        _call(body, hidden)
-    return seen.numbers
-
-
-def _give_cheap_weights(body: nn.Module) -> None:
-    """Give the body's modules on the meta device values that take no memory."""
-    for module in body.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            value = torch.full((), 0.5, dtype=parameter.dtype, device="cpu").expand(parameter.shape)
-            setattr(module, name, nn.Parameter(value, requires_grad=False))
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu"))
-
-
-def _mean(x: Tensor, width: int) -> Tensor:
-    """Output of a linear at each token, as far as NaN is concerned."""
-    return x.mean(-1, keepdim=True).repeat(*(1,) * (x.dim() - 1), width)
-
-
-def _pass(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
-    """Attend from each token to itself only: [batch, seq, heads, width of values]."""
-    of_token = sum(part.mean((1, 3)) for part in (query, key, value))
-    assert isinstance(of_token, Tensor), "there are three"
-    return of_token[..., None, None].repeat(1, 1, query.shape[1], value.shape[3]), None
-
-
-AttentionInterface.register(PASSING, _pass)

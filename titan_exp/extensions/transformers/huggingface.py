@@ -38,7 +38,7 @@ def token_mixing(config: Config) -> str | None:
     from titan_exp.extensions.transformers.repository import require_transformers
 
     require_transformers()
-    from titan_exp.extensions.transformers.describe import token_mixing
+    from titan_exp.extensions.transformers.mixing import token_mixing
 
     return token_mixing(config)
 

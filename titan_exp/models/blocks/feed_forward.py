@@ -243,9 +243,20 @@ class TokenSplit(Protocol):
         ...
 
 
-class MoEFeedForward(nn.Module):
-    """Mixture of experts: a router and its experts. `dispatch` sends tokens to experts; expert parallelism replaces
-    it."""
+class Mixture(nn.Module):
+    """Layer with experts. `dispatch` sends tokens to them; expert parallelism replaces it."""
+
+    experts: Experts
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dispatch: Dispatch = dispatch_locally
+        self.token_split: TokenSplit | None = None
+        """Split of tokens that several ranks hold; None if this rank routes all of its tokens."""
+
+
+class MoEFeedForward(Mixture):
+    """Mixture of experts: a router and its experts."""
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__()
@@ -257,9 +268,6 @@ class MoEFeedForward(nn.Module):
         is_gated = any(part.name == "feed_forward.shared_gate" for part in layer.linears)
         self.shared_gate = linear(layer, "feed_forward.shared_gate") if is_gated else None
         self._plan = {name: style for name, style in layer.tp_plan("feed_forward").items() if name == "shared_gate"}
-        self.dispatch: Dispatch = dispatch_locally
-        self.token_split: TokenSplit | None = None
-        """Split of tokens that several ranks hold; None if this rank routes all of its tokens."""
 
     def tp_plan(self) -> dict[str, TPStyle]:
         """Tensor-parallel sharding of the shared experts' gate, which is replicated over this rank's tokens."""

@@ -346,6 +346,11 @@ class MTPModule(TransformerBlock):
         return self.norm(super().forward(self.projection(joined), rope, mask))
 
 
+def attentions_of(block: nn.Module) -> list[nn.Module]:
+    """Attention modules of a block whose `core` is one that context parallelism can replace."""
+    return [module for module in block.modules() if isinstance(getattr(module, "core", None), CausalAttention)]
+
+
 def iter_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Iterate over transformer blocks in order; empty for a model without a `blocks` ModuleDict."""
     for _, block in iter_numbered_blocks(model):

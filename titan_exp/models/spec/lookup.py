@@ -50,6 +50,12 @@ def has_experts(config: ModelConfig) -> bool:
     return spec is not None and spec.has_experts
 
 
+def has_routers(config: ModelConfig) -> bool:
+    """True if a layer of the model has a router of ours, which counts tokens; False for a plain class."""
+    spec = model_spec(config)
+    return spec is not None and any(True for _ in spec.routers())
+
+
 def block_count(config: ModelConfig) -> int:
     """Number of blocks, modules of multi-token prediction included."""
     spec = model_spec(config)

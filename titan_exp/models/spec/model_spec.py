@@ -32,6 +32,9 @@ class PipelinePlan:
     """Children of `first` whose parameters the head shares, so that the last stage has a copy (tied embeddings)."""
     looked_up: tuple[str, ...] = ()
     """Children of `first` that the last stage calls too, with a copy of their parameters (multi-token prediction)."""
+    called_in_parts: tuple[str, ...] = ()
+    """Further children of the last stage only, whose parts are called one by one, so that FSDP gathers them with the
+    rest of the model."""
     extra_tokens: int = 0
     """Tokens of `dim` numbers that stages send each other beside the tokens of the sequence (a conditioning)."""
 
@@ -381,7 +384,7 @@ class ModelSpec:
     @cached_property
     def expert_linears(self) -> tuple[LinearSpec, ...]:
         """Distinct linears stacked per expert."""
-        linears = (linear for layer in self.blocks if layer.router is not None for linear in layer.linears)
+        linears = (linear for layer in self.blocks for linear in layer.linears)
         return tuple(dict.fromkeys(linear for linear in linears if linear.experts > 1))
 
     @property

@@ -143,6 +143,12 @@ class GatherInput(TPStyle):
 
 
 @dataclass(frozen=True)
+class WholeTokens(GatherInput):
+    """Replicated module that mixes tokens: with sequence parallelism it is called with all of them, and a rank keeps
+    its own of the output, or of the first output."""
+
+
+@dataclass(frozen=True)
 class ShardTokens(TPStyle):
     """Module without weights that takes this rank's part of the model's input tokens."""
 

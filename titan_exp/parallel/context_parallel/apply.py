@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.transformer import iter_blocks
+from titan_exp.models.blocks.transformer import attentions_of, iter_blocks
 from titan_exp.ops.attention.attention_with_lse import PartialBackend
 from titan_exp.ops.attention.mask_pattern import MaskPattern
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.parallel.collectives import all_gather, all_to_all, gather_documents
 from titan_exp.parallel.context_parallel.attention import ContextAttention, GatheredLatents
-from titan_exp.parallel.context_parallel.linear_attention import ContextGatedDelta, shard_linear_attention
+from titan_exp.parallel.context_parallel.linear_attention import shard_linear_attention
 from titan_exp.parallel.mesh import Mesh
 
 
@@ -92,7 +92,7 @@ class UlyssesAttention(nn.Module):
 
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, method: Literal["ring", "allgather", "ulysses"]) -> None:
-    """Replace every block's attention core, or cores of linear attention, by context-parallel ones, in place.
+    """Replace every block's attention cores, and cores of linear attention, by context-parallel ones, in place.
 
     Only cores mix tokens, so the rest of a block stays. Does nothing if all cp axes have size 1.
     """
@@ -101,11 +101,8 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, method: Literal["ring",
     across, within = mesh.world["cp_across"], mesh.world["cp_within"]
     for block in iter_blocks(model):
         shard_linear_attention(block, mesh)
-        attention = block.get_submodule("attention")
-        core = attention.get_submodule("core")
-        if isinstance(core, ContextGatedDelta):
-            continue
-        assert isinstance(core, CausalAttention), "checked by the rules"
+    for attention in [module for block in iter_blocks(model) for module in attentions_of(block)]:
+        core = cast("CausalAttention", attention.core)
         if across.size() > 1:
             assert method != "ulysses", "all ranks exchange heads"
             backend, exchange = cast("PartialBackend", core.backend), method

@@ -27,8 +27,9 @@ def prune_to_stage(model: nn.Module, layers: Collection[int], *, first: bool, la
     for key in list(blocks):
         if int(key) not in layers:
             del blocks[key]
-    kept = {*(plan.first if first else ()), *((*plan.last, *plan.copied) if last else ())}
-    for child in {*plan.first, *plan.last} - kept:
+    of_last = (*plan.last, *plan.called_in_parts)
+    kept = {*(plan.first if first else ()), *((*of_last, *plan.copied) if last else ())}
+    for child in {*plan.first, *of_last} - kept:
         setattr(model, child, None)
 
 

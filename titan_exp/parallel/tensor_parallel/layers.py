@@ -76,6 +76,12 @@ class TensorParallelGroup:
         this rank alone."""
         return _GatherResult.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """Take this rank's tokens of [batch, seq, width]; no other rank has a gradient for them."""
+        if x.shape[0] == 1 or not self.by_sequence:
+            return x.flatten(0, 1).chunk(self.degree)[self.rank].unflatten(0, (x.shape[0], -1))
+        return x.chunk(self.degree, dim=1)[self.rank]
+
     def gather_tokens(self, x: Tensor) -> Tensor:
         """Gather all tokens [batch, seq, width], without a gradient."""
         if x.dtype.itemsize == 1 and self.float8_as_bytes:

@@ -35,6 +35,7 @@ from titan_exp.models.spec.tp_plan import (
     TPStyle,
     VocabEmbedding,
     VocabLogits,
+    WholeTokens,
 )
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.ops.cross_entropy import VocabShard
@@ -200,6 +201,18 @@ def _gathered_input(_: GatherInput, part: Part) -> None:
     part.module.register_forward_pre_hook(partial(_gather_hidden_states, part.region), with_kwargs=True)
 
 
+def _whole_tokens(_: WholeTokens, part: Part) -> None:
+    if part.region.sequence:
+        part.module.register_forward_pre_hook(partial(_gather_hidden_states, part.region), with_kwargs=True)
+        part.module.register_forward_hook(partial(_keep_own_tokens, part.region))
+        mark_partial(part.module)
+
+
+def _keep_own_tokens(region: TensorParallelGroup, _: nn.Module, __: Any, output: Any) -> Any:
+    """Take this rank's tokens of a module's output, or of the first of its outputs."""
+    return (region.own_tokens(output[0]), *output[1:]) if isinstance(output, tuple) else region.own_tokens(output)
+
+
 def _gathered_tokens(_: GatherTokens, part: Part) -> None:
     part.replace(GatheredTokens(part.region))
 
@@ -346,6 +359,7 @@ MODULES: dict[type[TPStyle], Handler] = {
     AcrossHeads: _norm_across_heads,
     HeadSharded: _numbers_of_heads,
     GatherInput: _gathered_input,
+    WholeTokens: _whole_tokens,
     GatherTokens: _gathered_tokens,
     ShardTokens: _with_sequence_parallelism(ShardedTokens),
     GatherResult: _with_sequence_parallelism(GatheredResult),

@@ -220,7 +220,7 @@ def symmetric_memory(layout: ResolvedLayout, spec: ModelSpec | None) -> int:
     if spec is None or not parallelism.symmetric_exchange:
         return 0
     tokens = layout.micro_batch_size * layout.training.seq_len // (parallelism.cp * parallelism.tp) * parallelism.etp
-    shapes = {(router.moe.experts, router.moe.active_experts) for _, router in spec.routers()}
+    shapes = {(linear.experts, linear.active_experts) for linear in spec.expert_linears}
     ep, row = parallelism.ep, layout.width * itemsize
     return sum(symmetric_bytes(tokens, choices, experts // ep, ep, row) for experts, choices in shapes)
 

@@ -268,7 +268,7 @@ def sampled_edge(experiment: Experiment) -> int:
     behind = parallelism.pp == 1 or policy != "never"
     edge = parallelism.prefetch_blocks + behind
     if spec is not None and spec.has_experts and regroups_experts(parallelism):
-        with_experts = sum(layer.router is not None for layer in spec.layers[-period:])
+        with_experts = sum(any(linear.experts > 1 for linear in layer.linears) for layer in spec.layers[-period:])
         skipped = parallelism.pp > 1 and policy == "all_but_last"
         edge = max(edge, parallelism.prefetch_blocks + (1 + skipped) * (period // max(1, with_experts)))
     if spec is not None and spec.pipeline.extra_tokens:

@@ -7,7 +7,8 @@ import pytest
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.doctor.layout.check import Verdict, check_layouts
+from titan_exp.doctor.layout.cases import Verdict
+from titan_exp.doctor.layout.check import check_layouts
 from titan_exp.plan.planner_processes import PlannerProcesses
 
 FAMILY = "model.architecture=tests.models.own_planted +model.planted="

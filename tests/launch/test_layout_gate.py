@@ -10,7 +10,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.doctor.layout.check import Verdict
+from titan_exp.doctor.layout.cases import Verdict
 from titan_exp.launch import layout_gate
 from titan_exp.launch.layout_gate import cache_key, is_checked, layout_verdicts, refusal
 

@@ -53,6 +53,22 @@ class Case:
         return world_size(self.experiment.parallelism)
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict of a layout check."""
+
+    difference: str = ""
+    """Explanation of what differs from one rank; empty if nothing does."""
+    remedies: tuple[str, ...] = ()
+    """Overrides without which the run asks for no layout that differs."""
+    agreeing: tuple[str, ...] = ()
+    """Layouts that agree with one rank."""
+    notes: tuple[str, ...] = ()
+    """Sentences about what was not checked, and about documents that see each other."""
+    seconds: float = 0.0
+    """Time of the check, without imports."""
+
+
 def asked_axes(run: Experiment) -> list[Axis]:
     """Axes that a run with a resolved layout asks for."""
     own, found = run.parallelism, list[Axis]()

@@ -1,25 +1,10 @@
 """Layout check of a run: its verdict, in a process of its own. Importing this module imports no torch."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from titan_exp.config.groups.experiment import Experiment
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Verdict of a layout check."""
-
-    difference: str = ""
-    """Explanation of what differs from one rank; empty if nothing does."""
-    remedies: tuple[str, ...] = ()
-    """Overrides without which the run asks for no layout that differs."""
-    agreeing: tuple[str, ...] = ()
-    """Layouts that agree with one rank."""
-    notes: tuple[str, ...] = ()
-    """Sentences about what was not checked, and about documents that see each other."""
-    seconds: float = 0.0
-    """Time of the check, without imports."""
+from titan_exp.doctor.layout.cases import Verdict, cases
 
 
 def check_layouts(experiment: Experiment, seconds: float) -> Verdict:
@@ -31,7 +16,6 @@ def check_layouts(experiment: Experiment, seconds: float) -> Verdict:
     from titan_exp.doctor.layout.ranks import in_double
 
     in_double()
-    from titan_exp.doctor.layout.cases import cases
     from titan_exp.doctor.layout.compare import compare
     from titan_exp.doctor.layout.shrink import shrink
 

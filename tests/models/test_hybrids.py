@@ -23,11 +23,13 @@ from titan_exp.checkpoint.formats.mapping import ImportReader
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.formats.safetensors import RenamedReader
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.inference.generate import DecodeSession
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.convert.hf_config import from_huggingface, to_huggingface
 from titan_exp.models.convert.state_dict_map import state_dict_map
+from titan_exp.models.spec.linear_attention import LinearAttentionConfig
 from titan_exp.models.spec.lookup import model_spec, parameter_roles
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.optim.parameter_groups import named_parameters
@@ -288,3 +290,30 @@ def test_flops_of_a_layer_per_token(preset: str, megaflops: tuple[float, float, 
     for seq_len in (64, 4096):
         parts = (projections, filters, mixer.flops_per_token(seq_len) - filters)
         assert parts == pytest.approx([3e6 * part for part in megaflops], rel=0.1)
+
+
+def test_olmo_hybrid_has_rope_unless_its_file_names_a_null_theta(tmp_path: Path):
+    """As the class of transformers, whose released model has none."""
+    config = shape("olmo_hybrid")
+    assert_equal(shape("olmo_hybrid", "model.rope.theta=1e4"), "olmo_hybrid", torch.float32, 1e-4, tmp_path)
+    values = to_huggingface(config, dtype="float32", special_tokens={})
+    assert values["rope_parameters"] == {"rope_theta": None, "rope_type": "default"}
+    read: Any = from_huggingface({**values, "rope_parameters": None}, "x")
+    assert read.rope.theta == 10000
+    del values["rope_parameters"]
+    assert from_huggingface(values, "x") == read
+
+
+def test_the_published_file_of_kimi_linear_is_read():
+    """It nests linear attention, counts layers from 1, and names other keys than the class writes."""
+    values = to_huggingface(experiment("model=kimi_linear_48b_a3b").model, dtype="bfloat16", special_tokens={})
+    nested = values["linear_attn_config"]
+    assert nested["full_attn_layers"] == [4, 8, 12, 16, 20, 24, 27]
+    assert (nested["num_heads"], nested["head_dim"], nested["short_conv_kernel_size"]) == (32, 128, 4)
+    flat = ("layer_types", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    published = {key: value for key, value in values.items() if key not in flat}
+    read: Any = from_huggingface(published, "x")
+    assert read == from_huggingface(values, "x")
+    assert read.linear_attention == LinearAttentionConfig(32, 32, 128, 128, 4, 4)
+    with pytest.raises(UserError, match="linear_attn_config"):
+        from_huggingface({**published, "linear_attn_config": {**nested, "full_attn_layers": [4, 5]}}, "x")

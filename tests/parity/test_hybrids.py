@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.parity.runs import LINES, assert_same_curve, remembered, train
+from tests.parity.test_quantized import assert_same_recipe
 from tests.patching import patch
 
 NEXT, DENSE, OLMO, KIMI = (
@@ -19,6 +20,7 @@ EXPERIMENTS = {
     "next_documents": f"{NEXT} {LINED}",
     "dense": f"{DENSE} model.layers=2 model.linear_attention.full_every=2",
     "dense_documents": f"{DENSE} {LINED}",
+    "experts_documents": f"model=qwen3_5_moe_debug optimizer.lr=1e-3 {LINED}",
     "olmo": OLMO,
     "olmo_documents": f"{OLMO} {LINED}",
     "kimi": KIMI,
@@ -43,7 +45,7 @@ def case(family: str, experiment: str, layout: str, *marks: pytest.MarkDecorator
         case("qwen3_next", "next_documents", "parallelism.dp_shard=2 training.micro_batch_size=2"),
         case("qwen3_next", "next", "activation_checkpoint=full training.micro_batch_size=4"),
         case("qwen3_next", "next_documents", f"activation_checkpoint=selective {COMPILED}"),
-        case("qwen3_next", "next_documents", "parallelism.tp=2"),
+        case("qwen3_next", "next_documents", "parallelism.tp=2", pytest.mark.day),
         case("qwen3_next", "next", f"parallelism.tp=2 {WHOLE}"),
         case("qwen3_next", "next", "parallelism.dp_shard=2 parallelism.ep=2"),
         case("qwen3_next", "next_documents", "parallelism.pp=2 parallelism.pp_schedule=Interleaved1F1B"),
@@ -51,9 +53,14 @@ def case(family: str, experiment: str, layout: str, *marks: pytest.MarkDecorator
         case("qwen3_5", "dense_documents", f"parallelism.tp=2 parallelism.dp_shard=2 {COMPILED}"),
         case("qwen3_5", "dense_documents", "parallelism.cp=2 parallelism.tp=2 parallelism.cp_method=ring"),
         case("qwen3_5", "dense", "parallelism.pp=2"),
+        case("qwen3_5_moe", "experts_documents", "parallelism.tp=2 parallelism.ep=2"),
+        case("qwen3_5_moe", "experts_documents", f"parallelism.cp=2 activation_checkpoint=selective {COMPILED}"),
         case("olmo_hybrid", "olmo_documents", "parallelism.tp=2"),
         case("olmo_hybrid", "olmo", f"parallelism.tp=4 {WHOLE}"),
         case("olmo_hybrid", "olmo_documents", "parallelism.cp=2 parallelism.cp_method=ulysses"),
+        # Four decay rates, which are not sharded over eight ranks.
+        case("olmo_hybrid", "olmo_documents", "parallelism.tp=2 parallelism.dp_shard=4"),
+        case("olmo_hybrid", "olmo", f"parallelism.pp=2 activation_checkpoint=full {COMPILED}"),
         case("kimi_linear", "kimi_documents", "parallelism.tp=2"),
         case("kimi_linear", "kimi", f"parallelism.tp=2 {WHOLE} parallelism.ep=2"),
         case("kimi_linear", "kimi_documents", "parallelism.cp=2 parallelism.cp_method=ring"),
@@ -85,3 +92,13 @@ def test_decays_stay_in_fp32_under_data_parallelism(tmp_path: Path, layout: str)
     expected = train(tmp_path / "one", *words[:4])
     assert found.loss == pytest.approx(expected.loss, rel=2e-3)
     assert found.disputed == []
+
+
+@pytest.mark.proves("qwen3_next", "fp8")
+@pytest.mark.night
+@pytest.mark.parametrize("recipe", ["float8_rowwise", "mxfp8"])
+def test_quantized_linears_are_those_of_one_device(tmp_path: Path, recipe: str):
+    words = [*NEXT.split(), f"quantization={recipe}", "training.steps=2", "optimizer.lr=5e-4"]
+    words.remove("optimizer.lr=1e-3")
+    expected = train(tmp_path / "one", *words)
+    assert_same_recipe(train(tmp_path / "many", *words, "parallelism.tp=2"), expected)

@@ -61,8 +61,8 @@ class Decoder(nn.Module):
         whose logits, or hidden states for `loss`, follow the model's along the batch dim, depth by depth.
         """
         seq = x.shape[1] if positions is None else positions.shape[1]
-        rope: tuple[Tensor, ...] = () if self.rope is None else self.rope(seq, positions)
-        if rope and self.temperature is not None:
+        rope = None if self.rope is None else self.rope(seq, positions)
+        if rope is not None and self.temperature is not None:
             rope = (*rope, self.temperature(seq, positions))
         masks = self._masks(documents, positions if self.positions_restart else None, seq, x.device)
         embedded: Sequence[Tensor] = ()

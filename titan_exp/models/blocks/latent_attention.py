@@ -74,13 +74,14 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...] | None,
         mask: Any,
     ) -> Float[Tensor, "batch part dim"]:
         """Attend to earlier positions that `mask` (from the core) lets through.
 
         With sequence parallelism `x` is this rank's part of the tokens, while `rope` and `mask` cover all.
         """
+        rope = rope or ()
         of_query = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
         query = self.q(of_query).unflatten(-1, (-1, self.spec.qk_dim))
         query = (rotate_tail(query, *rope[:2]) if self.spec.rope else query).transpose(1, 2)

@@ -186,15 +186,16 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...] | None,
         mask: Any,
     ) -> Float[Tensor, "batch part dim"]:
         """Attend to earlier positions that `mask` (from the core) lets through.
 
-        `rope` are cosines and sines, followed by the factor of queries if the model scales them by position. With
+        `rope` are cosines and sines, followed by the factor of queries if the model scales them by position, and None
+        without RoPE. With
         sequence parallelism `x` is this rank's part of the tokens, while `rope` and `mask` cover all.
         """
-        spec, gate = self.spec, None
+        spec, gate, rope = self.spec, None, rope or ()
         slots = self.group * (1 + spec.gated)
         groups = self.qkv(x).unflatten(-1, (-1, slots + 2, self.head_dim))
         plain = self.q_norm is None and not spec.gated and spec.rotary_dim is None
@@ -269,7 +270,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...] | None,
         mask: Any,
     ) -> Float[Tensor, "batch part dim"]:
         """Run the block."""
@@ -335,7 +336,7 @@ class MTPModule(TransformerBlock):
     def forward(
         self,
         x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...] | None,
         mask: Any,
         embedded: Float[Tensor, "batch part dim"] | None = None,
     ) -> Float[Tensor, "batch part dim"]:

@@ -161,6 +161,7 @@ class RecurrentCache(nn.Module):
             out, self._state = gated_delta(query, key, value, *gates, None)
             return out
         assert self._state is not None
-        parts = (part[:, 0] for part in (query, key, value, *gates))
-        out, self._state = gated_delta_step(*parts, self._state)
+        decay, strength = gates
+        tokens = query[:, 0], key[:, 0], value[:, 0], decay[:, 0], strength[:, 0]
+        out, self._state = gated_delta_step(*tokens, self._state)
         return out[:, None]

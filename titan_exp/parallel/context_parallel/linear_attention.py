@@ -7,6 +7,7 @@ the last segment on. The maps of a segment in which a document starts have A = 0
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch

@@ -343,7 +343,7 @@ tiny size: two steps in fp64 on one rank, and in each layout on two ranks, which
 
 Documents: `data.document_mask=true`. Plan: the planner predicts memory and time.
 
-{yes} of {all} classes train.
+{yes} of these {all} classes train. The check before a launch judges a class that is not here when you type it.
 
 """
 

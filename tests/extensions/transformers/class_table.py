@@ -82,9 +82,15 @@ OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {"head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": 32},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 20},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 16,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
+    "longcat_flash": {"qk_head_dim": 16},
+    "mamba2": {"num_heads": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 """Further values by class: its default has one kind of layers, or lists those that the tiny one has not."""
@@ -337,7 +343,7 @@ tiny size: two steps in fp64 on one rank, and in each layout on two ranks, which
 
 Documents: `data.document_mask=true`. Plan: the planner predicts memory and time.
 
-{yes} of {all} classes train.
+{yes} of these {all} classes train. The check before a launch judges a class that is not here when you type it.
 
 """
 

@@ -315,7 +315,7 @@ class _Flow:
         self.hooks += [module.register_forward_pre_hook(self._end) for module in tables]
 
     def _before(self, number: int, block: nn.Module, args: Any, kwargs: Any) -> None:
-        kind, (hidden, *others) = type(block).__name__, args or (kwargs["hidden_states"],)
+        kind, (hidden, *others) = type(block).__name__, args or (kwargs.get("hidden_states"),)
         more = {"a further argument": others, **{key: value for key, value in kwargs.items() if value is not hidden}}
         passed = [key for key, value in more.items() if any(_is_computed(leaf) for leaf in tree_leaves(value))]
         if passed:

@@ -98,6 +98,8 @@ class ClassDecoder(nn.Module):
             hidden = self._body[1](inputs_embeds=rows, position_ids=places, use_cache=False, masks=masks)[0]
         except _StageEnd as end:
             return end.hidden
+        finally:
+            self._stage.received = None
         return self.embedding(hidden, self.head, loss) if self.spec.tied else self.head(hidden, loss=loss)
 
     def tp_plan(self) -> dict[str, TPStyle]:

@@ -182,7 +182,7 @@ def _require_trainable(config: "Config", anatomy: Anatomy, calls: AttentionCalls
     """
     model, name = anatomy.model, type(anatomy.model).__name__
     if not calls.found:
-        raise unsupported(f"{name} computes attention itself, without the interface that takes other kernels")
+        raise unsupported(f"{name} has no attention behind the interface that takes other kernels")
     if not calls.is_causal:
         raise unsupported(f"the attention of {name} sees later tokens")
     if not calls.masks_arrive:

@@ -66,15 +66,15 @@ class Evaluated:
 
     def pass_of(self, experiment: Experiment, state: "TrainState") -> Callable[[], object]:
         """Pass of a fake rank of `experiment`, which may have fewer layers than the run."""
-        from titan_exp.plan.trace.fake_world import fake_batches
+        from titan_exp.plan.trace.fake_world import DEVICE, fake_batches
 
         training = replace(experiment.training, seq_len=self.experiment.training.seq_len)
-        run, model, on_cpu = replace(experiment, training=training), state.model, "cpu"
+        run, model = replace(experiment, training=training), state.model
 
         def batches() -> Sequence[Any]:
-            return fake_batches(run, copied=state.mesh.device.type == on_cpu)[: model.eval_microbatches]
+            return fake_batches(run, copied=state.mesh.device == DEVICE)[: model.eval_microbatches]
 
-        if ResolvedLayout.of(run).device_type == on_cpu:  # a batch on the host is in the memory that we plan
+        if ResolvedLayout.of(run).device_type == "cpu":  # a batch on the host is in the memory that we plan
             return lambda: model.loss_sum(batches())
         made = batches()
         return lambda: model.loss_sum(made)

@@ -19,7 +19,6 @@ from titan_exp.config.schema.builtins import described
 from titan_exp.config.schema.sources import open_files
 from titan_exp.config.schema.validation_sets import validation_sets
 from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, sampled_edge, small_run
-from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 
 if TYPE_CHECKING:
     from titan_exp.plan.trace.dispatch_mode import OpCosts
@@ -210,6 +209,7 @@ def _with_layers(one: EvaluationTrace, more: EvaluationTrace, *most: EvaluationT
     """Evaluation of a model with `periods` more periods of layers than the first trace's, from those of models with one
     and two more; without the latter, its events are the first's."""
     from titan_exp.plan.extrapolate.optimizer_step import Token, unroll
+    from titan_exp.plan.extrapolate.schedule import ExtrapolationError
     from titan_exp.plan.trace.segments import sum_costs
 
     events = one.events

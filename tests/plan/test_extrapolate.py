@@ -53,8 +53,6 @@ WHOLE = {
     + "model=gpt_oss_debug model.layers=9 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1",
     "kinds in a period of four on CUDA": MASKED
     + "model=llama4_debug model.layers=17 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1",
-    "linear attention in three of four layers on CUDA": CUDA
-    + "model=qwen3_next_debug model.layers=20 parallelism.dp_shard=4 training.micro_batch_size=1",
     "compiled, accumulated": BF16 + "model.layers=6 parallelism.dp_shard=2 training.micro_batch_size=1 compile=blocks",
     "one data rank x tp, a single micro-batch on CUDA": CUDA
     + "model.layers=8 parallelism.dp_shard=1 parallelism.tp=2 training.micro_batch_size=8 activation_checkpoint=full",

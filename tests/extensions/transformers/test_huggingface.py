@@ -172,6 +172,12 @@ def test_fewer_layers_and_another_vocabulary_are_keys(tmp_path: Path):
         ("qwen3_moe", {}, "parallelism.tp=2 parallelism.etp=2", r"etp=2: .*halves no rank may cut"),
         ("gemma", {}, "parallelism.tp=4", r"4 query heads with 2 key and value heads"),
         ("gpt2", {}, "training.seq_len=64", r"config_overrides\.resid_pdrop=0\.0"),
+        (
+            "qwen3_moe",
+            {"model_type": "mixtral", "router_jitter_noise": 0.1},
+            "training.seq_len=64",
+            r"adds noise before its routers.*config_overrides\.router_jitter_noise=0\.0",
+        ),
         ("gemma", {"model_type": "gema"}, "training.seq_len=64", r"did you mean gemma"),
         ("gemma", {"model_type": "own", "auto_map": {}}, "training.seq_len=64", r"never execute"),
         ("t5", {}, "training.seq_len=64", r"encoder-decoder"),

@@ -40,8 +40,6 @@ GATHERED = ("colwise_gather_output", "colwise_rep")
 SPLIT = ("rowwise_split_input", "rowwise_rep")
 SUPPORTED = ("colwise", "rowwise", *GATHERED, *SPLIT, "replicated_with_grad_allreduce", "replicate")
 """Styles of transformers that we translate."""
-MOVING_ROPE = ("dynamic", "longrope")
-"""Kinds of RoPE of transformers whose frequencies depend on the largest position of a call."""
 
 
 @dataclass
@@ -85,7 +83,6 @@ def describe(config: "Config") -> ModelSpec:
     if not _plan(anatomy):
         refusals["tp"] = "it brings no tensor-parallel plan for its blocks"
     refusals["pp"] = calls.uncut if anatomy.blocks_path in anatomy.plan else "it brings no pipeline plan for its blocks"
-    refusals["cp"] = _moving_positions(anatomy)
     if any(isinstance(module, ClassMixture) for module in anatomy.blocks.modules()):
         refusals["etp"] = "gate and up of its experts are one weight, whose halves no rank may cut"
     ends = [
@@ -220,12 +217,6 @@ def _is_random(key: str, value: object) -> bool:
 
 def _short(value: object) -> str:
     return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-
-
-def _moving_positions(anatomy: Anatomy) -> str | None:
-    """Reason why a rank's tokens would be rotated by other frequencies than those of the whole sequence."""
-    kinds = [kind for kind in MOVING_ROPE if f"'{kind}'" in str(anatomy.body.config.to_dict())]
-    return f"its RoPE ({kinds[0]}) depends on the largest position, which ranks do not share" if kinds else None
 
 
 def block_styles(

@@ -57,7 +57,7 @@ def own_class(config: Any, model: Any) -> Any:
     weights = {model.names[name]: weight for name, weight in model.state_dict().items() if name in model.names}
     missing, unexpected = theirs.load_state_dict(weights, strict=False)
     assert unexpected == []
-    assert set(missing) <= {"lm_head.weight"}
+    assert {name for name in missing if not name.endswith("e_score_correction_bias")} <= {"lm_head.weight"}
     theirs.tie_weights()
     return theirs
 
@@ -160,12 +160,6 @@ def test_fewer_layers_and_another_vocabulary_are_keys(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "changes", "overrides", "message"),
     [
-        (
-            "phi3_long",
-            {},
-            "parallelism.cp=2",
-            r"parallelism\.cp=2: .*RoPE \(longrope\) depends",
-        ),
         ("lfm2", {}, "parallelism.cp=2", r"parallelism\.cp=2: Lfm2ShortConv mixes tokens"),
         ("lfm2", {}, "parallelism.pp=2", r"parallelism\.pp=2: Lfm2ForCausalLM: it brings no pipeline plan"),
         ("gemma", {}, "parallelism.ep=2", r"has no experts"),

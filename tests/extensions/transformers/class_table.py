@@ -122,7 +122,7 @@ def _smaller(values: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = _smaller(value)
         elif type(value) is int and key in SIZES:
             found[key] = min(value, SIZES[key])
-        elif isinstance(value, float) and ("drop" in key or "pdrop" in key):
+        elif isinstance(value, float) and ("drop" in key or "jitter" in key):
             found[key] = 0.0
         else:
             found[key] = value

@@ -64,19 +64,6 @@ CLASSES = {
         "v_head_dim": 16,
         "tie_word_embeddings": False,
     },
-    # RoPE by the largest position.
-    "phi3_long": {
-        "model_type": "phi3",
-        "num_key_value_heads": 2,
-        "original_max_position_embeddings": 32,
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 32,
-            "short_factor": [1.0] * 8,
-            "long_factor": [2.0] * 8,
-        },
-    },
     # A gated delta rule with a convolution, beside attention with norms over whole queries and keys.
     "olmo_hybrid": {
         "model_type": "olmo_hybrid",

@@ -25,7 +25,7 @@ def gathered_outputs_take_the_first_ranks_gradient() -> None:
 
         return staticmethod(forward)
 
-    patch(f"{TENSOR}.collectives._GatherOutputs.forward", make)
+    patch(f"{TENSOR}.layers._GatherOutputs.forward", make)
 
 
 def split_inputs_keep_their_gradient() -> None:
@@ -39,7 +39,7 @@ def split_inputs_keep_their_gradient() -> None:
 
         return staticmethod(backward)
 
-    patch(f"{TENSOR}.collectives._SplitInputs.backward", make)
+    patch(f"{TENSOR}.layers._SplitInputs.backward", make)
 
 
 def norms_of_the_class_are_taken_for_whole_ones() -> None:
@@ -82,12 +82,13 @@ def experts_are_summed_over_ranks_as_other_replicated_weights() -> None:
     patch(f"{CLASS}.decoder.ClassMixture", lambda _: type("NoMixture", (), {}))
 
 
-def weights_of_experts_are_forgotten_on_other_ranks() -> None:
+def other_ranks_weigh_their_experts_twice() -> None:
     def make(original: Any) -> Any:
         def down(self: Any, fused: Any, ends: Any, weights: Any, *, padded: bool = False) -> Any:
             import torch.distributed as dist
 
-            return original(self, fused, ends, weights if dist.get_rank() == 0 else None, padded=padded)
+            assert weights is not None
+            return original(self, fused, ends, weights * (1 + dist.get_rank()), padded=padded)
 
         return down
 
@@ -108,8 +109,15 @@ def positions_of_a_shard_are_taken_for_restarting_ones() -> None:
     patch(f"{CLASS}.decoder.ClassDecoder.forward", make)
 
 
-def the_last_stage_begins_with_its_own_embedding() -> None:
-    patch(f"{CLASS}.decoder._OtherStage.forward", lambda _: lambda self, hidden, **kwargs: hidden * 0.5)
+def a_stage_begins_with_the_states_of_other_tokens() -> None:
+    def make(original: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            received = original(self, *args, **kwargs)
+            return received.roll(1, dims=1)
+
+        return forward
+
+    patch(f"{CLASS}.decoder._OtherStage.forward", make)
 
 
 WHOLE = "parallelism.tp=2 parallelism.sequence_parallel=false"
@@ -120,10 +128,10 @@ NOTICED: list[tuple[str, str, Callable[[], None]]] = [
     ("gemma", WHOLE, inputs_are_gathered_by_every_linear_again),
     ("mistral", "parallelism.tp=2", windows_are_left_out_of_recorded_calls),
     ("qwen3_moe", "parallelism.tp=2", experts_are_summed_over_ranks_as_other_replicated_weights),
-    ("qwen3_moe", "parallelism.dp_shard=2 parallelism.ep=2", weights_of_experts_are_forgotten_on_other_ranks),
+    ("qwen3_moe", "parallelism.dp_shard=2 parallelism.ep=2", other_ranks_weigh_their_experts_twice),
     ("deepseek_v3", "parallelism.tp=2", each_rank_keeps_the_first_ranks_tokens),
     ("mistral", "parallelism.cp=2", positions_of_a_shard_are_taken_for_restarting_ones),
-    ("olmo2", "parallelism.pp=2 training.micro_batch_size=2", the_last_stage_begins_with_its_own_embedding),
+    ("olmo2", "parallelism.pp=2 training.micro_batch_size=2", a_stage_begins_with_the_states_of_other_tokens),
 ]
 """Class, layout and mutation."""
 

@@ -57,7 +57,7 @@ def own_class(config: Any, model: Any) -> Any:
     weights = {model.names[name]: weight for name, weight in model.state_dict().items() if name in model.names}
     missing, unexpected = theirs.load_state_dict(weights, strict=False)
     assert unexpected == []
-    assert set(missing) <= {"lm_head.weight"}
+    assert {name for name in missing if not name.endswith("e_score_correction_bias")} <= {"lm_head.weight"}
     theirs.tie_weights()
     return theirs
 
@@ -160,18 +160,18 @@ def test_fewer_layers_and_another_vocabulary_are_keys(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "changes", "overrides", "message"),
     [
-        (
-            "phi3_long",
-            {},
-            "parallelism.cp=2",
-            r"parallelism\.cp=2: .*RoPE \(longrope\) depends",
-        ),
         ("lfm2", {}, "parallelism.cp=2", r"parallelism\.cp=2: Lfm2ShortConv mixes tokens"),
         ("lfm2", {}, "parallelism.pp=2", r"parallelism\.pp=2: Lfm2ForCausalLM: it brings no pipeline plan"),
         ("gemma", {}, "parallelism.ep=2", r"has no experts"),
         ("qwen3_moe", {}, "parallelism.tp=2 parallelism.etp=2", r"etp=2: .*halves no rank may cut"),
         ("gemma", {}, "parallelism.tp=4", r"4 query heads with 2 key and value heads"),
         ("gpt2", {}, "training.seq_len=64", r"config_overrides\.resid_pdrop=0\.0"),
+        (
+            "qwen3_moe",
+            {"model_type": "mixtral", "router_jitter_noise": 0.1},
+            "training.seq_len=64",
+            r"adds noise before its routers.*config_overrides\.router_jitter_noise=0\.0",
+        ),
         ("gemma", {"model_type": "gema"}, "training.seq_len=64", r"did you mean gemma"),
         ("gemma", {"model_type": "own", "auto_map": {}}, "training.seq_len=64", r"never execute"),
         ("t5", {}, "training.seq_len=64", r"encoder-decoder"),

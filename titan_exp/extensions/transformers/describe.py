@@ -18,7 +18,7 @@ from titan_exp.extensions.transformers.anatomy import (
     unsupported,
 )
 from titan_exp.extensions.transformers.experts import ClassMixture, adopt_experts
-from titan_exp.models.blocks.linear import GroupedLinear
+from titan_exp.models.blocks.linear import GroupedLinear, Linear
 from titan_exp.models.spec.mixers import AttentionSpec
 from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, ModelSpec, PipelinePlan, TensorSpec, Unsupported
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, Rowwise, SequenceParallel
@@ -33,8 +33,6 @@ GATHERED = ("colwise_gather_output", "colwise_rep")
 SPLIT = ("rowwise_split_input", "rowwise_rep")
 SUPPORTED = ("colwise", "rowwise", *GATHERED, *SPLIT, "replicated_with_grad_allreduce", "replicate")
 """Styles of transformers that we translate."""
-MOVING_ROPE = ("dynamic", "longrope")
-"""Kinds of RoPE of transformers whose frequencies depend on the largest position of a call."""
 
 
 @dataclass
@@ -78,7 +76,6 @@ def describe(config: "Config") -> ModelSpec:
     if not _plan(anatomy):
         refusals["tp"] = "it brings no tensor-parallel plan for its blocks"
     refusals["pp"] = calls.uncut if anatomy.blocks_path in anatomy.plan else "it brings no pipeline plan for its blocks"
-    refusals["cp"] = _moving_positions(anatomy)
     if any(isinstance(module, ClassMixture) for module in anatomy.blocks.modules()):
         refusals["etp"] = "gate and up of its experts are one weight, whose halves no rank may cut"
     ends = [
@@ -111,7 +108,8 @@ def describe(config: "Config") -> ModelSpec:
 
 def styles_of_block(anatomy: Anatomy, block: nn.Module, attention: tuple[str, AttentionSpec] | None) -> BlockStyles:
     """Tensor-parallel styles of a block, by the plan of its class."""
-    outputs = {path: module.out_features for path, module in block.named_modules() if isinstance(module, nn.Linear)}
+    kinds = (nn.Linear, Linear)  # a subclass may be a router
+    outputs = {path: module.out_features for path, module in block.named_modules() if type(module) in kinds}
     plan, names = _plan(anatomy), [name for name, _ in block.named_parameters()]
     # Around experts, each rank computes its own tokens, the shared experts' outputs too.
     mixtures = [path for path, module in block.named_modules() if isinstance(module, ClassMixture)]
@@ -196,27 +194,22 @@ def _require_trainable(config: "Config", anatomy: Anatomy, calls: AttentionCalls
         plain = next((key for key, value in vars(module).items() if isinstance(value, torch.Tensor)), None)
         if plain is not None:
             raise unsupported(f"{type(module).__name__}.{plain} is a tensor, but neither a parameter nor a buffer")
+    keys = [key for key, value in model.config.to_dict().items() if _is_random(key, value)]
     rates = {module.p for module in model.modules() if isinstance(module, nn.Dropout)} | {calls.dropout}
-    if max(rates) > 0:
-        keys = [key for key, value in model.config.to_dict().items() if _is_dropout(key, value)]
-        reason = f"{name} drops {max(rates):g} of its activations, and every layout would drop other ones"
+    if max(rates) > 0 or any("jitter" in key for key in keys):
+        what = f"drops {max(rates):g} of its activations" if max(rates) > 0 else "adds noise before its routers"
+        reason = f"{name} {what}, and every layout would draw other numbers"
         remedy = f"use {' '.join(f'+model.config_overrides.{key}=0.0' for key in keys)}"
         given = dict(config.config_overrides)
         raise UserError("This run cannot start.", [Violation("model.config_overrides", given, reason, remedy)])
 
 
-def _is_dropout(key: str, value: object) -> bool:
-    return ("drop" in key) and isinstance(value, float) and value > 0
+def _is_random(key: str, value: object) -> bool:
+    return ("drop" in key or "jitter" in key) and isinstance(value, float) and value > 0
 
 
 def _short(value: object) -> str:
     return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-
-
-def _moving_positions(anatomy: Anatomy) -> str | None:
-    """Reason why a rank's tokens would be rotated by other frequencies than those of the whole sequence."""
-    kinds = [kind for kind in MOVING_ROPE if f"'{kind}'" in str(anatomy.body.config.to_dict())]
-    return f"its RoPE ({kinds[0]}) depends on the largest position, which ranks do not share" if kinds else None
 
 
 def block_styles(

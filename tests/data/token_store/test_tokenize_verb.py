@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,12 +200,12 @@ def test_a_store_contains_its_tokenizer(tmp_path: Path):
     assert (own.vocab_size, own.fingerprint) == (15, store.tokenizer)
     tokens = np.fromfile(store.path / f"{store.splits['train'][0].name}.tokens", "<u2")
     assert (tokens == own.end_of_text).sum() == store.splits["train"][0].numbers["documents"]
-    shard = {"dp_rank": 0, "dp_degree": 1, "micro_batch_size": 1}
-    lengths = ValidationLoader(over(store).data, 24, **shard).token_bytes
+    loader = partial(ValidationLoader, over(store).data, 24, dp_rank=0, dp_degree=1, micro_batch_size=1)
+    lengths = loader().token_bytes
     assert lengths is not None
     assert lengths.tolist() == [1] * 13 + [0, 0], "also the space, which is the word Ġ"
     (store.path / "tokenizer_config.json").unlink()
-    assert ValidationLoader(over(store).data, 24, **shard).token_bytes is None
+    assert loader().token_bytes is None
     with pytest.raises(UserError, match="not the one that built the store"):
         build_tokenizer(over(store).data)
 

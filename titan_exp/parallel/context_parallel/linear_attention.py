@@ -113,7 +113,8 @@ class ContextGatedDelta(nn.Module):
         """Outputs [batch, part, value_heads, V] of this rank's tokens."""
         segments = self.exchange.segments(v.shape[1])
         carries = self.exchange.documents_before(segments, documents, 1)
-        run, map_of = (partial(rule, chunk=self.chunk, backend=self.backend) for rule in (gated_delta, transition))
+        run = partial(gated_delta, chunk=self.chunk, backend=self.backend)
+        map_of = partial(transition, chunk=self.chunk, backend=self.backend)
         calls = []
         for at, before in zip(segments.slices, carries, strict=True):
             part = [None if x is None else x[:, at] for x in (q, k, v, g, beta, documents)]

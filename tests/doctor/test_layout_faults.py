@@ -91,6 +91,10 @@ PRESETS = {
     "deepseek_debug": f"{EVERY} parallelism.ep=2",
     "gpt_oss_debug": f"{EVERY} parallelism.ep=2",
     "llama4_debug": f"{EVERY} parallelism.ep=2",
+    "qwen3_next_debug": f"{EVERY} parallelism.ep=2",
+    "qwen3_5_debug": EVERY,
+    "olmo_hybrid_debug": EVERY,
+    "kimi_linear_debug": f"{EVERY} parallelism.ep=2",
 }
 
 

@@ -27,7 +27,8 @@ def test_few_files_name_a_field_of_a_family():
     word = "|".join(sorted(own))
     named = re.compile(rf"\bmodel\.({word})\b|[\"']({word})[\"']")
     found = [name for name, text in sources().items() if named.search(text)]
-    assert len(found) <= 5, found
+    # The check of layouts has the sizes of small models, of classes of transformers as well.
+    assert len(found) <= 6, found
 
 
 def test_nothing_asks_for_the_name_of_an_architecture():

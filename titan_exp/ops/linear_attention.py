@@ -25,6 +25,8 @@ LinearAttentionBackend = Literal["fla", "torch"]
 
 CHUNK = 64
 """Tokens of a chunk, inside which tokens are computed at once."""
+TRACED_CHUNKS = 8
+"""Most chunks that a planner traces operator by operator; more are alike, and it counts them by their formula."""
 
 
 def choose_linear_attention_backend(requested: str, device: torch.device) -> LinearAttentionBackend:
@@ -259,6 +261,11 @@ def _runs(documents: Tensor | None, carry: Tensor | None) -> Tensor | None:
     return (documents != torch.cat((before, documents[:, :-1]), dim=1)).cumsum(1)
 
 
+def _is_planned(v: Tensor, chunk: int) -> bool:
+    """True for tensors without data whose chunks are too many to trace."""
+    return isinstance(v, FakeTensor) and v.shape[1] > TRACED_CHUNKS * chunk
+
+
 def _slices(seq: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, seq)) for start in range(0, seq, chunk)]
 
@@ -284,6 +291,8 @@ def linear_attention(  # noqa: PLR0917  # custom ops take positional arguments
     """
     if backend == "fla":
         return _fla(q, k, v, g, beta, state, runs)
+    if _is_planned(v, chunk):
+        return _empty_results(q, k, v, g, beta, state, runs, chunk, backend)
     out, state = _empty_results(q, k, v, g, beta, state, runs, chunk, backend)[0], state.clone()
     for at in _slices(v.shape[1], chunk):
         tokens = read_chunk(q, k, v, g, beta, state, runs, at)
@@ -314,6 +323,9 @@ def linear_attention_backward(  # noqa: PLR0917  # custom ops take positional ar
     """
     if backend == "fla":
         return _fla_backward(out_grad, state_grad, q, k, v, g, beta, state, runs)
+    if _is_planned(v, chunk):
+        _states = state.new_empty((len(_slices(v.shape[1], chunk)), *state.shape))  # as long as the call
+        return _empty_gradients(out_grad, state_grad, q, k, v, g, beta, state)
     of_q, of_k, of_v, of_g, of_beta, _ = _empty_gradients(out_grad, state_grad, q, k, v, g, beta, state)
     places, states, state_grad = _slices(v.shape[1], chunk), [state], state_grad.clone()
     for at in places[:-1]:

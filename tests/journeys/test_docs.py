@@ -46,6 +46,7 @@ ELSEWHERE = {
     "STUDY": "needs finished runs that differ; tests/plan/test_fit.py makes them",
     "compare decay_shape": "needs pairs of finished runs; tests/launch/test_looks.py compares some",
     "compare right_sums": "needs its runs; tests/extensions/tasks/test_compare.py compares some",
+    "compare linear_attention_ratio": "needs its runs; tests/compare compares others",
     "my-team/suite": "needs the hub; tests/cli/test_download.py has a small one",
     "downloads/datasets": "needs files to fetch; tests/extensions/tasks/test_suites.py makes some",
     "compare short_documents": "needs pairs of finished runs; tests/launch/test_looks.py compares some",

@@ -58,14 +58,7 @@ def test_every_point_can_run_at_every_size(path: Path, tmp_path: Path, monkeypat
 def test_the_studies_there_are():
     assert {path.stem for path in SWEEPS_DIR.glob("*.yaml")} == {
         *("activation_checkpointing", "adamw_settings", "context_extension", "context_parallel_methods"),
-        *("decay_shape", "expert_balance", "halving", "ladder", "learning_rate_batch_size", "muon"),
-        *(
-            "optimizers",
-            "parallelism_degrees",
-            "pipeline_schedules",
-            "quantization_recipes",
-            "right_sums",
-            "virtual_shards",
-        ),
-        "width_transfer",
+        *("decay_shape", "expert_balance", "halving", "ladder", "learning_rate_batch_size"),
+        *("linear_attention_ratio", "muon", "optimizers", "parallelism_degrees", "pipeline_schedules"),
+        *("quantization_recipes", "virtual_shards", "width_transfer"),
     }

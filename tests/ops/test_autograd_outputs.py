@@ -43,8 +43,9 @@ def test_outputs_end_in_an_operator_with_effect():
     """Torch 2.11's compiler passes a zero gradient to a function whose output a conversion returns as it is."""
     outputs = _outputs()
     assert len(outputs) > 30
-    # Called for another dtype only.
-    assert [place for place, value in outputs if _may_do_nothing(value)] == ["autograd.py: _RoundedRows"]
+    # The one is called for another dtype only, the other not by a compiler.
+    allowed = ["autograd.py: _RoundedRows", "linear_attention.py: _ShortConvolution"]
+    assert [place for place, value in outputs if _may_do_nothing(value)] == allowed
 
 
 class _Unchanged(TorchFunctionMode):

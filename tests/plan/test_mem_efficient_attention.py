@@ -34,6 +34,8 @@ SMALL = [
     "parallelism.dp_shard=1",
     # Whole logits, so that the peak is where all activations are kept.
     "training.loss_chunk_tokens=null",
+    # The events are those of a step.
+    "evaluation.every=0",
 ]
 
 

@@ -28,6 +28,8 @@ SMALL = [
     # Whole logits of a large vocabulary, so that the peak is at the loss in every layout.
     "model.vocab_size=4096",
     "training.loss_chunk_tokens=null",
+    # The events are those of a step.
+    "evaluation.every=0",
 ]
 OFFLOADED = "parallelism.cpu_offload=true"
 SHARDS, MIN_BLOCK = 2, 512

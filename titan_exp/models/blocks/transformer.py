@@ -192,7 +192,7 @@ class Attention(nn.Module):
         """Attend to earlier positions that `mask` (from the core) lets through.
 
         `rope` are cosines and sines, followed by the factor of queries if the model scales them by position, and None
-        without RoPE. With sequence parallelism `x` is this rank's part of the tokens, while `rope` and `mask` cover all.
+        without RoPE. With sequence parallelism `x` is this rank's part of the tokens; `rope` and `mask` cover all.
         """
         spec, gate, rope = self.spec, None, rope or ()
         slots = self.group * (1 + spec.gated)

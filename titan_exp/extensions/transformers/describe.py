@@ -3,7 +3,7 @@ styles."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -108,8 +108,8 @@ def describe(config: "Config") -> ModelSpec:
 
 def styles_of_block(anatomy: Anatomy, block: nn.Module, attention: tuple[str, AttentionSpec] | None) -> BlockStyles:
     """Tensor-parallel styles of a block, by the plan of its class."""
-    kinds = (nn.Linear, Linear)  # a subclass may be a router
-    outputs = {path: module.out_features for path, module in block.named_modules() if type(module) in kinds}
+    modules: Any = [(path, module) for path, module in block.named_modules() if type(module) in (nn.Linear, Linear)]
+    outputs = {path: module.out_features for path, module in modules}  # a subclass may be a router
     plan, names = _plan(anatomy), [name for name, _ in block.named_parameters()]
     # Around experts, each rank computes its own tokens, the shared experts' outputs too.
     mixtures = [path for path, module in block.named_modules() if isinstance(module, ClassMixture)]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from titan_exp.ops.linear_attention import (
     GatedDeltaCore,
+    LinearAttentionBackend,
     ShortConvolutionCore,
     gated_delta,
     short_convolution,
@@ -105,7 +106,8 @@ class ContextGatedDelta(nn.Module):
 
     def __init__(self, core: GatedDeltaCore, exchange: SegmentExchange) -> None:
         super().__init__()
-        self.backend, self.chunk, self.exchange = core.backend, core.chunk, exchange
+        self.backend: LinearAttentionBackend = core.backend
+        self.chunk, self.exchange = core.chunk, exchange
 
     def forward(  # noqa: PLR0917  # as of the core
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor | None

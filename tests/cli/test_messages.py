@@ -437,3 +437,11 @@ def test_several_components_are_no_sweep(word: str, capsys: pytest.CaptureFixtur
     assert main(["train", "model=llama_debug", word]) == 2
     said = capsys.readouterr().err
     assert said.splitlines()[-1].endswith(("model.architecture=llama", "optimizer.name=adamw"))
+
+
+@pytest.mark.parametrize("verb", ["plan", "doctor --coordinates", "doctor --layout", "doctor --layout --json"])
+def test_every_verb_that_takes_keys_explains_a_wrong_one(verb: str, capsys: pytest.CaptureFixture[str]):
+    assert main([*verb.split(), "parallelsm.tp=2"]) == 2
+    message = capsys.readouterr().err
+    assert "parallelsm.tp=2: unknown key" in message
+    assert "did you mean parallelism.tp" in message

@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -131,12 +131,28 @@ def run_verb(verb: str, argv: Sequence[str]) -> int:
     added, is_own = provided("verbs"), Path(__file__).with_name(f"{verb}.py").is_file()
     names = (f"{verb} {flag}" for flag in argv) if is_own else (verb,)
     if name := next((name for name in names if name in added), None):
-        return load(added[name])(list(argv))
+        return _explained(load(added[name]), argv)
     module = importlib.import_module(f"titan_exp.cli.{verb}")
     if {"--help", "-h"} & set(argv) and hasattr(module, "HELP_TEXT"):
         print(module.HELP_TEXT, end="")
         return 0
-    return module.run(list(argv))
+    return _explained(module.run, argv)
+
+
+def _explained(run: Callable[[list[str]], int], argv: Sequence[str]) -> int:
+    """Run a verb. Overrides that Hydra cannot compose are explained, whichever verb composes them."""
+    try:
+        return run(list(argv))
+    except Exception as error:
+        if "hydra" not in sys.modules or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        from titan_exp.config.command_line.options import read_arguments
+        from titan_exp.config.errors.explain_hydra import explain, is_composition_error
+
+        if not is_composition_error(error):
+            raise
+        # Flags are the verb's own.
+        raise explain(error, read_arguments([word for word in argv if not word.startswith("-")])) from error
 
 
 def _indented(names: Iterable[str]) -> str:

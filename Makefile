@@ -17,7 +17,7 @@ OVERRIDES = $(subst <space>,\$(SPACE),$(WORDS))
 ## Train a small language model on this machine, draw its loss curve and let it write.
 train: $(STAMP)
 	$(BIN)/titan-exp train $(OVERRIDES) $(ARGS)
-	$(BIN)/titan-exp generate $(filter paths.runs=%,$(OVERRIDES))
+	$(BIN)/titan-exp generate prompt='def ' $(filter paths.runs=%,$(OVERRIDES))
 
 # A test for every core, and one more: ranks wait for each other much of their time. Those that share a SLURM, and wait
 # for it, stay together in one process.

@@ -25,7 +25,7 @@ def test_make_hands_overrides_on():
     typed = shlex.split(train)[2:]
     assert typed[-3:] == ["--cfg", "job", "data.paths=[a, b]"]
     assert sorted(typed[:-3]) == sorted(words)
-    assert generate.endswith(" generate paths.runs=here")
+    assert shlex.split(generate)[1:] == ["generate", "prompt=def ", "paths.runs=here"]
 
 
 @pytest.mark.night  # two minutes of installing, which `make test` in a fresh clone does too

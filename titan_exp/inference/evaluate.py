@@ -1,4 +1,4 @@
-"""Evaluation: loss of a checkpoint on any data, in any layout without pipeline stages."""
+"""Evaluation: loss of a checkpoint on any data, in any layout."""
 
 import dataclasses
 import re
@@ -33,18 +33,21 @@ from titan_exp.inference.evaluate_usage import USAGE
 from titan_exp.models.spec.lookup import family_violations, has_experts, model_spec
 from titan_exp.models.spec.rope import ROPE, exceeds_context, longest_sequence
 from titan_exp.parallel.apply import parallelize
+from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.parallel.context_parallel.load_balance import sequence_cuts
+from titan_exp.parallel.fsdp import uses_fsdp
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.module_requirements import computes_loss
 from titan_exp.parallel.tensor_parallel.styles import vocab_shard
 from titan_exp.rules.data import DATA_RULES
 from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
+from titan_exp.rules.pipeline_parallel import PIPELINE_RULES
 from titan_exp.rules.rule import find_violations
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.trainer.distributed import RunOnRanks, joined_process_group, serve
-from titan_exp.trainer.forward_backward import EagerModel
+from titan_exp.trainer.forward_backward import EagerModel, Model, PipelineModel
 from titan_exp.trainer.objective import LanguageModeling, build_objective
-from titan_exp.trainer.restore import Rows, describe, load_source
+from titan_exp.trainer.restore import Rows, describe, load_pipeline, load_source
 from titan_exp.trainer.validate import ValidationResult, evaluate_sources, evaluate_split
 
 TAKEN = ("data.", "training.", "model.attention", "model.context", f"{ROPE}.", "parallelism.")
@@ -171,54 +174,58 @@ def evaluate_source(
         experiment.training.seq_len,
         dp_rank=mesh.dp_rank,
         dp_degree=mesh.dp_degree,
-        micro_batch_size=experiment.training.micro_batch_size or DEFAULT_BATCH,
+        micro_batch_size=ResolvedLayout.of(experiment).micro_batch_size,
         all_documents=all_documents,
     )
-    parallelism, model = experiment.parallelism, load_model(source, experiment, mesh)
-    vocab = vocab_shard(mesh, source.model.vocab_size) if parallelism.loss_parallel else None
-    chunk = experiment.training.loss_chunk_tokens
-    if chunk == "auto":
-        computes = computes_loss(model, model_spec(source.model))
-        chunk = ResolvedLayout.of(experiment).loss_chunk_tokens if computes else None
-    spec = model_spec(source.model)
+    model, spec = load_model(source, experiment, mesh), model_spec(source.model)
     if spec is not None and spec.inputs is not None:
-        own = build_objective(experiment.training, experiment.compile, None, spec=spec)
-        row = evaluate_split(EagerModel(model, own, mesh), loader, mesh)
+        model.objective = build_objective(experiment.training, experiment.compile, None, spec=spec)
+        row = evaluate_split(model, loader, mesh)
         result = ValidationResult(row.pop("validation_loss"), int(row.pop("validation_tokens")))
         return Evaluation(result, parts={re.sub("validation_(loss[/_])?", "", name): row[name] for name in row})
+    vocab = vocab_shard(mesh, source.model.vocab_size) if experiment.parallelism.loss_parallel else None
+    computes = experiment.training.has_given_chunks or computes_loss(model.parts[-1], spec)
+    chunk = ResolvedLayout.of(experiment).loss_chunk_tokens if computes else None
     objective, batches = LanguageModeling(chunk, vocab_shard=vocab), loader.sources
     with ExitStack() as watched:
         for observation in observed.values():
-            objective = observation.begin(model, source, objective, mesh)
+            objective = observation.begin(model.parts[0], source, objective, mesh)
             batches = watched.enter_context(observation.watch(batches))
-        row = evaluate_sources(EagerModel(model, objective, mesh), batches, mesh)
+        model.objective = objective
+        row = evaluate_sources(model, batches, mesh)
     result = ValidationResult(row["validation_loss"], int(row["validation_tokens"]))
     return Evaluation(result, {name: observation.values(mesh) for name, observation in observed.items()})
 
 
-def load_model(source: OpenCheckpoint, experiment: Experiment, mesh: Mesh) -> nn.Module:
-    """Model of a checkpoint, divided as the experiment says; each rank of the mesh reads its shard of the weights."""
-    parallelism = experiment.parallelism
+def load_model(source: OpenCheckpoint, experiment: Experiment, mesh: Mesh) -> Model:
+    """Model of a checkpoint, divided as the experiment says, in `training.mixed_precision`; each rank of the mesh reads
+    its shard of the weights."""
+    source, layout = dataclasses.replace(source, model=experiment.model), ResolvedLayout.of(experiment)
+    training, parallelism, documents = layout.training, layout.parallelism, experiment.data.document_mask
+    parts = parallelism.cp > 1 and parallelism.cp_method != "ulysses"
 
     def shard(model: nn.Module) -> Rows:
-        parallelize(model, mesh, ResolvedLayout.of(experiment), experiment.activation_checkpoint, experiment.compile)
+        parallelize(model, mesh, layout, experiment.activation_checkpoint, experiment.compile)
         return {}
 
-    return load_source(
-        dataclasses.replace(source, model=experiment.model),
-        mesh.device,
-        seq_len=experiment.training.seq_len,
-        documents=experiment.data.document_mask,
-        divide=shard if mesh.world.size() > 1 else None,
-        parts=parallelism.cp > 1 and parallelism.cp_method != "ulysses",
-    )
+    def weights(*modules: nn.Module) -> ComputeWeights:
+        copied = training.mixed_precision == "bf16" and not uses_fsdp(mesh, cpu_offload=False)
+        return ComputeWeights(modules, torch.bfloat16 if copied else None, fp32_modules=training.fp32_modules)
+
+    if mesh.pp_group is not None:
+        pipeline = load_pipeline(source, layout, mesh, documents=documents, divide=shard, parts=parts)
+        stages = weights(*(stage.module for stage in pipeline.stages))
+        return PipelineModel(pipeline, LanguageModeling(), mesh, stages)
+    divide, length = shard if mesh.world.size() > 1 else None, training.seq_len
+    module = load_source(source, mesh.device, seq_len=length, documents=documents, divide=divide, parts=parts)
+    return EagerModel(module, LanguageModeling(), mesh, weights(module))
 
 
 def require_whole_sequences(experiment: Experiment, flag: str, *axes: str) -> None:
-    """Raise UserError if ranks of these axes would share sequences, or their tokens."""
-    for key in axes:
+    """Raise UserError if ranks of a pipeline or of these axes would share the work on a token, or on a sequence."""
+    for key in ("pp", *axes):
         if (degree := getattr(experiment.parallelism, key)) > 1:
-            reason = f"with {flag} each rank needs whole sequences"
+            reason = f"with {flag} each rank needs whole sequences" + (" in all layers" if key == "pp" else "")
             remedy = f"use parallelism.{key}=1 parallelism.dp_shard={degree}"
             raise UserError(_REFUSED, [Violation(f"parallelism.{key}", degree, reason, remedy)])
 
@@ -266,17 +273,13 @@ def evaluation_experiment(
     for override in values:
         key, _, value = override.lstrip("+").partition("=")
         OmegaConf.update(base, key, _parse_value(override, value), force_add=key.startswith("data.options."))
-    experiment = to_experiment(base)
+    experiment = _batched(to_experiment(base))
     every = 0 if all_documents else experiment.evaluation.every
     checked = dataclasses.replace(experiment, evaluation=dataclasses.replace(experiment.evaluation, every=every))
     modules = [load(one.rules) for one in extensions().values() if one.rules]
     added = [rule for module in modules for rule in getattr(module, "EVALUATION_RULES", ())]
-    violations = find_violations((*DATA_RULES, *added, *TENSOR_RULES, *CONTEXT_RULES, *DEGREE_RULES), checked)
-    if experiment.parallelism.pp > 1:
-        reason = "an evaluation has no pipeline, and shards a model by tensor parallelism or FSDP instead"
-        remedy = f"use parallelism.pp=1 with parallelism.dp_shard={experiment.parallelism.pp} or parallelism.tp"
-        remedy += f"={experiment.parallelism.pp}"
-        violations.append(Violation("parallelism.pp", experiment.parallelism.pp, reason, remedy))
+    divided = (*TENSOR_RULES, *CONTEXT_RULES, *PIPELINE_RULES, *DEGREE_RULES)
+    violations = find_violations((*DATA_RULES, *added, *divided), checked)
     violations += [
         *family_violations(experiment.model),
         *exceeds_context(experiment.model, experiment.training.seq_len),
@@ -286,10 +289,21 @@ def evaluation_experiment(
     return experiment
 
 
+def _batched(experiment: Experiment) -> Experiment:
+    """The experiment with a size of batches, and as many of them in a pass as a pipeline has ranks."""
+    training, parallelism = experiment.training, experiment.parallelism
+    size = training.micro_batch_size or DEFAULT_BATCH
+    whole = size * parallelism.dp_replicate * parallelism.dp_shard * parallelism.pp
+    training = dataclasses.replace(training, micro_batch_size=size, global_batch_size=whole, batch_ramp=[])
+    return dataclasses.replace(experiment, training=training)
+
+
 def _on_one_device(config: DictConfig) -> DictConfig:
     """Reset the layout to one device and disable training-only options."""
+    stages = {"pp_schedule": "GPipe", "pp_microbatches": None, "pp_layers": None, "pp_layers_per_stage": None}
+    stages |= {"pp_first_stage_less": 0, "pp_last_stage_less": 0}
     single = {
-        "parallelism": {**ONE_DEVICE, "async_tp": False, "cpu_offload": False},
+        "parallelism": {**ONE_DEVICE, **stages, "async_tp": False, "cpu_offload": False},
         "activation_checkpoint": {"mode": "none"},
         "compile": {"enabled": False, "cuda_graphs": False},
         "training": {"mixed_precision": "fp32"},

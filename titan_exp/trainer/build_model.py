@@ -143,7 +143,7 @@ class BuiltModel:
         if mesh.pp_group is None:
             self._parallelize(model)
         else:
-            self.pipeline = _build_pipeline(model, build, self._parallelize, layout, mesh)
+            self.pipeline = build_pipeline(model, build, self._parallelize, layout, mesh)
 
     def init_weights(self, selected: Callable[[str], bool] = every_weight) -> None:
         """Initialize this rank's weights whose full names are selected. Weights that a load will replace need not be
@@ -196,13 +196,15 @@ def _gemm_selection(experiment: Experiment, ranks: int) -> str:
     return "the fastest of cuBLAS and Triton, timed once and cached beside the runs (compile.autotune_gemms)"
 
 
-def _build_pipeline(
+def build_pipeline(
     whole: nn.Module,
     build: Callable[[], nn.Module],
     parallelize_stage: Callable[[nn.Module], None],
     layout: ResolvedLayout,
     mesh: Mesh,
 ) -> Pipeline:
+    """Pipeline of this rank's stages, each of which is built on the meta device, cut and handed to
+    `parallelize_stage`, which fills it."""
     parallelism = layout.parallelism
     layers, placement = layout.stage_layers, layout.stage_placement
     last = len(layers) - 1

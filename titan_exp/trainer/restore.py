@@ -18,6 +18,7 @@ from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.state_dict import WEIGHTS_ONLY_KEY, is_training_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.torch_features import HEAD_SIZES, MERGING, ON_CPU
 from titan_exp.config.paths.checkpoint_files import huggingface_folder, initial_folder, step_of
 from titan_exp.config.paths.remote_url import is_url, parent_checkpoint, parent_location
@@ -29,12 +30,15 @@ from titan_exp.models.spec.lookup import model_spec, with_linear_attention_backe
 from titan_exp.models.spec.rope import longest_sequence
 from titan_exp.ops.attention.sdpa import runs_here
 from titan_exp.ops.autograd import local_tensor
+from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import buffer_places, init_buffers, local_shard, materialize_parameters
+from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 from titan_exp.rules.checkpoint import model_misfits_of, state_misfits
 from titan_exp.rules.weights import from_config, given_weights, noted_changes, require_fit, tokenizer_misfit
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.provenance_records import Lineage, ancestors, for_shell, read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.build_model import build_pipeline
 from titan_exp.trainer.commit import Commit
 from titan_exp.trainer.profiling.compile_report import cache_of
 from titan_exp.trainer.training import Training
@@ -235,7 +239,6 @@ Rows = Mapping[str, Sequence[slice]]
 """Row ranges that make up a parameter of this rank, by the name of the source parameter."""
 
 
-@torch.no_grad()
 def load_source(
     source: OpenCheckpoint,
     device: torch.device,
@@ -251,6 +254,45 @@ def load_source(
     `divide` shards the model on the meta device and returns the rows of those sharded parameters that are not DTensors.
     `documents` and `parts` are as in `choose_attention_backend`. Modules of multi-token prediction are left out.
     """
+    build, read = _building(
+        source, device, seq_len=seq_len, documents=documents, dtype=dtype, divide=divide, parts=parts
+    )
+    with torch.device("meta"):
+        model = build()
+    read(model)
+    return model
+
+
+def load_pipeline(
+    source: OpenCheckpoint,
+    layout: ResolvedLayout,
+    mesh: Mesh,
+    *,
+    documents: bool,
+    divide: Callable[[nn.Module], Rows],
+    parts: bool,
+) -> Pipeline:
+    """As `load_source`, for this rank's pipeline stages in fp32."""
+    length, dtype = layout.training.seq_len, torch.float32
+    build, read = _building(
+        source, mesh.device, seq_len=length, documents=documents, dtype=dtype, divide=divide, parts=parts
+    )
+    with torch.device("meta"):
+        whole = build()
+    return build_pipeline(whole, build, read, layout, mesh)
+
+
+def _building(
+    source: OpenCheckpoint,
+    device: torch.device,
+    *,
+    seq_len: int,
+    documents: bool,
+    dtype: torch.dtype,
+    divide: Callable[[nn.Module], Rows] | None,
+    parts: bool,
+) -> tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]:
+    """Functions that build the model, and that shard it or a stage of it and read its weights."""
     # The kernels used in training may not run here.
     config = with_linear_attention_backend(with_mtp_depth(source.model, 0), "auto")
     spec = model_spec(source.model)
@@ -265,13 +307,20 @@ def load_source(
         auto=not _runs(trained_with, device, dtype, parts=parts),
     )
     build = partial(build_model, config, seq_len=seq_len, attention_backend=backend)
-    with torch.device("meta"):
-        model = build()
-    for module in model.modules():
-        for parameter in () if getattr(module, "keeps_fp32", False) else module.parameters(recurse=False):
-            parameter.data = parameter.data.to(dtype)
-    rows = {} if divide is None else divide(model)
-    init_buffers(buffer_places(model), materialize_parameters(model, device), build, seed=0)
+
+    @torch.no_grad()
+    def read(model: nn.Module) -> None:
+        for module in model.modules():
+            for parameter in () if getattr(module, "keeps_fp32", False) else module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+        rows = {} if divide is None else divide(model)
+        init_buffers(buffer_places(model), materialize_parameters(model, device), build, seed=0)
+        _read_weights(source, model.eval(), rows)
+
+    return build, read
+
+
+def _read_weights(source: OpenCheckpoint, model: nn.Module, rows: Rows) -> None:
     for name, tensor in model.state_dict().items():
         if name not in source.parameters.shapes:
             if is_training_state(name):
@@ -284,7 +333,6 @@ def load_source(
         if 0 not in part.size:
             window = [slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)]
             local_tensor(tensor).copy_(source.parameters.read(name, *window))
-    return model.eval()
 
 
 def _runs(backend: str, device: torch.device, dtype: torch.dtype, *, parts: bool = False) -> bool:

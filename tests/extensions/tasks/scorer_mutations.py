@@ -36,7 +36,7 @@ def the_last_batch_is_lost() -> None:
 
 
 def every_rank_scores_all_rows() -> None:
-    patch(f"{SCORER}.row_batches", lambda original: lambda rows, run, size, _: original(rows, run, size, (0, 1)))
+    patch(f"{SCORER}.row_batches", lambda original: lambda rows, run, _: original(rows, run, (0, 1)))
 
 
 def targets_are_those_of_the_token_before() -> None:

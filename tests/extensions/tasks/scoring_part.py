@@ -8,7 +8,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.extensions.tasks.encoding import Row
 from titan_exp.extensions.tasks.scorer import Scorer
 from titan_exp.trainer.part import Part, Phase, Run, Step
@@ -44,7 +43,7 @@ class Scores(Part):
         if not step.last and step.step != 1:
             return
         state, experiment = self._run.state, self._run.experiment
-        scorer = Scorer(state.model, state.mesh, experiment, ResolvedLayout.of(experiment).micro_batch_size)
+        scorer = Scorer(state.model, state.mesh, experiment)
         given = rows(experiment.training.seq_len, experiment.model.vocab_size)
         found = scorer.log_likelihoods(given)
         values: dict[str, Any] = {"total": found.total.tolist(), "greedy": found.greedy.tolist()}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.parity.runs import Curve, train
+from tests.ranks import run_ranks
 
 # Weights hardly move, so that those of all layouts are equal.
 SHORT = ["training.steps=2", "optimizer.lr=1e-9"]
@@ -25,10 +26,14 @@ def scored(
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict, Curve]]:
-    path = tmp_path_factory.mktemp("one")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("one")
+
+
+@pytest.fixture(scope="module")
+def one(path: Path) -> dict[str, tuple[dict, Curve]]:
     words = {"dense": DENSE, "experts": EXPERTS, "latent": LATENT}
-    return {name: scored(path / name, *given, alone=True) for name, given in words.items()}
+    return {name: scored(path / name, *given, "checkpoint=sync", alone=True) for name, given in words.items()}
 
 
 @pytest.mark.parametrize("name", ["dense", "experts", "latent"])
@@ -64,6 +69,43 @@ def test_every_layout_scores_as_one_device(one: dict[str, tuple[dict, Curve]], t
     assert found["total"] == pytest.approx(expected["total"], abs=1e-5, rel=3e-7)
     assert found["greedy"] == expected["greedy"]
     assert curve.loss == pytest.approx(plain.loss, rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("dense", "parallelism.pp=2"),
+        by_night("dense", "parallelism.pp=2 parallelism.tp=2"),
+        by_night("dense", "parallelism.pp=2 parallelism.cp=2"),
+        by_night("latent", "parallelism.pp=2 parallelism.dp_shard=2"),
+        by_night("experts", "parallelism.pp=2 parallelism.dp_shard=2 parallelism.ep=2"),
+        by_night("experts", "parallelism.tp=2"),
+    ],
+)
+def test_a_checkpoint_scores_as_brute_force(
+    one: dict[str, tuple[dict, Curve]], path: Path, name: str, layout: str
+):  # 2 s
+    expected, ranks = one[name][0], 4 if layout.count("=2") - layout.count("ep=2") == 2 else 2
+    for found in run_ranks(ranks, score_on_rank, str(path / name / "run"), layout.split()):
+        assert found["total"] == pytest.approx(expected["alone"], abs=1e-5, rel=3e-7)
+        assert found["greedy"] == expected["hits"]
+
+
+def score_on_rank(run: str, words: list[str]) -> dict[str, list]:
+    import torch
+
+    from tests.extensions.tasks.scoring_part import rows
+    from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
+    from titan_exp.extensions.tasks.checkpoint_scores import scorer_of
+    from titan_exp.inference.evaluate import evaluation_experiment, mesh_of
+    from titan_exp.trainer.distributed import joined_process_group
+
+    source, device = open_checkpoint(Path(run)), torch.device("cpu")
+    experiment = evaluation_experiment(Path(run), source, [*words, "training.micro_batch_size=2"], True)
+    with joined_process_group(device):
+        scorer = scorer_of(source, experiment, mesh_of(experiment, device))
+        found = scorer.log_likelihoods(rows(experiment.training.seq_len, experiment.model.vocab_size))
+    return {"total": found.total.tolist(), "greedy": found.greedy.tolist()}
 
 
 def test_a_run_with_scores_has_the_curve_of_one_without(tmp_path: Path):

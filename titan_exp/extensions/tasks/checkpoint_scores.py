@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.config.groups.experiment import Experiment
@@ -16,15 +15,11 @@ from titan_exp.extensions.tasks.evaluations import values_of
 from titan_exp.extensions.tasks.scorer import Scorer
 from titan_exp.extensions.tasks.scores import TaskScores, score
 from titan_exp.extensions.tasks.tasks import read_all
-from titan_exp.inference.evaluate import DEFAULT_BATCH, evaluation_experiment, load_model, mesh_of, own_device
+from titan_exp.inference.evaluate import evaluation_experiment, load_model, mesh_of, own_device
 from titan_exp.launch.local.ranks import run_on_ranks
-from titan_exp.parallel.compute_weights import ComputeWeights
-from titan_exp.parallel.fsdp import uses_fsdp
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.trainer.distributed import joined_process_group, serve
-from titan_exp.trainer.forward_backward import EagerModel
-from titan_exp.trainer.objective import LanguageModeling
 
 
 def score_checkpoint(path: Path, overrides: Sequence[str], request: dict[str, Any], step: int = 0) -> dict[str, Any]:
@@ -66,12 +61,7 @@ def _scores(experiment: Experiment, request: dict[str, Any], mesh: Mesh) -> dict
 
 def scorer_of(source: OpenCheckpoint, experiment: Experiment, mesh: Mesh) -> Scorer:
     """Scorer by the model of a checkpoint, which is loaded, in `training.mixed_precision`."""
-    module, training = load_model(source, experiment, mesh), experiment.training
-    copied = training.mixed_precision == "bf16" and not uses_fsdp(mesh, cpu_offload=False)
-    dtype = torch.bfloat16 if copied else None
-    weights = ComputeWeights([module], dtype, fp32_modules=training.fp32_modules)
-    model = EagerModel(module, LanguageModeling(), mesh, weights)
-    return Scorer(model, mesh, experiment, experiment.training.micro_batch_size or DEFAULT_BATCH)
+    return Scorer(load_model(source, experiment, mesh), mesh, experiment)
 
 
 def scores_of(scorer: Scorer, tasks: Sequence[EncodedTask]) -> list[TaskScores]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.extensions.tasks.items import Item, Task
@@ -48,10 +49,10 @@ class RowBatch(NamedTuple):
     """Tokens of a sequence."""
 
 
-def row_batches(rows: Sequence[Row], run: Experiment, micro_batch_size: int, dp: tuple[int, int]) -> Iterator[RowBatch]:
+def row_batches(rows: Sequence[Row], run: Experiment, dp: tuple[int, int]) -> Iterator[RowBatch]:
     """Batches of a data rank `dp`, (rank, degree), each of the tokens of a micro-batch: as many as every other rank
     has, of the same shapes. Groups are dealt one by one, the longest first."""
-    length, layout = run.training.seq_len, run.parallelism
+    length, layout, micro_batch_size = run.training.seq_len, run.parallelism, ResolvedLayout.of(run).micro_batch_size
     # Hidden states between stages, and the parts of sequences, have one shape.
     fixed, multiple = layout.pp > 1 or layout.cp > 1, math.lcm(MULTIPLE, layout.tp)
     most = micro_batch_size * length

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import SLURM
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.tokenizers import build_tokenizer
 from titan_exp.extensions.tasks.checkpoint_scores import scores_of
 from titan_exp.extensions.tasks.encoding import encode
@@ -44,8 +43,7 @@ class Tasks(Part):
 
     def __init__(self, experiment: Experiment, state: TrainState) -> None:
         self._experiment = experiment
-        layout = ResolvedLayout.of(experiment)
-        self._scorer = Scorer(state.model, state.mesh, experiment, layout.micro_batch_size)
+        self._scorer = Scorer(state.model, state.mesh, experiment)
 
     def begin(self, run: Run) -> None:
         """Read the tasks, and say what is not scored."""

@@ -50,7 +50,7 @@ class TaskScoring(Evaluated):
         if self._batches:
             _, size, length = max(self._batches, key=lambda batch: batch.size * batch.length)
             scored = max(map(self._scored, self._batches))
-        scorer = Scorer(state.model, state.mesh, experiment, layout.micro_batch_size)
+        scorer = Scorer(state.model, state.mesh, experiment)
 
         class Fake(ScoredBatch):
             def held(self, scored: torch.Tensor) -> torch.Tensor:
@@ -80,9 +80,7 @@ class TaskScoring(Evaluated):
 
     @cached_property
     def _batches(self) -> Sequence[RowBatch]:
-        layout = ResolvedLayout.of(self.experiment)
-        dealt = row_batches(self._rows, self.experiment, layout.micro_batch_size, (0, layout.dp_degree))
-        return [*dealt]
+        return [*row_batches(self._rows, self.experiment, (0, ResolvedLayout.of(self.experiment).dp_degree))]
 
     def _scored(self, batch: RowBatch) -> int:
         rows = (self._rows[number] for group in batch.groups for number in group)

@@ -73,9 +73,7 @@ class Scorer:
     mesh: Mesh
     """Its mesh."""
     experiment: Experiment
-    """Its configuration, with the sequence length that its tables are made for."""
-    micro_batch_size: int
-    """Sequences of `training.seq_len` whose tokens fit into a batch."""
+    """Its configuration: batches have the tokens of its micro-batches."""
 
     def log_likelihoods(self, rows: Sequence[Row]) -> LogLikelihoods:
         """Score rows of at most `training.seq_len` + 1 tokens; all ranks must call it with the same rows."""
@@ -121,7 +119,7 @@ class Scorer:
 
     def batches(self, rows: Sequence[Row]) -> Iterator[ScoredBatch]:
         """This data rank's batches."""
-        dealt = row_batches(rows, self.experiment, self.micro_batch_size, (self.mesh.dp_rank, self.mesh.dp_degree))
+        dealt = row_batches(rows, self.experiment, (self.mesh.dp_rank, self.mesh.dp_degree))
         return (_batch(rows, batch) for batch in dealt)
 
 

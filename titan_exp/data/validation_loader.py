@@ -28,8 +28,8 @@ from titan_exp.data.sources.base import (
     build_source,
     build_validation_source,
 )
-from titan_exp.data.token_store.reader import TokenSequence, TokenSplit, concatenate, open_split
-from titan_exp.data.token_store.text_store import StoredText, stored_text
+from titan_exp.data.token_store.reader import TokenSequence, TokenSplit, open_split
+from titan_exp.data.token_store.text_store import StoredText, stored_text, tokens_of_a_part
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer, encode_document
 from titan_exp.data.validation_split import validation_subset
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
@@ -161,20 +161,24 @@ def _open_stored(stored: StoredText, texts: "_ValidationTexts", tokenizer: Token
 
 
 def _tokenize(texts: "_ValidationTexts", tokenizer: Tokenizer) -> TokenSequence:
-    return concatenate(encode_document(text, tokenizer) for text in texts)
+    documents = (encode_document(text, tokenizer) for text in texts)
+    return tokens_of_a_part(texts.data, texts.whole, tokenizer, texts.part, documents)
 
 
 class _ValidationTexts:
     """Validation documents; each iteration reads them again. Raises UserError if there are none."""
 
     def __init__(self, data: DataConfig, all_documents: bool) -> None:
-        self._limit = data.validation_documents
+        self.data, self._limit = data, data.validation_documents
         self._fraction = 1.0
         own = None if all_documents else build_validation_source(data)
         self.whole = self._source = build_source(data) if own is None else own
         """Source of the documents, including those to train on."""
         self.are_held_out = not all_documents and own is None
         """True if the validation documents are a part of the source's documents."""
+        held_out = data.validation_fraction if self.are_held_out else None
+        self.part = (held_out, None if own is None else data.validation_split, self._limit)
+        """Choice of the documents."""
         if all_documents:
             _require_limit(self._source, data)
         elif own is None:

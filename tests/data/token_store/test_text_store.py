@@ -18,6 +18,7 @@ from tests.data.corpora import Ranks, Rows, experiment, rows_of, write_files
 from tests.data.store_sources import TEXTS
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.data import validation_loader
 from titan_exp.data.sources.base import build_source
 from titan_exp.data.token_store import text_store
 from titan_exp.data.tokenizers import write_tokenizer
@@ -393,15 +394,35 @@ def test_all_documents_of_a_set_are_tokenized_once(cache: Path, tmp_path: Path, 
     assert [batch.tokens.tolist() for batch in set_of(run)] != first
 
 
-def test_a_limited_set_and_one_that_cannot_be_stored_are_tokenized_in_memory(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    run = text_run(write_random(tmp_path / "text", [100] * 30), validation_documents=3)
-    assert sum(len(batch.tokens) for batch in set_of(run)) > 0
-    assert stores(cache) == []
-    whole, stored = (
-        text_run(tmp_path / "text"),
-        [batch.tokens.tolist() for batch in set_of(text_run(tmp_path / "text"))],
-    )
-    monkeypatch.setattr("titan_exp.data.token_store.text_store._places", lambda *, make=False: iter(()))
-    assert [batch.tokens.tolist() for batch in set_of(whole)] == stored
+def test_a_part_of_a_text_is_tokenized_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # 0.3 s
+    """A limited set and a held-out one, until text, limit, split or tokenizer change, or what is kept is damaged."""
+    folder, encode = write_random(tmp_path / "text", [100] * 30), validation_loader.encode_document
+    write_tokenizer("bytes", tmp_path, end_of_text=None, context=8)
+    calls = list[int]()
+    monkeypatch.setattr(validation_loader, "encode_document", lambda *given: calls.append(1) or encode(*given))
+
+    def tokens(all_documents: bool = True, **keys: Any) -> tuple[list, int]:
+        """Rows, and the number of documents that were tokenized for them."""
+        calls.clear()
+        shape: dict[str, Any] = {"dp_rank": 0, "dp_degree": 1, "micro_batch_size": 4, "all_documents": all_documents}
+        loader = ValidationLoader(text_run(folder, **keys).data, SEQ_LEN, **shape)
+        return [batch.tokens.tolist() for batch in loader], len(calls)
+
+    first = tokens(validation_documents=3)
+    assert first[1] == 3
+    assert tokens(validation_documents=3) == (first[0], 0)
+    assert tokens(validation_documents=4)[1] == 4
+    assert tokens(validation_documents=3, tokenizer=str(tmp_path))[1] == 3
+    assert tokens(validation_documents=3, validation_fraction=0.5, all_documents=False)[1] == 3
+    assert tokens(validation_documents=3, validation_fraction=0.5, all_documents=False)[1] == 0
+    assert tokens(validation_documents=3, validation_fraction=0.9, all_documents=False)[1] == 3
+    for kept in cache.glob("*.npz"):
+        kept.write_bytes(kept.read_bytes()[:-40])
+    assert tokens(validation_documents=3) == first
+    (folder / "0029.txt").write_text("changed")
+    assert tokens(validation_documents=3) == first, "another text, whose first documents are the same"
+    (folder / "0000.txt").write_text("changed")
+    assert tokens(validation_documents=3)[0] != first[0]
+    monkeypatch.setattr(text_store, "_places", lambda *, make=False: iter(()))
+    assert tokens(validation_documents=2)[1] == tokens(validation_documents=2)[1] == 2
+    assert tokens()[1] == 30

@@ -32,7 +32,11 @@ class TokenSequence:
 def concatenate(documents: Iterable[np.ndarray]) -> TokenSequence:
     """Concatenate tokenized documents in memory."""
     parts = list(documents)
-    tokens, starts = np.concatenate(parts), np.cumsum([0, *map(len, parts[:-1])])
+    return sequence_of(np.concatenate(parts), np.cumsum([0, *map(len, parts[:-1])]))
+
+
+def sequence_of(tokens: np.ndarray, starts: np.ndarray) -> TokenSequence:
+    """Sequence of tokens in memory, whose documents have these `starts`."""
 
     def read(begin: int, window: np.ndarray) -> list[int]:
         window[:] = tokens[begin : begin + len(window)]

@@ -11,12 +11,16 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from stat import S_ISDIR
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
@@ -36,11 +40,14 @@ from titan_exp.data.sources.base import (
 )
 from titan_exp.data.token_store.build_store import TokenizeJob, write_store
 from titan_exp.data.token_store.corpus import Corpus
+from titan_exp.data.token_store.reader import TokenSequence, concatenate, sequence_of
 from titan_exp.data.tokenizers import Tokenizer
 
 PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS = 2**26, 2**22, 2**27
 """Bytes of text per further process that make starting it worthwhile, with the tokenizer `bytes` and with one that
 merges; tokens of a shard."""
+LARGEST_KEPT = 2**28
+"""Largest tokens of a part of a text that are kept, in bytes."""
 _SAMPLES = 64
 _LOGGER = logging.getLogger(__name__)
 
@@ -119,28 +126,63 @@ class StoredText:
 def stored_text(data: DataConfig, source: Source, tokenizer: Tokenizer) -> StoredText | None:
     """Identify a text. None if its documents are tokenized while training: a stream, a text larger than `LARGEST_TEXT`,
     or your own source without a fingerprint, whose documents may change without notice."""
-    own = data.source not in sources()
     if data.streaming or not isinstance(source, RandomAccessSource):
         return None
-    if own and not isinstance(getattr(source, "fingerprint", None), str):
+    if (identity := _identity(data, source, tokenizer)) is None:
         return None
     content = getattr(source, "content", None)
-    files = content if isinstance(content, CorpusContent) else None
-    size = _estimated_size(source) if files is None else files.size
+    size = content.size if isinstance(content, CorpusContent) else _estimated_size(source)
     if size > LARGEST_TEXT:
         return None
-    made_from = [
-        [VERSION, PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS],
-        [data.source, sorted(data.options.items()), list(data.paths), len(source)] if own else [],
+    made_from = [[VERSION, PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS], *identity, held_out_fraction(data)]
+    return StoredText(data, source, size, _digest(made_from))
+
+
+def tokens_of_a_part(
+    data: DataConfig, source: Source, tokenizer: Tokenizer, part: Sequence[Any], documents: Iterable[np.ndarray]
+) -> TokenSequence:
+    """Sequence of tokenized documents that are a `part` of a text, such as the first 200. They are read from your cache
+    folder once they lie there, unless the text can change without notice."""
+    identity, streamed = _identity(data, source, tokenizer), not isinstance(source, RandomAccessSource)
+    if identity is None or (streamed and not content_identity(source)):
+        return concatenate(documents)
+    name = f"{_digest([*identity, *part])}.npz"
+    for place in _places():
+        damage = (OSError, ValueError, LookupError, EOFError, BadZipFile)
+        with suppress(*damage), (place / name).open("rb") as file, np.load(file) as found:
+            return sequence_of(found["tokens"], found["starts"])  # with checksums
+    parts, content = list(documents), getattr(source, "content", None)
+    tokens, starts = np.concatenate(parts), np.cumsum([0, *map(len, parts[:-1])])
+    files = None if content is None else open_files(data)
+    if tokens.nbytes <= LARGEST_KEPT and (files is None or files.content.stamp == content.stamp):
+        for place in _places(make=True):
+            with suppress(OSError):  # training does without
+                place.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryDirectory(dir=place) as folder:
+                    np.savez(Path(folder, name), tokens=tokens, starts=starts)
+                    os.replace(Path(folder, name), place / name)
+                break
+    return sequence_of(tokens, starts)
+
+
+def _identity(data: DataConfig, source: Source, tokenizer: Tokenizer) -> list[Any] | None:
+    """Identity of a text's tokens; None for your own source without a fingerprint."""
+    own = data.source not in sources()
+    if own and not isinstance(getattr(source, "fingerprint", None), str):
+        return None
+    content, size = getattr(source, "content", None), len(source) if isinstance(source, RandomAccessSource) else 0
+    return [
+        [data.source, sorted(data.options.items()), list(data.paths), size] if own else [],
         fingerprint(source, data),
         content_identity(source),
         # A checksum of samples would miss edits between them.
-        files.stamp if files is not None and files.is_sampled else "",
+        content.stamp if isinstance(content, CorpusContent) and content.is_sampled else "",
         tokenizer.fingerprint,
-        held_out_fraction(data),
     ]
-    digest = blake2b(json.dumps(made_from, default=str).encode(errors="replace"), digest_size=16).hexdigest()
-    return StoredText(data, source, size, digest)
+
+
+def _digest(made_from: Sequence[Any]) -> str:
+    return blake2b(json.dumps(made_from, default=str).encode(errors="replace"), digest_size=16).hexdigest()
 
 
 def _estimated_size(source: RandomAccessSource) -> int:

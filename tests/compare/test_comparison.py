@@ -303,6 +303,26 @@ def test_losses_of_different_documents_rank_nothing(
     assert not reason or f"is of different documents ({reason}), so that it ranks nothing." in found
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        ({"paths": ["a/x"]}, {"paths": ["b/x"]}, ""),
+        ({"paths": ["a/x"]}, {"paths": ["a/y"]}, "evaluation.sets.held.data.paths differs"),
+        ({}, {"validation_documents": 3}, "evaluation.sets.held.data.validation_documents differs"),
+    ],
+)
+def test_sets_of_different_documents_rank_nothing(tmp_path: Path, first: dict, second: dict, reason: str):  # 0.1 s
+    """Paths of the runs' own data do not count in sets that have others."""
+    for number, own in enumerate((first, second)):
+        made = rows(3.0)
+        made[-1] |= {"validation_loss/held": 3.0}
+        sets = {"held": {"data": {"source": "text", **own}}}
+        make_run(tmp_path, {"data.paths": [str(number)], "evaluation.sets": sets}, metrics=made)
+    found = said(compared(tmp_path, metrics=["validation_loss/held"]))
+    assert ("ranks nothing" in found) == bool(reason)
+    assert not reason or f"validation_loss/held is of different documents ({reason})" in found
+
+
 def test_a_table_is_uniform(tmp_path: Path):
     """Numbers of a column have one number of decimals; values are as typed; `n` counts what the mean is of; an empty
     mapping is no key beside its members; and nothing is corrected of too few seeds."""

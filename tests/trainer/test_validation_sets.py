@@ -13,7 +13,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.paths.data_files import Manifest, read_manifest
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.config.schema.validation_sets import validation_metrics
+from titan_exp.config.schema.validation_sets import validation_documents, validation_metrics
 from titan_exp.data.sources.base import RandomAccessSource, build_source
 from titan_exp.data.validation_split import training_subset, validation_subset
 from titan_exp.rules import check
@@ -86,8 +86,10 @@ def test_logged_metrics_are_known_before(one: Curve, corpus: Path):
     assert {name for name in one.rows[-1] if name.startswith("validation")} == {*found}
 
 
-def stores(corpus: Path, folder: Path) -> list[Manifest]:
+@pytest.fixture(scope="module")
+def stores(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
     """Two stores of the corpus, whose tokens are the bytes of the text and the ends of documents."""
+    folder = tmp_path_factory.mktemp("stores")
     for number, name in enumerate(("even", "odd")):
         files = ",".join(map(str, sorted(corpus.iterdir())[number::2]))
         words = [f"data.paths=[{files}]", "data.validation_fraction=0.5", f"out={folder / name}", "workers=1"]
@@ -95,9 +97,9 @@ def stores(corpus: Path, folder: Path) -> list[Manifest]:
     return [read_manifest(folder / name) for name in ("even", "odd")]
 
 
-def test_stores_have_bits_per_byte_of_their_text(corpus: Path, tmp_path: Path):
+def test_stores_have_bits_per_byte_of_their_text(stores: list[Manifest], tmp_path: Path):
     """In a mixture, and in all splits of a set."""
-    even, odd = stores(corpus, tmp_path)
+    even, odd = stores
     words = [word for word in RUN if not word.startswith("data")] + ["data=tokens", "training.seq_len=32"]
     words += [f"data.paths=[{even.path},{odd.path}]", f"+evaluation.sets.whole={{data:{{paths:[{even.path}]}}}}"]
     row = train(tmp_path / "run", *words).rows[-1]
@@ -157,3 +159,23 @@ def test_tokens_between_evaluations(tmp_path: Path):
     rows = train(tmp_path, *RUN, "training.steps=6", "evaluation.every_tokens=1200").rows
     # Steps of 8 x 64 tokens: 512, 1024, 1536 ...
     assert [row["step"] for row in rows if "validation_loss" in row] == [3, 5, 6]
+
+
+def test_documents_of_a_metric(stores: list[Manifest]):  # 0.2 s
+    """Those of the set, of one of its stores, or of a store of the run's mixture."""
+    even, odd = stores
+    words = ["data=tokens", f"data.paths=[{even.path},{odd.path}]"]
+    words += [f"+evaluation.sets.{name}={{data:{{paths:[{paths}]}}}}"
+              for name, paths in (("all", f"{odd.path},{even.path}"), ("one", odd.path))]  # fmt: skip
+    run = to_experiment(compose(words))
+    whole = (str(even.path), str(odd.path))
+    for metric, group, paths, split in (
+        ("validation_loss", "data", whole, None),
+        ("validation_loss/odd", "data", whole[1], None),
+        ("validation_loss/all", "evaluation.sets.all.data", whole[::-1], None),
+        ("validation_loss/all/odd train", "evaluation.sets.all.data", whole[1], "train"),
+        ("validation_bits_per_byte/one/validation", "evaluation.sets.one.data", whole[1], "validation"),
+    ):
+        found = validation_documents(run, metric)
+        assert (found[0], found[1]["paths"], found[1]["validation_split"]) == (group, paths, split)
+        assert ("tokenizer" in found[1]) == metric.startswith("validation_loss")

@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from titan_exp.compare.compared_metrics import Metric, differing_keys
@@ -13,7 +14,7 @@ from titan_exp.compare.runs import ComparedRun, Row
 from titan_exp.compare.statistics import LEVEL, Delta, Estimate
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.schema.identity_keys import flatten
-from titan_exp.config.schema.validation_sets import DOCUMENTS
+from titan_exp.config.schema.validation_sets import BITS, DOCUMENTS, LOSS
 from titan_exp.config.study.study import FEWEST_PAIRS
 from titan_exp.launch.verdict.standing import Standing
 from titan_exp.tracking.number_format import format_count, format_duration, format_items, format_time
@@ -324,26 +325,46 @@ def _about_evidence(comparison: Comparison, deltas: Sequence[Delta]) -> str:
 
 
 def _about_documents(comparison: Comparison) -> Iterator[str]:
-    """Sentence if the runs' own validation sets differ: in the keys that choose them or, after a change of files that
-    no key shows, in their size."""
-    if not any(metric.name in ("validation_loss", "best_validation_loss") for metric in comparison.metrics):
-        return
-    of_runs = [run for run in comparison.runs if run.series("validation_loss")[1]]
-    data = [run.config.get("data") or {} for run in of_runs]
-    keys = (*DOCUMENTS, "tokenizer")
+    """Sentence about each validation metric of different documents: in the keys that choose them or, after a change of
+    files that no key shows, in the size of the runs' own sets."""
+    for name in dict.fromkeys(metric.name.removeprefix("best_") for metric in comparison.metrics):
+        if name.partition("/")[0] in (LOSS, BITS):
+            yield from _about_documents_of(name, [run for run in comparison.runs if run.series(name)[1]])
+
+
+def _about_documents_of(name: str, runs: Sequence[ComparedRun]) -> Iterator[str]:
+    kind, _, part = name.partition("/")
+    group, data = "data", [_mapping(run.config.get("data")) for run in runs]
+    if part:
+        of_set = part.partition("/")[0]
+        sets = [_mapping(_mapping(_mapping(run.config.get("evaluation")).get("sets")).get(of_set)) for run in runs]
+        if any(sets):
+            group = f"evaluation.sets.{of_set}.data"
+            own = [_mapping(one.get("data")) for one in sets]
+            # Keys that a set does not have are those of the run, unless its source is another one.
+            data = [{**({} if "source" in one else whole), **one} for whole, one in zip(data, own, strict=True)]
+        # Text may lie in other places, and a store of a mixture is known by its name.
+        data = [one | {"paths": [Path(path).name for path in one.get("paths") or ()] * any(sets)} for one in data]
+    keys = (*DOCUMENTS, *["tokenizer"][: kind == LOSS])
     differing = [key for key in keys if len({repr(one[key]) for one in data if key in one}) > 1]
-    sizes = sorted({int(tokens[-1]) for run in of_runs if (tokens := run.series("validation_tokens")[1])})
-    if len(sizes) < 2 and differing == ["paths"] and all(run.series("validation_tokens")[1] for run in of_runs):
+    counts = [tokens for run in runs if not part and (tokens := run.series("validation_tokens")[1])]
+    sizes = sorted({int(tokens[-1]) for tokens in counts}) if "tokenizer" in keys else []
+    if len(sizes) < 2 and differing == ["paths"] and counts and len(counts) == len(runs):
         return  # the same text in other places
     if len(sizes) < 2 and not differing:
         return
     tokens = [f"of {listed([f'{size:,}' for size in sizes[:NAMED]], 'and')} tokens"] if len(sizes) > 1 else []
-    why = "; ".join([*[f"data.{key} differs" for key in differing], *tokens])
+    why = "; ".join([*[f"{group}.{key} differs" for key in differing], *tokens])
     remedy = "Evaluate all runs on one set (evaluation.sets), and compare its validation_loss/NAME."
-    kind = "documents"
+    what = "documents"
     if differing == ["tokenizer"]:
-        kind, remedy = "tokens", "Compare validation_bits_per_byte."
-    yield f"The validation loss is of different {kind} ({why}), so that it ranks nothing. {remedy}"
+        what, remedy = "tokens", f"Compare {name.replace(LOSS, BITS)}."
+    title = {LOSS: "The validation loss", BITS: "The validation's bits per byte"}.get(name, name)
+    yield f"{title} is of different {what} ({why}), so that it ranks nothing. {remedy}"
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _about_next_look(comparison: Comparison) -> Iterator[str]:

@@ -12,7 +12,7 @@ from titan_exp.config.extension import shipped_options
 from titan_exp.config.groups.evaluation import ValidationSetConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import store_names, store_splits, tokenizer_file, tokenizer_path
+from titan_exp.config.paths.data_files import Manifest, store_names, store_splits, tokenizer_file, tokenizer_path
 from titan_exp.config.paths.foreign_file import read_yaml
 from titan_exp.config.schema.builtins import described
 from titan_exp.config.schema.typed_config import group_of, to_dict
@@ -54,14 +54,20 @@ def validation_metrics(experiment: Experiment) -> list[str] | None:
     return [*OF_THE_RUN, *(f"{kind}/{name}" for kind in (LOSS, BITS) for name in names)]
 
 
-def validation_documents(experiment: Experiment, metric: str) -> dict[str, Any]:
-    """Keys of the group `data` that choose the documents of a validation metric, and the unit of a loss: of the set or
-    the store that it names, or else of the run. Raises UserError if a set cannot be read."""
+def validation_documents(experiment: Experiment, metric: str) -> tuple[str, dict[str, Any]]:
+    """Group that chooses the documents of a validation metric, such as `data`, and its keys that do, with the unit of a
+    loss: of the set or the store that the metric names, or else of the run. Raises UserError if a set, or its stores,
+    cannot be read."""
     kind, _, name = metric.partition("/")
-    sets = validation_sets(experiment)
-    data = sets[name.partition("/")[0]].data if name.partition("/")[0] in sets else experiment.data
-    found = {key: getattr(data, key) for key in DOCUMENTS} | {"paths": mixed_stores(data).get(name, data.paths)}
-    return found if kind == BITS else found | {"tokenizer": _content(data.tokenizer)}
+    own, _, part = name.partition("/")
+    group, data, sets = "data", experiment.data, validation_sets(experiment)
+    chosen: dict[str, Any] = {"paths": mixed_stores(data).get(name, data.paths)}
+    if own in sets:
+        group, data = f"evaluation.sets.{own}.data", sets[own].data
+        store, split = _splits(data).get(part, (None, None))
+        chosen = {} if store is None else {"paths": str(store.path), "validation_split": split}
+    found = {key: getattr(data, key) for key in DOCUMENTS} | chosen
+    return group, found if kind == BITS else found | {"tokenizer": _content(data.tokenizer)}
 
 
 def _content(tokenizer: str) -> str:
@@ -76,10 +82,10 @@ def mixed_stores(data: DataConfig) -> dict[str, str]:
     return dict(zip(store_names(data.paths), data.paths, strict=True)) if mixed else {}
 
 
-def _splits(data: DataConfig) -> list[str]:
-    """Names of the splits that a set on stores reads, if they are several: it reads all documents."""
-    found = [*store_splits(data.paths, all_documents=True)] if described(data.source).holds == "tokens" else []
-    return found if len(found) > 1 else []
+def _splits(data: DataConfig) -> dict[str, tuple[Manifest, str]]:
+    """Splits that a set on stores reads, if they are several, by name: it reads all documents."""
+    found = store_splits(data.paths, all_documents=True) if described(data.source).holds == "tokens" else {}
+    return found if len(found) > 1 else {}
 
 
 def _of_set(experiment: Experiment, name: str, found: ValidationSetConfig) -> Experiment:

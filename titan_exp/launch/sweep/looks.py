@@ -85,16 +85,16 @@ class Looks(Rounds):
 
     def _require_same_documents(self, arms: Mapping[str, Experiment]) -> None:
         candidate, baseline = self.variants
-        found = [validation_documents(arms[variant], self.metric) for variant in self.variants]
-        differing = [key for key in found[0] if found[0][key] != found[1][key]]
+        (group, found), (_, other) = (validation_documents(arms[variant], self.metric) for variant in self.variants)
+        differing = [key for key in found if found[key] != other[key]]
         if not differing:
             return
         remedy = f"Give both {common_set(arms[baseline].data)}"
         if differing == ["tokenizer"]:
             _, slash, name = self.metric.partition("/")
-            remedy = f"Ask about {BITS}{slash}{name}, which is of the same text in every tokenizer."
+            group, remedy = "data", f"Ask about {BITS}{slash}{name}, which is of the same text in every tokenizer."
         raise UserError(
-            f"data.{differing[0]} differs between {candidate} and {baseline}, so that {self.metric} is of two "
+            f"{group}.{differing[0]} differs between {candidate} and {baseline}, so that {self.metric} is of two "
             f"validation sets. {remedy}"
         )
 
@@ -177,7 +177,7 @@ class Looks(Rounds):
     def _registered(self, candidate: Experiment, baseline: Experiment) -> Registration:
         """Registration by the configurations of both points, at any seed."""
         training, spec = baseline.training, model_spec(baseline.model)
-        data = validation_documents(baseline, self.metric)
+        _, data = validation_documents(baseline, self.metric)
         documents = "all" if data["validation_documents"] is None else data["validation_documents"]
         return Registration(
             *self.variants,

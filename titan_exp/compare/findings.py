@@ -14,7 +14,7 @@ from titan_exp.compare.runs import ComparedRun, Row
 from titan_exp.compare.statistics import LEVEL, Delta, Estimate
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.schema.identity_keys import flatten
-from titan_exp.config.schema.validation_sets import BITS, DOCUMENTS, LOSS
+from titan_exp.config.schema.validation_sets import BITS, DOCUMENTS, LOSS, WHOLE
 from titan_exp.config.study.study import FEWEST_PAIRS
 from titan_exp.launch.verdict.standing import Standing
 from titan_exp.tracking.number_format import format_count, format_duration, format_items, format_time
@@ -341,8 +341,8 @@ def _about_documents_of(name: str, runs: Sequence[ComparedRun]) -> Iterator[str]
         if any(sets):
             group = f"evaluation.sets.{of_set}.data"
             own = [_mapping(one.get("data")) for one in sets]
-            # Keys that a set does not have are those of the run, unless its source is another one.
-            data = [{**({} if "source" in one else whole), **one} for whole, one in zip(data, own, strict=True)]
+            # Other keys that a set does not have are those of the run, unless its source is another one.
+            data = [{**({} if "source" in one else run), **WHOLE, **one} for run, one in zip(data, own, strict=True)]
         # Text may lie in other places, and a store of a mixture is known by its name.
         data = [one | {"paths": [Path(path).name for path in one.get("paths") or ()] * any(sets)} for one in data]
     keys = (*DOCUMENTS, *["tokenizer"][: kind == LOSS])

@@ -22,6 +22,8 @@ THE_RUNS = ("tokenizer", "document_mask", "reset_positions", "prefetch", "previe
 DOCUMENTS = ("source", "paths", "document", "dataset", "subset", "data_files", "split", "validation_split")
 DOCUMENTS += ("validation_fraction", "validation_documents")
 """Keys of the group `data` that choose the documents of a validation set."""
+WHOLE: dict[str, Any] = {"validation_fraction": 0.0, "validation_split": None, "validation_documents": None}
+"""Keys of the group `data` of a set that does not have them: it reads all documents."""
 HOLD_TEXT = ("text", "tokens")
 """Kinds of `SourceDescription.holds` whose tokens stand for bytes of text."""
 LOSS, BITS = "validation_loss", "validation_bits_per_byte"
@@ -103,7 +105,6 @@ def _data(experiment: Experiment, key: str, own: Mapping[str, Any]) -> DataConfi
     if taken := [name for name in THE_RUNS if name in own]:
         remedy = f"leave it out, and the set has data.{taken[0]} of the run"
         raise _refusal(Violation(f"{key}.data.{taken[0]}", own[taken[0]], "a set has the run's own", remedy))
-    whole: dict[str, Any] = {"validation_fraction": 0.0, "validation_split": None, "validation_documents": None}
     values = to_dict(experiment)["data"]
     shared = {name: values[name] for name in THE_RUNS}
     if (source := own.get("source", experiment.data.source)) != experiment.data.source:
@@ -112,7 +113,7 @@ def _data(experiment: Experiment, key: str, own: Mapping[str, Any]) -> DataConfi
     elif "paths" in own:
         values["weights"] = []
     try:
-        return group_of({"data": {**values, **whole, **own}}, "data", Path(key))
+        return group_of({"data": {**values, **WHOLE, **own}}, "data", Path(key))
     except UserError as error:
         moved = [dataclasses.replace(one, field=f"{key}.{one.field}") for one in error.violations]
         raise _refusal(*moved) from error

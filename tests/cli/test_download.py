@@ -1,16 +1,20 @@
 """Downloads from a small hub on this machine, and from none."""
 
 import http.server
+import io
 import json
 import os
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+
+from titan_exp.cli.main import main
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -117,6 +121,27 @@ def test_a_data_set_has_a_folder_of_its_own(tmp_path: Path, hub: str):
     kinds = {path.split("/")[2] for path in Hub.paths if path.startswith("/api/")}
     assert "datasets" in kinds
     assert "models" not in kinds
+
+
+def test_an_archive_is_unpacked(tmp_path: Path, hub: str, monkeypatch: pytest.MonkeyPatch, capsys):  # 0.1 s
+    """A damaged one, or none, is refused."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_PROXY", "*")
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("suite/core.yaml", "icl_tasks: []")
+        archive.writestr("../outside", "words")
+    for name, content in {"suite.zip": packed.getvalue(), "cut.zip": packed.getvalue()[:-9]}.items():
+        monkeypatch.setitem(FILES, name, content)
+    url = f"{hub}/resolve/{SHA}"
+    assert main(["download", f"{url}/suite.zip"]) == 0
+    assert (tmp_path / "downloads/suite/suite/core.yaml").read_text() == "icl_tasks: []"
+    assert not (tmp_path / "downloads" / "outside").exists()
+    assert capsys.readouterr().out.startswith("downloads/suite: 2 files")
+    for name, said in (("cut.zip", "is no complete zip archive"), ("nowhere/x.zip", "Not Found")):
+        assert main(["download", f"{url}/{name}", "target=other"]) == 2
+        assert said in capsys.readouterr().err
+    assert list((tmp_path / "other").iterdir()) == []
 
 
 def test_existing_files_are_not_downloaded_again(tmp_path: Path, hub: str):

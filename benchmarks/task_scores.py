@@ -18,8 +18,8 @@ import yaml
 from benchmarks.bench import Output, benchmark, environment, option, titan_exp, trained
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.data.tokenizers import build_tokenizer
-from titan_exp.extensions.tasks.checkpoint_scores import scorer_of, scores_of
 from titan_exp.extensions.tasks.encoding import encode
+from titan_exp.extensions.tasks.scorer import scorer_of, scores_of
 from titan_exp.extensions.tasks.tasks import read_all
 from titan_exp.inference.evaluate import evaluation_experiment, mesh_of, own_device
 from titan_exp.trainer.distributed import joined_process_group

@@ -25,8 +25,7 @@ from titan_exp.compare.runs import read_run, select
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.study.study_file import read_study
 from titan_exp.extensions.tasks.compare import Line, Runs, newest
-from titan_exp.extensions.tasks.evaluations import values_of, write_evaluation
-from titan_exp.extensions.tasks.scores import Score, TaskScores
+from titan_exp.extensions.tasks.scores import Score, TaskScores, values_of, write_evaluation
 from titan_exp.tracking.run_folder.provenance_records import Lineage
 from titan_exp.tracking.sinks.console import ConsoleSink
 

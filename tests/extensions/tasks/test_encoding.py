@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from titan_exp.extensions.tasks.encoding import EncodedTask, Row, encode
-from titan_exp.extensions.tasks.items import Item, Kind, Task
+from titan_exp.extensions.tasks.formats import Item, Kind, Task
 
 BYTES = ByteTokenizer()
 END = BYTES.end_of_text

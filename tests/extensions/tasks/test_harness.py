@@ -16,8 +16,7 @@ import yaml
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.tokenizers import ByteTokenizer
 from titan_exp.extensions.tasks.encoding import encode
-from titan_exp.extensions.tasks.formats import read_tasks
-from titan_exp.extensions.tasks.items import Task
+from titan_exp.extensions.tasks.formats import Task, read_tasks
 from titan_exp.extensions.tasks.scores import TaskScores, score
 
 TRAIN = [{"q": f"Q{i} é?", "choices": [f"a{i}", f"b{i}", "c"], "gold": i % 3, "text": f"one two{i}"} for i in range(7)]

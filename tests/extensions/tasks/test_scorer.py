@@ -96,7 +96,7 @@ def score_on_rank(run: str, words: list[str]) -> dict[str, list]:
 
     from tests.extensions.tasks.scoring_part import rows
     from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-    from titan_exp.extensions.tasks.checkpoint_scores import scorer_of
+    from titan_exp.extensions.tasks.scorer import scorer_of
     from titan_exp.inference.evaluate import evaluation_experiment, mesh_of
     from titan_exp.trainer.distributed import joined_process_group
 

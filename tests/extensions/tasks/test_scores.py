@@ -9,9 +9,8 @@ from scipy import stats
 
 from titan_exp.data.tokenizers import ByteTokenizer
 from titan_exp.extensions.tasks.encoding import encode
-from titan_exp.extensions.tasks.evaluations import metrics_of, values_of
-from titan_exp.extensions.tasks.items import Item, Kind, Task
-from titan_exp.extensions.tasks.scores import TaskScores, crossed, score
+from titan_exp.extensions.tasks.formats import Item, Kind, Task
+from titan_exp.extensions.tasks.scores import TaskScores, crossed, metrics_of, score, values_of
 
 BIT = math.log(2)
 

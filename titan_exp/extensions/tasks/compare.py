@@ -15,8 +15,7 @@ from titan_exp.compare.runs import ComparedRun
 from titan_exp.compare.statistics import LEVEL, Delta, holm
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.study.study import FEWEST_PAIRS
-from titan_exp.extensions.tasks.evaluations import FOLDER, Evaluated, read_evaluation
-from titan_exp.extensions.tasks.scores import TaskScores, crossed
+from titan_exp.extensions.tasks.scores import FOLDER, Evaluated, TaskScores, crossed, read_evaluation
 
 BITS = "bits_per_byte"
 
@@ -60,10 +59,10 @@ class Line:
         }
 
     def table(self, runs: Sequence[Mapping[str, TaskScores]], minus: Sequence[Mapping[str, TaskScores]]) -> np.ndarray:
-        """Numbers [runs, clusters of items] whose mean is the mean over tasks, each a mean over its items; those of the
-        runs in `minus` are subtracted, if there are any.
+        """Numbers [runs, items] whose mean is the mean over tasks, each a mean over its items; those of the runs in
+        `minus` are subtracted, if there are any.
 
-        A number is the mean, and a cluster's linearized residual: its variance is that of a ratio of sums, too.
+        A number is the mean, and an item's linearized residual: its variance is that of a ratio of sums, too.
         """
         residuals, mean = list[np.ndarray](), 0.0
         for one in self.tasks:
@@ -75,8 +74,7 @@ class Line:
                 values = (values - (0.0 if minus else one.chance)) / (1 - one.chance)
             weights = one.scores[metric].weights / one.scores[metric].weights.sum()
             center = float(values.mean(axis=0) @ weights)
-            _, cluster = np.unique(one.clusters, return_inverse=True)
-            residuals.append(np.stack([np.bincount(cluster, row) for row in weights * (values - center)]))
+            residuals.append(weights * (values - center))
             mean += center / len(self.tasks)
         found = np.concatenate(residuals, axis=1) / len(self.tasks)
         return mean + found.shape[1] * found

@@ -1,16 +1,125 @@
-"""Task files: OLMo's rendered requests and CORE bundles; `read_tasks` finds the format of a path."""
+"""Tasks as data, items with rendered contexts and continuations, and the files they are read from.
 
+`read_tasks` finds the format of a path: OLMo's rendered requests, CORE bundles, or YAML of the lm-evaluation-harness
+with JSONL, whose prompts are as version 0.4.13 renders them in one process.
+"""
+
+import ast
 import csv
+import gzip
+import hashlib
+import json
 import random
+import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import jinja2
+import yaml
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titan_exp.config.errors.user_error import UserError, listed
-from titan_exp.config.paths.foreign_file import count, file_name, read_object, read_text, read_yaml, text
+from titan_exp.config.paths.foreign_file import (
+    LINE_BYTES,
+    StrictLoader,
+    count,
+    file_name,
+    open_file,
+    parse_object,
+    read_object,
+    read_text,
+    read_yaml,
+    text,
+)
 from titan_exp.config.paths.foreign_file import items as listing
-from titan_exp.extensions.tasks.harness import HarnessLoader, read_harness_task
-from titan_exp.extensions.tasks.items import Item, Task, guessing, placed, read_records
+
+Kind = Literal["choice", "continuation", "rolling"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """Item of a task, rendered: few-shot examples are part of its contexts. Raises ValueError for other types."""
+
+    choices: tuple[tuple[str, str], ...]
+    """Context and continuation of each choice. Contexts differ in schema tasks. A document has an empty context."""
+    gold: tuple[int, ...]
+    """Indices of the correct choices, at least one."""
+    neutral: str | None = None
+    """Context of the unconditional log-likelihood, for PMI. None if the task has none."""
+    id: str = ""
+    """Name of the item in its file, or its number. Runs are paired by it."""
+
+    def __post_init__(self) -> None:
+        if odd := [text for pair in self.choices for text in pair if not isinstance(text, str)]:
+            raise ValueError(f"{odd[0]!r} is not a text")
+        if not self.gold or not all(type(one) is int and 0 <= one < len(self.choices) for one in self.gold):
+            raise ValueError(f"the gold choice {list(self.gold)} is none of its {len(self.choices)} choices")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Task: items, and the conventions by which they become tokens and scores."""
+
+    name: str
+    """Name, unique in its file."""
+    kind: Kind
+    """Multiple choice; one gold continuation, scored by log-likelihood and greedy hit; or whole documents."""
+    items: tuple[Item, ...]
+    """Items in the order of the file."""
+    chance: float
+    """Accuracy of guessing, 0 to 1."""
+    primary: str
+    """Metric by which the task is usually reported, a name of `scores.score`."""
+    convention: Literal["whole", "apart", "common"]
+    """Tokenization at the border of context and continuation. `whole`: context + continuation and context, as lm-eval;
+    `apart`: each by itself, as OLMo; `common`: the tokens that all choices share are context, as CORE."""
+    delimiter: str
+    """Text that every continuation starts with, such as a space. The lengths of answers leave it out."""
+    file: str
+    """File or folder that the task was read from."""
+
+    @cached_property
+    def digest(self) -> str:
+        """Version: sha256 of the rendered items and the conventions, in hex."""
+        conventions = (self.kind, self.chance, self.primary, self.convention, self.delimiter)
+        return hashlib.sha256(json.dumps([conventions, *map(asdict, self.items)]).encode()).hexdigest()
+
+
+def guessing(items: Sequence[Item]) -> float:
+    """Accuracy of guessing among the choices, a mean over items."""
+    return sum(len(item.gold) / len(item.choices) for item in items) / len(items)
+
+
+@contextmanager
+def placed(place: object) -> Iterator[None]:
+    """Raise a UserError that names the place for a missing key, or a value of another type."""
+    try:
+        yield
+    except KeyError as error:
+        raise UserError(f"{place} has no {error.args[0]}. Add it.") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+        raise UserError(f"{place} cannot be used: {error}. Correct or remove it.") from error
+
+
+def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Objects of a JSONL file, gzipped if its name ends in `.gz`, each after its place. Raises UserError."""
+    try:
+        with open_file(path) as file, gzip.open(file) if path.suffix == ".gz" else file as lines:
+            for number, line in enumerate(iter(lambda: lines.readline(LINE_BYTES), b""), 1):
+                place = f"{path}, line {number}"
+                if len(line) == LINE_BYTES:
+                    raise UserError(f"{place}: this line is longer than {LINE_BYTES // 2**20} MiB. Remove it.")
+                if line.strip():
+                    yield place, parse_object(line, place)
+    except FileNotFoundError as error:
+        raise UserError(f"There is no file {path}. Put it there, or correct its name.") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} is damaged: {error}. Copy it again.") from error
 
 
 def read_tasks(path: str | Path) -> list[Task]:
@@ -156,3 +265,175 @@ def _core_item(records: Sequence[tuple[str, _Choices, int]], index: int, shots: 
     before = "".join(context + delimiter + answer + end for context, answer, end in examples)
     line, choices, gold = records[index]
     return Item(tuple((before + context, delimiter + answer) for context, answer in choices), (gold,), id=line)
+
+
+_SEED = 1234
+"""Seed of the few-shot examples; one generator serves all items in order."""
+_KINDS: dict[str, tuple[Kind, str]] = {
+    "multiple_choice": ("choice", "acc"),
+    "loglikelihood": ("continuation", "acc"),
+    "loglikelihood_rolling": ("rolling", "bits_per_byte"),
+}
+"""Kind and usual metric by output type."""
+_METRICS = {"acc": "acc", "acc_norm": "acc_per_char", "acc_bytes": "acc_per_byte", "acc_mutual_info": "acc_pmi"}
+_METRICS |= {name: name for name in ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")}
+_READ = (
+    *("task", "output_type", "dataset_path", "dataset_kwargs", "test_split", "validation_split", "training_split"),
+    *("fewshot_split", "fewshot_config", "num_fewshot", "description", "doc_to_text", "doc_to_choice"),
+    *("doc_to_target", "target_delimiter", "fewshot_delimiter", "metric_list"),
+)
+_WITHOUT_EFFECT = (
+    *("task_alias", "tag", "group", "dataset_name", "metadata", "generation_kwargs", "repeats", "unsafe_code"),
+    *("should_decontaminate", "doc_to_decontamination_query"),
+)
+
+
+class HarnessLoader(StrictLoader):
+    """YAML loader that refuses `!function` by name."""
+
+
+def _refuse_function(_: Any, node: yaml.Node) -> None:
+    problem = "!function runs Python, which a task file may not. Write the template in Jinja"
+    raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
+HarnessLoader.add_constructor("!function", _refuse_function)
+
+
+def read_harness_task(path: Path, values: Mapping[str, Any]) -> Task:
+    """Task of a YAML file with these values. Raises UserError for what could change a prompt and is not supported."""
+    config = {"target_delimiter": " ", "fewshot_delimiter": "\n\n", **_with_includes(path, values, (path.resolve(),))}
+    with placed(path):
+        if (output := config.get("output_type", "generate_until")) not in _KINDS:
+            raise ValueError(f"output_type={output} is not scored by log-likelihood, as {listed(_KINDS, 'and')} are")
+        if unknown := sorted(map(str, config.keys() - {*_READ, *_WITHOUT_EFFECT})):
+            raise ValueError(f"{listed(unknown, 'and')} could change a prompt. A task may have {listed(_READ, 'and')}")
+        name, (kind, usual) = text(config["task"], f"{path}: task"), _KINDS[output]
+        metrics = [one["metric"] for one in config.get("metric_list") or ()]
+        items = tuple(_Rendering(path, config, kind, "" if "acc_mutual_info" in metrics else None).items())
+        chance, delimiter = (guessing(items), config["target_delimiter"]) if kind == "choice" else (0.0, "")
+        primary = next((_METRICS[one] for one in metrics if one in _METRICS), usual)
+        return Task(name, kind, items, chance, primary, "whole", delimiter, str(path))
+
+
+def _with_includes(path: Path, values: Mapping[str, Any], seen: tuple[Path, ...]) -> dict[str, Any]:
+    """Values over those of included files."""
+    names, found = values.get("include", []), {}
+    for name in names if isinstance(names, list) else [names]:
+        file = (path.parent / text(name, f"{path}: include")).resolve()
+        if file in seen:
+            raise UserError(f"{path}: include: {name} leads back to the file itself. Remove it.")
+        found |= _with_includes(file, read_yaml(file, "keys of a task", HarnessLoader), (*seen, file))
+    return found | {key: value for key, value in values.items() if key != "include"}
+
+
+class _Rendering:
+    """Rendering of a task's documents; few-shot examples are drawn in the order of the items."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any], kind: Kind, neutral: str | None) -> None:
+        self.path, self.config, self.kind, self.neutral = path, config, kind, neutral
+        self.environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+        self.environment.filters["regex_replace"] = lambda text, old, new, count=0: re.sub(old, new, text, count=count)
+        own = config.get("fewshot_config") or {}
+        if unknown := sorted(own.keys() - {"split", "sampler"}):
+            raise ValueError(f"fewshot_config has {listed(unknown, 'and')} beside split and sampler")
+        if (sampler := own.get("sampler", "default")) not in ("default", "first_n"):
+            raise ValueError(f"the sampler {sampler} is neither default nor first_n")
+        self.shots, self.first_n = count(config.get("num_fewshot") or 0, f"{path}: num_fewshot"), sampler == "first_n"
+        self.random, self.pool, self.leave_out = random.Random(_SEED), [], False
+        scored = config.get("test_split") or config["validation_split"]
+        self.documents = self._read(scored)
+        self.columns = self.documents[0][1].keys()
+        if self.shots:
+            named = own.get("split", config.get("fewshot_split"))
+            split = named or config.get("training_split") or config.get("validation_split") or scored
+            self.leave_out = named == config.get("test_split")
+            if split == scored and not self.leave_out:
+                remedy = f"write test_split: {split} and fewshot_split: {split}"
+                raise UserError(f"{path}: an item could be among its own few-shot examples; {remedy}.")
+            self.pool = [document for _, document in self._read(split)]
+
+    def _read(self, split: str) -> list[tuple[str, dict[str, Any]]]:
+        """Documents of a split, each after its place; all have the same columns."""
+        options = self.config.get("dataset_kwargs") or {}
+        if self.config["dataset_path"] != "json" or options.keys() - {"data_files", "trust_remote_code"}:
+            remedy = f"dataset_path: json and dataset_kwargs: {{data_files: {{{split}: FILE.jsonl}}}}"
+            raise UserError(f"{self.path}: only local JSONL files are read. Save the data as such, and write {remedy}.")
+        files = options["data_files"][split]
+        paths = [self.path.parent / file for file in ([files] if isinstance(files, str) else files)]
+        found = [one for path in paths for one in read_records(path)]
+        columns = dict.fromkeys(key for _, document in found for key in document)
+        if not columns:
+            raise ValueError(f"the split {split} has no documents")
+        return [(place, {key: document.get(key) for key in columns}) for place, document in found]
+
+    def items(self) -> Iterator[Item]:
+        """Rendered items."""
+        for number, (place, document) in enumerate(self.documents):
+            with placed(place):
+                yield self._item(document, str(number))
+
+    def _item(self, document: dict[str, Any], number: str) -> Item:
+        target = self._value("doc_to_target", document)
+        if self.kind == "rolling":
+            return Item((("", target),), (0,), id=number)
+        description = self.config.get("description") or ""
+        before = document[description] if description in document else self._render(description, document)
+        before += "".join(self._example(one) for one in self._drawn(document))
+        question = self._value("doc_to_text", document)
+        if self.kind == "continuation":
+            return Item(((before + question, target),), (0,), id=number)
+        answers, delimiter = self._value("doc_to_choice", document), self.config["target_delimiter"]
+        if not isinstance(answers, list):
+            raise ValueError(f"doc_to_choice gives {answers!r} instead of a list")
+        if type(question) is int:  # the choices are questions, and the target is their common answer
+            return Item(tuple((before + one, f"{delimiter}{target}") for one in answers), (question,), id=number)
+        gold = answers.index(target) if isinstance(target, str) else target
+        choices = tuple((before + question, delimiter + answer) for answer in answers)
+        return Item(choices, tuple(dict.fromkeys(gold if isinstance(gold, list) else [gold])), self.neutral, id=number)
+
+    def _drawn(self, document: dict[str, Any]) -> Sequence[dict[str, Any]]:
+        """Few-shot examples of a document."""
+        others = [one for one in self.pool if one != document] if self.leave_out else self.pool
+        if self.shots > len(others):
+            raise ValueError(f"there are {len(others)} documents for num_fewshot: {self.shots}")
+        if self.first_n or not self.shots:
+            return others[: self.shots]
+        if not self.leave_out:
+            return self.random.sample(others, self.shots)
+        # One more is drawn, and the item taken away. If copies of it were drawn, all are drawn again.
+        drawn = [one for one in self.random.sample(self.pool, self.shots + 1) if one != document][: self.shots]
+        return drawn if len(drawn) == self.shots else self.random.sample(others, self.shots)
+
+    def _example(self, document: dict[str, Any]) -> str:
+        """Question and answer of a few-shot example."""
+        question, answer = self._value("doc_to_text", document), self._value("doc_to_target", document)
+        choices = self._value("doc_to_choice", document)
+        if choices and type(question) is int:
+            question = choices[question]
+        if answer == "":
+            return question
+        if choices and type(answer) is int:
+            answer = choices[answer]
+        answer = answer[0] if isinstance(answer, list) else answer
+        return question + self.config["target_delimiter"] + answer + self.config["fewshot_delimiter"]
+
+    def _value(self, key: str, document: dict[str, Any]) -> Any:
+        """Value of `doc_to_...`: a column, or a template, whose text may be a number or a list."""
+        template = self.config.get(key)
+        if not isinstance(template, str):
+            return list(template.values()) if isinstance(template, dict) else template
+        if template in self.columns:
+            return document[template]
+        found = self._render(template, document)
+        is_list = key == "doc_to_choice" or (key == "doc_to_target" and re.fullmatch(r"\[.*\]", found, re.DOTALL))
+        if is_list or (found.isdigit() and self.config.get("doc_to_choice") is not None):
+            with suppress(SyntaxError, ValueError):
+                return ast.literal_eval(found)
+        return found
+
+    def _render(self, template: str, document: dict[str, Any]) -> str:
+        try:
+            return self.environment.from_string(template).render(**document)
+        except jinja2.TemplateError as error:
+            raise ValueError(str(error)) from error

@@ -23,7 +23,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import SLURM, ClusterConfig
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import load_group
-from titan_exp.extensions.tasks.evaluations import FOLDER, evaluation_file, metrics_of, write_evaluation
+from titan_exp.extensions.tasks.scores import FOLDER, evaluation_file, metrics_of, write_evaluation
 from titan_exp.extensions.tasks.tasks import job_cluster
 from titan_exp.launch.executor import typed_path
 from titan_exp.launch.rank.rank_env import extend_import_path, outer_launch
@@ -156,7 +156,7 @@ class Jobs:
         return False
 
     def _write(self, request: Request, *, trust: bool) -> None:
-        from titan_exp.extensions.tasks.checkpoint_scores import score_checkpoint
+        from titan_exp.extensions.tasks.scorer import score_checkpoint
 
         asked = {"tasks": request.paths, "most": request.most, "trust": trust, "averaged": False, "lm_eval": False}
         precision = load_group(self.folder.config, "training", ()).mixed_precision

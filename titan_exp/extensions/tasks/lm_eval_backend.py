@@ -1,8 +1,7 @@
 """lm-evaluation-harness on a model of ours, without export: `titan-exp evaluate RUN --tasks PATH backend=lm-eval`."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.foreign_file import read_yaml
 from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.extensions.tasks.encoding import EncodedTask, encode
-from titan_exp.extensions.tasks.items import Item, Kind, Task
+from titan_exp.extensions.tasks.formats import Item, Kind, Task
 from titan_exp.extensions.tasks.scorer import Scorer
 
 
@@ -67,28 +66,17 @@ def lm_eval_scores(
     """
     names = [_name(Path(path)) for path in paths]
     folders = list(dict.fromkeys(str(Path(path).parent) for path in paths))
-    with _as_first_rank():
-        found = simple_evaluate(
-            model=ScoredLM(scorer, tokenizer, max_tokens),
-            tasks=names,
-            task_manager=TaskManager(include_path=folders, include_defaults=False),
-            limit=most,
-            bootstrap_iters=0,
-            log_samples=True,
-        )
+    os.environ.pop("LOCAL_RANK", None)  # lm-eval returns its results to the first rank alone
+    found = simple_evaluate(
+        model=ScoredLM(scorer, tokenizer, max_tokens),
+        tasks=names,
+        task_manager=TaskManager(include_path=folders, include_defaults=False),
+        limit=most,
+        bootstrap_iters=0,
+        log_samples=True,
+    )
     assert found is not None, "every rank is the first one for lm-eval"
     return {"tasks": {name: _scores(found["results"][name], found["samples"][name]) for name in names}}
-
-
-@contextmanager
-def _as_first_rank() -> Iterator[None]:
-    """Hide this rank's number, since lm-eval returns its results to the first alone."""
-    kept = os.environ.pop("LOCAL_RANK", None)
-    try:
-        yield
-    finally:
-        if kept is not None:
-            os.environ["LOCAL_RANK"] = kept
 
 
 def _scores(results: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str, Any]:

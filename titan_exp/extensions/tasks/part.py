@@ -12,11 +12,10 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import SLURM
 from titan_exp.data.tokenizers import build_tokenizer
-from titan_exp.extensions.tasks.checkpoint_scores import scores_of
 from titan_exp.extensions.tasks.encoding import encode
-from titan_exp.extensions.tasks.evaluations import metrics_of, values_of, write_evaluation
 from titan_exp.extensions.tasks.jobs import Jobs, Request
-from titan_exp.extensions.tasks.scorer import Scorer
+from titan_exp.extensions.tasks.scorer import Scorer, scores_of
+from titan_exp.extensions.tasks.scores import metrics_of, values_of, write_evaluation
 from titan_exp.extensions.tasks.tasks import job_cluster, tasks_of
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.files import LockedError

@@ -1,13 +1,20 @@
-"""Scores of tasks from log-likelihoods, with standard errors; comparisons of runs on the same items."""
+"""Scores of tasks from log-likelihoods, with standard errors, and their files in a run folder."""
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 
+from titan_exp.config.paths.foreign_file import parse_json, read_file
 from titan_exp.extensions.tasks.encoding import EncodedTask
+from titan_exp.extensions.tasks.formats import placed
+from titan_exp.tracking.run_folder.files import mkdir_below, write_atomically
 
 
 @dataclass(frozen=True)
@@ -17,7 +24,7 @@ class Score:
     value: float
     """Mean of `items` by `weights`; for a perplexity, the exponential of that."""
     error: float
-    """Standard error from the items, by clusters if they have any. NaN for a single one."""
+    """Standard error from the items. NaN for a single one."""
     items: np.ndarray
     """Value of each item, to pair runs by, float64 [items]; for a perplexity, its logarithm."""
     weights: np.ndarray
@@ -40,8 +47,6 @@ class TaskScores:
     """Score by metric; bits per byte come first."""
     ids: tuple[str, ...]
     """Names of the items, in the order of `Score.items`."""
-    clusters: tuple[str, ...]
-    """Cluster of each item."""
     chance: float
     """Accuracy of guessing."""
     truncated: int
@@ -67,12 +72,11 @@ def score(
     - `acc_pmi`: the same with the difference to the log-likelihood after the neutral context, of `encoded.neutral`.
     - `gold_probability`: softmax over the choices' log-likelihoods, of the gold ones.
     """
-    task, clusters = encoded.task, tuple(item.cluster or f"item {item.id}" for item in encoded.items)
-    found: dict[str, Score] = {}
+    task, found = encoded.task, dict[str, Score]()
 
     def add(name: str, values: np.ndarray, by: np.ndarray | None = None, ties: int = 0) -> None:
         weights = np.ones(len(values)) if by is None else by / by.mean()
-        value, error = mean_and_error(values, weights, clusters)
+        value, error = mean_and_error(values, weights)
         if name.endswith("perplexity"):
             value = float(np.exp(value))
             error *= value
@@ -106,10 +110,8 @@ def score(
                 add(name, hits, ties=ties)
             likelihoods = np.exp(nats.min(axis=1, keepdims=True) - nats)
             add("gold_probability", np.where(gold, likelihoods, 0).sum(axis=1) / likelihoods.sum(axis=1))
-    ids = tuple(item.id for item in encoded.items)
-    return TaskScores(
-        task.name, task.digest, task.primary, found, ids, clusters, task.chance, encoded.truncated, encoded.refused
-    )
+    ids, left_out = tuple(item.id for item in encoded.items), (encoded.truncated, encoded.refused)
+    return TaskScores(task.name, task.digest, task.primary, found, ids, task.chance, *left_out)
 
 
 def _hits(measure: np.ndarray, gold: np.ndarray) -> tuple[np.ndarray, int]:
@@ -120,12 +122,10 @@ def _hits(measure: np.ndarray, gold: np.ndarray) -> tuple[np.ndarray, int]:
     return np.where(np.isnan(best), np.nan, hits), ties
 
 
-def mean_and_error(values: np.ndarray, weights: np.ndarray, clusters: Sequence[str]) -> tuple[float, float]:
-    """Weighted mean and its standard error, by linearization of the ratio of sums and over sums of clusters."""
-    mean = float(np.average(values, weights=weights))
-    _, cluster = np.unique(clusters, return_inverse=True)
-    residuals = np.bincount(cluster, weights * (values - mean)) / weights.sum()
-    number = len(residuals)
+def mean_and_error(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """Weighted mean and its standard error, by linearization of the ratio of sums."""
+    mean, number = float(np.average(values, weights=weights)), len(values)
+    residuals = weights * (values - mean) / weights.sum()
     return mean, math.sqrt(number / (number - 1) * float(residuals @ residuals)) if number > 1 else math.nan
 
 
@@ -138,3 +138,97 @@ def crossed(differences: np.ndarray) -> tuple[float, float, float]:
     a, b, c = rows.var(ddof=1) / n, columns.var(ddof=1) / m, rest / (n * m)
     variance, divisor = max(a + b - c, a, b), a**2 / (n - 1) + b**2 / (m - 1) + c**2 / ((n - 1) * (m - 1))
     return float(mean), math.sqrt(variance), float(variance**2 / divisor) if divisor else n - 1.0
+
+
+FOLDER = "tasks"
+"""Folder of a run with these files."""
+
+Evaluated = tuple[int, dict[str, TaskScores]]
+"""Tokens trained on at an evaluation, and its scores by task."""
+
+
+def read_evaluation(path: Path) -> Evaluated:
+    """Read the scores of an evaluation. Raises UserError if the file is damaged."""
+    content = read_file(path)
+    with placed(path):
+        found = parse_json(content)
+        return int(found["tokens"]), {name: _scores(name, one) for name, one in found["tasks"].items()}
+
+
+def _scores(name: str, one: Mapping[str, Any]) -> TaskScores:
+    """Scores of a task with their items; raises ValueError, and others, for damaged ones."""
+    ids, scores = tuple(map(str, one["ids"])), dict[str, Score]()
+    for metric, found in one["metrics"].items():
+        items = np.array(found["items"], float)  # null becomes NaN
+        weights = np.ones(len(ids)) if found.get("weights") is None else np.array(found["weights"], float)
+        if not items.shape == weights.shape == (len(ids),) or not (weights > 0).all():
+            raise ValueError(f"{name} has {len(ids)} items, but its {metric} does not have a number for each")
+        scores[metric] = Score(float(np.average(items, weights=weights)), math.nan, items, weights)
+    if not ids or not {"bits_per_byte", one["primary"]} <= scores.keys() or not 0 <= one["chance"] < 1:
+        raise ValueError(f"{name} has no items, no bits_per_byte or {one['primary']}, or a wrong level of chance")
+    return TaskScores(name, one["digest"], one["primary"], scores, ids, one["chance"], 0, ())
+
+
+def values_of(found: Sequence[TaskScores]) -> dict[str, Any]:
+    """Scores of tasks as values of JSON, with those of each item; None in place of numbers that are not finite."""
+    return {
+        one.task: {
+            "digest": one.digest,
+            "primary": one.primary,
+            "chance": one.chance,
+            "truncated": one.truncated,
+            "refused": list(one.refused),
+            "ids": list(one.ids),
+            "metrics": {
+                metric: {
+                    "value": _number(value.value),
+                    "error": _number(value.error),
+                    "ties": value.ties,
+                    "weights": None if (value.weights == 1).all() else value.weights.tolist(),
+                    "items": [_number(item) for item in value.items.tolist()],
+                }
+                for metric, value in one.scores.items()
+            },
+        }
+        for one in found
+    }
+
+
+def metrics_of(tasks: Mapping[str, Any]) -> dict[str, float | None]:
+    """Metrics of an evaluation from its `values_of`: means over tasks, then those of each task as `TASK/METRIC`.
+
+    `bits_per_byte` is a mean over all tasks, and `acc_centered` that of (accuracy - chance) / (1 - chance) over the
+    tasks whose primary metric is an accuracy that they have. A mean is None if one of its numbers is not finite.
+    """
+    values = {name: {metric: one["value"] for metric, one in task["metrics"].items()} for name, task in tasks.items()}
+    means = {"bits_per_byte": _mean([one["bits_per_byte"] for one in values.values()])}
+    centered = [
+        None if (value := values[name][primary]) is None else (value - task["chance"]) / (1 - task["chance"])
+        for name, task in tasks.items()
+        if (primary := task["primary"]).startswith("acc") and primary in values[name]
+    ]
+    if centered:
+        means["acc_centered"] = _mean(centered)
+    return means | {f"{name}/{metric}": value for name, one in values.items() for metric, value in one.items()}
+
+
+def evaluation_file(folder: Path, step: int) -> Path:
+    """File of a run with the scores of a step."""
+    return folder / FOLDER / f"step-{step:08d}.json"
+
+
+def write_evaluation(folder: Path, tasks: Mapping[str, Any], *, step: int, tokens: int) -> None:
+    """Write the `values_of` an evaluation into the folder of its run."""
+    path = evaluation_file(folder, step)
+    mkdir_below(folder, path.parent)
+    about = {"step": step, "tokens": tokens, "tasks": tasks}
+    write_atomically(path, f"{json.dumps(about, ensure_ascii=False)}\n")
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if len(numbers) == len(values) else None
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -88,15 +88,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "documents have a mean of ratios": (
         f"{PACKAGE}.scores.mean_and_error",
-        lambda original: lambda values, weights, clusters: original(values, np.ones(len(values)), clusters),
+        lambda original: lambda values, weights: original(values, np.ones(len(values))),
         f"{SCORES}::test_documents_are_ratios_of_sums",
-    ),
-    "clusters are passed over": (
-        f"{PACKAGE}.scores.mean_and_error",
-        lambda original: (
-            lambda values, weights, clusters: original(values, weights, list(map(str, range(len(values)))))
-        ),
-        f"{SCORES}::test_standard_errors",
     ),
     "seeds count as items": (
         f"{PACKAGE}.scores.crossed",
@@ -104,12 +97,12 @@ MUTATIONS: dict[str, Mutation] = {
         f"{SCORES}::test_false_positives_of_seeds_and_items",
     ),
     "an item may be among its examples": (
-        f"{PACKAGE}.harness._Rendering._drawn",
+        f"{PACKAGE}.formats._Rendering._drawn",
         lambda original: lambda self, document: self.random.sample(self.pool, self.shots),
         f"{HARNESS}::test_prompts_and_scores_are_those_of_the_harness",
     ),
     "copies of an item are not drawn again": (
-        f"{PACKAGE}.harness._Rendering._drawn",
+        f"{PACKAGE}.formats._Rendering._drawn",
         lambda original: drawn_once,
         f"{HARNESS}::test_prompts_and_scores_are_those_of_the_harness[same]",
     ),
@@ -119,7 +112,7 @@ MUTATIONS: dict[str, Mutation] = {
         f"{FORMATS}::test_shots_leave_out_the_item_itself",
     ),
     "a gold choice may lie outside": (
-        f"{PACKAGE}.items.Item.__post_init__",
+        f"{PACKAGE}.formats.Item.__post_init__",
         lambda original: lambda self: None,
         f"{FORMATS}::test_damaged_requests_are_refused",
     ),

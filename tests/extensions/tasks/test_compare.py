@@ -41,8 +41,7 @@ def scored(task: str, bits: np.ndarray, hits: np.ndarray, *, chance: float = 0.2
         "acc": Score(float(hits.mean()), 0.1, hits, np.ones(len(hits))),
     }
     ids = tuple(map(str, range(len(bits))))
-    clusters = more.get("clusters", tuple(f"item {one}" for one in ids))
-    return TaskScores(task, more.get("digest", "d" * 64), "acc", scores, ids, clusters, chance, 0, ())
+    return TaskScores(task, more.get("digest", "d" * 64), "acc", scores, ids, chance, 0, ())
 
 
 def drawn(seed: int, *, shift: float = 0.0, items: int = ITEMS) -> tuple[np.ndarray, np.ndarray]:
@@ -133,16 +132,6 @@ def test_items_of_another_version_are_not_paired(tmp_path: Path):
     assert numbers(fewer, "tasks/arc/acc")["delta"] is None
 
 
-def test_items_of_a_passage_count_as_one(tmp_path: Path):
-    bits, hits = (np.repeat(values, 2) for values in drawn(1, items=30))
-    others = [np.repeat(values, 2) for values in drawn(2, items=30)]
-    clusters = tuple(f"passage {place // 2}" for place in range(60))
-    pair = [[[scored("arc", *values, clusters=clusters)]] for values in ((bits, hits), others)]
-    known = numbers(made(tmp_path, dict(zip(LRS, pair, strict=True))), "tasks/arc/bits_per_byte")
-    low, high = scipy.stats.ttest_rel(others[0][::2], bits[::2]).confidence_interval()
-    assert (known["delta_low"], known["delta_high"]) == pytest.approx((low, high))
-
-
 def test_a_ratio_of_sums_keeps_its_weights(tmp_path: Path):
     weights = np.linspace(0.5, 1.5, ITEMS)
     one, two = drawn(1), drawn(2)
@@ -197,7 +186,7 @@ def test_scores_are_those_at_the_compared_tokens(tmp_path: Path):
         write(run, [late], 40)
     for at, one in (("30k", early), ("least", late)):
         found = compare(select(["made"], tmp_path), at=at)
-        assert numbers(found, "tasks/arc/acc")["value"] == pytest.approx(one.scores["acc"].value)
+        assert numbers(found, "tasks/arc/acc")["value"] == pytest.approx(one.metrics["acc"].value)
     assert not compare(select(["made"], tmp_path), at="10k").added_sections
 
 

@@ -161,7 +161,7 @@ def test_prompts_and_scores_are_those_of_the_harness(name: str, folder: Path):
     task = read(folder, name)
     assert [item.choices[0][0] for item in task.items] == PROMPTS[name]
     assert [continuation for _, continuation in task.items[0].choices] == CONTINUATIONS[name]
-    found = scored(task).scores
+    found = scored(task).metrics
     assert {metric: found[metric].value for metric in TABLE[name]} == pytest.approx(TABLE[name], rel=1e-12)
 
 

@@ -22,7 +22,6 @@ def scored(
     gold: list[tuple[int, ...]] | None = None,
     neutral: list[list[float]] | None = None,
     greedy: list[bool] | None = None,
-    clusters: list[str] | None = None,
     kind: Kind = "choice",
     primary: str = "acc",
 ) -> TaskScores:
@@ -33,7 +32,6 @@ def scored(
             tuple((context, delimiter + answer) for answer in each),
             gold[index] if gold else (0,),
             "N" if neutral else None,
-            clusters[index] if clusters else None,
             id=str(index),
         )
         for index, each in enumerate(answers)
@@ -46,7 +44,7 @@ def scored(
 
 
 def values(found: TaskScores) -> dict[str, float]:
-    return {name: one.value for name, one in found.scores.items()}
+    return {name: one.value for name, one in found.metrics.items()}
 
 
 def test_characters_are_not_bytes():
@@ -71,22 +69,22 @@ def test_pmi_is_a_difference():
 
 
 def test_the_first_of_equal_choices_wins_and_ties_are_counted():
-    found = scored([["a", "b"]] * 3, [[-1.0, -1.0], [-2.0, -1.0], [-1.0, -1.0]], gold=[(0,), (1,), (1,)]).scores["acc"]
+    found = scored([["a", "b"]] * 3, [[-1.0, -1.0], [-2.0, -1.0], [-1.0, -1.0]], gold=[(0,), (1,), (1,)]).metrics["acc"]
     assert (found.items.tolist(), found.ties) == ([1, 1, 0], 2)
 
 
 def test_items_with_fewer_choices_and_several_gold_ones():
     found = scored([["a", "b", "c"], ["a", "b"]], [[-3.0, -1.0, -2.0], [-1.0, -2.0]], gold=[(0, 1), (1,)])
-    assert found.scores["acc"].items.tolist() == [1, 0]
-    assert found.scores["bits_per_byte"].items == pytest.approx([1 / BIT / 2, 2 / BIT / 2])
+    assert found.metrics["acc"].items.tolist() == [1, 0]
+    assert found.metrics["bits_per_byte"].items == pytest.approx([1 / BIT / 2, 2 / BIT / 2])
     weights = np.exp([-3.0, -1.0, -2.0])
     probability = (weights[0] + weights[1]) / weights.sum()
-    assert found.scores["gold_probability"].items == pytest.approx([probability, 1 / (1 + math.e)])
+    assert found.metrics["gold_probability"].items == pytest.approx([probability, 1 / (1 + math.e)])
 
 
 def test_bits_per_byte_come_first():
     assert [
-        next(iter(scored([["ab"]], [[-1.0]], kind=kind).scores)) for kind in ("choice", "continuation", "rolling")
+        next(iter(scored([["ab"]], [[-1.0]], kind=kind).metrics)) for kind in ("choice", "continuation", "rolling")
     ] == ["bits_per_byte"] * 3
 
 
@@ -104,17 +102,15 @@ def test_documents_are_ratios_of_sums():
     assert values(found) == pytest.approx(
         {"bits_per_byte": 1.25, "byte_perplexity": 2**1.25, "word_perplexity": 2 ** (10 / 5)}
     )
-    assert found.scores["bits_per_byte"].error == pytest.approx(0.375)  # sqrt(2 / 1 (1.5^2 + 1.5^2)) / 8
-    assert found.scores["byte_perplexity"].error == pytest.approx(0.375 * BIT * 2**1.25)
+    assert found.metrics["bits_per_byte"].error == pytest.approx(0.375)  # sqrt(2 / 1 (1.5^2 + 1.5^2)) / 8
+    assert found.metrics["byte_perplexity"].error == pytest.approx(0.375 * BIT * 2**1.25)
 
 
 def test_standard_errors():
     likelihoods = [[-1.0, -2.0], [-2.0, -1.0], [-2.0, -1.0], [-1.0, -2.0]]
-    found = scored([["a", "b"]] * 4, likelihoods).scores["acc"]
+    found = scored([["a", "b"]] * 4, likelihoods).metrics["acc"]
     assert (found.value, found.error) == pytest.approx((0.5, math.sqrt(1 / 3 / 4)))
-    clusters = scored([["a", "b"]] * 4, likelihoods, clusters=["one", "two", "two", "one"]).scores["acc"]
-    assert (clusters.value, clusters.error) == pytest.approx((0.5, math.sqrt(2 * (0.25**2 + 0.25**2))))
-    assert math.isnan(scored([["a", "b"]], [[-1.0, -2.0]]).scores["acc"].error)
+    assert math.isnan(scored([["a", "b"]], [[-1.0, -2.0]]).metrics["acc"].error)
 
 
 def test_the_error_of_a_ratio_is_its_spread():
@@ -125,19 +121,19 @@ def test_the_error_of_a_ratio_is_its_spread():
         lengths = generator.integers(1, 40, 30)
         bits = lengths * generator.normal(1, 0.2, 30)
         one = scored([["a" * length] for length in lengths], [[-each * BIT] for each in bits], kind="rolling")
-        found.append(one.scores["bits_per_byte"].value)
-        errors.append(one.scores["bits_per_byte"].error)
+        found.append(one.metrics["bits_per_byte"].value)
+        errors.append(one.metrics["bits_per_byte"].error)
     assert np.mean(errors) == pytest.approx(np.std(found), rel=0.2)
 
 
 def test_long_continuations_have_an_infinite_perplexity():
-    found = scored([["a"]] * 2, [[-1000.0], [-1000.0]], kind="continuation").scores
+    found = scored([["a"]] * 2, [[-1000.0], [-1000.0]], kind="continuation").metrics
     assert (found["perplexity"].value, found["bits_per_byte"].value) == (math.inf, pytest.approx(500 / BIT))
 
 
 def test_a_diverged_model_has_no_score():
     found = scored([["a", "b"]] * 2, [[math.nan, -1.0], [-1.0, -2.0]])
-    assert all(math.isnan(one.value) for one in found.scores.values())
+    assert all(math.isnan(one.value) for one in found.metrics.values())
 
 
 def test_means_over_tasks():
@@ -150,7 +146,7 @@ def test_means_over_tasks():
         "documents": scored([["a"]], [[-1.0]], kind="rolling", primary="bits_per_byte"),
     }
     found = metrics_of(values_of([replace(one, task=name) for name, one in tasks.items()]))
-    bits = [one.scores["bits_per_byte"].value for one in tasks.values()]
+    bits = [one.metrics["bits_per_byte"].value for one in tasks.values()]
     assert found.pop("bits_per_byte") == pytest.approx(sum(bits) / 4)
     assert found.pop("acc_centered") == pytest.approx((0.5 + 0.75) / 2)
     assert found == {f"{name}/{metric}": value for name, one in tasks.items() for metric, value in values(one).items()}

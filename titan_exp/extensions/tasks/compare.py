@@ -67,12 +67,12 @@ class Line:
         residuals, mean = list[np.ndarray](), 0.0
         for one in self.tasks:
             metric = one.primary if self.metric != BITS else BITS
-            values = np.stack([run[one.task].scores[metric].items for run in runs])
+            values = np.stack([run[one.task].metrics[metric].items for run in runs])
             if minus:
-                values = values - np.stack([run[one.task].scores[metric].items for run in minus])
+                values = values - np.stack([run[one.task].metrics[metric].items for run in minus])
             if self.is_mean and metric != BITS:
                 values = (values - (0.0 if minus else one.chance)) / (1 - one.chance)
-            weights = one.scores[metric].weights / one.scores[metric].weights.sum()
+            weights = one.metrics[metric].weights / one.metrics[metric].weights.sum()
             center = float(values.mean(axis=0) @ weights)
             residuals.append(weights * (values - center))
             mean += center / len(self.tasks)

@@ -1,5 +1,4 @@
-"""Token rows of a task, contexts and continuations by its convention, and documents by windows; their batches, and the plan of
-those."""
+"""Token rows of a task: contexts and continuations by its convention, documents by windows; their batches in a plan."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -12,9 +12,9 @@ from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.foreign_file import read_yaml
 from titan_exp.data.tokenizers import Tokenizer
-from titan_exp.extensions.tasks.encoding import EncodedTask, encode
+from titan_exp.extensions.tasks.encoding import encode
 from titan_exp.extensions.tasks.formats import Item, Kind, Task
-from titan_exp.extensions.tasks.scorer import Scorer
+from titan_exp.extensions.tasks.scorer import Scorer, cells
 
 
 class ScoredLM(LM):
@@ -27,29 +27,24 @@ class ScoredLM(LM):
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and True if greedy decoding gives it."""
-        encoded = self._encoded("choice", [request.args for request in requests])
-        found = self._scorer.log_likelihoods(encoded.rows)
-        return list(zip(found.total.tolist(), found.greedy.tolist(), strict=True))
+        return self._scored("choice", [request.args for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
         """Log-likelihood of each document."""
-        encoded = self._encoded("rolling", [("", request.args[0]) for request in requests])
-        sums, total = [0.0] * len(requests), self._scorer.log_likelihoods(encoded.rows).total
-        for row, value in zip(encoded.rows, total.tolist(), strict=True):
-            sums[row.item] += value
-        return sums
+        return [total for total, _ in self._scored("rolling", [("", request.args[0]) for request in requests])]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
         """Refused: our models score here, and do not write."""
         raise UserError("This task generates text (generate_until). Export the run, and give its export to lm-eval.")
 
-    def _encoded(self, kind: Kind, pairs: Sequence[tuple[str, str]]) -> EncodedTask:
+    def _scored(self, kind: Kind, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         items = tuple(Item((pair,), (0,), id=str(number)) for number, pair in enumerate(pairs))
         task = Task("requests", kind, items, 0.0, "acc", "whole", "", "lm-eval")
         encoded = encode(task, self._tokenizer, self._max_tokens)
         if encoded.refused:
             raise UserError(f"We cannot score a request of lm-eval: {encoded.refused[0]}.")
-        return encoded
+        total, greedy = cells(encoded, encoded.rows, self._scorer.log_likelihoods(encoded.rows))
+        return [*zip(total[:, 0].tolist(), greedy[:, 0].tolist(), strict=True)]
 
 
 METRICS = {"acc_norm": "acc_per_char", "acc_bytes": "acc_per_byte", "acc_mutual_info": "acc_pmi"}
@@ -76,7 +71,7 @@ def lm_eval_scores(
         log_samples=True,
     )
     assert found is not None, "every rank is the first one for lm-eval"
-    return {"tasks": {name: _scores(found["results"][name], found["samples"][name]) for name in names}}
+    return {name: _scores(found["results"][name], found["samples"][name]) for name in names}
 
 
 def _scores(results: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str, Any]:

@@ -40,12 +40,12 @@ CHUNK = 4096
 
 
 class LogLikelihoods(NamedTuple):
-    """Sums over the scored tokens of each row, the same on every rank."""
+    """Sums over the scored tokens of each row or choice, the same on every rank."""
 
     total: np.ndarray
-    """Log-likelihoods in nats, float64 [rows]."""
+    """Log-likelihoods in nats, float64."""
     greedy: np.ndarray
-    """True where every scored token has the largest logit, of which the lowest id counts, bool [rows]."""
+    """True where every scored token has the largest logit, of which the lowest id counts, bool."""
 
 
 @dataclass(frozen=True)
@@ -210,33 +210,31 @@ def score_checkpoint(path: Path, overrides: Sequence[str], request: dict[str, An
     request |= {"path": str(source.path), "tasks": [str(Path(one).absolute()) for one in request["tasks"]]}
     if ResolvedLayout.of(experiment).world_size == 1:
         with joined_process_group(device := own_device()):
-            found = _scores(experiment, request, mesh_of(experiment, device))
+            found = _scores(experiment, request, device)
     else:
         found = run_on_ranks(f"{__name__}.rank_main", experiment, request)
-    return {"weights": str(source.path), **found}
+    return {"weights": str(source.path), "tasks": found}
 
 
 def rank_main(run: Run) -> None:
     """Entry point of one rank."""
+    serve(run, _scores)
 
-    serve(run, lambda experiment, request, device: _scores(experiment, request, mesh_of(experiment, device)))
 
-
-def _scores(experiment: Experiment, request: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+def _scores(experiment: Experiment, request: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Scores of the tasks as values of JSON."""
-
     source = open_checkpoint(Path(request["path"]), trust=request["trust"], averaged=request["averaged"])
-    scorer, tokenizer, length = (
-        scorer_of(source, experiment, mesh),
-        build_tokenizer(experiment.data),
-        experiment.training.seq_len,
+    scorer = scorer_of(source, experiment, mesh_of(experiment, device))
+    paths, most, model = (
+        request["tasks"],
+        request["most"],
+        (build_tokenizer(experiment.data), experiment.training.seq_len),
     )
     if request["lm_eval"]:
         from titan_exp.extensions.tasks.lm_eval_backend import lm_eval_scores
 
-        return lm_eval_scores(request["tasks"], scorer, tokenizer, length, request["most"])
-    tasks = [encode(one, tokenizer, length) for one in read_all(request["tasks"], request["most"])]
-    return {"tasks": values_of(scores_of(scorer, tasks))}
+        return lm_eval_scores(paths, scorer, *model, most)
+    return values_of(scores_of(scorer, [encode(one, *model) for one in read_all(paths, most)]))
 
 
 def scorer_of(source: OpenCheckpoint, experiment: Experiment, mesh: Mesh) -> Scorer:
@@ -246,25 +244,21 @@ def scorer_of(source: OpenCheckpoint, experiment: Experiment, mesh: Mesh) -> Sco
 
 def scores_of(scorer: Scorer, tasks: Sequence[EncodedTask]) -> list[TaskScores]:
     """Score tasks together, so that rows of equal length share batches; all ranks must call it."""
-    rows = [row for one in tasks for row in (*one.rows, *one.neutral)]
-    total, greedy = scorer.log_likelihoods(rows)
-    found, first = [], 0
-    for one in tasks:
-        middle, last = first + len(one.rows), first + len(one.rows) + len(one.neutral)
-        cells, hits = _cells(one, one.rows, total[first:middle]), np.ones(one.windows.shape, dtype=bool)
-        for row, hit in zip(one.rows, greedy[first:middle], strict=True):
-            hits[row.item, row.choice] &= hit
-        neutral = _cells(one, one.neutral, total[middle:last]) if one.neutral else None
-        found.append(score(one, cells, hits & (one.windows > 0), neutral))
-        first = last
-    return found
+    lists = [rows for one in tasks for rows in (one.rows, one.neutral)]
+    total, greedy = scorer.log_likelihoods([row for rows in lists for row in rows])
+    ends = np.cumsum([len(rows) for rows in lists])[:-1]
+    parts = [*map(LogLikelihoods, np.split(total, ends), np.split(greedy, ends))]
+    return [
+        score(one, *cells(one, one.rows, own), cells(one, one.neutral, neutral).total if one.neutral else None)
+        for one, own, neutral in zip(tasks, parts[::2], parts[1::2], strict=True)
+    ]
 
 
-def _cells(task: EncodedTask, rows: Sequence[Row], values: np.ndarray) -> np.ndarray:
-    """Sums [items, choices] of the rows' values."""
-    cells, counts = np.zeros(task.windows.shape), np.zeros(task.windows.shape, dtype=np.int64)
-    for row, value in zip(rows, values, strict=True):
-        cells[row.item, row.choice] += value
-        counts[row.item, row.choice] += 1
+def cells(task: EncodedTask, rows: Sequence[Row], found: LogLikelihoods) -> LogLikelihoods:
+    """Log-likelihoods of all rows of each choice, and True if each of them is greedy, [items, choices]."""
+    place = tuple(np.array([(row.item, row.choice) for row in rows]).T)
+    total, hits, counts = (np.zeros(task.windows.shape, dtype) for dtype in (np.float64, np.int64, np.int64))
+    for cell, values in ((total, found.total), (hits, found.greedy), (counts, np.ones(len(rows), np.int64))):
+        np.add.at(cell, place, values)
     assert rows is not task.rows or np.array_equal(counts, task.windows), "every window has its score once"
-    return cells
+    return LogLikelihoods(total, (hits == counts) & (counts > 0))

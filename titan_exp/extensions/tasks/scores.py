@@ -43,7 +43,7 @@ class TaskScores:
     """Version of the task."""
     primary: str
     """Metric that the task is usually reported by."""
-    scores: Mapping[str, Score]
+    metrics: dict[str, Score]
     """Score by metric; bits per byte come first."""
     ids: tuple[str, ...]
     """Names of the items, in the order of `Score.items`."""
@@ -171,27 +171,19 @@ def _scores(name: str, one: Mapping[str, Any]) -> TaskScores:
 
 def values_of(found: Sequence[TaskScores]) -> dict[str, Any]:
     """Scores of tasks as values of JSON, with those of each item; None in place of numbers that are not finite."""
-    return {
-        one.task: {
-            "digest": one.digest,
-            "primary": one.primary,
-            "chance": one.chance,
-            "truncated": one.truncated,
-            "refused": list(one.refused),
-            "ids": list(one.ids),
-            "metrics": {
-                metric: {
-                    "value": _number(value.value),
-                    "error": _number(value.error),
-                    "ties": value.ties,
-                    "weights": None if (value.weights == 1).all() else value.weights.tolist(),
-                    "items": [_number(item) for item in value.items.tolist()],
-                }
-                for metric, value in one.scores.items()
-            },
-        }
-        for one in found
-    }
+    return {one.task: _plain(vars(one)) for one in found}
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case Score() | dict():
+            named = value if isinstance(value, dict) else vars(value)
+            return {name: _plain(one) for name, one in named.items()}
+        case np.ndarray() | tuple():
+            return [_plain(one) for one in (value.tolist() if isinstance(value, np.ndarray) else value)]
+        case float():
+            return value if math.isfinite(value) else None
+    return value
 
 
 def metrics_of(tasks: Mapping[str, Any]) -> dict[str, float | None]:
@@ -228,7 +220,3 @@ def write_evaluation(folder: Path, tasks: Mapping[str, Any], *, step: int, token
 def _mean(values: Sequence[float | None]) -> float | None:
     numbers = [value for value in values if value is not None]
     return fmean(numbers) if len(numbers) == len(values) else None
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

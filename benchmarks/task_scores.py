@@ -19,9 +19,9 @@ from benchmarks.bench import Output, benchmark, environment, option, titan_exp, 
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.data.tokenizers import build_tokenizer
 from titan_exp.extensions.tasks.encoding import encode
-from titan_exp.extensions.tasks.scorer import scorer_of, scores_of
+from titan_exp.extensions.tasks.scorer import Scorer, scores_of
 from titan_exp.extensions.tasks.tasks import read_all
-from titan_exp.inference.evaluate import evaluation_experiment, mesh_of, own_device
+from titan_exp.inference.evaluate import evaluation_experiment, load_model, mesh_of, own_device
 from titan_exp.trainer.distributed import joined_process_group
 
 WORDS = ["red", "blue", "green", "tree", "house", "def", "class", "self", "return", "import", "value", "number"]
@@ -108,7 +108,8 @@ def _ours(run: Path, batch: int, device: torch.device) -> Callable[[Path], float
     words = ["training.seq_len=1024", f"training.micro_batch_size={batch}"]
     source = open_checkpoint(run)
     experiment = evaluation_experiment(run, source, words, True)
-    scorer, tokenizer = scorer_of(source, experiment, mesh_of(experiment, device)), build_tokenizer(experiment.data)
+    mesh, tokenizer = mesh_of(experiment, device), build_tokenizer(experiment.data)
+    scorer = Scorer(load_model(source, experiment, mesh), mesh, experiment)
 
     def score(task: Path) -> float:
         encoded = [encode(one, tokenizer, experiment.training.seq_len) for one in read_all([str(task)])]

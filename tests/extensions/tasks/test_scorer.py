@@ -96,14 +96,15 @@ def score_on_rank(run: str, words: list[str]) -> dict[str, list]:
 
     from tests.extensions.tasks.scoring_part import rows
     from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-    from titan_exp.extensions.tasks.scorer import scorer_of
-    from titan_exp.inference.evaluate import evaluation_experiment, mesh_of
+    from titan_exp.extensions.tasks.scorer import Scorer
+    from titan_exp.inference.evaluate import evaluation_experiment, load_model, mesh_of
     from titan_exp.trainer.distributed import joined_process_group
 
     source, device = open_checkpoint(Path(run)), torch.device("cpu")
     experiment = evaluation_experiment(Path(run), source, [*words, "training.micro_batch_size=2"], True)
     with joined_process_group(device):
-        scorer = scorer_of(source, experiment, mesh_of(experiment, device))
+        mesh = mesh_of(experiment, device)
+        scorer = Scorer(load_model(source, experiment, mesh), mesh, experiment)
         found = scorer.log_likelihoods(rows(experiment.training.seq_len, experiment.model.vocab_size))
     return {"total": found.total.tolist(), "greedy": found.greedy.tolist()}
 

@@ -1,5 +1,6 @@
 """Files that somebody else wrote, read without following, waiting or growing: JSON by type, YAML by a strict loader."""
 
+import gzip
 import json
 import math
 import os
@@ -70,10 +71,10 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Lines of a file of any size, without their ends. Raises as `open_file`, and UserError at a line longer than
-    `LINE_BYTES`."""
-    with open_file(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES), b""), 1):
+    """Lines of a file of any size, without their ends; it is unpacked if its name ends in `.gz`. Raises as `open_file`,
+    and UserError at a line longer than `LINE_BYTES`."""
+    with open_file(path) as file, gzip.open(file) if path.suffix == ".gz" else file as lines:
+        for number, line in enumerate(iter(lambda: lines.readline(LINE_BYTES), b""), 1):
             if len(line) == LINE_BYTES:
                 raise UserError(
                     f"{path}, line {number}: this line is longer than {LINE_BYTES // 2**20} MiB. Remove it."

@@ -220,7 +220,7 @@ def _shared(rows: Sequence[np.ndarray]) -> int:
 
 
 def evaluations(experiment: Experiment) -> Iterator[Evaluated]:
-    """Evaluation of a run that scores its tasks itself."""
+    """Evaluation of a run that scores its tasks itself, for its plan."""
     evaluation: Any = experiment.evaluation
     if evaluation.tasks and evaluation.where == "training":
         yield TaskScoring(experiment, "tasks")
@@ -236,8 +236,7 @@ class TaskScoring(Evaluated):
 
     def passes(self) -> int | str:
         """Passes over the batches, unless the tasks are too large to encode them for a plan."""
-        layout = ResolvedLayout.of(self.experiment)
-        group = layout.pipeline_microbatches if layout.parallelism.pp > 1 else 1
+        group = ResolvedLayout.of(self.experiment).indivisible_microbatches
         return -(-len(self._batches) // group) or "the tasks are encoded when training begins"
 
     def pass_of(self, experiment: Experiment, state: "TrainState") -> Callable[[], object]:
@@ -246,9 +245,7 @@ class TaskScoring(Evaluated):
 
         from titan_exp.extensions.tasks.scorer import ScoredBatch, Scorer
 
-        layout = ResolvedLayout.of(experiment)
-        size, length = layout.micro_batch_size, experiment.training.seq_len
-        scored = size * length
+        size, length, scored = ResolvedLayout.of(experiment).micro_batch_size, experiment.training.seq_len, 0
         if self._batches:
             _, size, length = max(self._batches, key=lambda batch: batch.size * batch.length)
             scored = max(map(self._scored, self._batches))
@@ -256,12 +253,13 @@ class TaskScoring(Evaluated):
 
         class Fake(ScoredBatch):
             def held(self, scored: torch.Tensor) -> torch.Tensor:
-                return scored[:, : -(-scored.shape[1] // layout.parallelism.cp)]
+                return scored[:, : -(-scored.shape[1] // experiment.parallelism.cp)]
 
         def run() -> object:
             tokens = torch.zeros((size, length), dtype=torch.int64)
-            batch = Fake(tokens, tokens, None, None, scored=torch.zeros((3, scored), dtype=torch.int64))
-            with scorer.scoring(scorer.objective(1)):
+            number = scored or size * length
+            batch = Fake(tokens, tokens, None, None, scored=torch.zeros((3, number), dtype=torch.int64))
+            with scorer.scoring(1):
                 return state.model.loss_sum([batch] * state.model.eval_microbatches)
 
         return run

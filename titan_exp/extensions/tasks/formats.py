@@ -6,7 +6,6 @@ with JSONL, whose prompts are as version 0.4.13 renders them in one process.
 
 import ast
 import csv
-import gzip
 import hashlib
 import json
 import random
@@ -25,12 +24,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.paths.foreign_file import (
-    LINE_BYTES,
     StrictLoader,
     count,
     file_name,
-    open_file,
     parse_object,
+    read_lines,
     read_object,
     read_text,
     read_yaml,
@@ -107,15 +105,11 @@ def placed(place: object) -> Iterator[None]:
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Objects of a JSONL file, gzipped if its name ends in `.gz`, each after its place. Raises UserError."""
+    """Objects of a JSONL file, which may be gzipped, each after its place. Raises UserError."""
     try:
-        with open_file(path) as file, gzip.open(file) if path.suffix == ".gz" else file as lines:
-            for number, line in enumerate(iter(lambda: lines.readline(LINE_BYTES), b""), 1):
-                place = f"{path}, line {number}"
-                if len(line) == LINE_BYTES:
-                    raise UserError(f"{place}: this line is longer than {LINE_BYTES // 2**20} MiB. Remove it.")
-                if line.strip():
-                    yield place, parse_object(line, place)
+        for number, line in enumerate(read_lines(path), 1):
+            if line.strip():
+                yield (place := f"{path}, line {number}"), parse_object(line, place)
     except FileNotFoundError as error:
         raise UserError(f"There is no file {path}. Put it there, or correct its name.") from error
     except (OSError, EOFError, zlib.error) as error:
@@ -275,17 +269,14 @@ _KINDS: dict[str, tuple[Kind, str]] = {
     "loglikelihood_rolling": ("rolling", "bits_per_byte"),
 }
 """Kind and usual metric by output type."""
-_METRICS = {"acc": "acc", "acc_norm": "acc_per_char", "acc_bytes": "acc_per_byte", "acc_mutual_info": "acc_pmi"}
-_METRICS |= {name: name for name in ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")}
-_READ = (
-    *("task", "output_type", "dataset_path", "dataset_kwargs", "test_split", "validation_split", "training_split"),
-    *("fewshot_split", "fewshot_config", "num_fewshot", "description", "doc_to_text", "doc_to_choice"),
-    *("doc_to_target", "target_delimiter", "fewshot_delimiter", "metric_list"),
-)
-_WITHOUT_EFFECT = (
-    *("task_alias", "tag", "group", "dataset_name", "metadata", "generation_kwargs", "repeats", "unsafe_code"),
-    *("should_decontaminate", "doc_to_decontamination_query"),
-)
+HARNESS_METRICS = {"acc": "acc", "acc_norm": "acc_per_char", "acc_bytes": "acc_per_byte", "acc_mutual_info": "acc_pmi"}
+HARNESS_METRICS |= {name: name for name in ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")}
+"""Our metric by that of lm-eval."""
+_READ = ("task", "output_type", "dataset_path", "dataset_kwargs", "test_split", "validation_split", "training_split",
+         "fewshot_split", "fewshot_config", "num_fewshot", "description", "doc_to_text", "doc_to_choice",
+         "doc_to_target", "target_delimiter", "fewshot_delimiter", "metric_list")  # fmt: skip
+_WITHOUT_EFFECT = ("task_alias", "tag", "group", "dataset_name", "metadata", "generation_kwargs", "repeats",
+                   "unsafe_code", "should_decontaminate", "doc_to_decontamination_query")  # fmt: skip
 
 
 class HarnessLoader(StrictLoader):
@@ -312,7 +303,7 @@ def read_harness_task(path: Path, values: Mapping[str, Any]) -> Task:
         metrics = [one["metric"] for one in config.get("metric_list") or ()]
         items = tuple(_Rendering(path, config, kind, "" if "acc_mutual_info" in metrics else None).items())
         chance, delimiter = (guessing(items), config["target_delimiter"]) if kind == "choice" else (0.0, "")
-        primary = next((_METRICS[one] for one in metrics if one in _METRICS), usual)
+        primary = next((HARNESS_METRICS[one] for one in metrics if one in HARNESS_METRICS), usual)
         return Task(name, kind, items, chance, primary, "whole", delimiter, str(path))
 
 

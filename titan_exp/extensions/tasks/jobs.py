@@ -68,10 +68,6 @@ class Jobs:
         self._requests = folder.path / FOLDER / "requests"
         self._checkpoints = CheckpointFolder(folder.checkpoints)
 
-    def result(self, step: int) -> Path:
-        """File with the scores of a step."""
-        return evaluation_file(self.folder.path, step)
-
     def log(self, step: int) -> Path:
         """Log of a step's job, which all of its starts share."""
         return self._file(step, "log")
@@ -140,7 +136,7 @@ class Jobs:
                 config = load_group(self.folder.config, "checkpoint", trust=trust)
                 with suppress(OSError):
                     self._checkpoints.apply_retention(config.keep, config.keep_every)
-            return self.result(step)
+            return evaluation_file(self.folder.path, step)
 
     def _file(self, step: int, kind: str) -> Path:
         return self._requests / f"step-{step:08d}.{kind}"
@@ -151,7 +147,7 @@ class Jobs:
 
     def _is_scored(self, request: Request) -> bool:
         with suppress(UserError, LookupError, TypeError, AttributeError):  # a damaged result counts as none
-            found = read_json(self.result(request.step)) or {}
+            found = read_json(evaluation_file(self.folder.path, request.step)) or {}
             return {name: one["digest"] for name, one in found["tasks"].items()} == request.digests
         return False
 
@@ -165,7 +161,7 @@ class Jobs:
         write_evaluation(self.folder.path, found, step=request.step, tokens=request.tokens)
 
     def _add_row(self, step: int) -> None:
-        found: dict[str, Any] = read_json(self.result(step))
+        found: dict[str, Any] = read_json(evaluation_file(self.folder.path, step))
         row = {"step": step, "tokens": found["tokens"], **metrics_of(found["tasks"])}
         with FileLock(self._requests / ".rows.lock") as lock:
             lock.acquire(timeout=60)

@@ -13,7 +13,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.foreign_file import read_yaml
 from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.extensions.tasks.encoding import encode
-from titan_exp.extensions.tasks.formats import Item, Kind, Task
+from titan_exp.extensions.tasks.formats import HARNESS_METRICS, Item, Kind, Task
 from titan_exp.extensions.tasks.scorer import Scorer, cells
 
 
@@ -47,10 +47,6 @@ class ScoredLM(LM):
         return [*zip(total[:, 0].tolist(), greedy[:, 0].tolist(), strict=True)]
 
 
-METRICS = {"acc_norm": "acc_per_char", "acc_bytes": "acc_per_byte", "acc_mutual_info": "acc_pmi"}
-"""Our names of lm-eval's metrics; the others have the same."""
-
-
 def lm_eval_scores(
     paths: Sequence[str], scorer: Scorer, tokenizer: Tokenizer, max_tokens: int, most: int | None
 ) -> dict[str, Any]:
@@ -77,7 +73,7 @@ def lm_eval_scores(
 def _scores(results: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str, Any]:
     values = {key.partition(",")[0]: value for key, value in results.items() if key.endswith(",none")}
     metrics = {
-        METRICS.get(name, name): {
+        HARNESS_METRICS.get(name, name): {
             "value": value,
             "error": _number(results.get(f"{name}_stderr,none")),
             "items": [_number(sample.get(name)) for sample in samples],

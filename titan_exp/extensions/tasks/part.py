@@ -81,11 +81,9 @@ class TaskJobs(Part):
         self._experiment = experiment
         self._keys: Any = experiment.evaluation
         self._cluster = job_cluster(experiment)
-        self._looks_at = 0.0
-        self._logged = False
-        self._started: set[int] = set()
-        self._named: set[int] = set()
-        self._handed: set[int] = set()
+        self._looks_at, self._logged = 0.0, False
+        # Steps whose job was started, is named as failed, or has its row handed on.
+        self._started, self._named, self._handed = set[int](), set[int](), set[int]()
 
     def begin(self, run: Run) -> None:
         """Read the tasks' versions."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
+from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch, SequencePart
@@ -87,8 +87,7 @@ class Scorer:
 
     def log_likelihoods(self, rows: Sequence[Row]) -> LogLikelihoods:
         """Score rows of at most `training.seq_len` + 1 tokens; all ranks must call it with the same rows."""
-        objective = self.objective(len(rows))
-        with self.scoring(objective):
+        with self.scoring(len(rows)) as objective:
             batches = self.batches(rows)
             while group := list(itertools.islice(batches, self.model.eval_microbatches)):
                 self.model.loss_sum(group)
@@ -100,30 +99,18 @@ class Scorer:
         assert torch.equal(sums[1], expected), "every token is scored once"
         return LogLikelihoods(sums[0].numpy(), (sums[2] == expected).numpy())
 
-    def objective(self, rows: int) -> "Scoring":
-        """Objective that scores `rows` rows."""
-        return Scoring(rows, self.mesh.device, self._shard, in_head=self._in_head)
-
-    @property
-    def _shard(self) -> VocabShard | None:
-        whole = not self.experiment.parallelism.loss_parallel
-        return None if whole else vocab_shard(self.mesh, self.experiment.model.vocab_size)
-
-    @property
-    def _in_head(self) -> bool:
-        """True if logits are computed of scored tokens alone, inside the model's forward."""
-        spec = model_spec(self.experiment.model)
-        last = self.model.parts[-1]
-        return computes_loss(last, spec) and (self.experiment.parallelism.tp == 1 or self._shard is not None)
-
     @contextmanager
-    def scoring(self, objective: "Scoring") -> Iterator[None]:
-        """Put the objective in the place of the model's, in evaluation mode. Other lengths are not compiled for."""
-        kept = self.model.objective
-        self.model.objective = objective
+    def scoring(self, rows: int) -> Iterator["Scoring"]:
+        """Objective for a number of rows, in the place of the model's, in evaluation mode. Other lengths are not
+        compiled for."""
+        kept, model, layout = self.model.objective, self.experiment.model, self.experiment.parallelism
+        shard = vocab_shard(self.mesh, model.vocab_size) if layout.loss_parallel else None
+        # Then logits are computed of scored tokens alone.
+        in_head = computes_loss(self.model.parts[-1], model_spec(model)) and (layout.tp == 1 or shard is not None)
+        self.model.objective = objective = Scoring(rows, self.mesh.device, shard, in_head=in_head)
         try:
             with evaluating(self.model), torch.compiler.set_stance("force_eager"):
-                yield
+                yield objective
         finally:
             self.model.objective = kept
 
@@ -224,22 +211,14 @@ def rank_main(run: Run) -> None:
 def _scores(experiment: Experiment, request: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Scores of the tasks as values of JSON."""
     source = open_checkpoint(Path(request["path"]), trust=request["trust"], averaged=request["averaged"])
-    scorer = scorer_of(source, experiment, mesh_of(experiment, device))
-    paths, most, model = (
-        request["tasks"],
-        request["most"],
-        (build_tokenizer(experiment.data), experiment.training.seq_len),
-    )
+    mesh = mesh_of(experiment, device)
+    scorer = Scorer(load_model(source, experiment, mesh), mesh, experiment)
+    model = build_tokenizer(experiment.data), experiment.training.seq_len
     if request["lm_eval"]:
         from titan_exp.extensions.tasks.lm_eval_backend import lm_eval_scores
 
-        return lm_eval_scores(paths, scorer, *model, most)
-    return values_of(scores_of(scorer, [encode(one, *model) for one in read_all(paths, most)]))
-
-
-def scorer_of(source: OpenCheckpoint, experiment: Experiment, mesh: Mesh) -> Scorer:
-    """Scorer by the model of a checkpoint, which is loaded, in `training.mixed_precision`."""
-    return Scorer(load_model(source, experiment, mesh), mesh, experiment)
+        return lm_eval_scores(request["tasks"], scorer, *model, request["most"])
+    return values_of(scores_of(scorer, [encode(one, *model) for one in read_all(request["tasks"], request["most"])]))
 
 
 def scores_of(scorer: Scorer, tasks: Sequence[EncodedTask]) -> list[TaskScores]:

@@ -9,16 +9,10 @@ import random
 import sysconfig
 from pathlib import Path
 
-MODULES = ("argparse", "ast", "configparser", "datetime", "decimal", "difflib", "doctest", "enum", "inspect", "locale")
-MODULES += ("mailbox", "optparse", "pdb", "pickletools", "pydoc", "statistics", "tarfile", "threading", "typing")
-HELD_OUT = ("subprocess",)
+MODULES = ("argparse", "ast", "configparser", "datetime", "decimal", "difflib", "doctest", "enum", "inspect",
+           "locale", "mailbox", "optparse", "pdb", "pickletools", "pydoc", "statistics", "tarfile",
+           "threading", "typing")  # fmt: skip
 DOCUMENTS, LINES = 2000, 20
-
-
-def code(modules: tuple[str, ...]) -> str:
-    """Source of modules that this Python has."""
-    files = (Path(sysconfig.get_paths()["stdlib"], f"{name}.py") for name in modules)
-    return "\n\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
 
 
 def main() -> None:
@@ -33,21 +27,17 @@ def main() -> None:
         documents = ("\n".join(lines[first : first + LINES]) for first in range(0, len(lines), LINES))
         (folder / f"{name}.txt").write_text("\n\n".join(documents))
         draw.shuffle(results)
-    (folder / "text.txt").write_text(code(MODULES), encoding="utf-8")
-    (folder / "held_out.txt").write_text(code(HELD_OUT), encoding="utf-8")
+    for name, modules in (("text", MODULES), ("held_out", ["subprocess"])):
+        files = (Path(sysconfig.get_paths()["stdlib"], f"{module}.py") for module in modules)
+        code = "\n\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+        (folder / f"{name}.txt").write_text(code, encoding="utf-8")
     requests = []
     for number, (a, b) in enumerate((a, b) for a in range(5) for b in range(5)):
         others = draw.sample([sum_ for sum_ in range(9) if sum_ != a + b], 3)
         for place, answer in enumerate([a + b, *others]):
+            about = {"request_type": "loglikelihood", "doc_id": number, "idx": place, "label": 0}
             request = {"context": f"{a} + {b} =", "continuation": f" {answer}\n"}
-            about = {
-                "request_type": "loglikelihood",
-                "doc_id": number,
-                "native_id": f"{a}+{b}",
-                "idx": place,
-                "label": 0,
-            }
-            requests.append(json.dumps({**about, "doc": {}, "request": request}))
+            requests.append(json.dumps(about | {"request": request}))
     (task / "requests.jsonl").write_text("\n".join(requests))
     config = {"task_name": "sums", "task_config": {"primary_metric": "acc_raw"}, "num_instances": 25}
     (task / "config.json").write_text(json.dumps(config))

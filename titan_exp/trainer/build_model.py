@@ -35,8 +35,7 @@ from titan_exp.parallel.meta_init import (
     materialize_parameters,
 )
 from titan_exp.parallel.module_requirements import require_modules
-from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, P2PTransport, Pipeline, build_schedule
-from titan_exp.parallel.pipeline_parallel.stage import Stage, keep_compiled_buffers, prune_to_stage, shared_parameters
+from titan_exp.parallel.pipeline_parallel.runtime import Pipeline, build_pipeline, build_schedule
 from titan_exp.quantization.quantize import describe, quantize
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.number_format import format_count
@@ -144,6 +143,7 @@ class BuiltModel:
             self._parallelize(model)
         else:
             self.pipeline = build_pipeline(model, build, self._parallelize, layout, mesh)
+            _log_pipeline(layout)
 
     def init_weights(self, selected: Callable[[str], bool] = every_weight) -> None:
         """Initialize this rank's weights whose full names are selected. Weights that a load will replace need not be
@@ -196,57 +196,15 @@ def _gemm_selection(experiment: Experiment, ranks: int) -> str:
     return "the fastest of cuBLAS and Triton, timed once and cached beside the runs (compile.autotune_gemms)"
 
 
-def build_pipeline(
-    whole: nn.Module,
-    build: Callable[[], nn.Module],
-    parallelize_stage: Callable[[nn.Module], None],
-    layout: ResolvedLayout,
-    mesh: Mesh,
-) -> Pipeline:
-    """Pipeline of this rank's stages, each of which is built on the meta device, cut and handed to
-    `parallelize_stage`, which fills it."""
-    parallelism = layout.parallelism
-    layers, placement = layout.stage_layers, layout.stage_placement
-    last = len(layers) - 1
-    assert mesh.pp_group is not None
-    if layout.splits_backward:
-        keep_compiled_buffers()
-    stages, shared, extra_tokens = [], shared_parameters(whole), whole.pp_plan().extra_tokens  # type: ignore[operator]
-    for number, rank in enumerate(placement):
-        if rank != mesh.pp_group.rank():
-            continue
-        with torch.device("meta"):
-            module = build()
-        # Modules of multi-token prediction follow the head's input.
-        behind = range(layout.layers, len(module.get_submodule("blocks"))) if number == last else ()  # type: ignore[arg-type]
-        prune_to_stage(module, [*layers[number], *behind], first=number == 0, last=number == last)
-        parallelize_stage(module)
-        stages.append(
-            Stage(
-                number,
-                number == last,
-                module,
-                shared=shared if number == 0 else (),
-                copied=shared if number == last else (),
-            )
-        )
-    counts = layout.layer_counts
-    schedules = [
-        build_schedule(parallelism.pp_schedule, parallelism.pp, len(layers), size) for size in layout.pass_sizes
-    ]
+def _log_pipeline(layout: ResolvedLayout) -> None:
+    counts, pp = layout.layer_counts, layout.parallelism
+    schedules = [build_schedule(pp.pp_schedule, pp.pp, len(counts), size) for size in layout.pass_sizes]
     get_logger().info(
         "pipeline: %s, %d stages of %s layers, %s micro-batches of %d sequences, bubble %s %%",
-        parallelism.pp_schedule,
-        len(layers),
+        pp.pp_schedule,
+        len(counts),
         ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1])),
         ", then ".join(map(str, layout.pass_sizes)),
         layout.micro_batch_size,
         ", then ".join(f"{100 * timeline(schedule).bubble:.0f}" for schedule in schedules),
-    )
-    return Pipeline(
-        stages,
-        schedules,
-        placement,
-        P2PTransport(mesh.pp_group, ActivationSpec.of(layout, mesh.device, extra_tokens)),
-        keep_gathered=layout.reshard_policy == "never",
     )

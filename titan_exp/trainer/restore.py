@@ -32,13 +32,12 @@ from titan_exp.ops.attention.sdpa import runs_here
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import buffer_places, init_buffers, local_shard, materialize_parameters
-from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
+from titan_exp.parallel.pipeline_parallel.runtime import Pipeline, build_pipeline
 from titan_exp.rules.checkpoint import model_misfits_of, state_misfits
 from titan_exp.rules.weights import from_config, given_weights, noted_changes, require_fit, tokenizer_misfit
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.provenance_records import Lineage, ancestors, for_shell, read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.build_model import build_pipeline
 from titan_exp.trainer.commit import Commit
 from titan_exp.trainer.profiling.compile_report import cache_of
 from titan_exp.trainer.training import Training

@@ -102,7 +102,7 @@ def test_the_verb_and_a_job_score_in_the_precision_of_the_run(
         (["--tasks", "nowhere"], "There is no nowhere. Give a file or folder that exists."),
         (["--tasks"], "has no request for scores of tasks. Give the tasks: titan-exp evaluate"),
         (["--tasks", "TASKS", "TASKS"], "both hold a task mine_easy"),
-        (["--tasks", "TASKS", "evaluation.task_items=some"], "this must be a whole number above 0"),
+        (["--tasks", "TASKS", "evaluation.task_items=some"], "task_items=some: must be a whole number"),
     ],
 )
 def test_wrong_words(

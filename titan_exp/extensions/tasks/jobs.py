@@ -152,7 +152,7 @@ class Jobs:
         return False
 
     def _write(self, request: Request, *, trust: bool) -> None:
-        from titan_exp.extensions.tasks.scorer import score_checkpoint
+        from titan_exp.extensions.tasks.part import score_checkpoint
 
         asked = {"tasks": request.paths, "most": request.most, "trust": trust, "averaged": False, "lm_eval": False}
         precision = load_group(self.folder.config, "training", ()).mixed_precision

@@ -109,7 +109,8 @@ titan-exp evaluate RUN|FOLDER --tasks PATH... [step=N] [training.seq_len=N] [tra
 
   A PATH holds rendered requests as OLMo's (a folder of config.json and requests.jsonl.gz, or a folder of such folders),
   a task of lm-eval with local files (YAML), or a CORE bundle (YAML). titan-exp help tasks says more.
-  training.seq_len=N is the longest context, the run's by default. parallelism.dp_shard=2 starts two processes.
+  training.seq_len=N is the longest context, the run's by default. parallelism.dp_shard=2, tp=2 or pp=2 start two
+  processes.
   backend=lm-eval gives the model to the lm-evaluation-harness itself, which needs its package (the extra lm-eval) and
   takes its own tasks (YAML). --json prints the scores of each item, too.
 
@@ -150,7 +151,7 @@ def evaluate_tasks(argv: Sequence[str]) -> int:
         return retry(Path(run), trust=options.trust)
     if not lm_eval:
         read_all(paths, options.task_items)  # refused before a model is loaded
-    from titan_exp.extensions.tasks.scorer import score_checkpoint
+    from titan_exp.extensions.tasks.part import score_checkpoint
 
     request = {"tasks": paths, "most": options.task_items, "trust": options.trust, "averaged": options.averaged}
     overrides, path = [word for word in rest if word not in words], local_copy(run, step=options.step)

@@ -1,6 +1,6 @@
 """Pipeline runtime: runs this rank's stages through a schedule of actions and P2P operations."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -24,7 +24,14 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.fsdp import disable_gradient_sync, reduce_gradients
-from titan_exp.parallel.pipeline_parallel.stage import Forward, Stage
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.pipeline_parallel.stage import (
+    Forward,
+    Stage,
+    keep_compiled_buffers,
+    prune_to_stage,
+    shared_parameters,
+)
 from titan_exp.parallel.step_observer import StepObserver, step_observer
 
 
@@ -338,6 +345,52 @@ class Pipeline:
         if not 0 <= stage < len(self._placement):
             return None
         return Action(stage, "F" if action.kind == "F" else "B", action.microbatch)
+
+
+def build_pipeline(
+    whole: nn.Module,
+    build: Callable[[], nn.Module],
+    parallelize_stage: Callable[[nn.Module], None],
+    layout: ResolvedLayout,
+    mesh: Mesh,
+) -> Pipeline:
+    """Pipeline of this rank's stages, each of which is built on the meta device, cut and handed to
+    `parallelize_stage`, which fills it."""
+    parallelism = layout.parallelism
+    layers, placement = layout.stage_layers, layout.stage_placement
+    last = len(layers) - 1
+    assert mesh.pp_group is not None
+    if layout.splits_backward:
+        keep_compiled_buffers()
+    stages, shared, extra_tokens = [], shared_parameters(whole), whole.pp_plan().extra_tokens  # type: ignore[operator]
+    for number, rank in enumerate(placement):
+        if rank != mesh.pp_group.rank():
+            continue
+        with torch.device("meta"):
+            module = build()
+        # Modules of multi-token prediction follow the head's input.
+        behind = range(layout.layers, len(module.get_submodule("blocks"))) if number == last else ()  # type: ignore[arg-type]
+        prune_to_stage(module, [*layers[number], *behind], first=number == 0, last=number == last)
+        parallelize_stage(module)
+        stages.append(
+            Stage(
+                number,
+                number == last,
+                module,
+                shared=shared if number == 0 else (),
+                copied=shared if number == last else (),
+            )
+        )
+    schedules = [
+        build_schedule(parallelism.pp_schedule, parallelism.pp, len(layers), size) for size in layout.pass_sizes
+    ]
+    return Pipeline(
+        stages,
+        schedules,
+        placement,
+        P2PTransport(mesh.pp_group, ActivationSpec.of(layout, mesh.device, extra_tokens)),
+        keep_gathered=layout.reshard_policy == "never",
+    )
 
 
 class P2PQueue:

@@ -113,7 +113,7 @@ def _ours(run: Path, batch: int, device: torch.device) -> Callable[[Path], float
 
     def score(task: Path) -> float:
         encoded = [encode(one, tokenizer, experiment.training.seq_len) for one in read_all([str(task)])]
-        return scores_of(scorer, encoded)[0].scores["acc"].value
+        return scores_of(scorer, encoded)[0].metrics["acc"].value
 
     return score
 

@@ -10,6 +10,7 @@ from tests.cluster.slurm import Slurm
 from tests.extensions.tasks.test_jobs import WORDS, logs, toy, until
 from tests.parity.runs import train
 from titan_exp.extensions.tasks.jobs import Jobs
+from titan_exp.extensions.tasks.scores import evaluation_file
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
@@ -34,4 +35,4 @@ def test_a_job_in_the_queue_is_not_submitted_again(slurm: Slurm, tmp_path: Path,
     slurm.run("scontrol", "release", job)
     until(lambda: not slurm.queue(), lambda: (slurm.state(), logs(path)))
     assert not jobs.open_steps()
-    assert logs(path) == {"step-00000002": [f"step 2: {jobs.result(2)}"]}
+    assert logs(path) == {"step-00000002": [f"step 2: {evaluation_file(path, 2)}"]}

@@ -22,6 +22,7 @@ from titan_exp.cli.main import main
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.extensions.tasks import jobs, part
 from titan_exp.extensions.tasks.jobs import Jobs, Request, report
+from titan_exp.extensions.tasks.scores import evaluation_file
 from titan_exp.launch.rank.rank_env import outer_launch
 from titan_exp.rules import violations
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
@@ -200,7 +201,7 @@ def test_a_killed_job_is_named_and_scored_on_request(
     assert code == 0
     shown = said.splitlines()[-2:]
     assert [line.partition(";")[0] for line in shown[:1]] == ["tasks of step 4: not scored"]
-    assert typed(*shown[-1].split()[1:]) == (0, f"step 4: {asked.result(4)}\n")
+    assert typed(*shown[-1].split()[1:]) == (0, f"step 4: {evaluation_file(asked.folder.path, 4)}\n")
     assert not asked.open_steps()
     assert not [*report(configured, path)]
     beside._logged = True

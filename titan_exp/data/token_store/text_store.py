@@ -151,9 +151,10 @@ def tokens_of_a_part(
         damage = (OSError, ValueError, LookupError, EOFError, BadZipFile)
         with suppress(*damage), (place / name).open("rb") as file, np.load(file) as found:
             return sequence_of(found["tokens"], found["starts"])  # with checksums
-    parts, content = list(documents), getattr(source, "content", None)
+    parts = list(documents)
+    content: Any = getattr(source, "content", None)
     tokens, starts = np.concatenate(parts), np.cumsum([0, *map(len, parts[:-1])])
-    files = None if content is None else open_files(data)
+    files = open_files(data) if isinstance(content, CorpusContent) else None
     if tokens.nbytes <= LARGEST_KEPT and (files is None or files.content.stamp == content.stamp):
         for place in _places(make=True):
             with suppress(OSError):  # training does without

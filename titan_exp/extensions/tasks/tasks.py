@@ -42,11 +42,11 @@ def read_all(paths: Iterable[str], most: int | None = None) -> list[Task]:
     found: dict[str, Task] = {}
     for path in paths:
         if not Path(path).exists():
-            found = [f"{url} target={folder}" for folder, url in ARCHIVES.items() if Path(folder) in Path(path).parents]
+            fetch = [f"{url} target={folder}" for folder, url in ARCHIVES.items() if Path(folder) in Path(path).parents]
             if Path(path).is_relative_to(DATASETS) and len(parts := Path(path).relative_to(DATASETS).parts) > 2:
-                found = [f"{parts[0]}/{parts[1]} files=dataset"]
+                fetch = [f"{parts[0]}/{parts[1]} files=dataset"]
             remedy = (
-                f"To fetch it, type titan-exp download {found[0]}" if found else "Give a file or folder that exists."
+                f"To fetch it, type titan-exp download {fetch[0]}" if fetch else "Give a file or folder that exists."
             )
             raise UserError(f"There is no {path}. {remedy}")
         for task in read_tasks(path):

@@ -94,6 +94,9 @@ class Extension:
     unfinished: str = ""
     """Function of a run's experiment and folder that yields lines about work which outlives the run, such as jobs of
     its own, for the end of a run and for `titan-exp show`. Imported without torch."""
+    late: Mapping[str, str] = field(default_factory=dict)
+    """File of a run folder with metrics of such work, a JSON row for each `step`, by the prefix that the metrics get.
+    They join the run's row of that step."""
     sections: str = ""
     """Function of a `titan_exp.compare.comparison.Comparison` that yields tables, each a `Section` of
     `titan_exp/compare/output/study_sections.py`, for every output of `titan-exp compare`."""

@@ -50,6 +50,7 @@ EXTENSION = Extension(
     sections=f"{HERE}.compare:sections",
     verbs={"evaluate --tasks": f"{HERE}.tasks:evaluate_tasks"},
     unfinished=f"{HERE}.jobs:report",
+    late={"tasks/": "tasks.jsonl"},
     usage={
         "evaluate": """
                titan-exp evaluate RUN --tasks PATH... scores tasks: titan-exp help tasks

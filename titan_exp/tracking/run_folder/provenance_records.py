@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 from yaml import YAMLError
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.extension import provided
 from titan_exp.config.paths.foreign_file import load_node, of_kind, read_file, read_text
 from titan_exp.tracking.run_folder.attempts import read_json
 from titan_exp.tracking.run_folder.files import write_atomically
@@ -229,16 +230,34 @@ def children(run_folder: Path) -> list[tuple[Path, Lineage]]:
     return found
 
 
-def read_history(run_folder: Path, file: str = "metrics.jsonl") -> MetricRows:
+def late_values(run_folder: Path) -> dict[int, dict[str, Any]]:
+    """Metrics that work which outlives a run has written, by step, ascending. Raises UserError if a row is damaged."""
+    found: dict[int, dict[str, Any]] = {}
+    for prefix, file in provided("late").items():
+        for row in read_metrics(run_folder / file):
+            values = {f"{prefix}{name}": value for name, value in row.items() if name not in ("step", "tokens")}
+            found[row["step"]] = found.get(row["step"], {}) | values
+    return dict(sorted(found.items()))
+
+
+def _rows(run_folder: Path, file: str) -> MetricRows:
+    rows, late = read_metrics(run_folder / file), late_values(run_folder) if file == METRICS else {}
+    return MetricRows(row | late.get(row["step"], {}) for row in rows) if late else rows
+
+
+METRICS = "metrics.jsonl"
+
+
+def read_history(run_folder: Path, file: str = METRICS) -> MetricRows:
     """Rows of a run's metrics, preceded by its ancestors' rows up to the steps at which they were continued.
 
     `file` may be another file of such rows. A parent that is not on this machine has no rows. Raises UserError if a row
     is damaged.
     """
-    rows = read_metrics(run_folder / file)
+    rows = _rows(run_folder, file)
     for ancestor in ancestors(run_folder):
         if ancestor.folder is not None:
             step = ancestor.lineage.step
-            earlier = read_metrics(ancestor.folder / file)
+            earlier = _rows(ancestor.folder, file)
             rows = MetricRows(chain((row for row in earlier if row["step"] <= step), rows))
     return rows

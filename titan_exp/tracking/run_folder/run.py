@@ -21,6 +21,7 @@ from titan_exp.tracking.run_folder.provenance_records import (
     CodeRecord,
     Lineage,
     ancestors,
+    late_values,
     read_code,
     read_environment_record,
     read_overrides,
@@ -222,5 +223,8 @@ class Run(os.PathLike[str]):
 
     @cached_property
     def last_values(self) -> dict[str, Value]:
-        """Latest value of every metric, read only from the end of the file."""
-        return read_last_values(self.folder.metrics)
+        """Latest value of every metric, read only from the end of the file, and those of work that outlives the run."""
+        found = read_last_values(self.folder.metrics)
+        for values in late_values(self.folder.path).values():
+            found |= values
+        return found

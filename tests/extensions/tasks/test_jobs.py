@@ -26,6 +26,8 @@ from titan_exp.extensions.tasks.scores import evaluation_file
 from titan_exp.launch.rank.rank_env import outer_launch
 from titan_exp.rules import violations
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.provenance_records import read_history
+from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 WORDS = ["training.steps=4", *EVALUATE.replace("every=6", "every=2").split(), "checkpoint=sync", "checkpoint.every=100"]
@@ -163,6 +165,11 @@ def test_a_job_scores_as_the_verb(run: tuple[Path, Curve], task: Path):
     means = {"bits_per_byte": metrics[f"{name}/bits_per_byte"]}
     means["acc_centered"] = pytest.approx((metrics[f"{name}/acc"] - 1 / 3) / (2 / 3))
     assert row == {"step": 4, "tokens": result["tokens"], **metrics, **means}
+    shown = {f"tasks/{metric}": value for metric, value in row.items() if metric not in ("step", "tokens")}
+    assert shown.items() <= Run(RunFolder(path)).last_values.items()
+    (*_, row) = read_history(path)
+    assert shown.items() <= row.items()
+    assert row["loss"] == run[1].loss[-1]
 
 
 def test_jobs_leave_no_trace_in_the_curve(run: tuple[Path, Curve], tmp_path: Path):

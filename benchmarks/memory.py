@@ -174,8 +174,8 @@ def measured(name: str, tiny: bool = False, rank: int = 0) -> dict[str, int | No
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from titan_exp.config.devices import allocator_environment
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
-    from titan_exp.config.machine.devices import allocator_environment
     from titan_exp.plan.trace.fake_world import FakeRank, fake_batches
     from titan_exp.trainer.train_state import assemble
 
@@ -274,7 +274,7 @@ def rank_memory(options: RankOptions, out: Output) -> None:
     The kernels and the caching allocator are real; the collectives send nothing. Each case is planned while it is
     measured, in processes of their own, so that neither sees the other's memory. `stub-memory` does so without a GPU.
     """
-    from titan_exp.config.machine.devices import visible_gpus
+    from titan_exp.config.devices import visible_gpus
 
     if not options.tiny and not visible_gpus():
         raise CannotRun("this machine shows no NVIDIA GPU; --tiny runs a debug model on a CPU")

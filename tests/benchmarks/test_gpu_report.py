@@ -18,7 +18,7 @@ from benchmarks.bench import ROOT, Running, cause_in, markdown, wait_for
 from benchmarks.gpu_report import VARIABLE, GpuReport, Report, by_room
 from benchmarks.memory import CASES, HEAD, Peaks, experiment_of, row
 from tests.launch.fake_ranks import wait_until
-from titan_exp.config.machine import devices
+from titan_exp.config import devices
 from titan_exp.plan.supported import check_supported
 
 

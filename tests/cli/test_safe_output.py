@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titan_exp.cli.main import main
-from titan_exp.config.command_line.safe_output import visible
+from titan_exp.config.command_line.output import visible
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.config.composing import experiment
-from titan_exp.config.machine.devices import allocator_environment, uses_expandable_segments
+from titan_exp.config.devices import allocator_environment, uses_expandable_segments
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.launch.rank import main
 from titan_exp.launch.rank.rank_env import RankInfo

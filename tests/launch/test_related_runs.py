@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from titan_exp.cli.main import main
+from titan_exp.config.checkpoint_files import METADATA_FILE, step_name
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.paths.checkpoint_files import METADATA_FILE, step_name
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.executor import Submission
 from titan_exp.launch.local.executor import LocalExecutor

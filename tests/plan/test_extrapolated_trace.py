@@ -13,9 +13,9 @@ from tests.patching import patch
 from tests.plan.layouts import experiment_of, predicted
 from tests.plan.test_extrapolate import ACCUMULATED, BF16, CUDA, PIPELINES, WHOLE
 from tests.ranks import run_ranks
+from titan_exp.config.devices import device_type
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.plan.cuda.caching_allocator import Event
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason

@@ -10,10 +10,10 @@ import pytest
 
 from tests.plan.layouts import LAYOUTS, experiment_of, predicted
 from titan_exp.cli.plan import search_options
+from titan_exp.config.devices import offered_devices
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
-from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.build import build_model
 from titan_exp.models.spec.lookup import model_spec
@@ -21,14 +21,7 @@ from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.gate import changes as changes_module
 from titan_exp.plan.gate import gate as gate_module
 from titan_exp.plan.gate.changes import explain_changes, find_changes
-from titan_exp.plan.gate.gate import (
-    GIB,
-    MemoryCheck,
-    check_memory,
-    explain_oom,
-    plan_record,
-    upper_bound,
-)
+from titan_exp.plan.gate.gate import GIB, MemoryCheck, check_memory, explain_oom, plan_record, upper_bound
 from titan_exp.plan.gate.predictions import PredictionRequest, cache_key, get, predict_many, put
 from titan_exp.plan.predict import predict
 from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks

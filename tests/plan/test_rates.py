@@ -7,10 +7,10 @@ import pytest
 
 from tests.plan.layouts import experiment_of
 from titan_exp.cli.plan import device_for
+from titan_exp.config.devices import gpu_memory_bytes
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.pipeline_schedules import COST, pipeline_seconds, timeline
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.layout.schedule_timeline import COST, pipeline_seconds, timeline
-from titan_exp.config.machine.devices import gpu_memory_bytes
 from titan_exp.plan.cuda import devices
 from titan_exp.plan.cuda.devices import DEVICES, cpu_device, gpu_memory, refine_gpu
 from titan_exp.plan.roofline import message_seconds, rank_time, schedule_and_bubble

@@ -19,9 +19,8 @@ from tests.ranks import run_ranks
 from titan_exp.cli.shell.hydra_command import OutputFile
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.axes import AXES, DEGREES
-from titan_exp.config.layout.pipeline_schedules import Action
+from titan_exp.config.layout.pipeline_schedules import COST, Action, timeline
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.layout.schedule_timeline import COST, timeline
 from titan_exp.parallel.pipeline_parallel.runtime import build_schedule
 from titan_exp.plan.cuda.devices import DEVICES, memory_of_gpu
 from titan_exp.plan.gate.gate import MemoryCheck

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from titan_exp.config.machine.torch_features import torchao_violations
+from titan_exp.config.torch_features import torchao_violations
 from titan_exp.quantization import nvfp4 as module
 from titan_exp.quantization.nvfp4 import (
     BLOCK,

@@ -110,7 +110,7 @@ def test_what_a_gpu_lacks_is_emulated_or_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_a_gpu_s_nvfp4_is_refused_without_its_torchao(monkeypatch: pytest.MonkeyPatch):
     """At the start, where the GPU is known: before torchao's modules are imported, which older versions lack."""
-    monkeypatch.setattr("titan_exp.config.machine.torch_features.torchao_version", lambda: "0.17.0")
+    monkeypatch.setattr("titan_exp.config.torch_features.torchao_version", lambda: "0.17.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     config, gpu = made("quantization=nvfp4").quantization, torch.device("cuda", 0)
     with pytest.raises(

@@ -39,9 +39,9 @@ from titan_exp.checkpoint.state_dict import (
     model_state_dict,
     training_state_dict,
 )
+from titan_exp.config.checkpoint_files import saved_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import CheckpointConfig
-from titan_exp.config.paths.checkpoint_files import saved_state
 from titan_exp.parallel.mesh import new_cpu_group
 from titan_exp.tracking.logging import get_logger
 

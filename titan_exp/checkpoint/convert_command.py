@@ -10,12 +10,12 @@ from rich.filesize import decimal
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy, staged_upload
-from titan_exp.config.command_line.json_output import answer
+from titan_exp.config.checkpoint_files import is_url
+from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.verb_options import ConvertOptions
+from titan_exp.config.devices import return_freed_memory
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.hydra.presets import model_overrides
-from titan_exp.config.machine.devices import return_freed_memory
-from titan_exp.config.paths.remote_url import is_url
+from titan_exp.config.hydra.nondefault import model_overrides
 from titan_exp.config.schema.component import component, is_builtin
 from titan_exp.models.convert.diffusers_config import diffusers_class, diffusers_violations
 from titan_exp.models.convert.hf_config import (

@@ -18,7 +18,7 @@ from titan_exp.checkpoint.optimizer_state import (
     optimizer_tensors,
     optimizer_values,
 )
-from titan_exp.config.paths.foreign_file import parse_value
+from titan_exp.config.foreign_file import parse_value
 from titan_exp.models.spec.moe import TRAINING_BUFFERS
 
 MODEL_PREFIX, DATA_PREFIX, PROGRESS_KEY = "model.", "data.", "progress"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_exp.cli.shell.hydra_command import OutputFile
-from titan_exp.config.command_line.json_output import answer, json_text
 from titan_exp.config.command_line.options import HELP, options_help, take_options
+from titan_exp.config.command_line.output import answer, json_text
 from titan_exp.config.command_line.verb_options import CompareOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.state.run_lookup import named_runs, runs_folder

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.options import options_help, take_options
+from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.verb_options import DiffOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.state.run_lookup import find_runs, named_runs, require_one, runs_folder

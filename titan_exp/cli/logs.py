@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.verb_options import LogsOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.foreign_file import FILE_BYTES
+from titan_exp.config.foreign_file import FILE_BYTES
 from titan_exp.launch.executor import typed_path
 from titan_exp.launch.rank.rank_status import read_record
 from titan_exp.launch.state.attempt_end import TAIL

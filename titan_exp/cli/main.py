@@ -17,8 +17,7 @@ from pathlib import Path
 
 from titan_exp import __version__
 from titan_exp.cli.help import guides, tutorials
-from titan_exp.config.command_line.json_output import FLAGS, json_output
-from titan_exp.config.command_line.safe_output import safe_output
+from titan_exp.config.command_line.output import FLAGS, json_output, safe_output
 from titan_exp.config.errors.explained_errors import explain_os_error
 from titan_exp.config.errors.user_error import UserError, listed, nearest
 from titan_exp.config.extension import extensions, help_line, lacking, load, provided

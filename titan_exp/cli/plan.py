@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_exp.cli.shell.hydra_command import OutputFile, run_with_hydra
-from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.options import HELP, SWITCHES, VALUED, options_help, take_options
+from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.verb_options import PlanOptions, PlanSearchOptions
+from titan_exp.config.devices import device_type, offered_devices
 from titan_exp.config.errors.user_error import UserError, listed, nearest
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.axes import DEGREES, ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.machine.devices import device_type, offered_devices
 from titan_exp.config.schema.schema import OTHER_NAMES
 from titan_exp.tracking.number_format import format_bytes
 
@@ -137,8 +137,8 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     """Predict a composed run and print the plan; returns the exit code. The page shows the `command`. Raises UserError
     if the run breaks a rule or cannot be predicted."""
     from titan_exp.config.command_line.help import remarks
+    from titan_exp.config.devices import offered_devices
     from titan_exp.config.layout.resolved_layout import compilation, resolve_layout
-    from titan_exp.config.machine.devices import offered_devices
     from titan_exp.launch.run_id import laptop_rate
     from titan_exp.plan.planner_processes import start_forkserver
     from titan_exp.plan.supported import check_supported

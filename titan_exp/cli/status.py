@@ -13,8 +13,8 @@ from rich.cells import cell_len
 from rich.live import Live
 from rich.text import Text
 
-from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.options import options_help, take_options
+from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.command_line.verb_options import StatusOptions
 from titan_exp.config.errors.user_error import listed

@@ -19,9 +19,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _launch(cfg: Any, overrides: Sequence[str]) -> int:
+    from titan_exp.config.checkpoint_files import saved_state
     from titan_exp.config.command_line.help import remarks
-    from titan_exp.config.command_line.json_output import answer
-    from titan_exp.config.paths.checkpoint_files import saved_state
+    from titan_exp.config.command_line.output import answer
     from titan_exp.launch.executor import executor_for
     from titan_exp.launch.memory_gate import gate_run, is_done, predicted
     from titan_exp.launch.provenance.changes import report_stale
@@ -75,7 +75,7 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
 
 def _preview(experiment: "Experiment", step: int) -> int:
     """Print the global batch of a step."""
-    from titan_exp.config.command_line.json_output import answer
+    from titan_exp.config.command_line.output import answer
     from titan_exp.data.preview import preview
     from titan_exp.launch.sweep.sweep_args import current_sweep_options
 

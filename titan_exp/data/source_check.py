@@ -3,11 +3,11 @@
 from concurrent.futures import Future
 from threading import Thread
 
+from titan_exp.config.data_files import unlimited_split
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import unlimited_split
-from titan_exp.config.schema.builtins import described
-from titan_exp.config.schema.sources import asked, open_files
+from titan_exp.config.schema.data_sets import asked, open_files
+from titan_exp.config.schema.foreign_code import described
 from titan_exp.data.sources.base import RandomAccessSource, build_source, held_out_fraction
 from titan_exp.data.tokenizers import ByteTokenizer, encode_document
 from titan_exp.data.validation_split import training_subset, validation_subset

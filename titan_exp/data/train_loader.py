@@ -18,7 +18,7 @@ import torch
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.schema.sources import source_member
+from titan_exp.config.schema.data_sets import source_member
 from titan_exp.data.batch import Batch, MicroBatch, collate
 from titan_exp.data.data_warning import warn
 from titan_exp.data.sampler import NextRow, RowBuffer, Sampler, SamplerState

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from titan_exp.config.data_files import unit_hash, unlimited_split
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import unit_hash, unlimited_split
-from titan_exp.config.schema.builtins import described
-from titan_exp.config.schema.sources import source_member
-from titan_exp.config.schema.validation_sets import HOLD_TEXT
+from titan_exp.config.schema.data_sets import HOLD_TEXT, source_member
+from titan_exp.config.schema.foreign_code import described
 from titan_exp.data.batch import Batch, collate
 from titan_exp.data.sources.base import (
     RandomAccessSource,

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from titan_exp.config.data_files import none_held_out, none_to_train_on, unit_hash
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.paths.data_files import none_held_out, none_to_train_on, unit_hash
 from titan_exp.data.sources.base import RandomAccessSource
 
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
-from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.options import take_options
+from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.command_line.verb_options import EvaluateOptions
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, in_quotes, listed
@@ -24,7 +24,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.schema.builtins import objective_names
+from titan_exp.config.schema.foreign_code import objective_names
 from titan_exp.config.schema.schema import value_keys
 from titan_exp.config.schema.typed_config import read_values, to_dict, to_experiment
 from titan_exp.data.batch import Batch

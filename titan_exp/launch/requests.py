@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import listed
-from titan_exp.config.machine.devices import device_type
 from titan_exp.launch.executor import executor_for, size_text
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.plan.gate.gate import fits_unsharded

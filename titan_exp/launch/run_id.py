@@ -12,12 +12,12 @@ from typing import Any
 
 import yaml
 
+from titan_exp.config.checkpoint_files import saved_state, step_of
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import shipped_options
-from titan_exp.config.groups.evaluation import FORMER
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import LRScheduleConfig
-from titan_exp.config.paths.checkpoint_files import saved_state, step_of
+from titan_exp.config.groups.training import FORMER
 from titan_exp.config.schema.component import is_dotted
 from titan_exp.config.schema.foreign_code import Trust, import_paths
 from titan_exp.config.schema.identity_keys import LAYOUT, has_effect, idle_keys, is_among

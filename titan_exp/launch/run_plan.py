@@ -13,23 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from titan_exp.config.checkpoint_files import initial_folder, is_url, normalize_parent, saved_state
+from titan_exp.config.devices import offered_devices
 from titan_exp.config.errors.explained_errors import REMEDIES
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.foreign_file import read_file, read_text
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.nondefault import nondefault_overrides
-from titan_exp.config.layout.resolved_layout import (
-    compilation,
-    resolve_layout,
-    with_automatic_kernels,
-)
-from titan_exp.config.machine.devices import offered_devices
-from titan_exp.config.paths.checkpoint_files import initial_folder, saved_state
-from titan_exp.config.paths.foreign_file import read_file, read_text
-from titan_exp.config.paths.remote_url import is_url, normalize_parent
-from titan_exp.config.schema.builtins import sources
-from titan_exp.config.schema.foreign_code import import_paths, signed
+from titan_exp.config.layout.resolved_layout import compilation, resolve_layout, with_automatic_kernels
+from titan_exp.config.schema.data_sets import validation_sets
+from titan_exp.config.schema.foreign_code import import_paths, signed, sources
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
-from titan_exp.config.schema.validation_sets import validation_sets
 from titan_exp.launch.executor import RunPlan, check_executor
 from titan_exp.launch.provenance.changes import refuse_other_data
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean
 from titan_exp.config.groups.parallelism import ActivationCheckpointConfig
-from titan_exp.config.machine.torch_features import read_entry
+from titan_exp.config.torch_features import read_entry
 from titan_exp.models.blocks.feed_forward import Router
 from titan_exp.models.blocks.transformer import iter_blocks, iter_numbered_blocks
 from titan_exp.ops.matmul_flops import count_grouped_heads

@@ -15,9 +15,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.schema.builtins import described
-from titan_exp.config.schema.sources import open_files
-from titan_exp.config.schema.validation_sets import validation_sets
+from titan_exp.config.schema.data_sets import open_files, validation_sets
+from titan_exp.config.schema.foreign_code import described
 from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, sampled_edge, small_run
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
+from titan_exp.config.devices import device_type, usable_cores, uses_expandable_segments
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.pipeline_schedules import pipeline_seconds
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, share_of_world
-from titan_exp.config.layout.schedule_timeline import pipeline_seconds
-from titan_exp.config.machine.devices import device_type, usable_cores, uses_expandable_segments
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.models.spec.lookup import model_spec, with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reserved, steady_reserved

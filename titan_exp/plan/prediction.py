@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.schedule_timeline import pipeline_seconds
+from titan_exp.config.layout.pipeline_schedules import pipeline_seconds
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.tracking.run_folder.attempts import read_json
 from titan_exp.tracking.run_folder.run_folder import RunFolder

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.machine.devices import device_type
-from titan_exp.config.machine.torch_features import ATTENTION_BACKEND, auto_backend
+from titan_exp.config.torch_features import ATTENTION_BACKEND, auto_backend
 from titan_exp.models.spec.lookup import attention_backend, model_spec
 from titan_exp.plan.cuda.devices import Device
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.config.machine.torch_features import import_torchao
+from titan_exp.config.torch_features import import_torchao
 from titan_exp.models.blocks.linear import LinearImpl
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.ops.float8 import cast_weights, weights_amax

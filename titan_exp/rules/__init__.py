@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
+from titan_exp.config.devices import offered_devices
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.machine.devices import offered_devices
 from titan_exp.rules.checkpoint import (
     CHECKPOINT_BEGINNING_RULES,
     CHECKPOINT_RULES,

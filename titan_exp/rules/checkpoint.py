@@ -7,27 +7,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from titan_exp.config.checkpoint_files import (
+    METADATA_FILE,
+    initial_folder,
+    intact_before,
+    is_url,
+    missing_part,
+    parent_checkpoint,
+    parent_location,
+    problem_of_url,
+    step_of,
+)
 from titan_exp.config.errors.user_error import UserError, Violation, listed, nearest, shown
+from titan_exp.config.foreign_file import parse_json, read_lines
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.groups.run import CheckpointConfig, DataConfig, PathsConfig, RunConfig
 from titan_exp.config.groups.training import TrainingConfig, WeightAverageConfig
-from titan_exp.config.paths.checkpoint_files import METADATA_FILE, initial_folder, intact_before, missing_part, step_of
-from titan_exp.config.paths.foreign_file import parse_json, read_lines
-from titan_exp.config.paths.remote_url import is_url, parent_checkpoint, parent_location, problem_of_url
 from titan_exp.config.schema.identity_keys import flatten, is_among
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.models.convert.hf_config import export_violations
 from titan_exp.models.convert.state_dict_map import checkpoint_formats
 from titan_exp.rules.rule import Refuse, rules
-from titan_exp.rules.weights import (
-    ACCEPT,
-    TOKENIZER,
-    from_config,
-    given_weights,
-    model_misfits,
-    tokenizer_misfit,
-)
+from titan_exp.rules.weights import ACCEPT, TOKENIZER, from_config, given_weights, model_misfits, tokenizer_misfit
 
 
 def initial_weights_exist(checkpoint: CheckpointConfig) -> Iterator[Violation]:

@@ -8,13 +8,8 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from titan_exp.config.errors.user_error import UserError, Violation, listed, shown
-from titan_exp.config.groups.evaluation import EvaluationConfig
-from titan_exp.config.groups.experiment import Experiment, ModelConfig
-from titan_exp.config.groups.run import CheckpointConfig, DataConfig, PathsConfig
-from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.paths import data_files
-from titan_exp.config.paths.data_files import (
+from titan_exp.config import data_files
+from titan_exp.config.data_files import (
     SPLIT_FURTHER,
     Manifest,
     distinct_files,
@@ -30,8 +25,12 @@ from titan_exp.config.paths.data_files import (
     unit_hash,
     unlimited_split,
 )
-from titan_exp.config.schema.builtins import TOKENIZERS, described, sources
-from titan_exp.config.schema.sources import asked, corpus_entries, open_files
+from titan_exp.config.errors.user_error import UserError, Violation, listed, shown
+from titan_exp.config.groups.experiment import Experiment, ModelConfig
+from titan_exp.config.groups.run import CheckpointConfig, DataConfig, PathsConfig
+from titan_exp.config.groups.training import EvaluationConfig, TrainingConfig
+from titan_exp.config.schema.data_sets import asked, corpus_entries, open_files
+from titan_exp.config.schema.foreign_code import TOKENIZERS, described, sources
 from titan_exp.rules.checkpoint import local_checkpoint, recorded_data
 from titan_exp.rules.names import source_is_known
 from titan_exp.rules.rule import Refuse, find_violations, rules

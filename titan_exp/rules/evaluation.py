@@ -4,14 +4,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from titan_exp.config.data_files import unlimited_split
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.evaluation import EvaluationConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.paths.data_files import unlimited_split
-from titan_exp.config.schema.validation_sets import LOSS, mixed_stores, validation_sets
+from titan_exp.config.groups.training import EvaluationConfig, TrainingConfig
+from titan_exp.config.schema.data_sets import LOSS, mixed_stores, validation_sets
 from titan_exp.rules.data import DATA_RULES, STORE_RULES, is_unlimited
 from titan_exp.rules.rule import find_violations, rules
 

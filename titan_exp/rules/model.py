@@ -7,7 +7,7 @@ from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.machine.torch_features import (
+from titan_exp.config.torch_features import (
     ATTENTION_BACKEND,
     FLASH_PACKAGES,
     FLASH_WITH_LSE,

@@ -12,7 +12,8 @@ from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import CompileConfig
 from titan_exp.config.groups.run import ClusterConfig, DataConfig, PathsConfig, RunConfig, TrackingConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.schema.builtins import (
+from titan_exp.config.schema.component import find_dotted, is_builtin, is_dotted, unknown_name
+from titan_exp.config.schema.foreign_code import (
     COMPILE_BACKENDS,
     LANGUAGE_MODELING,
     decay_names,
@@ -22,7 +23,6 @@ from titan_exp.config.schema.builtins import (
     objective_names,
     sources,
 )
-from titan_exp.config.schema.component import find_dotted, is_builtin, is_dotted, unknown_name
 from titan_exp.rules.rule import rules
 
 

@@ -8,7 +8,7 @@ from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig, Role
 from titan_exp.config.groups.parallelism import CompileConfig, ParallelismConfig
 from titan_exp.config.groups.training import BaseShapeConfig, GradClipConfig, ParametrizationConfig
-from titan_exp.config.machine.torch_features import ATTENTION_BACKEND
+from titan_exp.config.torch_features import ATTENTION_BACKEND
 from titan_exp.models.parametrization.mup import fixed_inputs
 from titan_exp.models.spec.lookup import model_spec, parameter_roles
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec

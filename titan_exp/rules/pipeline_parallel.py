@@ -22,9 +22,9 @@ from titan_exp.config.layout.pipeline_schedules import (
     placement_of,
     read_schedule,
     takes,
+    timeline,
 )
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.rules.compile import PARTITIONING_BACKENDS, compiled_blocks
 from titan_exp.rules.rule import Refuse, check_number, rules

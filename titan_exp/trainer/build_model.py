@@ -11,15 +11,9 @@ from torch import nn
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import OptimizerConfig
+from titan_exp.config.layout.pipeline_schedules import timeline
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.layout.schedule_timeline import timeline
-from titan_exp.models.build import (
-    build_model,
-    choose_attention_backend,
-    flops_per_token,
-    init_specs,
-    parameter_count,
-)
+from titan_exp.models.build import build_model, choose_attention_backend, flops_per_token, init_specs, parameter_count
 from titan_exp.models.parametrization.parameter_scale import scales_of
 from titan_exp.models.spec.lookup import block_count
 from titan_exp.optim.parameter_groups import NamedParameter, freeze, hyperparameters, named_parameters

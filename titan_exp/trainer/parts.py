@@ -13,7 +13,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.training import PartConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.component import Call, import_callable
-from titan_exp.config.schema.validation_sets import validation_sets
+from titan_exp.config.schema.data_sets import validation_sets
 from titan_exp.config.secrets import revealed
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.parallel.qk_clip import QKClip

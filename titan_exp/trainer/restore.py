@@ -16,13 +16,19 @@ from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, load_hf
 from titan_exp.checkpoint.load_state import RestoredState, load_state, read_progress
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.state_dict import WEIGHTS_ONLY_KEY, is_training_state
+from titan_exp.config.checkpoint_files import (
+    huggingface_folder,
+    initial_folder,
+    is_url,
+    parent_checkpoint,
+    parent_location,
+    step_of,
+)
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.machine.torch_features import HEAD_SIZES, MERGING, ON_CPU
-from titan_exp.config.paths.checkpoint_files import huggingface_folder, initial_folder, step_of
-from titan_exp.config.paths.remote_url import is_url, parent_checkpoint, parent_location
 from titan_exp.config.schema.identity_keys import differences
 from titan_exp.config.schema.typed_config import load_group, to_dict
+from titan_exp.config.torch_features import HEAD_SIZES, MERGING, ON_CPU
 from titan_exp.data.tokenizers import ByteTokenizer, Tokenizer
 from titan_exp.models.build import build_model, choose_attention_backend
 from titan_exp.models.spec.lookup import model_spec, with_linear_attention_backend, with_mtp_depth

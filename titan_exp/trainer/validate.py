@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titan_exp.config.schema.validation_sets import BITS, LOSS
+from titan_exp.config.schema.data_sets import BITS, LOSS
 from titan_exp.data.batch import MicroBatch
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.ops.cross_entropy import IGNORE_INDEX

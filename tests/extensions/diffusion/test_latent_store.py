@@ -13,9 +13,9 @@ import torch
 
 from tests.config.composing import experiment
 from titan_exp.cli.main import main
+from titan_exp.config.data_files import MANIFEST
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.store_manifest import MANIFEST
 from titan_exp.data.sample_store import AtomicFile
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader

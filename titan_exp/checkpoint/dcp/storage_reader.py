@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
+from titan_exp.config.checkpoint_files import METADATA_FILE
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.checkpoint_files import METADATA_FILE
 
 
 class MetadataError(Exception):

@@ -17,11 +17,11 @@ from titan_exp.checkpoint.formats.safetensors import RenamedReader, SafetensorsR
 from titan_exp.checkpoint.formats.torch_file import IGNORED, TorchFileReader, open_consolidated, torch_load_safely
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.state_dict import is_training_state
+from titan_exp.config.data_files import tokenizer_path
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.foreign_file import read_object, table
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import tokenizer_path
-from titan_exp.config.paths.foreign_file import read_object, table
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.tokenizers import TOKENIZER_FILES, build_tokenizer
 from titan_exp.models.convert.decoder_state_dict import META

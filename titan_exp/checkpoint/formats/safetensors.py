@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from titan_exp.config.checkpoint_files import INDEX, parse_index
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.checkpoint_files import INDEX, parse_index
-from titan_exp.config.paths.foreign_file import read_file
+from titan_exp.config.foreign_file import read_file
 
 
 class TensorReader(Protocol):

@@ -27,9 +27,9 @@ from titan_exp.checkpoint.formats.safetensors import (
     tensor_locations,
 )
 from titan_exp.checkpoint.state_dict import MODEL_PREFIX, is_training_state, model_state_dict
+from titan_exp.config.checkpoint_files import step_name
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.run import CheckpointConfig, DataConfig
-from titan_exp.config.paths.checkpoint_files import step_name
 from titan_exp.models.blocks.linear import ShardSpec
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, state_dict_map
 from titan_exp.models.spec.lookup import model_spec

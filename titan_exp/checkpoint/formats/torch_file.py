@@ -15,8 +15,8 @@ from torch import Tensor
 from titan_exp.checkpoint.formats.mapping import require_size
 from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec, window_extent
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.foreign_file import read_object
 from titan_exp.config.groups.experiment import ModelConfig
-from titan_exp.config.paths.foreign_file import read_object
 from titan_exp.models.convert.decoder_state_dict import META
 from titan_exp.models.convert.state_dict_map import state_dict_map
 from titan_exp.models.llama import from_params

@@ -16,17 +16,17 @@ import torch.distributed as dist
 from titan_exp.checkpoint.dcp.storage_writer import has_checksums
 from titan_exp.checkpoint.remote.remote_folder import RemoteError, RemoteFolder
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.run import CheckpointConfig
-from titan_exp.config.paths.checkpoint_files import (
+from titan_exp.config.checkpoint_files import (
     CHECKSUMS_FILE,
     COMPLETE_NAME,
     METADATA_FILE,
     FileChecksum,
+    joined,
     parse_checksums,
     step_name,
 )
-from titan_exp.config.paths.remote_url import joined
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.run import CheckpointConfig
 from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.number_format import format_time

@@ -18,17 +18,18 @@ from rich.filesize import decimal
 from titan_exp.checkpoint.dcp.storage_writer import find_file_damage
 from titan_exp.checkpoint.remote.background_upload import CONFIG
 from titan_exp.checkpoint.remote.remote_folder import RemoteError, RemoteFile, RemoteFolder
-from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.checkpoint_files import (
+from titan_exp.config.checkpoint_files import (
     CHECKSUMS_FILE,
     COMPLETE_NAME,
     INDEX,
     FileChecksum,
+    is_url,
+    joined,
     parse_checksums,
     parse_index,
     step_name,
 )
-from titan_exp.config.paths.remote_url import is_url, joined
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
 from titan_exp.models.convert.hf_config import FILE
 from titan_exp.parallel.mesh import new_cpu_group

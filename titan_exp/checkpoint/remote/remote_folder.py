@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titan_exp.config.checkpoint_files import problem_of_url
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.remote_url import problem_of_url
 from titan_exp.tracking.run_folder.files import write_atomically
 
 CONNECT_SECONDS = 10

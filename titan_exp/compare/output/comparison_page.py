@@ -19,7 +19,7 @@ from titan_exp.compare.output.formats import head, legend, text_table, title
 from titan_exp.compare.output.plots import study_plots
 from titan_exp.compare.output.study_sections import sections
 from titan_exp.compare.runs import ComparedRun
-from titan_exp.config.command_line.json_output import plain
+from titan_exp.config.command_line.output import plain
 from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.tracking.html import render_page
 from titan_exp.tracking.number_format import format_count, format_items

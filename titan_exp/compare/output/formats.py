@@ -25,7 +25,7 @@ from titan_exp.compare.findings import (
 from titan_exp.compare.from_wandb import explain_wandb_errors
 from titan_exp.compare.output.study_sections import markdown, sections
 from titan_exp.compare.runs import ComparedRun, Row
-from titan_exp.config.command_line.json_output import json_text
+from titan_exp.config.command_line.output import json_text
 from titan_exp.config.study.study import FEWEST_PAIRS
 
 MARKS = {

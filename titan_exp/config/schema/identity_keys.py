@@ -5,7 +5,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import shown
 from titan_exp.config.extension import added_keys, extensions
-from titan_exp.config.schema.builtins import sources
+from titan_exp.config.schema.foreign_code import sources
 
 NOT_IN_RUN_ID = {
     "experiment.name": "names the folder above the run's",

@@ -16,10 +16,10 @@ from omegaconf import DictConfig
 
 from titan_exp.config.errors.explain_values import about, explained, from_pydantic, unknown_keys
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
-from titan_exp.config.groups.evaluation import with_current_keys
+from titan_exp.config.foreign_file import read_file
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.training import with_current_keys
 from titan_exp.config.hydra.resolve import Uncomputed, consequences, resolve
-from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.schema.component import KINDS, builtin_components, config_class, config_classes, current_names
 from titan_exp.config.schema.foreign_code import IMPORT_PATH_KEYS, Trust, require_trust
 from titan_exp.config.schema.schema import (
@@ -169,7 +169,7 @@ def read_values(path: str | Path, imports: Collection[str] = (), trust: Trust = 
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    from titan_exp.config.paths.foreign_file import read_yaml
+    from titan_exp.config.foreign_file import read_yaml
 
     try:
         text = read_file(path)

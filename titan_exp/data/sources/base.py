@@ -18,12 +18,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from titan_exp.config.data_files import read_manifest, user_folder
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import read_manifest, user_folder
-from titan_exp.config.schema.builtins import described, sources
 from titan_exp.config.schema.component import Call, import_callable, import_dotted, require_members
-from titan_exp.config.schema.sources import open_files, source_arguments, source_member
+from titan_exp.config.schema.data_sets import open_files, source_arguments, source_member
+from titan_exp.config.schema.foreign_code import described, sources
 from titan_exp.config.schema.typed_config import typed_options
 from titan_exp.config.secrets import revealed
 

@@ -22,11 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from titan_exp.config.data_files import SPLITS, UNFINISHED, Manifest, read_manifest, token_fields, tokenizer_file
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.foreign_file import read_object
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import Manifest, read_manifest, token_fields, tokenizer_file
-from titan_exp.config.paths.foreign_file import read_object
-from titan_exp.config.paths.store_manifest import SPLITS, UNFINISHED
 from titan_exp.data.data_warning import DataWarning
 from titan_exp.data.sample_store import (
     TEMPORARY_SUFFIX,

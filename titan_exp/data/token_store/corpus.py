@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from titan_exp.config.data_files import unit_hash
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import unit_hash
 from titan_exp.data.sampler import Permutation
 from titan_exp.data.sources.base import (
     CONTENT,

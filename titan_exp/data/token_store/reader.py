@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from titan_exp.config.data_files import Manifest, read_manifest, store_names, unit_hash
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import Manifest, read_manifest, store_names, unit_hash
 from titan_exp.data.sample_store import StoreSplit
 from titan_exp.data.sampler import Permutation, RowSampler, SamplerState
 from titan_exp.data.sources.base import MIXTURE

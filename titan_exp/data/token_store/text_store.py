@@ -18,12 +18,11 @@ from hashlib import blake2b
 from pathlib import Path
 from stat import S_ISDIR
 
+from titan_exp.config.data_files import LARGEST_TEXT, VERSION, Manifest, read_manifest, user_folder
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import LARGEST_TEXT, Manifest, read_manifest, user_folder
-from titan_exp.config.paths.store_manifest import VERSION
-from titan_exp.config.schema.builtins import sources
-from titan_exp.config.schema.sources import open_files
+from titan_exp.config.schema.data_sets import open_files
+from titan_exp.config.schema.foreign_code import sources
 from titan_exp.data.sample_store import explain_disk_errors
 from titan_exp.data.sources.base import (
     STREAMING,

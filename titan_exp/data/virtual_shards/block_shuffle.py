@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from titan_exp.config.data_files import unit_hash
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.data_files import unit_hash
 from titan_exp.data.sampler import Permutation
 from titan_exp.data.sources.base import StreamingSource
 from titan_exp.data.tokenizers import Tokenizer, encode_document

@@ -16,7 +16,7 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.schema.builtins import sources
+from titan_exp.config.schema.foreign_code import sources
 from titan_exp.data.data_warning import warn
 from titan_exp.data.sampler import NextRow, SamplerState
 from titan_exp.data.sources.base import (

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from titan_exp.config.data_files import SPLITS, unit_hash
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.paths.data_files import unit_hash
-from titan_exp.config.paths.store_manifest import SPLITS
 from titan_exp.data.sampler import Permutation, keyed_generator
 from titan_exp.extensions.diffusion.images import Bucket, CaptionedImages, fit, nearest_bucket
 from titan_exp.extensions.diffusion.latent_format import (

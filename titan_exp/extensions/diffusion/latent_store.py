@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from titan_exp.config.paths.foreign_file import read_object
-from titan_exp.config.paths.store_manifest import SPLITS
+from titan_exp.config.data_files import SPLITS
+from titan_exp.config.foreign_file import read_object
 from titan_exp.data.sample_store import (
     ShardWriter,
     StoreSplit,

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from titan_exp.config.data_files import SPLITS
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.store_manifest import SPLITS
-from titan_exp.config.schema.builtins import SourceDescription
+from titan_exp.config.schema.foreign_code import SourceDescription
 from titan_exp.data.sampler import Permutation, RowSampler, SamplerState
 from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource, images_of
 from titan_exp.extensions.diffusion.encoders import Encoders, order_samples

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from titan_exp.config.checkpoint_files import step_name
+from titan_exp.config.data_files import SPLITS
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.checkpoint_files import step_name
-from titan_exp.config.paths.store_manifest import SPLITS
 from titan_exp.extensions.diffusion.config import ImageTracking
 from titan_exp.extensions.diffusion.encoders import encoders_of_samples, image_codec
 from titan_exp.extensions.diffusion.images import image_grid, save_image

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.foreign_file import of_kind, parse_json, read_lines
+from titan_exp.config.foreign_file import of_kind, parse_json, read_lines
 from titan_exp.config.secrets import concealed
 from titan_exp.launch.executor import WorldsSummary
 from titan_exp.tracking.logging import get_logger

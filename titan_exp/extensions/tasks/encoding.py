@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.machine.devices import device_type
 from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.extensions.tasks.items import Item, Task
 

@@ -86,7 +86,7 @@ def _number(text: str) -> int:
 def _show(found: dict[str, Any], *, as_json: bool) -> None:
     from rich.table import Table
 
-    from titan_exp.config.command_line.json_output import answer
+    from titan_exp.config.command_line.output import answer
     from titan_exp.config.command_line.terminal import Terminal
 
     if as_json:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, listed
-from titan_exp.config.paths.foreign_file import count, file_name, read_object, read_text, read_yaml, text
-from titan_exp.config.paths.foreign_file import items as listing
+from titan_exp.config.foreign_file import count, file_name, read_object, read_text, read_yaml, text
+from titan_exp.config.foreign_file import items as listing
 from titan_exp.extensions.tasks.harness import HarnessLoader, read_harness_task
 from titan_exp.extensions.tasks.items import Item, Task, guessing, placed, read_records
 

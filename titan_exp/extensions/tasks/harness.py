@@ -13,7 +13,7 @@ import yaml
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titan_exp.config.errors.user_error import UserError, listed
-from titan_exp.config.paths.foreign_file import StrictLoader, count, read_yaml, text
+from titan_exp.config.foreign_file import StrictLoader, count, read_yaml, text
 from titan_exp.extensions.tasks.items import Item, Kind, Task, guessing, placed, read_records
 
 _SEED = 1234

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.foreign_file import LINE_BYTES, open_file, parse_object
+from titan_exp.config.foreign_file import LINE_BYTES, open_file, parse_object
 
 Kind = Literal["choice", "continuation", "rolling"]
 

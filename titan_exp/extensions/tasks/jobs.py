@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import SLURM, ClusterConfig
-from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.extensions.tasks.evaluations import FOLDER, evaluation_file, metrics_of, write_evaluation
 from titan_exp.extensions.tasks.tasks import job_cluster

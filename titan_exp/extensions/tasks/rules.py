@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Iterator
 
+from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import LOCAL, SLURM
-from titan_exp.config.machine.devices import device_type
 from titan_exp.extensions.tasks.tasks import job_cluster, tasks_of
 from titan_exp.rules.rule import rules
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import psutil
 
+from titan_exp.config.devices import count_oom_kills
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import count_oom_kills
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.launch.rank.main import RANK_MAIN, run_rank
 from titan_exp.launch.rank.rank_env import (

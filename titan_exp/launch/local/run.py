@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_exp.config.command_line.safe_output import safe_output
+from titan_exp.config.command_line.output import safe_output
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import Processes, several_worlds
 from titan_exp.launch.local.ranks import LocalRanks

@@ -8,10 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from titan_exp.config.checkpoint_files import parent_location, saved_state
 from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.paths.checkpoint_files import saved_state
-from titan_exp.config.paths.remote_url import parent_location
 from titan_exp.data.sources.base import known_identity, require_same_data
 from titan_exp.launch.executor import RunPlan
 from titan_exp.launch.provenance.git import checksums

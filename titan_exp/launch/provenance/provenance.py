@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
+from titan_exp.config.devices import command_lines, cpu_model, usable_cores
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.machine.devices import command_lines, cpu_model, usable_cores
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.config.secrets import is_secret_variable
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot, is_installed, scope, user_modules

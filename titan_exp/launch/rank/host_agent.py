@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from titan_exp.config.devices import process_threads
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import process_threads
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.rank.rank_env import HOSTS, IMPORT_PATH, TOKEN, RankInfo, extend_import_path, outer_launch
 from titan_exp.launch.rank.rank_status import RankRecord, read_record

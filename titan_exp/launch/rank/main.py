@@ -22,12 +22,12 @@ from typing import Any, NoReturn
 
 import psutil
 
-from titan_exp.config.command_line.safe_output import safe_output
+from titan_exp.config.command_line.output import safe_output
+from titan_exp.config.devices import allocator_environment, return_freed_memory
 from titan_exp.config.errors.user_error import Outcome, UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import allocator_environment, return_freed_memory
-from titan_exp.config.schema.builtins import executor_names
+from titan_exp.config.schema.foreign_code import executor_names
 from titan_exp.launch.executor import Executor, executor_for
 from titan_exp.launch.provenance.changes import attempt_changes, edited_code
 from titan_exp.launch.rank.join_attempt import join_attempt

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 import titan_exp
+from titan_exp.config.devices import device_type, process_threads, visible_gpus
 from titan_exp.config.groups.run import ClusterConfig
-from titan_exp.config.machine.devices import device_type, process_threads, visible_gpus
 from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER
 from titan_exp.tracking.run_folder.attempts import World
 from titan_exp.tracking.run_folder.files import FileLock, redirect_temporary_files

@@ -4,8 +4,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from titan_exp.config.devices import device_type
 from titan_exp.config.groups.run import ClusterConfig
-from titan_exp.config.machine.devices import device_type
 from titan_exp.launch.executor import several_worlds
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.rank.rank_env import GROUP

@@ -13,9 +13,9 @@ from glob import escape
 from pathlib import Path
 from typing import Any, TypedDict
 
+from titan_exp.config.checkpoint_files import is_url
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed, shown
-from titan_exp.config.paths.foreign_file import read_text
-from titan_exp.config.paths.remote_url import is_url
+from titan_exp.config.foreign_file import read_text
 from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.config.study.labels import names_all, words_of
 from titan_exp.config.study.ladder import LadderRung

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from titan_exp.config.checkpoint_files import COMPLETE_NAME, METADATA_FILE, step_of
 from titan_exp.config.errors.user_error import UserError, shown
+from titan_exp.config.foreign_file import read_text
 from titan_exp.config.hydra.nondefault import nondefault_overrides
-from titan_exp.config.paths.checkpoint_files import COMPLETE_NAME, METADATA_FILE, step_of
-from titan_exp.config.paths.foreign_file import read_text
 from titan_exp.config.schema.identity_keys import flatten, has_effect, same_value
 from titan_exp.launch.provenance.changes import code_changes, patched_files
 from titan_exp.launch.run_console import known_metrics

@@ -7,9 +7,9 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 
+from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.machine.devices import device_type
 from titan_exp.config.study.labels import split_override
 from titan_exp.config.study.ladder import (
     Ladder,

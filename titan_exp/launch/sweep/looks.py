@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.validation_sets import BITS, OF_THE_RUN, validation_documents
+from titan_exp.config.schema.data_sets import BITS, OF_THE_RUN, validation_documents
 from titan_exp.config.study.labels import split_override
 from titan_exp.config.study.points import NAME, Point, baseline_of, folder_name, study_points
 from titan_exp.config.study.study import Direction, Pairs, Study

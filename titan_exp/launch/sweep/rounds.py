@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.schema.builtins import described
-from titan_exp.config.schema.validation_sets import DOCUMENTS, OF_THE_RUN, validation_metrics
+from titan_exp.config.schema.data_sets import DOCUMENTS, OF_THE_RUN, validation_metrics
+from titan_exp.config.schema.foreign_code import described
 from titan_exp.config.study.labels import text_of
 from titan_exp.config.study.points import Point
 from titan_exp.config.study.study import Choice, Direction, Halving, Range, Search

@@ -19,9 +19,9 @@ from titan_exp.config.layout.pipeline_schedules import (
     microbatches_of,
     read_schedule,
     splits_backward,
+    timeline,
 )
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.fsdp import disable_gradient_sync, reduce_gradients
 from titan_exp.parallel.pipeline_parallel.stage import Forward, Stage

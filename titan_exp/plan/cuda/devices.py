@@ -12,19 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from titan_exp.config.devices import cpu_name, gpu_memory_bytes, gpu_names, host_memory, node_size, process_threads
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
+from titan_exp.config.foreign_file import read_yaml
 from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import (
-    cpu_name,
-    gpu_memory_bytes,
-    gpu_names,
-    host_memory,
-    node_size,
-    process_threads,
-)
-from titan_exp.config.paths.foreign_file import read_yaml
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.parallel.symmetric_room import symmetric_bytes
 from titan_exp.tracking.number_format import GIB

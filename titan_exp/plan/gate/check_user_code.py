@@ -29,11 +29,11 @@ from titan_exp.checkpoint.optimizer_state import (
     saved_tensors,
 )
 from titan_exp.checkpoint.state_values import UnsavedStateError
+from titan_exp.config.devices import device_type
 from titan_exp.config.errors.explained_errors import UserCodeError, innermost_module, user_traceback
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.foreign_code import import_paths, user_packages
 from titan_exp.data.source_check import check_source
 from titan_exp.models.build import build_model

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import titan_exp
+from titan_exp.config.devices import usable_cores, uses_expandable_segments
 from titan_exp.config.errors.explained_errors import UserCodeError
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.pipeline_schedules import is_file
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import usable_cores, uses_expandable_segments
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.config.secrets import concealed

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from titan_exp.config.devices import usable_cores
 from titan_exp.config.errors.user_error import UserError, Violation, shown
-from titan_exp.config.machine.devices import usable_cores
 from titan_exp.plan.cuda.devices import Device, room_of
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError

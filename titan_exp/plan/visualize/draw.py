@@ -20,9 +20,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout import axes
 from titan_exp.config.layout.axes import AXES
-from titan_exp.config.layout.pipeline_schedules import Action, Schedule
+from titan_exp.config.layout.pipeline_schedules import COST, Action, Schedule, Timeline, timeline
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.layout.schedule_timeline import COST, Timeline, timeline
 from titan_exp.models.blocks.transformer import iter_numbered_blocks
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence, sequence_cuts

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_type_hints
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.foreign_file import of_kind, parse_json, read_file, read_lines
+from titan_exp.config.foreign_file import of_kind, parse_json, read_file, read_lines
 from titan_exp.config.secrets import concealed
 from titan_exp.tracking.run_folder.files import FileLock, write_atomically
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, overload
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.foreign_file import FILE_BYTES, LARGEST, LINE_BYTES, open_file, parse_json, read_lines
+from titan_exp.config.foreign_file import FILE_BYTES, LARGEST, LINE_BYTES, open_file, parse_json, read_lines
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.sinks.sink import Value
 

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 from yaml import YAMLError
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.foreign_file import load_node, of_kind, read_file, read_text
+from titan_exp.config.foreign_file import load_node, of_kind, read_file, read_text
 from titan_exp.tracking.run_folder.attempts import read_json
 from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, read_metrics

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.foreign_file import read_text
+from titan_exp.config.foreign_file import read_text
 from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
 from titan_exp.config.secrets import concealed
 from titan_exp.tracking.run_folder.attempts import Attempt, AttemptLog, Heartbeat, RunState, read_json

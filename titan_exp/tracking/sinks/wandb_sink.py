@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.foreign_file import read_text
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.paths.foreign_file import read_text
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.config.study.study import usual_direction
 from titan_exp.tracking.logging import get_logger

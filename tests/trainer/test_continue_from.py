@@ -23,7 +23,7 @@ from titan_exp.config.schema.typed_config import to_experiment, to_yaml
 from titan_exp.launch.run_plan import plan_run
 from titan_exp.rules import violations
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
-from titan_exp.tracking.run_folder.provenance_records import Lineage, read_history
+from titan_exp.tracking.run_folder.run import Lineage, read_history
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from titan_exp.models.convert.hf_config import (
 )
 from titan_exp.models.convert.state_dict_map import checkpoint_formats
 from titan_exp.rules.data import tokenizer_file
-from titan_exp.tracking.progress import byte_progress
+from titan_exp.tracking.logging import byte_progress
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 """Values of `dtype`."""

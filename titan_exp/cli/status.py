@@ -22,7 +22,7 @@ from titan_exp.launch.executor import worlds_launch
 from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, named_runs, runs_folder
 from titan_exp.launch.state.run_status import StatusRow, count_states, rung_lines, status_rows
 from titan_exp.tracking.number_format import format_duration, format_items
-from titan_exp.tracking.sinks.sink import Value
+from titan_exp.tracking.run_folder.metrics_jsonl import Value
 
 USAGE = """\
 titan-exp status: show state, step, loss, speed and time left of runs. It changes nothing.

@@ -26,8 +26,8 @@ from titan_exp.config.extension import loaded
 from titan_exp.config.study.labels import spelled, words_of
 from titan_exp.launch.verdict.standing import PairedRun, Standing, standing_of
 from titan_exp.tracking.number_format import format_items
-from titan_exp.tracking.run_folder.attempts import has_diverged
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
+from titan_exp.tracking.run_folder.run_folder import has_diverged
 
 COUNTED = ("done", "running", "unknown", "preempted")
 """Run states that may limit the budget; runs in other states ended early."""

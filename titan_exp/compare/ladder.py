@@ -11,8 +11,8 @@ from titan_exp.compare.runs import ComparedRun, StudyRecord
 from titan_exp.compare.scaling_fit import Multiplier, Rung, ScalingLaw, compute_multiplier, fit, hold_out
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.number_format import format_count, format_items
-from titan_exp.tracking.run_folder.attempts import has_diverged
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
+from titan_exp.tracking.run_folder.run_folder import has_diverged
 
 FURTHER = 4
 """Multiple of the largest rung's compute to which a law that passed its test is extrapolated."""

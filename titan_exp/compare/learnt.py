@@ -14,8 +14,8 @@ from typing import Any
 from titan_exp.compare.compared_metrics import DifferingKeys, value_text
 from titan_exp.compare.runs import ComparedRun, Row, StudyRecord
 from titan_exp.config.groups.training import sequences_after
-from titan_exp.tracking.run_folder.attempts import has_diverged
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
+from titan_exp.tracking.run_folder.run_folder import has_diverged
 
 EDGE = 0.1
 """Outer share of a range, on its own scale, within which the best value counts as at the edge."""

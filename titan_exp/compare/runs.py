@@ -17,12 +17,17 @@ from titan_exp.launch.state.run_lookup import LadderRecord, find_runs, sweep_com
 from titan_exp.launch.state.run_status import run_statuses
 from titan_exp.launch.verdict.registration import Registration
 from titan_exp.tracking.number_format import format_items
-from titan_exp.tracking.run_folder.attempts import Heartbeat, read_json, shown_state
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows
-from titan_exp.tracking.run_folder.provenance_records import Lineage, read_history
-from titan_exp.tracking.run_folder.run import PredictedMetrics, Run, RunStatus
-from titan_exp.tracking.run_folder.run_folder import Attempt, is_readable_run, readable_runs
-from titan_exp.tracking.sinks.sink import Row as MetricRow
+from titan_exp.tracking.run_folder.metrics_jsonl import Row as MetricRow
+from titan_exp.tracking.run_folder.run import Lineage, PredictedMetrics, Run, RunStatus, read_history
+from titan_exp.tracking.run_folder.run_folder import (
+    Attempt,
+    Heartbeat,
+    is_readable_run,
+    read_json,
+    readable_runs,
+    shown_state,
+)
 
 STUDY_FILE = "study.json"
 

@@ -41,10 +41,9 @@ from titan_exp.launch.rank.rank_env import IMPORT_PATH, RankInfo
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
 from titan_exp.launch.slurm.submit import thread_map
 from titan_exp.launch.state.attempt_end import close_attempt, close_dead_attempts
-from titan_exp.tracking.run_folder.attempts import FAILED, STOPPED, Attempt
 from titan_exp.tracking.run_folder.files import FileLock, LockedError
 from titan_exp.tracking.run_folder.folder_owner import own_folder
-from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
+from titan_exp.tracking.run_folder.run_folder import FAILED, STOPPED, Attempt, RunFolder, RunState, write_atomically
 
 Result = TypeVar("Result")
 

@@ -33,7 +33,7 @@ from titan_exp.launch.state.run_lookup import run_path
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.files import sync_all
 from titan_exp.tracking.run_folder.folder_owner import refuse_foreign_folders
-from titan_exp.tracking.run_folder.provenance_records import overrides_text, read_overrides
+from titan_exp.tracking.run_folder.run import overrides_text, read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
 
 

@@ -9,8 +9,7 @@ from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.pipeline_schedules import pipeline_seconds
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.tracking.run_folder.attempts import read_json
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import RunFolder, read_json
 
 if TYPE_CHECKING:
     from titan_exp.plan.trace.memory_tracker import Moment

@@ -17,13 +17,17 @@ from torch import Tensor, nn
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.tracking.expert_load import ExpertLoadLog
-from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.progress import PROGRESS
-from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
+from titan_exp.tracking.logging import PROGRESS, get_logger
+from titan_exp.tracking.run_folder.metrics_jsonl import (
+    ExpertLoadLog,
+    ImageSink,
+    LateSink,
+    Sink,
+    Value,
+    read_last_values,
+)
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.build_sinks import build_sinks
-from titan_exp.tracking.sinks.sink import ImageSink, LateSink, Sink, Value
+from titan_exp.tracking.sinks import build_sinks
 from titan_exp.tracking.throughput import PeakMemory, Throughput, mfu_peak
 from titan_exp.trainer.experts import ExpertMetrics
 from titan_exp.trainer.objective import Objective, Reduction

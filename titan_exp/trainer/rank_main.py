@@ -7,12 +7,10 @@ import time
 import torch.distributed as dist
 
 from titan_exp.config.secrets import require_variables
-from titan_exp.tracking.logging import configure_logging, get_logger
-from titan_exp.tracking.progress import PROGRESS
-from titan_exp.tracking.run_folder.attempts import STOPPED
+from titan_exp.tracking.logging import PROGRESS, configure_logging, get_logger
 from titan_exp.tracking.run_folder.files import LockedError
 from titan_exp.tracking.run_folder.run import Run
-from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+from titan_exp.tracking.run_folder.run_folder import STOPPED, RunFolder, RunState
 from titan_exp.trainer.commit import commit_of
 from titan_exp.trainer.distributed import joined
 from titan_exp.trainer.profiling.compile_report import set_compile_cache

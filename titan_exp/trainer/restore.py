@@ -39,7 +39,7 @@ from titan_exp.parallel.meta_init import buffer_places, init_buffers, local_shar
 from titan_exp.rules.checkpoint import model_misfits_of, state_misfits
 from titan_exp.rules.weights import from_config, given_weights, noted_changes, require_fit, tokenizer_misfit
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.provenance_records import Lineage, ancestors, for_shell, read_overrides
+from titan_exp.tracking.run_folder.run import Lineage, ancestors, for_shell, read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.commit import Commit
 from titan_exp.trainer.profiling.compile_report import cache_of

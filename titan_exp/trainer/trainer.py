@@ -15,7 +15,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.optim.lr_schedule import LRSchedule
-from titan_exp.tracking.progress import PROGRESS
+from titan_exp.tracking.logging import PROGRESS
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.commit import Commit, Flags
 from titan_exp.trainer.distributed import seed_step, set_deterministic

@@ -14,7 +14,7 @@ from titan_exp.data.batch import MicroBatch
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.tracking.progress import PROGRESS
+from titan_exp.tracking.logging import PROGRESS
 from titan_exp.trainer.forward_backward import Model, evaluating
 from titan_exp.trainer.part import Part, Run, Step
 from titan_exp.trainer.train_state import TrainState

@@ -20,8 +20,7 @@ from titan_exp.launch.slurm import executor
 from titan_exp.launch.slurm.script import render, sbatch_options
 from titan_exp.launch.slurm.squeue import Job
 from titan_exp.launch.slurm.submit import group_by_resources
-from titan_exp.tracking.run_folder.attempts import HUNG, World
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import HUNG, RunFolder, World
 
 GOLDEN = Path(__file__).parent / "golden"
 CPU = ["cluster=slurm", "cluster.device=cpu"]

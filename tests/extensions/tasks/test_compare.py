@@ -27,8 +27,8 @@ from titan_exp.config.study.study_file import read_study
 from titan_exp.extensions.tasks.compare import Line, Runs, newest
 from titan_exp.extensions.tasks.evaluations import values_of, write_evaluation
 from titan_exp.extensions.tasks.scores import Score, TaskScores
-from titan_exp.tracking.run_folder.provenance_records import Lineage
-from titan_exp.tracking.sinks.console import ConsoleSink
+from titan_exp.tracking.console import ConsoleSink
+from titan_exp.tracking.run_folder.run import Lineage
 
 ITEMS = 60
 LRS = (0.001, 0.003)

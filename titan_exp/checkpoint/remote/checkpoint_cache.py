@@ -33,8 +33,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
 from titan_exp.models.convert.hf_config import FILE
 from titan_exp.parallel.mesh import new_cpu_group
-from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.progress import PROGRESS, ProgressCallback, byte_progress
+from titan_exp.tracking.logging import PROGRESS, ProgressCallback, byte_progress, get_logger
 
 CACHE = Path("runs/.cache/remote")
 """Cache of commands outside runs; may be deleted while no command is running."""

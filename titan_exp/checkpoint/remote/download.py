@@ -14,8 +14,7 @@ from titan_exp.checkpoint.remote.remote_folder import RemoteError
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.checkpoint_files import CHECKSUMS_FILE, FileChecksum, step_name
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.progress import PROGRESS
+from titan_exp.tracking.logging import PROGRESS, get_logger
 from titan_exp.tracking.run_folder.files import mkdir_below, sync_file
 
 

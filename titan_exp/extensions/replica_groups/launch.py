@@ -23,8 +23,7 @@ from titan_exp.launch.executor import Processes, Worlds
 from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.rank.rank_env import RankInfo
 from titan_exp.launch.state.attempt_end import AttemptResult
-from titan_exp.tracking.run_folder.attempts import HUNG
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import HUNG, RunFolder
 
 MAX_RESTARTS = 3
 """Number of consecutive starts of a group that end before it trains, after which it stays away."""

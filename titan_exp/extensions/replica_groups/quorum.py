@@ -17,8 +17,7 @@ from titan_exp.extensions.replica_groups.events import GroupHistory, ReplicaGrou
 from titan_exp.extensions.replica_groups.lighthouse import torchft_extension
 from titan_exp.parallel.collectives import LOOPBACK, served_store
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.progress import PROGRESS
+from titan_exp.tracking.logging import PROGRESS, get_logger
 from titan_exp.trainer.distributed import TIMEOUT
 
 if TYPE_CHECKING:

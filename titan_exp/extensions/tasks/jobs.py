@@ -29,10 +29,9 @@ from titan_exp.launch.executor import typed_path
 from titan_exp.launch.rank.rank_env import extend_import_path, outer_launch
 from titan_exp.launch.slurm.script import MARK, Resources, resource_options
 from titan_exp.launch.slurm.squeue import UnreachableError, in_a_sentence, listed_jobs
-from titan_exp.tracking.run_folder.attempts import read_json
 from titan_exp.tracking.run_folder.files import PREFIX, FileLock, LockedError, is_held, mkdir_below, write_atomically
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import RunFolder, read_json
 
 HERE = "titan_exp.extensions.tasks.jobs"
 ROWS = "tasks.jsonl"

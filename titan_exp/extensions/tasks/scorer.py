@@ -21,7 +21,7 @@ from titan_exp.ops.cross_entropy import LossSum, VocabShard, log_normalizer_and_
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.module_requirements import computes_loss
 from titan_exp.parallel.tensor_parallel.styles import vocab_shard
-from titan_exp.tracking.progress import PROGRESS
+from titan_exp.tracking.logging import PROGRESS
 from titan_exp.trainer.forward_backward import Model, evaluating
 from titan_exp.trainer.objective import Loss
 

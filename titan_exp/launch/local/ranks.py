@@ -41,7 +41,6 @@ from titan_exp.launch.run_console import Interrupts, block_terminal_signals
 from titan_exp.launch.state import attempt_end
 from titan_exp.launch.state.attempt_end import AttemptResult, RankFailure
 from titan_exp.launch.watchdog import REPORT_TIMEOUT, HangFiles
-from titan_exp.tracking.run_folder.attempts import World
 from titan_exp.tracking.run_folder.files import (
     FileLock,
     create_temporary_folder,
@@ -49,7 +48,7 @@ from titan_exp.tracking.run_folder.files import (
     temporary_folder,
 )
 from titan_exp.tracking.run_folder.run import Run
-from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
+from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, World, write_atomically
 
 RANK = "titan_exp.launch.local.ranks"
 """Module that runs one rank."""

@@ -29,12 +29,11 @@ from titan_exp.launch.state.attempt_end import (
     close_dead_attempts,
     wait_for_orphans,
 )
-from titan_exp.tracking.run_folder.attempts import FAILED, shown_state
 from titan_exp.tracking.run_folder.files import FileLock, FileTail
 from titan_exp.tracking.run_folder.folder_owner import FolderWatch
 from titan_exp.tracking.run_folder.metrics_jsonl import rows_of
 from titan_exp.tracking.run_folder.run import DIED_UNRECORDED, SWEEP_GONE
-from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+from titan_exp.tracking.run_folder.run_folder import FAILED, RunFolder, RunState, shown_state
 
 POLL_INTERVAL = 0.1
 """Seconds between polls of the ranks and their files."""

@@ -17,8 +17,7 @@ from titan_exp.launch.provenance.git import checksums
 from titan_exp.launch.provenance.provenance import read_provenance
 from titan_exp.rules.checkpoint import local_checkpoint, recorded_data
 from titan_exp.tracking.number_format import format_bytes, format_items, format_time
-from titan_exp.tracking.run_folder.provenance_records import CodeRecord, CodeVersion, read_code
-from titan_exp.tracking.run_folder.run import Run
+from titan_exp.tracking.run_folder.run import CodeRecord, CodeVersion, Run, read_code
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 LARGE_PATCH = 1_000_000

@@ -11,7 +11,7 @@ from pathlib import Path
 import titan_exp
 from titan_exp.launch.provenance.secrets import MASK, mask
 from titan_exp.tracking.run_folder.files import temporary_folder
-from titan_exp.tracking.run_folder.provenance_records import CodeVersion, digest
+from titan_exp.tracking.run_folder.run import CodeVersion, digest
 
 NEW_FILE_LIMIT, NEW_FILES_LIMIT = 1_000_000, 10_000_000
 """Maximum bytes in the diff of one untracked file, and of all untracked files; larger ones are only listed."""

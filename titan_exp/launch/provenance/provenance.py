@@ -21,7 +21,7 @@ from titan_exp.config.secrets import is_secret_variable
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot, is_installed, scope, user_modules
 from titan_exp.launch.provenance.git import read_code_version, read_files, read_repository, repository_of
 from titan_exp.launch.provenance.secrets import mask
-from titan_exp.tracking.run_folder.provenance_records import CodeRecord, CodeVersion
+from titan_exp.tracking.run_folder.run import CodeRecord, CodeVersion
 
 VARIABLES = re.compile(
     r"(CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|CUDA_LAUNCH_BLOCKING|CUBLAS_WORKSPACE_CONFIG|CUDA_DEVICE_MAX_CONNECTIONS"

@@ -27,8 +27,7 @@ from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.state import attempt_end
 from titan_exp.launch.state.attempt_end import AttemptResult, RankFailure, close_attempt
 from titan_exp.launch.watchdog import REPORT_TIMEOUT, HangFiles
-from titan_exp.tracking.run_folder.attempts import DONE, FAILED, STOPPED, Attempt
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import DONE, FAILED, STOPPED, Attempt, RunFolder
 
 AGENT = "titan_exp.launch.rank.host_agent"
 """Module that runs a host agent."""

@@ -45,9 +45,8 @@ from titan_exp.launch.rank.rank_status import (
 )
 from titan_exp.launch.state.attempt_end import close_attempt
 from titan_exp.launch.watchdog import HangFiles, Watchdog
+from titan_exp.tracking.logging import PROGRESS
 from titan_exp.tracking.number_format import format_items
-from titan_exp.tracking.progress import PROGRESS
-from titan_exp.tracking.run_folder.attempts import DONE, ENDED_STATES, FAILED, HUNG, STOPPED, World
 from titan_exp.tracking.run_folder.files import (
     hold_temporary_folder,
     redirect_temporary_files,
@@ -56,7 +55,7 @@ from titan_exp.tracking.run_folder.files import (
 )
 from titan_exp.tracking.run_folder.folder_owner import FolderWatch
 from titan_exp.tracking.run_folder.run import Run
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import DONE, ENDED_STATES, FAILED, HUNG, STOPPED, RunFolder, World
 
 RANK_MAIN = "TITAN_EXP_RANK_MAIN"
 """Environment variable: import path of the rank's main function, which takes a `Run`; by default the trainer's."""

@@ -15,8 +15,8 @@ import titan_exp
 from titan_exp.config.devices import device_type, process_threads, visible_gpus
 from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER
-from titan_exp.tracking.run_folder.attempts import World
 from titan_exp.tracking.run_folder.files import FileLock, redirect_temporary_files
+from titan_exp.tracking.run_folder.run_folder import World
 
 ATTEMPT = "TITAN_EXP_ATTEMPT"
 """Environment variable: attempt number recorded by the launcher."""

@@ -13,8 +13,7 @@ import psutil
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.secrets import concealed
-from titan_exp.tracking.run_folder.attempts import DONE, STOPPED, read_json
-from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
+from titan_exp.tracking.run_folder.run_folder import DONE, STOPPED, RunFolder, read_json, write_atomically
 
 FALLBACK_FOLDER = "TITAN_EXP_SPARE"
 """Environment variable: folder on another disk for the record, used if the run folder is missing or its disk is

@@ -28,8 +28,7 @@ from titan_exp.launch.slurm.submit import (
     is_being_submitted,
     thread_map,
 )
-from titan_exp.tracking.run_folder.attempts import Attempt
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder
 
 
 def srun_rank() -> RankInfo | None:

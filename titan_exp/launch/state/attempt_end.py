@@ -16,11 +16,20 @@ from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.rank.rank_status import RankError, RankRecord
 from titan_exp.launch.watchdog import HangDiagnosis
-from titan_exp.tracking.run_folder.attempts import DONE, FAILED, HUNG, STOPPED, Attempt, StateName
 from titan_exp.tracking.run_folder.files import FileLock, LockHolder, last_lines
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run import DIED_UNRECORDED
-from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder, RunState
+from titan_exp.tracking.run_folder.run_folder import (
+    DONE,
+    FAILED,
+    HUNG,
+    STOPPED,
+    Attempt,
+    LockedError,
+    RunFolder,
+    RunState,
+    StateName,
+)
 
 TAIL = 20
 """Log lines shown for a rank without a traceback."""

@@ -22,10 +22,9 @@ from titan_exp.launch.executor import (
 )
 from titan_exp.launch.state.run_lookup import RunEntry, StudyFolder, StudyRecord
 from titan_exp.tracking.number_format import format_duration
-from titan_exp.tracking.run_folder.attempts import PREEMPTED, shown_state
+from titan_exp.tracking.run_folder.metrics_jsonl import REPORTED, Value
 from titan_exp.tracking.run_folder.run import ENDED, Run, RunStatus
-from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.sink import REPORTED, Value
+from titan_exp.tracking.run_folder.run_folder import PREEMPTED, RunFolder, shown_state
 
 
 def run_statuses(folders: Sequence[RunFolder | Run]) -> dict[Path, RunStatus]:

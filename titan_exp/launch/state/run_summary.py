@@ -17,9 +17,8 @@ from titan_exp.launch.run_console import known_metrics
 from titan_exp.launch.state.run_lookup import RunEntry
 from titan_exp.launch.state.run_status import StatusRow, status_rows
 from titan_exp.tracking.number_format import format_bytes, format_duration, format_items, format_time
-from titan_exp.tracking.run_folder.attempts import ENDED_STATES, Attempt, shown_state
-from titan_exp.tracking.run_folder.provenance_records import CodePart, children, for_shell
-from titan_exp.tracking.run_folder.run import Run
+from titan_exp.tracking.run_folder.run import CodePart, Run, children, for_shell
+from titan_exp.tracking.run_folder.run_folder import ENDED_STATES, Attempt, shown_state
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from titan_exp.launch.verdict.standing import PairedRun, Standing, losing, stand
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.tracking.number_format import format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of, read_last_values
-from titan_exp.tracking.run_folder.provenance_records import read_history
+from titan_exp.tracking.run_folder.run import read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 

@@ -21,10 +21,9 @@ from titan_exp.launch.state.run_lookup import RoundsRecord
 from titan_exp.launch.sweep.sweep_plan import SweepPlan
 from titan_exp.launch.verdict.registration import Registration
 from titan_exp.tracking.number_format import format_items
-from titan_exp.tracking.run_folder.attempts import has_diverged
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
-from titan_exp.tracking.run_folder.provenance_records import read_history
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run import read_history
+from titan_exp.tracking.run_folder.run_folder import RunFolder, has_diverged
 
 if TYPE_CHECKING:
     from titan_exp.launch.verdict.standing import Standing  # imports NumPy, which other studies need not

@@ -31,10 +31,9 @@ from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan
 from titan_exp.launch.verdict.ledger import LEDGER, enter, question_of
 from titan_exp.launch.verdict.registration import Registration
 from titan_exp.tracking.number_format import format_items
-from titan_exp.tracking.run_folder.attempts import has_diverged
 from titan_exp.tracking.run_folder.files import FileLock
 from titan_exp.tracking.run_folder.run import Run
-from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder
+from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder, has_diverged
 
 
 class StudySweep:

@@ -23,8 +23,8 @@ from titan_exp.launch.sweep.shipped_study import StudySweep
 from titan_exp.launch.sweep.sweep_plan import SkippedPoint, SweepPlan, labels_by_reason, reasons_with_points
 from titan_exp.plan.gate.gate import MemoryCheck
 from titan_exp.tracking.number_format import GIB, format_items
-from titan_exp.tracking.run_folder.attempts import has_diverged
-from titan_exp.tracking.sinks.sink import Value
+from titan_exp.tracking.run_folder.metrics_jsonl import Value
+from titan_exp.tracking.run_folder.run_folder import has_diverged
 from titan_exp.trainer.profiling.slow_options import repeated_reading
 
 if TYPE_CHECKING:

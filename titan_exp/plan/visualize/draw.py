@@ -31,8 +31,7 @@ from titan_exp.plan.predict import Plan, RankPlan, traced_rank
 from titan_exp.plan.roofline import schedule_and_bubble
 from titan_exp.plan.trace.fake_world import FakeRank
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
-from titan_exp.tracking.html import render_page
-from titan_exp.tracking.number_format import format_bytes, format_items, format_seconds
+from titan_exp.tracking.number_format import format_bytes, format_items, format_seconds, render_page
 
 
 def _explanation(degree: str) -> str:

@@ -12,8 +12,8 @@ import pytest
 from tests.checkpoint.saving import checkpointer, load_model, saved, snapshot, trained
 from tests.checkpoint.tools import exported
 from tests.models.shapes import real_model
-from titan_exp.checkpoint.dcp.storage_writer import find_damage, has_checksums
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
+from titan_exp.checkpoint.storage_writer import find_damage, has_checksums
 from titan_exp.config.checkpoint_files import CHECKSUMS_FILE
 from titan_exp.config.errors.user_error import UserError
 

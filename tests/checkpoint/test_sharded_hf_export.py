@@ -14,8 +14,8 @@ import torch
 from tests.data.stores import make
 from tests.parity.runs import train
 from tests.trainer.test_trainer import run
-from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
 from titan_exp.checkpoint.formats.safetensors import SafetensorsReader
+from titan_exp.checkpoint.formats.torch_file import DCPTensorReader
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.cli.convert import run as convert_command
 from titan_exp.config.checkpoint_files import INDEX

@@ -212,7 +212,7 @@ def assert_same(folder: RunFolder, undisturbed: RunFolder) -> None:
 
 
 def final_state(checkpoints: Path) -> dict[str, torch.Tensor]:
-    from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
+    from titan_exp.checkpoint.storage_reader import load_into, tensor_shapes
 
     path = CheckpointFolder(checkpoints).path_of(STEPS)
     state = {

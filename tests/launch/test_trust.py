@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.trainer.test_trainer import SMALL, experiment, run
-from titan_exp.checkpoint.remote.background_upload import RemoteRun
+from titan_exp.checkpoint.background_upload import RemoteRun
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import extensions

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from rich.filesize import decimal
 
+from titan_exp.checkpoint.checkpoint_cache import local_copy, staged_upload
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
-from titan_exp.checkpoint.remote.checkpoint_cache import local_copy, staged_upload
 from titan_exp.config.checkpoint_files import is_url
 from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.verb_options import ConvertOptions

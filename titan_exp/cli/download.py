@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from titan_exp.checkpoint.remote.download import download
+from titan_exp.checkpoint.checkpoint_cache import download
 from titan_exp.config.command_line.options import HELP, options_help, parse_options
 from titan_exp.config.command_line.verb_options import DownloadOptions
 from titan_exp.config.errors.user_error import UserError, listed

@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 from torch import nn
 
+from titan_exp.checkpoint.checkpoint_cache import local_copy
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
-from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.config.command_line.options import take_options
 from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.terminal import Terminal

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_exp.checkpoint.checkpoint_cache import local_copy
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, averaged_where_saved, open_checkpoint
-from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.checkpoint_files import step_of
 from titan_exp.config.command_line.options import parse_options

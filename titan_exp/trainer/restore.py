@@ -11,11 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titan_exp.checkpoint.checkpoint_cache import local_copy
 from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, load_hf_sharded
-from titan_exp.checkpoint.load_state import RestoredState, load_state, read_progress
-from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
-from titan_exp.checkpoint.state_dict import WEIGHTS_ONLY_KEY, is_training_state
+from titan_exp.checkpoint.load_state import (
+    WEIGHTS_ONLY_KEY,
+    RestoredState,
+    is_training_state,
+    load_state,
+    read_progress,
+)
 from titan_exp.config.checkpoint_files import (
     huggingface_folder,
     initial_folder,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from titan_exp.checkpoint.background_upload import RemoteRun
 from titan_exp.checkpoint.checkpointer import Checkpointer
-from titan_exp.checkpoint.remote.background_upload import RemoteRun
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout

@@ -9,14 +9,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_exp.checkpoint.dcp.storage_writer import find_damage, raise_if_damaged
-from titan_exp.checkpoint.formats.block_scaled import BlockFP8Reader, MXFP4Reader
-from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
 from titan_exp.checkpoint.formats.mapping import ImportReader, check_tensors, require_size
-from titan_exp.checkpoint.formats.safetensors import RenamedReader, SafetensorsReader, TensorReader
-from titan_exp.checkpoint.formats.torch_file import IGNORED, TorchFileReader, open_consolidated, torch_load_safely
+from titan_exp.checkpoint.formats.safetensors import (
+    BlockFP8Reader,
+    MXFP4Reader,
+    RenamedReader,
+    SafetensorsReader,
+    TensorReader,
+)
+from titan_exp.checkpoint.formats.torch_file import (
+    IGNORED,
+    DCPTensorReader,
+    TorchFileReader,
+    open_consolidated,
+    torch_load_safely,
+)
+from titan_exp.checkpoint.load_state import is_training_state
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.checkpoint.state_dict import is_training_state
+from titan_exp.checkpoint.storage_writer import find_damage, raise_if_damaged
 from titan_exp.config.data_files import tokenizer_path
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.foreign_file import read_object, table

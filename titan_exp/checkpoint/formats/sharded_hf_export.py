@@ -26,7 +26,7 @@ from titan_exp.checkpoint.formats.safetensors import (
     preallocate_safetensors,
     tensor_locations,
 )
-from titan_exp.checkpoint.state_dict import MODEL_PREFIX, is_training_state, model_state_dict
+from titan_exp.checkpoint.load_state import MODEL_PREFIX, is_training_state, model_state_dict
 from titan_exp.config.checkpoint_files import step_name
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.run import CheckpointConfig, DataConfig

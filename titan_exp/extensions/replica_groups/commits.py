@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.checkpoint.state_dict import persistent_buffers, sync_tied_state
+from titan_exp.checkpoint.load_state import persistent_buffers, sync_tied_state
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
 from titan_exp.extensions.replica_groups.config import cluster_of, semi_sync_of

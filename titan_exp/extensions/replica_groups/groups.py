@@ -16,8 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
-from titan_exp.checkpoint.load_state import load_optimizer_state, read_progress
+from titan_exp.checkpoint.load_state import (
+    MODEL_PREFIX,
+    decode_json,
+    encode_json,
+    load_optimizer_state,
+    model_state_dict,
+    read_progress,
+    sync_tied_state,
+)
 from titan_exp.checkpoint.optimizer_state import (
     OPTIMIZER_PREFIX,
     VALUES_PREFIX,
@@ -29,7 +36,7 @@ from titan_exp.checkpoint.optimizer_state import (
     prepare_optimizer_state,
 )
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.checkpoint.state_dict import MODEL_PREFIX, decode_json, encode_json, model_state_dict, sync_tied_state
+from titan_exp.checkpoint.storage_reader import load_into, tensor_shapes
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.extensions.replica_groups.events import ReplicaGroup, group_number, newest_quorum
 from titan_exp.extensions.replica_groups.outer_optimizer import KEPT, MOMENTUM, AsyncAllReduce, exchange, ring_bytes

@@ -37,7 +37,7 @@ def evaluate_tasks(argv: Sequence[str]) -> int:
 
 
 def _evaluate(argv: Sequence[str]) -> int:
-    from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
+    from titan_exp.checkpoint.checkpoint_cache import local_copy
     from titan_exp.config.command_line.options import take_options
     from titan_exp.config.command_line.verb_options import EvaluateOptions
     from titan_exp.config.errors.user_error import UserError

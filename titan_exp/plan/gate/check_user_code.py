@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_leaves
 
 from titan_exp.checkpoint.formats.mapping import check_tensors
 from titan_exp.checkpoint.optimizer_state import (
+    UnsavedStateError,
     optimizer_state_dict,
     optimizer_values,
     prepare_optimizer_state,
     saved_tensors,
 )
-from titan_exp.checkpoint.state_values import UnsavedStateError
 from titan_exp.config.devices import device_type
 from titan_exp.config.errors.explained_errors import UserCodeError, innermost_module, user_traceback
 from titan_exp.config.errors.user_error import UserError, Violation

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan_exp.checkpoint.dcp.storage_writer import has_checksums
-from titan_exp.checkpoint.remote.remote_folder import RemoteError, RemoteFolder
+from titan_exp.checkpoint.remote_folder import RemoteError, RemoteFolder
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.checkpoint.storage_writer import has_checksums
 from titan_exp.config.checkpoint_files import (
     CHECKSUMS_FILE,
     COMPLETE_NAME,

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
-from titan_exp.checkpoint.dcp.storage_reader import damaged_checkpoint, min_file_sizes
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.checkpoint.storage_reader import damaged_checkpoint, min_file_sizes
 from titan_exp.config.checkpoint_files import CHECKSUMS_FILE, METADATA_FILE, FileChecksum, parse_checksums
 from titan_exp.config.foreign_file import read_file
 from titan_exp.tracking.run_folder.files import mkdir_below, write_atomically

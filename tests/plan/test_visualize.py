@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.cli.test_plan import planned
 from tests.plan.layouts import SMALL, experiment_of
 from tests.ranks import run_ranks
-from titan_exp.cli.shell.hydra_command import OutputFile
+from titan_exp.cli.hydra_command import OutputFile
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.axes import AXES, DEGREES
 from titan_exp.config.layout.pipeline_schedules import COST, Action, timeline

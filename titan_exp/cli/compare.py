@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.cli.shell.hydra_command import OutputFile
+from titan_exp.cli.hydra_command import OutputFile
 from titan_exp.config.command_line.options import HELP, options_help, take_options
 from titan_exp.config.command_line.output import answer, json_text
 from titan_exp.config.command_line.verb_options import CompareOptions

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.cli.shell.hydra_command import OutputFile, run_with_hydra
+from titan_exp.cli.hydra_command import OutputFile, run_with_hydra
 from titan_exp.config.command_line.options import HELP, SWITCHES, VALUED, options_help, take_options
 from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.verb_options import PlanOptions, PlanSearchOptions

@@ -6,7 +6,7 @@ The `data` group selects the text, as in `titan-exp train`; `out`, `workers`, ..
 from collections.abc import Sequence
 from typing import Any
 
-from titan_exp.cli.shell.hydra_command import run_with_hydra
+from titan_exp.cli.hydra_command import run_with_hydra
 from titan_exp.config.command_line.options import HELP, SWITCHES, VALUED, options_help, require_alone, take_options
 from titan_exp.config.command_line.verb_options import TokenizeOptions
 from titan_exp.config.data_files import Manifest, read_manifest

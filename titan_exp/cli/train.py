@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.cli.shell.hydra_command import run_sweep_with_hydra
+from titan_exp.cli.hydra_command import run_sweep_with_hydra
 
 if TYPE_CHECKING:
     from titan_exp.config.groups.experiment import Experiment

@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from benchmarks.bench import Output, Table, benchmark, composed, option, seconds_of, trained
 from titan_exp.compare.comparison import compare
-from titan_exp.compare.output.comparison_page import to_html
+from titan_exp.compare.output.pages import to_html
 from titan_exp.compare.runs import select
 from titan_exp.config.extension import CONF_DIR, CONFIG_NAME
 from titan_exp.config.hydra.compose import HYDRA_VERSION, default_overrides, register_resolvers

@@ -9,10 +9,10 @@ import pytest
 from tests.compare.made_runs import make_run, rows
 from titan_exp.cli.main import main
 from titan_exp.compare.comparison import Comparison, compare
-from titan_exp.compare.efficiency import cost_metric, pareto
 from titan_exp.compare.from_wandb import _lineage
 from titan_exp.compare.output.formats import to_json
 from titan_exp.compare.output.plots import draw
+from titan_exp.compare.output.study_sections import cost_metric, pareto
 from titan_exp.compare.runs import read_run, select
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.state.run_lookup import find_runs

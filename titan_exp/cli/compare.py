@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     )
     page = None
     if options.html != "none":
-        from titan_exp.compare.output.comparison_page import to_html
+        from titan_exp.compare.output.pages import to_html
 
         # Written before the table, so that a closed pipe (`| head`) does not lose the page.
         try:
@@ -113,7 +113,7 @@ def _discoveries(options: CompareOptions, runs: Path, studies: Sequence[str]) ->
     found = judge(runs, options.alpha, studies)
     _write_formats(found, options, {"markdown": to_markdown}, json_values)
     if True not in options.formats.values():
-        from titan_exp.compare.output.terminal import show_section
+        from titan_exp.compare.output.pages import show_section
         from titan_exp.launch.sweep.sweep_table import plain_console
 
         console = plain_console()
@@ -151,7 +151,7 @@ def _print_or_write(comparison: "Comparison", options: CompareOptions) -> None:
     }
     _write_formats(comparison, options, texts, formats.json_values)
     if True not in options.formats.values():
-        from titan_exp.compare.output.terminal import show
+        from titan_exp.compare.output.pages import show
         from titan_exp.launch.sweep.sweep_table import plain_console
 
         console = plain_console()

@@ -16,10 +16,9 @@ from titan_exp.compare.compared_metrics import (
     flatten,
     has_failed,
 )
-from titan_exp.compare.ladder import LadderOutcome, climb
-from titan_exp.compare.learnt import Learnt, learn, rank
 from titan_exp.compare.runs import ComparedRun, Row, Selection, StudyRecord, finite
 from titan_exp.compare.statistics import Delta, difference, estimate, holm
+from titan_exp.compare.study_outcome import LadderOutcome, Learnt, climb, learn, rank
 from titan_exp.compare.tuning import Tuning, tune
 from titan_exp.config.errors.user_error import UserError, did_you_mean, shown
 from titan_exp.config.extension import loaded

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.ladder import LadderOutcome
-from titan_exp.compare.learnt import Learnt, Parameter
 from titan_exp.compare.statistics import moving_average
+from titan_exp.compare.study_outcome import LadderOutcome, Learnt, Parameter
 from titan_exp.compare.tuning import Tuning
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.number_format import format_count, format_items

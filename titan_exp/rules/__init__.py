@@ -15,16 +15,18 @@ from titan_exp.rules.checkpoint import (
     PARENT_BEGINNING_RULES,
     PARENT_RULES,
 )
-from titan_exp.rules.cluster import CLUSTER_LAYOUT_RULES, CLUSTER_RULES
+from titan_exp.rules.cluster import CLUSTER_LAYOUT_RULES, CLUSTER_RULES, NAME_RULES, PATH_LAUNCH_RULES, PATH_RULES
 from titan_exp.rules.compile import GRAPH_LAYOUT_RULES, GRAPH_RULES, RECOMPUTE_RULES
-from titan_exp.rules.data import DATA_RULES, LARGE_TEXT_LAUNCH_RULES, STORE_RULES
-from titan_exp.rules.evaluation import EVALUATION_RULES
-from titan_exp.rules.expert_parallel import EXPERT_LAYOUT_RULES, EXPERT_RULES
+from titan_exp.rules.data import DATA_RULES, EVALUATION_RULES, LARGE_TEXT_LAUNCH_RULES, STORE_RULES
 from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
-from titan_exp.rules.model import MODEL_RULES
-from titan_exp.rules.names import NAME_RULES, PATH_LAUNCH_RULES, PATH_RULES
-from titan_exp.rules.optimizer import CLIP_RULES, PARAMETER_RULES, PARAMETRIZATION_RULES
-from titan_exp.rules.pipeline_parallel import PIPELINE_LAYOUT_RULES, PIPELINE_RULES, schedule_is_known
+from titan_exp.rules.model import CLIP_RULES, MODEL_RULES, PARAMETER_RULES, PARAMETRIZATION_RULES
+from titan_exp.rules.pipeline_parallel import (
+    EXPERT_LAYOUT_RULES,
+    EXPERT_RULES,
+    PIPELINE_LAYOUT_RULES,
+    PIPELINE_RULES,
+    schedule_is_known,
+)
 from titan_exp.rules.quantization import QUANTIZATION_LAYOUT_RULES, QUANTIZATION_RULES, TRITON_RULES
 from titan_exp.rules.rule import Rule, find_violations
 from titan_exp.rules.training import MODE_RULES, RAMP_LAYOUT_RULES, RAMP_RULES, TRAINING_LAYOUT_RULES, TRAINING_RULES

@@ -523,7 +523,7 @@ def float8_weights_are_those_of_the_step_before() -> None:
 
 
 def float8_scales_are_of_a_ranks_shard() -> None:
-    patch("titan_exp.quantization.weights.Float8Weights._reduced", lambda _: lambda self, amax: amax)
+    patch("titan_exp.quantization.quantize.Float8Weights._reduced", lambda _: lambda self, amax: amax)
 
 
 def _after_expert_parallel(change: Callable[[Any], None]) -> None:

@@ -14,9 +14,8 @@ from titan_exp.models.build import build_model
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.quantization import recipes as instructions
 from titan_exp.quantization.float8 import E4M3, scale_of
-from titan_exp.quantization.quantize import describe, quantize
+from titan_exp.quantization.quantize import WeightScales, describe, quantize
 from titan_exp.quantization.recipes import Float8LinearImpl, NVFP4LinearImpl, needs_emulation
-from titan_exp.quantization.weights import WeightScales
 
 CPU = torch.device("cpu")
 SMALL = ["model=llama_debug", "training.seq_len=64", "cluster.device=cpu"]

@@ -150,11 +150,11 @@ class BuiltModel:
         float8."""
         if self._mesh.sharding["fsdp"].size() > 1:
             if self._experiment.quantization.float8_all_gather:
-                from titan_exp.quantization.weights import float8_all_gather_format
+                from titan_exp.quantization.quantize import float8_all_gather_format
 
                 set_all_gather_format(module, float8_all_gather_format)
         elif not self._layout.parallelism.cpu_offload:
-            from titan_exp.quantization.weights import allocate_float8_weights
+            from titan_exp.quantization.quantize import allocate_float8_weights
 
             allocate_float8_weights(module)
 

@@ -184,7 +184,7 @@ def _compute_weights(
 def _float8_modules(parts: Sequence[nn.Module], experiment: Experiment) -> list[nn.Module]:
     if not experiment.quantization.recipe.startswith("float8"):
         return []
-    from titan_exp.quantization.weights import modules_with_float8_weights
+    from titan_exp.quantization.quantize import modules_with_float8_weights
 
     return modules_with_float8_weights(parts)
 
@@ -193,7 +193,7 @@ def _quantized_weights(model: Model, mesh: Mesh, experiment: Experiment) -> Call
     """Return a function that recomputes kept float8 weights and precomputed scales; all ranks call it."""
     if experiment.quantization.recipe == "none":
         return lambda: None
-    from titan_exp.quantization.weights import Float8Weights, WeightScales
+    from titan_exp.quantization.quantize import Float8Weights, WeightScales
 
     dtype = torch.bfloat16 if experiment.training.mixed_precision == "bf16" else torch.float32
     scales, weights = WeightScales(model.parts, mesh.shard_groups, dtype), Float8Weights(model.parts, dtype)

@@ -206,7 +206,7 @@ def balance_experts() -> None:
     A fake process group receives nothing, and the stub device computes no counts. Plans assume that a rank receives as
     many rows as it sends (`titan_exp.plan.trace.op_costs`); so does this exchange, on CUDA. Only sizes are right.
     """
-    from titan_exp.parallel.collectives import all_to_all_rows, return_rows
+    from titan_exp.parallel.mesh import all_to_all_rows, return_rows
 
     for operator in (all_to_all_rows, return_rows):
         operator.register_kernel("cuda", exchange_balanced)
@@ -216,7 +216,7 @@ def exchange_balanced(rows: "Tensor", sent: "Tensor", received: "Tensor", size: 
     """Exchange rows in equal parts; returns `size` rows, as many as are sent without."""
     import torch.distributed as dist
 
-    from titan_exp.parallel.collectives import group_named
+    from titan_exp.parallel.mesh import group_named
 
     found = rows.new_empty((rows.shape[0] if size is None else size, *rows.shape[1:]))
     parts = [balanced(tensor.shape[0], sent.shape[0]) for tensor in (found, rows)]

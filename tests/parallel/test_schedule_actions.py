@@ -12,7 +12,7 @@ from titan_exp.config.layout.pipeline_schedules import (
     placement_of,
     timeline,
 )
-from titan_exp.parallel.pipeline_parallel.runtime import P2POp, build_schedule, forward_schedule, insert_p2p
+from titan_exp.parallel.pipeline_runtime import P2POp, build_schedule, forward_schedule, insert_p2p
 
 SIZES = [
     (name, ranks, per_rank)

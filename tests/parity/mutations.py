@@ -363,7 +363,7 @@ def gradients_are_scaled_by_micro_batches() -> None:
 
 
 def tied_copies_diverge() -> None:
-    patch("titan_exp.parallel.pipeline_parallel.runtime.TiedWeights.sum_gradients", lambda _: lambda self: None)
+    patch("titan_exp.parallel.pipeline_runtime.TiedWeights.sum_gradients", lambda _: lambda self: None)
 
 
 def the_norm_is_not_summed_over_stages() -> None:
@@ -436,7 +436,7 @@ def micro_batches_are_taken_for_each_other() -> None:
             self, number, hidden, lambda stage, index, x: compute(stage, index ^ 1 if stage.last else index, x)
         )
 
-    patch("titan_exp.parallel.pipeline_parallel.stage.Stage.forward", make)
+    patch("titan_exp.parallel.pipeline_stage.Stage.forward", make)
 
 
 def shared_shards_advance_by_own_rows() -> None:

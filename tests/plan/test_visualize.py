@@ -21,7 +21,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.axes import AXES, DEGREES
 from titan_exp.config.layout.pipeline_schedules import COST, Action, timeline
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.parallel.pipeline_parallel.runtime import build_schedule
+from titan_exp.parallel.pipeline_runtime import build_schedule
 from titan_exp.plan.cuda.devices import DEVICES, memory_of_gpu
 from titan_exp.plan.gate.gate import MemoryCheck
 from titan_exp.plan.predict import Plan, predict

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.distributed_c10d import _get_default_store
 
 from titan_exp.ops.autograd import local_tensor
-from titan_exp.parallel.collectives import LOOPBACK, loopback_store
+from titan_exp.parallel.mesh import LOOPBACK, loopback_store
 from titan_exp.tracking.logging import get_logger
 
 SHARED_MEMORY = Path("/dev/shm")

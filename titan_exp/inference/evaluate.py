@@ -35,7 +35,7 @@ from titan_exp.models.spec.rope import ROPE, exceeds_context, longest_sequence
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.context_parallel.load_balance import sequence_cuts
 from titan_exp.parallel.mesh import Mesh, build_mesh
-from titan_exp.parallel.module_requirements import computes_loss
+from titan_exp.parallel.meta_init import computes_loss
 from titan_exp.parallel.tensor_parallel.styles import vocab_shard
 from titan_exp.rules.data import DATA_RULES
 from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES

@@ -8,8 +8,12 @@ from torch import nn
 
 from titan_exp.config.groups.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.parallel.activation_checkpoint import apply_activation_checkpointing, needs_compiler
-from titan_exp.parallel.compile import compile_blocks, inductor_options
+from titan_exp.parallel.activation_checkpoint import (
+    apply_activation_checkpointing,
+    compile_blocks,
+    inductor_options,
+    needs_compiler,
+)
 from titan_exp.parallel.context_parallel.apply import apply_context_parallel
 from titan_exp.parallel.expert_parallel import apply_expert_parallel
 from titan_exp.parallel.fsdp import FSDPOptions, apply_fsdp

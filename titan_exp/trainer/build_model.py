@@ -27,10 +27,10 @@ from titan_exp.parallel.meta_init import (
     init_buffers,
     init_weights,
     materialize_parameters,
+    require_modules,
 )
-from titan_exp.parallel.module_requirements import require_modules
-from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, P2PTransport, Pipeline, build_schedule
-from titan_exp.parallel.pipeline_parallel.stage import Stage, keep_compiled_buffers, prune_to_stage, shared_parameters
+from titan_exp.parallel.pipeline_runtime import ActivationSpec, P2PTransport, Pipeline, build_schedule
+from titan_exp.parallel.pipeline_stage import Stage, keep_compiled_buffers, prune_to_stage, shared_parameters
 from titan_exp.quantization.quantize import describe, quantize
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.number_format import format_count

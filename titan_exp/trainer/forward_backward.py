@@ -14,8 +14,8 @@ from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.parallel.context_parallel.apply import gather_sequence
 from titan_exp.parallel.fsdp import set_gradient_sync
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
-from titan_exp.parallel.pipeline_parallel.stage import Stage
+from titan_exp.parallel.pipeline_runtime import Pipeline
+from titan_exp.parallel.pipeline_stage import Stage
 from titan_exp.parallel.step_observer import step_observer
 from titan_exp.trainer.experts import ExpertLoad
 from titan_exp.trainer.objective import MetricSums, Objective, loss_divisors, normalize_by_tokens

@@ -22,7 +22,7 @@ from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.parallel.context_parallel.load_balance import sequence_cuts
 from titan_exp.parallel.fsdp import free_gathered, uses_fsdp
 from titan_exp.parallel.mesh import Mesh, build_mesh
-from titan_exp.parallel.module_requirements import computes_loss
+from titan_exp.parallel.meta_init import computes_loss
 from titan_exp.parallel.tensor_parallel.styles import vocab_shard
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.build_model import BuiltModel

@@ -19,7 +19,7 @@ from titan_exp.extensions.tasks.encoding import Row, RowBatch, row_batches
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.cross_entropy import LossSum, VocabShard, log_normalizer_and_target
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.module_requirements import computes_loss
+from titan_exp.parallel.meta_init import computes_loss
 from titan_exp.parallel.tensor_parallel.styles import vocab_shard
 from titan_exp.tracking.logging import PROGRESS
 from titan_exp.trainer.forward_backward import Model, evaluating

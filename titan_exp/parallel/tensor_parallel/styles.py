@@ -39,8 +39,7 @@ from titan_exp.models.spec.tp_plan import (
 )
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.ops.cross_entropy import VocabShard
-from titan_exp.parallel.collectives import all_reduce, mark_partial, partial_parameters
-from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.mesh import Mesh, all_reduce, mark_partial, partial_parameters
 from titan_exp.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     GatheredTokens,

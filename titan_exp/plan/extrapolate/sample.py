@@ -19,7 +19,7 @@ from titan_exp.config.groups.parallelism import ActivationCheckpointConfig
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
-from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec
+from titan_exp.parallel.pipeline_runtime import ActivationSpec
 from titan_exp.plan.extrapolate.eligibility import (
     SAMPLED_MICRO_BATCHES,
     last_blocks,

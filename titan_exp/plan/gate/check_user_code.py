@@ -48,7 +48,7 @@ from titan_exp.optim.optimizer import HasGradientPoint, build_named, build_optim
 from titan_exp.optim.parameter_groups import NamedParameter, named_parameters, same_value
 from titan_exp.optim.torch_optimizer import Config as TorchOptimizerConfig
 from titan_exp.optim.torch_optimizer import optimizer_class
-from titan_exp.parallel.module_requirements import module_violations, require_modules
+from titan_exp.parallel.meta_init import module_violations, require_modules
 from titan_exp.quantization.quantize import require_quantized_linears
 from titan_exp.trainer.module_metrics.metric import chosen_metrics
 from titan_exp.trainer.objective import build_objective

@@ -24,7 +24,7 @@ from titan_exp.config.layout.pipeline_schedules import (
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.fsdp import disable_gradient_sync, reduce_gradients
-from titan_exp.parallel.pipeline_parallel.stage import Forward, Stage
+from titan_exp.parallel.pipeline_stage import Forward, Stage
 from titan_exp.parallel.step_observer import StepObserver, step_observer
 
 

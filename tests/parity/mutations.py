@@ -440,7 +440,7 @@ def micro_batches_are_taken_for_each_other() -> None:
 
 
 def shared_shards_advance_by_own_rows() -> None:
-    patch("titan_exp.data.virtual_shards.streams.PackedStream.skip_row", lambda _: lambda self: None)
+    patch("titan_exp.data.virtual_shards.PackedStream.skip_row", lambda _: lambda self: None)
 
 
 def looked_up_rows_are_truncated() -> None:

@@ -14,8 +14,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.data_sets import validation_metrics
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.data.source_check import training_subset, validation_subset
 from titan_exp.data.sources.base import RandomAccessSource, build_source
-from titan_exp.data.validation_split import training_subset, validation_subset
 from titan_exp.rules import check
 
 RUN = [

@@ -14,8 +14,8 @@ from titan_exp.config.errors.user_error import UserError, Violation, did_you_mea
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.foreign_code import described
 from titan_exp.config.schema.schema import hints
+from titan_exp.data.build_store import build_store
 from titan_exp.data.sample_store import require_intact
-from titan_exp.data.token_store.build_store import build_store
 from titan_exp.rules.data import unreadable_source
 
 

@@ -76,7 +76,7 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
 def _preview(experiment: "Experiment", step: int) -> int:
     """Print the global batch of a step."""
     from titan_exp.config.command_line.output import answer
-    from titan_exp.data.preview import preview
+    from titan_exp.data.train_loader import preview
     from titan_exp.launch.sweep.sweep_args import current_sweep_options
 
     lines = list[str]()

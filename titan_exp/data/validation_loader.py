@@ -20,6 +20,7 @@ from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.data_sets import HOLD_TEXT, source_member
 from titan_exp.config.schema.foreign_code import described
 from titan_exp.data.batch import Batch, collate
+from titan_exp.data.source_check import validation_subset
 from titan_exp.data.sources.base import (
     RandomAccessSource,
     Source,
@@ -27,10 +28,8 @@ from titan_exp.data.sources.base import (
     build_source,
     build_validation_source,
 )
-from titan_exp.data.token_store.reader import TokenSequence, TokenSplit, concatenate, open_split
-from titan_exp.data.token_store.text_store import StoredText, stored_text
+from titan_exp.data.token_store import StoredText, TokenSequence, TokenSplit, concatenate, open_split, stored_text
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer, encode_document
-from titan_exp.data.validation_split import validation_subset
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 

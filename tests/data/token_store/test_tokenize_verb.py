@@ -19,11 +19,11 @@ from tests.data.stores import content, make, over
 from titan_exp.cli.tokenize import TokenizeOptions, make_store, options_among
 from titan_exp.config.data_files import UNFINISHED, Manifest, read_manifest
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.data.build_store import PartTokenizer
 from titan_exp.data.sample_store import TEMPORARY_SUFFIX, AtomicFile
-from titan_exp.data.token_store.build_store import PartTokenizer
+from titan_exp.data.source_check import unit_hashes
 from titan_exp.data.tokenizers import build_tokenizer
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.data.validation_split import unit_hashes
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -13,7 +13,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data import sample_store
 from titan_exp.data.sources.base import MIXTURE
-from titan_exp.data.token_store.reader import STATE, ShuffledWindows, TokenSplit, build_store_sampler
+from titan_exp.data.token_store import STATE, ShuffledWindows, TokenSplit, build_store_sampler
 from titan_exp.data.train_loader import TrainLoader
 
 LAYOUTS = [(1, 8), (2, 4), (2, 1), (3, 8), (3, 2), (4, 2), (8, 3), (8, 1)]

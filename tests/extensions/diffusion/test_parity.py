@@ -170,7 +170,7 @@ def test_a_run_stopped_half_way_goes_on(before: str, after: str, words: str, tmp
 
 
 def noise_depends_on_the_rank() -> None:
-    from titan_exp.data.sampler import keyed_generator
+    from titan_exp.data.batch import keyed_generator
 
     def make(_: object) -> object:
         import os

@@ -14,8 +14,7 @@ from titan_exp.config.data_files import SPLIT_FURTHER, distinct_files, is_binary
 from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.foreign_code import SourceDescription
-from titan_exp.data.data_warning import warn
-from titan_exp.data.sources.base import CorpusContent
+from titan_exp.data.sources.base import CorpusContent, warn
 
 if TYPE_CHECKING:
     import numpy as np

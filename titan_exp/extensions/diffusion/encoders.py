@@ -15,7 +15,7 @@ import torch
 
 from titan_exp.config.data_files import SPLITS, unit_hash
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.data.sampler import Permutation, keyed_generator
+from titan_exp.data.batch import Permutation, keyed_generator
 from titan_exp.extensions.diffusion.images import Bucket, CaptionedImages, fit, nearest_bucket
 from titan_exp.extensions.diffusion.latent_format import (
     AUTOENCODER,

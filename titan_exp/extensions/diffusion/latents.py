@@ -20,7 +20,7 @@ from titan_exp.config.data_files import SPLITS
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.foreign_code import SourceDescription
-from titan_exp.data.sampler import Permutation, RowSampler, SamplerState
+from titan_exp.data.batch import Permutation, RowSampler, SamplerState
 from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource, images_of
 from titan_exp.extensions.diffusion.encoders import Encoders, order_samples
 from titan_exp.extensions.diffusion.images import aspect_buckets, open_images

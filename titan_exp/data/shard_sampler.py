@@ -17,8 +17,8 @@ import numpy as np
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.foreign_code import sources
-from titan_exp.data.data_warning import warn
-from titan_exp.data.sampler import NextRow, SamplerState
+from titan_exp.data.batch import NextRow, SamplerState
+from titan_exp.data.source_check import training_subset
 from titan_exp.data.sources.base import (
     SHARDS,
     RandomAccessSource,
@@ -27,15 +27,17 @@ from titan_exp.data.sources.base import (
     content_identity,
     fingerprint,
     held_out_fraction,
+    warn,
 )
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer
-from titan_exp.data.validation_split import training_subset
-from titan_exp.data.virtual_shards.block_shuffle import BlockShuffledStream, DaemonThreadPool, StreamSpec
-from titan_exp.data.virtual_shards.streams import (
+from titan_exp.data.virtual_shards import (
+    BlockShuffledStream,
+    DaemonThreadPool,
     DocumentStream,
     EpochShuffle,
     IndexedStream,
     PackedStream,
+    StreamSpec,
     TokenizedDocuments,
 )
 

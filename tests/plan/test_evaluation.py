@@ -61,7 +61,7 @@ def measured(path: str) -> list[tuple[str, int, int]]:
     from titan_exp.plan.trace.trace_step import trace_step
     from titan_exp.trainer.distributed import joined
     from titan_exp.trainer.trainer import Trainer
-    from titan_exp.trainer.validate import evaluate_split
+    from titan_exp.trainer.updates import evaluate_split
 
     torch.set_num_threads(1)
     folder = RunFolder(path)

@@ -45,7 +45,7 @@ from titan_exp.trainer.distributed import RunOnRanks, joined_process_group, serv
 from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.objective import LanguageModeling, build_objective
 from titan_exp.trainer.restore import Rows, describe, load_source
-from titan_exp.trainer.validate import ValidationResult, evaluate_sources, evaluate_split
+from titan_exp.trainer.updates import ValidationResult, evaluate_sources, evaluate_split
 
 TAKEN = ("data.", "training.", "model.attention", "model.context", f"{ROPE}.", "parallelism.")
 """Keys that an evaluation accepts."""

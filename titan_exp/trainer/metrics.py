@@ -31,9 +31,8 @@ from titan_exp.tracking.sinks import build_sinks
 from titan_exp.tracking.throughput import PeakMemory, Throughput, mfu_peak
 from titan_exp.trainer.experts import ExpertMetrics
 from titan_exp.trainer.objective import Objective, Reduction
-from titan_exp.trainer.profiling.compile_report import CompileReport, cache_of
 from titan_exp.trainer.profiling.slow_options import SpareMemory, saving_options
-from titan_exp.trainer.profiling.step_times import ROWS, OwnTimes, StepTimes, Stragglers
+from titan_exp.trainer.profiling.step_times import ROWS, CompileReport, OwnTimes, StepTimes, Stragglers, cache_of
 from titan_exp.trainer.train_state import TrainState
 
 Numbers = Mapping[str, float | int | None]

@@ -24,8 +24,7 @@ from titan_exp.trainer.profiling.memory_snapshot import MemorySnapshot
 from titan_exp.trainer.profiling.profiler import ProfileWindow
 from titan_exp.trainer.profiling.roofline_note import RooflineNote
 from titan_exp.trainer.train_state import TrainState
-from titan_exp.trainer.updates import Averaging, ClippingState, LogitClipping, Routing
-from titan_exp.trainer.validate import Evaluation
+from titan_exp.trainer.updates import Averaging, ClippingState, Evaluation, LogitClipping, Routing
 
 
 class GarbageCollection(Part):

@@ -46,9 +46,8 @@ from titan_exp.rules.weights import from_config, given_weights, noted_changes, r
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.run import Lineage, ancestors, for_shell, read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.commit import Commit
-from titan_exp.trainer.profiling.compile_report import cache_of
-from titan_exp.trainer.training import Training
+from titan_exp.trainer.commit import Commit, Training
+from titan_exp.trainer.profiling.step_times import cache_of
 
 
 def log_head(folder: RunFolder) -> None:

@@ -24,13 +24,12 @@ from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.fsdp import free_gathered
 from titan_exp.tracking.logging import get_logger
-from titan_exp.trainer.commit import Commit, Flags
+from titan_exp.trainer.commit import Commit, Flags, Training
 from titan_exp.trainer.experts import counts_of, load_numbers
 from titan_exp.trainer.metrics import Numbers, Row, StepResult
 from titan_exp.trainer.objective import Reduction, token_counts
 from titan_exp.trainer.restore import adopt_progress
 from titan_exp.trainer.train_step import StepRefused
-from titan_exp.trainer.training import Training
 from titan_exp.trainer.updates import Routing
 
 STOP, SAVE = "stop requested", "checkpoint asked for"

@@ -30,7 +30,7 @@ from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
 from titan_exp.plan.trace.op_costs import assumes_symmetric_memory
 from titan_exp.plan.trace.segments import sum_costs
 from titan_exp.plan.trace.torch_patches import GPU, gpu_beside_host, replaced_attributes, restored_compiler_settings
-from titan_exp.trainer.cuda_graphs import Recording
+from titan_exp.trainer.forward_backward import Recording
 from titan_exp.trainer.objective import MetricSums
 from titan_exp.trainer.part import Parts
 from titan_exp.trainer.parts import acting_parts

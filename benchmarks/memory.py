@@ -176,7 +176,7 @@ def measured(name: str, tiny: bool = False, rank: int = 0) -> dict[str, int | No
 
     from titan_exp.config.devices import allocator_environment
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
-    from titan_exp.plan.trace.fake_world import FakeRank, fake_batches
+    from titan_exp.plan.trace.trace_step import FakeRank, fake_batches
     from titan_exp.trainer.train_state import assemble
 
     experiment = experiment_of(name, tiny=tiny)

@@ -13,8 +13,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels
+from titan_exp.plan.devices import device_named
+from titan_exp.plan.fake_kernels import fake_cuda_kernels
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.tables import print_plan
 from titan_exp.rules import check

@@ -19,9 +19,9 @@ from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.doctor.layout.cases import Verdict, asked_axes
 from titan_exp.doctor.layout.check import check_layouts
 from titan_exp.launch.rank.rank_env import VISIBLE_GPUS, environment, loopback
-from titan_exp.plan.gate.gate import MemoryCheck
-from titan_exp.plan.gate.predictions import FOLDER, code_digest
+from titan_exp.plan.gate import MemoryCheck
 from titan_exp.plan.planner_processes import PlannerProcesses
+from titan_exp.plan.predictions import FOLDER, code_digest
 from titan_exp.tracking.run_folder.files import write_atomically
 
 Echo = Callable[[str], None]

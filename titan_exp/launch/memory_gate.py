@@ -10,14 +10,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.layout_gate import with_layouts
 from titan_exp.launch.provenance.secrets import mask_override
 from titan_exp.launch.run_plan import RunPlan
-from titan_exp.plan.gate.changes import explain_changes
-from titan_exp.plan.gate.gate import (
-    MemoryCheck,
-    check_memory,
-    explain_oom,
-    explain_retries,
-    plan_record,
-)
+from titan_exp.plan.changes import explain_changes
+from titan_exp.plan.gate import MemoryCheck, check_memory, explain_oom, explain_retries, plan_record
 from titan_exp.tracking.number_format import format_bytes
 
 Echo = Callable[[str], None]

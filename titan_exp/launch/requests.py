@@ -7,7 +7,7 @@ from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import listed
 from titan_exp.launch.executor import executor_for, size_text
 from titan_exp.launch.run_plan import RunPlan
-from titan_exp.plan.gate.gate import fits_unsharded
+from titan_exp.plan.gate import fits_unsharded
 
 
 def hours(text: str) -> float:

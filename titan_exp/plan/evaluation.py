@@ -64,7 +64,7 @@ class Evaluated:
 
     def pass_of(self, experiment: Experiment, state: "TrainState") -> Callable[[], object]:
         """Pass of a fake rank of `experiment`, which may have fewer layers than the run."""
-        from titan_exp.plan.trace.fake_world import DEVICE, fake_batches
+        from titan_exp.plan.trace.trace_step import DEVICE, fake_batches
 
         training = replace(experiment.training, seq_len=self.experiment.training.seq_len)
         run, model = replace(experiment, training=training), state.model
@@ -161,7 +161,7 @@ def extrapolate_evaluations(
 ) -> dict[int, list[EvaluationTrace]]:
     """Evaluations of pipeline ranks by their number, extrapolated from small models. Ranks between the first and the
     last stage share them if they have as many layers."""
-    from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
+    from titan_exp.plan.trace.trace_step import fake_rank, pipeline_ranks
 
     layout, period = ResolvedLayout.of(experiment), repetition(experiment)[1]
     counts, owners, known = layout.layer_counts, layout.stage_placement, dict[object, list[EvaluationTrace]]()
@@ -226,7 +226,7 @@ def _with_layers(one: EvaluationTrace, more: EvaluationTrace, *most: EvaluationT
 
 def with_evaluations(trace: "Trace", evaluations: Sequence[EvaluationTrace]) -> "Trace":
     """Trace of a step that evaluations follow: its peak may be theirs, and the allocator serves them, too."""
-    from titan_exp.plan.cuda.caching_allocator import Events
+    from titan_exp.plan.caching_allocator import Events
 
     held, peak, events = trace.persistent, trace.peak, Events()
     events.packed.extend(trace.step_events.packed)

@@ -14,9 +14,8 @@ from titan_exp.config.layout.pipeline_schedules import pipeline_seconds
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, share_of_world
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.models.spec.lookup import model_spec, with_attention_backend
-from titan_exp.plan.cuda.caching_allocator import Reserved, steady_reserved
-from titan_exp.plan.cuda.devices import Device, room_of
-from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_capability
+from titan_exp.plan.caching_allocator import Reserved, steady_reserved
+from titan_exp.plan.devices import Device, room_of
 from titan_exp.plan.evaluation import (
     Evaluated,
     EvaluationTrace,
@@ -30,14 +29,22 @@ from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_re
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.sample import Samples
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError
+from titan_exp.plan.fake_kernels import deterministic_attention, fake_cuda_capability
 from titan_exp.plan.planner_processes import Call, PlannerProcesses, no_garbage_collection
-from titan_exp.plan.prediction import Exchange, Prediction, RankPrediction, RankTime, exchange_of
+from titan_exp.plan.prediction import (
+    Exchange,
+    Prediction,
+    RankPrediction,
+    RankTime,
+    attention_kernel,
+    check_supported,
+    exchange_of,
+    with_run_kernels,
+)
 from titan_exp.plan.roofline import ClassTime, class_times, pipeline_bubble, rank_time
-from titan_exp.plan.supported import attention_kernel, check_supported, with_run_kernels
-from titan_exp.plan.trace.fake_world import FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.op_costs import assume_expert_load
 from titan_exp.plan.trace.torch_patches import uses_inductor
-from titan_exp.plan.trace.trace_step import Trace, trace_step
+from titan_exp.plan.trace.trace_step import FakeRank, Trace, fake_rank, pipeline_ranks, trace_step
 
 T = TypeVar("T")
 NUMBER = 4

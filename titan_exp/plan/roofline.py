@@ -17,7 +17,7 @@ from titan_exp.config.layout.axes import AXES, EXPERT_AXES
 from titan_exp.config.layout.pipeline_schedules import Schedule, timeline
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.pipeline_runtime import build_schedule
-from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.devices import Device
 from titan_exp.plan.prediction import RankTime
 from titan_exp.plan.trace.dispatch_mode import WORLD, OpCosts
 from titan_exp.plan.trace.op_costs import (

@@ -16,7 +16,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout, share_of_wor
 from titan_exp.extensions.replica_groups.config import SemiSyncConfig, fragments_of, semi_sync_of
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.devices import Device
 from titan_exp.plan.prediction import Beside, Exchange
 from titan_exp.tracking.number_format import format_bytes
 

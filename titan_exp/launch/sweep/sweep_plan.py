@@ -18,7 +18,7 @@ from titan_exp.launch.memory_gate import (
     with_prediction,
 )
 from titan_exp.launch.run_plan import RunPlan, plan_run
-from titan_exp.plan.gate.gate import MemoryCheck
+from titan_exp.plan.gate import MemoryCheck
 from titan_exp.tracking.number_format import format_items
 
 

@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from titan_exp.ops.matmul_flops import GROUPED, matmul_flops
 from titan_exp.parallel.mesh import Mesh, group_named
-from titan_exp.plan.cuda.caching_allocator import GRAPH
+from titan_exp.plan.caching_allocator import GRAPH
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
-from titan_exp.plan.trace.op_cache import CachedOp, OpCache
 from titan_exp.plan.trace.op_costs import (
     MATMULS,
     MEASURES,
@@ -37,7 +36,7 @@ from titan_exp.plan.trace.op_costs import (
     symmetric_message,
     unknown_operator,
 )
-from titan_exp.plan.trace.torch_patches import AXIS, TO_GPU, TO_HOST, WAITED_FOR, replaced_attributes
+from titan_exp.plan.trace.torch_patches import AXIS, TO_GPU, TO_HOST, WAITED_FOR, CachedOp, OpCache, replaced_attributes
 
 WORLD = "world"
 """Name of the group of all ranks, if no mesh axis contains them all."""

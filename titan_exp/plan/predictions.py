@@ -29,12 +29,11 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.config.secrets import concealed
-from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.devices import Device
 from titan_exp.plan.evaluation import evaluated
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.planner_processes import PlannerProcesses
-from titan_exp.plan.prediction import NotPredicted, Prediction, exchange_of, from_json, merge_ranks
-from titan_exp.plan.supported import check_supported
+from titan_exp.plan.prediction import NotPredicted, Prediction, check_supported, exchange_of, from_json, merge_ranks
 from titan_exp.tracking.run_folder.files import write_atomically
 
 FOLDER = "plan"
@@ -213,7 +212,7 @@ def _predict_ranks(request: PredictionRequest, ranks: tuple[int, ...]) -> Predic
     experiment = request.experiment
     explaining = nullcontext()
     if import_paths(experiment):
-        from titan_exp.plan.gate.check_user_code import check_user_code, failing_user_code
+        from titan_exp.plan.check_user_code import check_user_code, failing_user_code
 
         check_user_code(experiment)
         explaining = failing_user_code(experiment, FAILED)

@@ -25,12 +25,12 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.blocks.transformer import iter_numbered_blocks
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence, sequence_cuts
-from titan_exp.plan.gate.gate import MemoryCheck
+from titan_exp.plan.gate import MemoryCheck
 from titan_exp.plan.planner_processes import no_garbage_collection
 from titan_exp.plan.predict import Plan, RankPlan, traced_rank
 from titan_exp.plan.roofline import schedule_and_bubble
-from titan_exp.plan.trace.fake_world import FakeRank
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
+from titan_exp.plan.trace.trace_step import FakeRank
 from titan_exp.tracking.number_format import format_bytes, format_items, format_seconds, render_page
 
 

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.parallel.context_parallel.attention import ContextAttention
-from titan_exp.plan.cuda.caching_allocator import rounded
+from titan_exp.plan.caching_allocator import rounded
 from titan_exp.plan.trace.torch_patches import GPU, replaced_attributes
 from titan_exp.quantization.recipes import GROUPED_MULTIPLE, MIN_CAPABILITY, Hardware, assume_hardware
 

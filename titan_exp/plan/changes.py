@@ -15,8 +15,8 @@ from titan_exp.config.errors.user_error import UserError, listed, shown
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
-from titan_exp.plan.gate.gate import MemoryCheck, check_memory, explain_oom, explain_retries, staged
-from titan_exp.plan.search.layouts import KEYS, LOSS_CHUNK, MICRO_BATCH, MODE, Move, further_moves, moves, with_values
+from titan_exp.plan.gate import MemoryCheck, check_memory, explain_oom, explain_retries, staged
+from titan_exp.plan.layouts import KEYS, LOSS_CHUNK, MICRO_BATCH, MODE, Move, further_moves, moves, with_values
 from titan_exp.rules import check
 from titan_exp.tracking.number_format import format_bytes
 

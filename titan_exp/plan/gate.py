@@ -17,12 +17,12 @@ from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.mixers import CHUNK
 from titan_exp.models.spec.model_spec import LayerSpec
-from titan_exp.plan.cuda.caching_allocator import STEPS
-from titan_exp.plan.cuda.devices import SAVE_PROCESS_GB, DeviceMemory, device_memory_of, symmetric_memory
+from titan_exp.plan.caching_allocator import STEPS
+from titan_exp.plan.devices import SAVE_PROCESS_GB, DeviceMemory, device_memory_of, symmetric_memory
 from titan_exp.plan.evaluation import evaluations_of
-from titan_exp.plan.gate.predictions import PredictionRequest, predict_many
+from titan_exp.plan.layouts import with_values
 from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, exchange_of
-from titan_exp.plan.search.layouts import with_values
+from titan_exp.plan.predictions import PredictionRequest, predict_many
 from titan_exp.rules import check
 from titan_exp.tracking.number_format import GIB, format_bytes
 

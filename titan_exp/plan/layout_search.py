@@ -17,13 +17,10 @@ from typing import Any
 
 from titan_exp.config.devices import usable_cores
 from titan_exp.config.errors.user_error import UserError, Violation, shown
-from titan_exp.plan.cuda.devices import Device, room_of
+from titan_exp.plan.devices import Device, room_of
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError
-from titan_exp.plan.planner_processes import PlannerProcesses
-from titan_exp.plan.predict import predict
-from titan_exp.plan.roofline import pipeline_bubble
-from titan_exp.plan.search.layouts import (
+from titan_exp.plan.layouts import (
     DEGREE_KEYS,
     MICRO_BATCH,
     MODE,
@@ -37,7 +34,10 @@ from titan_exp.plan.search.layouts import (
     moves,
     with_values,
 )
-from titan_exp.plan.supported import check_supported
+from titan_exp.plan.planner_processes import PlannerProcesses
+from titan_exp.plan.predict import predict
+from titan_exp.plan.prediction import check_supported
+from titan_exp.plan.roofline import pipeline_bubble
 from titan_exp.rules import every_rule
 from titan_exp.rules.rule import find_violations
 from titan_exp.tracking.number_format import format_bytes

@@ -17,7 +17,7 @@ from titan_exp.compare.output.formats import legend, records, text_table, to_csv
 from titan_exp.compare.output.study_sections import pareto, scaling
 from titan_exp.compare.runs import read_run, select
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.state.run_lookup import StudyFolder, StudyRecord, StudyRun, find_runs
+from titan_exp.launch.run_lookup import StudyFolder, StudyRecord, StudyRun, find_runs
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 THREE = {0.001: [3.0, 3.1, 3.2], 0.003: [2.5, 2.61, 2.69], 0.01: [3.01, 3.08, 3.22]}

@@ -15,8 +15,8 @@ from titan_exp.compare.output.plots import draw
 from titan_exp.compare.output.study_sections import cost_metric, pareto
 from titan_exp.compare.runs import read_run, select
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.state.run_lookup import find_runs
-from titan_exp.launch.state.run_status import status_rows
+from titan_exp.launch.run_lookup import find_runs
+from titan_exp.launch.run_status import status_rows
 from titan_exp.tracking.run_folder.run import Lineage, ancestors, children, read_history
 
 

@@ -20,7 +20,7 @@ from titan_exp.compare.runs import read_run
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.sources import base
 from titan_exp.data.sources.base import known_identity
-from titan_exp.launch.provenance.changes import (
+from titan_exp.launch.provenance import (
     attempt_changes,
     code_changes,
     edited_code,

@@ -20,7 +20,7 @@ from titan_exp.checkpoint.load_state import read_progress
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.storage_reader import load_into, tensor_shapes
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.run_id import run_id
+from titan_exp.launch.run_plan import run_id
 from titan_exp.plan.check_user_code import check_user_code
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics

@@ -11,8 +11,8 @@ from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.verb_options import CancelOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import NOT_CANCELLED
-from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, named_runs, runs_folder
-from titan_exp.launch.state.run_status import count_states, run_statuses, status_rows
+from titan_exp.launch.run_lookup import find_runs, find_study_folder, named_runs, runs_folder
+from titan_exp.launch.run_status import count_states, run_statuses, status_rows
 from titan_exp.launch.sweep.shipped_study import cancel_runs
 
 USAGE = """\

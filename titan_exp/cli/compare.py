@@ -13,7 +13,7 @@ from titan_exp.config.command_line.options import HELP, options_help, take_optio
 from titan_exp.config.command_line.output import answer, json_text
 from titan_exp.config.command_line.verb_options import CompareOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.state.run_lookup import named_runs, runs_folder
+from titan_exp.launch.run_lookup import named_runs, runs_folder
 
 if TYPE_CHECKING:
     from titan_exp.compare.comparison import Comparison

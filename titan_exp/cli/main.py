@@ -66,7 +66,7 @@ def _names(verb: str) -> list[str] | None:
 
             return sorted({*guides(), *tutorials()})
         if verb in ("status", "show", "diff", "logs", "cancel", "retry", "compare"):
-            from titan_exp.launch.state.run_lookup import run_groups
+            from titan_exp.launch.run_lookup import run_groups
 
             return sorted(run_groups(Path("runs")))
         return None

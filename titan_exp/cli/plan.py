@@ -139,7 +139,7 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     from titan_exp.config.command_line.help import remarks
     from titan_exp.config.devices import offered_devices
     from titan_exp.config.layout.resolved_layout import compilation, resolve_layout
-    from titan_exp.launch.run_id import laptop_rate
+    from titan_exp.launch.run_plan import laptop_rate
     from titan_exp.plan.planner_processes import start_forkserver
     from titan_exp.plan.prediction import check_supported
     from titan_exp.rules import check
@@ -193,7 +193,7 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
 
 def _verdict(memory_check: "MemoryCheck", options: PlanOptions, typed: Sequence[str]) -> int:
     """Print whether a run fits, or changes that would make it fit; returns the exit code."""
-    from titan_exp.launch.provenance.secrets import mask_override
+    from titan_exp.launch.git import mask_override
     from titan_exp.plan.changes import explain_changes
     from titan_exp.plan.gate import explain_fit
 

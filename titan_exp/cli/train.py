@@ -24,13 +24,11 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     from titan_exp.config.command_line.output import answer
     from titan_exp.launch.executor import executor_for
     from titan_exp.launch.memory_gate import gate_run, is_done, predicted
-    from titan_exp.launch.provenance.changes import report_stale
-    from titan_exp.launch.requests import request_lines
+    from titan_exp.launch.provenance import report_stale
+    from titan_exp.launch.requests import outcome_records, planned_records, request_lines, run_label, script_records
     from titan_exp.launch.run_console import RunConsole
-    from titan_exp.launch.run_id import laptop_rate, rate_after_decay, related_runs
-    from titan_exp.launch.run_plan import plan_run
-    from titan_exp.launch.state.run_records import outcome_records, planned_records, run_label, script_records
-    from titan_exp.launch.state.run_status import print_dry_run
+    from titan_exp.launch.run_plan import laptop_rate, plan_run, rate_after_decay, related_runs
+    from titan_exp.launch.run_status import print_dry_run
     from titan_exp.launch.sweep.sweep_args import current_sweep_options
     from titan_exp.rules.composed import read_experiment
 

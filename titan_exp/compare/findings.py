@@ -15,7 +15,7 @@ from titan_exp.config.errors.user_error import listed
 from titan_exp.config.schema.data_sets import DOCUMENTS
 from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.config.study.study import FEWEST_PAIRS
-from titan_exp.launch.verdict.standing import Standing
+from titan_exp.launch.standing import Standing
 from titan_exp.tracking.number_format import format_count, format_duration, format_items, format_time
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of
 

@@ -13,9 +13,9 @@ from titan_exp.compare.statistics import Delta, Estimate
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.study.ladder import LadderRung
 from titan_exp.launch.executor import summarize_worlds
-from titan_exp.launch.state.run_lookup import LadderRecord, find_runs, sweep_command
-from titan_exp.launch.state.run_status import run_statuses
-from titan_exp.launch.verdict.registration import Registration
+from titan_exp.launch.registration import Registration
+from titan_exp.launch.run_lookup import LadderRecord, find_runs, sweep_command
+from titan_exp.launch.run_status import run_statuses
 from titan_exp.tracking.number_format import format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows
 from titan_exp.tracking.run_folder.metrics_jsonl import Row as MetricRow

@@ -30,7 +30,7 @@ from titan_exp.launch.rank.rank_env import RankInfo
 from titan_exp.tracking.run_folder.run_folder import RunFolder, shown_state
 
 if TYPE_CHECKING:
-    from titan_exp.launch.state.attempt_end import AttemptResult
+    from titan_exp.launch.attempt_end import AttemptResult
 
 
 class Processes(Protocol):

@@ -14,8 +14,7 @@ from titan_exp.extensions.replica_groups import launch_slurm
 from titan_exp.extensions.replica_groups.agents import LifeSign, read_name
 from titan_exp.extensions.replica_groups.events import read_events, record_event
 from titan_exp.extensions.replica_groups.launch_slurm import epilogue, failed_starts, leave
-from titan_exp.launch.rank.rank_env import GROUP, TOKEN
-from titan_exp.launch.rank.rank_status import RankError, RankRecord, write_record
+from titan_exp.launch.rank.rank_env import GROUP, TOKEN, RankError, RankRecord, write_record
 from titan_exp.launch.slurm import executor
 from titan_exp.launch.slurm.script import render, sbatch_options
 from titan_exp.launch.slurm.squeue import Job

@@ -19,10 +19,10 @@ from titan_exp.extensions.replica_groups.events import (
     summarize_groups,
 )
 from titan_exp.extensions.replica_groups.lighthouse import Lighthouse
+from titan_exp.launch.attempt_end import AttemptResult
 from titan_exp.launch.executor import Processes, Worlds
 from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.rank.rank_env import RankInfo
-from titan_exp.launch.state.attempt_end import AttemptResult
 from titan_exp.tracking.run_folder.run_folder import HUNG, RunFolder
 
 MAX_RESTARTS = 3

@@ -44,7 +44,7 @@ def _evaluate(argv: Sequence[str]) -> int:
     from titan_exp.extensions.tasks.checkpoint_scores import score_checkpoint
     from titan_exp.extensions.tasks.jobs import retry
     from titan_exp.extensions.tasks.tasks import read_all
-    from titan_exp.launch.state.run_lookup import run_path
+    from titan_exp.launch.run_lookup import run_path
 
     argv = shlex.split(re.sub(r"--backend[ =]", "backend=", shlex.join(argv)))
     options, rest = take_options(EvaluateOptions, argv, others=["--tasks"])

@@ -26,20 +26,21 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_yaml
+from titan_exp.launch import attempt_end
+from titan_exp.launch.attempt_end import AttemptResult, RankFailure
 from titan_exp.launch.rank.main import RANK_MAIN, run_rank
 from titan_exp.launch.rank.rank_env import (
     ATTEMPT,
     LAUNCHER,
     VISIBLE_GPUS,
     RankInfo,
+    RankRecord,
     environment,
     extend_import_path,
     rank_environment,
+    read_record,
 )
-from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.run_console import Interrupts, block_terminal_signals
-from titan_exp.launch.state import attempt_end
-from titan_exp.launch.state.attempt_end import AttemptResult, RankFailure
 from titan_exp.launch.watchdog import REPORT_TIMEOUT, HangFiles
 from titan_exp.tracking.run_folder.files import (
     FileLock,

@@ -17,18 +17,18 @@ from pathlib import Path
 
 from titan_exp.config.command_line.output import safe_output
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.executor import Processes, several_worlds
-from titan_exp.launch.local.ranks import LocalRanks
-from titan_exp.launch.provenance.changes import report_large_patch
-from titan_exp.launch.run_console import Interrupts, RunConsole, Summary, describe, summarize
-from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, plan_relaunch, refresh_snapshot
-from titan_exp.launch.state.attempt_end import (
+from titan_exp.launch.attempt_end import (
     AttemptResult,
     acquire_run,
     close_attempt,
     close_dead_attempts,
     wait_for_orphans,
 )
+from titan_exp.launch.executor import Processes, several_worlds
+from titan_exp.launch.local.ranks import LocalRanks
+from titan_exp.launch.provenance import report_large_patch
+from titan_exp.launch.run_console import Interrupts, RunConsole, Summary, describe, summarize
+from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, plan_relaunch, refresh_snapshot
 from titan_exp.tracking.run_folder.files import FileLock, FileTail
 from titan_exp.tracking.run_folder.folder_owner import FolderWatch
 from titan_exp.tracking.run_folder.metrics_jsonl import rows_of

@@ -28,22 +28,26 @@ from titan_exp.config.errors.user_error import Outcome, UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.foreign_code import executor_names
+from titan_exp.launch.attempt_end import close_attempt
 from titan_exp.launch.executor import Executor, executor_for
-from titan_exp.launch.provenance.changes import attempt_changes, edited_code
-from titan_exp.launch.rank.join_attempt import join_attempt
-from titan_exp.launch.rank.rank_env import TOKEN, RankInfo, environment, extend_import_path, torchrun_rank
-from titan_exp.launch.rank.rank_status import (
+from titan_exp.launch.provenance import attempt_changes, edited_code
+from titan_exp.launch.rank.host_agent import join_attempt
+from titan_exp.launch.rank.rank_env import (
     FAILURE_MARK,
     FALLBACK_FOLDER,
     FOLDER_LOST,
     HANG,
+    TOKEN,
     ParentWatchdog,
     RankError,
+    RankInfo,
     RankRecord,
+    environment,
+    extend_import_path,
     read_record,
+    torchrun_rank,
     write_record,
 )
-from titan_exp.launch.state.attempt_end import close_attempt
 from titan_exp.launch.watchdog import HangFiles, Watchdog
 from titan_exp.tracking.logging import PROGRESS
 from titan_exp.tracking.number_format import format_items

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from titan_exp.config.devices import device_type
 from titan_exp.config.groups.run import ClusterConfig
+from titan_exp.launch.code_snapshot import CodeSnapshot
 from titan_exp.launch.executor import several_worlds
-from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.rank.rank_env import GROUP
 from titan_exp.tracking.run_folder.run_folder import PREEMPTED
 

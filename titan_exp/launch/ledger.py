@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.foreign_file import of_kind, parse_json, read_file
 from titan_exp.config.schema.foreign_code import is_signature, signature
-from titan_exp.launch.verdict.registration import Outcome
+from titan_exp.launch.registration import Outcome
 from titan_exp.tracking.run_folder.files import FileLock, LockedError, write_atomically
 from titan_exp.tracking.run_folder.run_folder import LOCK_TIMEOUT
 
 if TYPE_CHECKING:
-    from titan_exp.launch.verdict.standing import Standing  # imports NumPy
+    from titan_exp.launch.standing import Standing
+
 
 LEDGER = "questions.jsonl"
 LARGEST_E = 1e12

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.rank.rank_status import RankError, RankRecord
+from titan_exp.launch.rank.rank_env import RankError, RankRecord
 from titan_exp.launch.watchdog import HangDiagnosis
 from titan_exp.tracking.run_folder.files import FileLock, LockHolder, last_lines
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics

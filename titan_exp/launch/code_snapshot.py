@@ -20,7 +20,7 @@ import titan_exp
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.component import locate, search_current_directory
 from titan_exp.config.schema.foreign_code import import_paths
-from titan_exp.launch.provenance.git import KNOWN, list_files
+from titan_exp.launch.git import KNOWN, list_files
 from titan_exp.tracking.run_folder.files import mkdir_below
 from titan_exp.tracking.run_folder.folder_owner import own_folder
 

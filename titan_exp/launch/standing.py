@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from titan_exp.launch.verdict.evidence import Rule, Verdict, decide, falls_behind, paired_differences
-from titan_exp.launch.verdict.registration import Outcome, Registration
+from titan_exp.launch.evidence import Rule, Verdict, decide, falls_behind, paired_differences
+from titan_exp.launch.registration import Outcome, Registration
 from titan_exp.tracking.number_format import format_count, format_items
 
 

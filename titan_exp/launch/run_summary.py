@@ -12,10 +12,10 @@ from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.config.foreign_file import read_text
 from titan_exp.config.hydra.nondefault import nondefault_overrides
 from titan_exp.config.schema.identity_keys import flatten, has_effect, same_value
-from titan_exp.launch.provenance.changes import code_changes, patched_files
+from titan_exp.launch.provenance import code_changes, patched_files
 from titan_exp.launch.run_console import known_metrics
-from titan_exp.launch.state.run_lookup import RunEntry
-from titan_exp.launch.state.run_status import StatusRow, status_rows
+from titan_exp.launch.run_lookup import RunEntry
+from titan_exp.launch.run_status import StatusRow, status_rows
 from titan_exp.tracking.number_format import format_bytes, format_duration, format_items, format_time
 from titan_exp.tracking.run_folder.run import CodePart, Run, children, for_shell
 from titan_exp.tracking.run_folder.run_folder import ENDED_STATES, Attempt, shown_state

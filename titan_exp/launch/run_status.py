@@ -20,7 +20,7 @@ from titan_exp.launch.executor import (
     summarize_worlds,
     trusted_executor,
 )
-from titan_exp.launch.state.run_lookup import RunEntry, StudyFolder, StudyRecord
+from titan_exp.launch.run_lookup import RunEntry, StudyFolder, StudyRecord
 from titan_exp.tracking.number_format import format_duration
 from titan_exp.tracking.run_folder.metrics_jsonl import REPORTED, Value
 from titan_exp.tracking.run_folder.run import ENDED, Run, RunStatus

@@ -80,7 +80,7 @@ def every_rank_keeps_its_part_of_the_noise() -> None:
 
         return lambda seed, *given: original(seed + int(os.environ["RANK"]), *given)
 
-    patch("titan_exp.extensions.diffusion.training_images.sampling_noise", make)
+    patch("titan_exp.extensions.diffusion.rectified_flow.sampling_noise", make)
 
 
 def the_first_stage_s_result_is_sent() -> None:

@@ -157,9 +157,7 @@ def memory(page: str) -> None:
     # Tenths of a pixel would be a third of the file.
     body = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\d)\.\d", r"\1", path[0]), body)
     names = re.findall(r"var\(--c\d\)", body)
-    script = (Path(number_format.__file__).parents[1] / "plan" / "visualize" / "page" / "numbers.js").read_text(
-        encoding="utf-8"
-    )
+    script = (Path(number_format.__file__).parents[1] / "plan" / "page" / "numbers.js").read_text(encoding="utf-8")
     block = script[script.index("CATEGORY_COLORS = {") : script.index("AXIS_COLORS")]
     kinds = [(color, name.strip('"')) for name, color in re.findall(r'("[a-z ]+"|[a-z]+): "(var\(--c\d\))"', block)]
     words, more = legend([entry for entry in kinds if entry[0] in names], width, height + 6)

@@ -22,28 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from titan_exp.config.data_files import (
-    SPLITS,
-    UNFINISHED,
-    Manifest,
-    read_manifest,
-    token_fields,
-    tokenizer_file,
-    unit_hash,
-)
+from titan_exp.config import data_files
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.foreign_file import read_object
 from titan_exp.config.groups.run import DataConfig
+from titan_exp.data import sample_store
 from titan_exp.data.batch import Permutation
-from titan_exp.data.sample_store import (
-    TEMPORARY_SUFFIX,
-    ShardWriter,
-    StoreWriter,
-    check_folder,
-    explain_disk_errors,
-    file_checksum,
-    write_json,
-)
 from titan_exp.data.source_check import unit_hashes
 from titan_exp.data.sources.base import (
     CONTENT,
@@ -135,7 +119,7 @@ class Corpus:
         if not isinstance(source, RandomAccessSource):
             reader = source.open(part.number, position)
             for text in reader:
-                split = "validation" if fraction and unit_hash(text) < fraction else "train"
+                split = "validation" if fraction and data_files.unit_hash(text) < fraction else "train"
                 yield Document(text, split, reader.state_dict)
             return
         count = self._counts[part.split]
@@ -176,7 +160,7 @@ class TokenizeJob:
     @property
     def journal(self) -> Path:
         """Folder of the journal."""
-        return self.folder / UNFINISHED
+        return self.folder / data_files.UNFINISHED
 
     def entries(self, part: CorpusPart) -> list[dict[str, Any]]:
         """Journal entries of a part, one per cut, in order."""
@@ -195,7 +179,7 @@ class TokenizeJob:
         return bool(entries) and entries[-1]["next"] is None
 
 
-_Writers = dict[str, tuple[ShardWriter, "array[int]"]]
+_Writers = dict[str, tuple[sample_store.ShardWriter, "array[int]"]]
 """Files of a shard and the offsets of its documents, by split."""
 
 
@@ -232,7 +216,7 @@ class PartTokenizer:
                 writer.add("documents", np.asarray(begins))
                 shards[split] = writer.commit(writer.lengths)
             entry = {"shards": shards, "next": None if last is None else last.next_position()}
-            write_json(self._job.entry(part, cut), entry)
+            sample_store.write_json(self._job.entry(part, cut), entry)
         finally:
             for writer, _ in writers.values():
                 writer.close()
@@ -248,8 +232,8 @@ class PartTokenizer:
                 # Training from text skips documents without tokens, too.
                 if len(tokens) > 1 or document.split == "validation":
                     if document.split not in writers:
-                        fields = token_fields(token_bytes(self._tokenizer))
-                        writer = ShardWriter(self._job.folder, f"{document.split}-{name}", fields)
+                        fields = data_files.token_fields(token_bytes(self._tokenizer))
+                        writer = sample_store.ShardWriter(self._job.folder, f"{document.split}-{name}", fields)
                         writers[document.split] = writer, array("Q")
                     writer, begins = writers[document.split]
                     begins.append(writer.lengths["tokens"])
@@ -410,16 +394,16 @@ _KEYS = {
 
 def build_store(
     out: str, data: DataConfig, *, parts: int, shard_tokens: int, shuffle: int, workers: int
-) -> tuple[Manifest, bool]:
+) -> tuple[data_files.Manifest, bool]:
     """Build or resume the store in folder `out`; returns its manifest, and True if anything was tokenized. Raises
     UserError if a file cannot be read or written, or the folder contains something else."""
     folder = Path(out).expanduser()
-    with explain_disk_errors(folder):
-        check_folder(folder, out)
+    with sample_store.explain_disk_errors(folder):
+        sample_store.check_folder(folder, out)
         corpus = Corpus(data, parts, shuffle)
         job = TokenizeJob(folder, data, parts, shard_tokens, corpus.fingerprint, shuffle)
         made = write_store(job, corpus, out, workers or len(os.sched_getaffinity(0)), announce=True)
-    return read_manifest(folder), made
+    return data_files.read_manifest(folder), made
 
 
 def write_store(job: TokenizeJob, corpus: Corpus, out: str, workers: int, *, announce: bool = False) -> bool:
@@ -441,7 +425,9 @@ def write_store(job: TokenizeJob, corpus: Corpus, out: str, workers: int, *, ann
         "shuffle": job.shuffle,
     }
     former = {"shuffle": 0, "content": corpus.content}
-    store = StoreWriter(Manifest, job.folder, out, settings, "job.json", keys=_KEYS, former=former)
+    store = sample_store.StoreWriter(
+        data_files.Manifest, job.folder, out, settings, "job.json", keys=_KEYS, former=former
+    )
     if store.is_finished():
         return False
     with store.lock():
@@ -449,11 +435,11 @@ def write_store(job: TokenizeJob, corpus: Corpus, out: str, workers: int, *, ann
         # We tokenize with the copy, so that tokens and copy agree.
         own = job.data if job.data.tokenizer == "bytes" else replace(job.data, tokenizer=str(job.folder))
         _tokenize(replace(job, data=own), corpus, out if announce else "", workers)
-        splits: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+        splits: dict[str, list[dict[str, Any]]] = {split: [] for split in data_files.SPLITS}
         for entry in (entry for part in corpus.parts for entry in job.entries(part)):
             for split, shard in entry["shards"].items():
                 splits[split].append(shard)
-        files = {path.name: file_checksum(path) for path in sorted(job.folder.glob("tokenizer*.json"))}
+        files = {path.name: sample_store.file_checksum(path) for path in sorted(job.folder.glob("tokenizer*.json"))}
         store.finish(splits, [settings["tokenizer"], splits], files=files)
     return True
 
@@ -472,9 +458,9 @@ def _copy_tokenizer(data: DataConfig, folder: Path) -> None:
     """Copy the tokenizer's files into the store, atomically."""
     if data.tokenizer == "bytes":
         return
-    file = tokenizer_file(data.tokenizer)
+    file = data_files.tokenizer_file(data.tokenizer)
     for source, name in ((file, "tokenizer.json"), (file.with_name("tokenizer_config.json"), "tokenizer_config.json")):
         if source.is_file():
-            temporary = folder / f"{name}{TEMPORARY_SUFFIX}"
+            temporary = folder / f"{name}{sample_store.TEMPORARY_SUFFIX}"
             shutil.copyfile(source, temporary)
             os.replace(temporary, folder / name)

@@ -17,6 +17,7 @@ import numpy as np
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.foreign_code import sources
+from titan_exp.data import virtual_shards
 from titan_exp.data.batch import NextRow, SamplerState
 from titan_exp.data.source_check import training_subset
 from titan_exp.data.sources.base import (
@@ -30,16 +31,6 @@ from titan_exp.data.sources.base import (
     warn,
 )
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer
-from titan_exp.data.virtual_shards import (
-    BlockShuffledStream,
-    DaemonThreadPool,
-    DocumentStream,
-    EpochShuffle,
-    IndexedStream,
-    PackedStream,
-    StreamSpec,
-    TokenizedDocuments,
-)
 
 _READ_AHEAD_THREADS = 8
 
@@ -72,10 +63,10 @@ class VirtualShardSampler:
             SHARDS: self._shards,
             "experiment.seed": seed,
         }
-        self._pool: DaemonThreadPool | None = None
+        self._pool: virtual_shards.DaemonThreadPool | None = None
         if not isinstance(source, RandomAccessSource):
             self.corpus["data.shuffle_buffer"] = data.shuffle_buffer
-            self._pool = DaemonThreadPool(min(_READ_AHEAD_THREADS, self._shards // self._stride))
+            self._pool = virtual_shards.DaemonThreadPool(min(_READ_AHEAD_THREADS, self._shards // self._stride))
             weakref.finalize(self, self._pool.close)  # a running task would keep the pool alive
         self._exact = _exact_remedy(data, source)
         self._stream = _stream_builder(data, source, tokenizer, self._pool, seed=seed, held_out=held_out)
@@ -100,7 +91,7 @@ class VirtualShardSampler:
         """Open a reader that takes one row per shard in turn. Only one may be in use, because it moves this rank's
         streams."""
         shards = sorted(map(int, state))
-        packed = {shard: PackedStream(self._stream(shard), self._seq_len) for shard in shards}
+        packed = {shard: virtual_shards.PackedStream(self._stream(shard), self._seq_len) for shard in shards}
         for shard in shards:
             packed[shard].load_state_dict(state[str(shard)])
         for shard in shards:
@@ -149,17 +140,17 @@ def _stream_builder(
     data: DataConfig,
     source: Source,
     tokenizer: Tokenizer,
-    pool: DaemonThreadPool | None,
+    pool: virtual_shards.DaemonThreadPool | None,
     *,
     seed: int,
     held_out: float,
-) -> Callable[[int], DocumentStream]:
+) -> Callable[[int], virtual_shards.DocumentStream]:
     """Return a function that builds the document stream of a virtual shard, on first use."""
     shards = data.virtual_shards
     if isinstance(source, RandomAccessSource):
-        documents = TokenizedDocuments(training_subset(source, held_out), tokenizer)
-        order = EpochShuffle(len(documents), seed)
-        return cache(lambda shard: IndexedStream(documents, order, shard=shard, shards=shards))
+        documents = virtual_shards.TokenizedDocuments(training_subset(source, held_out), tokenizer)
+        order = virtual_shards.EpochShuffle(len(documents), seed)
+        return cache(lambda shard: virtual_shards.IndexedStream(documents, order, shard=shard, shards=shards))
     assert pool is not None
     if source.parts < shards:
         warn(
@@ -167,9 +158,9 @@ def _stream_builder(
             f"of them {math.ceil(shards / source.parts)} times. To read it once, in another order, use "
             f"data.virtual_shards={source.parts} or less{', or data.streaming=false' if data.streaming else ''}",
         )
-    order = EpochShuffle(source.parts, seed)
-    spec = StreamSpec(source, tokenizer, order, seed, shards, data.shuffle_buffer, held_out)
-    return cache(lambda shard: BlockShuffledStream(spec, pool, shard))
+    order = virtual_shards.EpochShuffle(source.parts, seed)
+    spec = virtual_shards.StreamSpec(source, tokenizer, order, seed, shards, data.shuffle_buffer, held_out)
+    return cache(lambda shard: virtual_shards.BlockShuffledStream(spec, pool, shard))
 
 
 def _exact_remedy(data: DataConfig, source: Source) -> str:

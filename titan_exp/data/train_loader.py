@@ -20,6 +20,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.schema.data_sets import source_member
+from titan_exp.data import token_store
 from titan_exp.data.batch import Batch, MicroBatch, NextRow, RowBuffer, Sampler, SamplerState, collate
 from titan_exp.data.shard_sampler import VirtualShardSampler
 from titan_exp.data.source_check import training_subset
@@ -35,17 +36,6 @@ from titan_exp.data.sources.base import (
     held_out_fraction,
     require_same_data,
     warn,
-)
-from titan_exp.data.token_store import (
-    Mixture,
-    RepeatedTokens,
-    ShuffledWindows,
-    StoredText,
-    TokenSplit,
-    Windows,
-    WindowSampler,
-    build_store_sampler,
-    stored_text,
 )
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
@@ -127,7 +117,7 @@ def _stop(queue: _Queue, thread: threading.Thread) -> None:
 def build_text_sampler(data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> Sampler:
     """Open a text as a sampler. Raises UserError if the corpus or the tokenizer cannot be used."""
     tokenizer, source = build_tokenizer(data), build_source(data)
-    stored = stored_text(data, source, tokenizer)
+    stored = token_store.stored_text(data, source, tokenizer)
     if stored is None:
         return VirtualShardSampler(data, seq_len, seed, dp_rank=dp_rank, dp_degree=dp_degree, source=source)
     corpus: dict[str, Any] = {
@@ -140,16 +130,20 @@ def build_text_sampler(data: DataConfig, seq_len: int, seed: int, *, dp_rank: in
         "training.seq_len": seq_len,
     }
     windows = {"": _windows(stored, seq_len, seed)}
-    return WindowSampler(windows, Mixture([1.0]), corpus, dp_rank=dp_rank, dp_degree=dp_degree)
+    return token_store.WindowSampler(windows, token_store.Mixture([1.0]), corpus, dp_rank=dp_rank, dp_degree=dp_degree)
 
 
-def _windows(text: StoredText, seq_len: int, seed: int) -> Windows:
+def _windows(text: token_store.StoredText, seq_len: int, seed: int) -> token_store.Windows:
     manifest = text.make()
-    tokens = TokenSplit(manifest, "train")
+    tokens = token_store.TokenSplit(manifest, "train")
     if len(tokens) == 0:
         training_subset(text.source, held_out_fraction(text.data))  # raises if all documents are held out
         raise UserError(f"The corpus has no text: all of its {len(text.source)} documents are empty.")
-    return ShuffledWindows(manifest, seq_len, seed, 0) if len(tokens) > seq_len else RepeatedTokens(tokens, seq_len)
+    return (
+        token_store.ShuffledWindows(manifest, seq_len, seed, 0)
+        if len(tokens) > seq_len
+        else token_store.RepeatedTokens(tokens, seq_len)
+    )
 
 
 class TrainLoader(Iterator[Any]):
@@ -284,7 +278,7 @@ class TrainLoader(Iterator[Any]):
                 "continues in that order, in which stores may end an epoch some rows apart. For exact shares, start a "
                 "new run with checkpoint.continue_data=restart",
             )
-            self._sampler = self._build(partial(build_store_sampler, rounded=True))()
+            self._sampler = self._build(partial(token_store.build_store_sampler, rounded=True))()
         elif STREAMING in saved and SHARDS in present:
             reason = "this run tokenized its documents before training, and a stream has them in another order"
             remedy = "use data.streaming=false, or start a new run with checkpoint.continue_data=restart"

@@ -21,14 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
+from titan_exp.checkpoint import optimizer_state
 from titan_exp.checkpoint.formats.mapping import check_tensors
-from titan_exp.checkpoint.optimizer_state import (
-    UnsavedStateError,
-    optimizer_state_dict,
-    optimizer_values,
-    prepare_optimizer_state,
-    saved_tensors,
-)
 from titan_exp.config.devices import device_type
 from titan_exp.config.errors.explained_errors import UserCodeError, innermost_module, user_traceback
 from titan_exp.config.errors.user_error import UserError, Violation
@@ -86,7 +80,7 @@ def optimizer_violations(named: Sequence[NamedParameter], experiment: Experiment
                     one.step(step)
                 if step in RESTORED_AFTER and saves:
                     others.append(trial.restored())
-    except UnsavedStateError as error:
+    except optimizer_state.UnsavedStateError as error:
         yield Violation("optimizer.name", name, str(error), f"remove it from the optimizer, {_WITHOUT}")
         return
     except Exception:
@@ -140,14 +134,16 @@ class _Trial:
 
     def values(self) -> dict[str, Any]:
         """Values of the optimizer that a checkpoint has."""
-        return json.loads(json.dumps(optimizer_values([self._model], self.optimizer)))
+        return json.loads(json.dumps(optimizer_state.optimizer_values([self._model], self.optimizer)))
 
     def restored(self) -> "_Trial":
         """New trial with this one's weights and state, as if through a checkpoint."""
-        tensors, values = optimizer_state_dict([self._model], self.optimizer), self.values()
+        tensors, values = optimizer_state.optimizer_state_dict([self._model], self.optimizer), self.values()
         other = _Trial([replace(one, parameter=_copy(one.parameter)) for one in self._named], self._experiment)
-        prepare_optimizer_state([other._model], other.optimizer, saved_tensors(tensors), values)
-        found = optimizer_state_dict([other._model], other.optimizer)
+        optimizer_state.prepare_optimizer_state(
+            [other._model], other.optimizer, optimizer_state.saved_tensors(tensors), values
+        )
+        found = optimizer_state.optimizer_state_dict([other._model], other.optimizer)
         for key, value in tensors.items():
             found[key].copy_(value)
         return other
@@ -212,7 +208,7 @@ def _sharded_violations(named: Sequence[NamedParameter], experiment: Experiment)
             for step in (1, 2):
                 trial.step(step)
             trial.values()
-        except UnsavedStateError as error:
+        except optimizer_state.UnsavedStateError as error:
             yield Violation("optimizer.name", name, str(error), f"remove it from the optimizer, {_WITHOUT}")
         except Exception as error:
             # Other errors may come from data that other ranks would have sent.

@@ -17,23 +17,10 @@ from typing import Any
 
 from titan_exp.config.devices import usable_cores
 from titan_exp.config.errors.user_error import UserError, Violation, shown
+from titan_exp.plan import layouts
 from titan_exp.plan.devices import Device, room_of
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError
-from titan_exp.plan.layouts import (
-    DEGREE_KEYS,
-    MICRO_BATCH,
-    MODE,
-    MODES,
-    RECIPE,
-    SCHEDULE,
-    Candidate,
-    Move,
-    SearchSpace,
-    least_bytes,
-    moves,
-    with_values,
-)
 from titan_exp.plan.planner_processes import PlannerProcesses
 from titan_exp.plan.predict import predict
 from titan_exp.plan.prediction import check_supported
@@ -51,7 +38,7 @@ CERTAIN = 0.95
 LONGEST_SCHEDULE = 2**13
 """Maximum number of forward passes (stages times micro-batches) of a simulated schedule; longer ones take seconds."""
 
-_SAME_WORK = (*DEGREE_KEYS, SCHEDULE, MICRO_BATCH)
+_SAME_WORK = (*layouts.DEGREE_KEYS, layouts.SCHEDULE, layouts.MICRO_BATCH)
 """Keys whose moves leave a device's share of the computation unchanged."""
 Key = tuple[Any, ...]
 
@@ -60,7 +47,7 @@ Key = tuple[Any, ...]
 class LayoutCost:
     """Planned cost of a layout."""
 
-    candidate: Candidate
+    candidate: layouts.Candidate
     step_seconds: float
     bubble: float
     peak_bytes: int
@@ -98,7 +85,9 @@ class LayoutCost:
     def overrides(self) -> str:
         """Overrides of the layout, without degrees of 1."""
         values = self.candidate.values.items()
-        return " ".join(f"{key}={shown(value)}" for key, value in values if key not in DEGREE_KEYS or value != 1)
+        return " ".join(
+            f"{key}={shown(value)}" for key, value in values if key not in layouts.DEGREE_KEYS or value != 1
+        )
 
     def __str__(self) -> str:
         pressure = ", allocator under pressure" if self.retries else ""
@@ -112,7 +101,7 @@ class LayoutCost:
         return training.global_batch_size * training.seq_len / self.step_seconds / self.candidate.layout.devices
 
 
-def planned_cost(candidate: Candidate, device: Device) -> LayoutCost:
+def planned_cost(candidate: layouts.Candidate, device: Device) -> LayoutCost:
     """Cost of a layout. Raises ExtrapolationError if it cannot be extrapolated."""
     room, degree = room_of(candidate.layout, candidate.spec, device), candidate.parallelism.pp
     # The fullest and the slowest rank are among them: ranks between the second and the last keep fewer micro-batches in
@@ -179,7 +168,7 @@ class LayoutSearch:
     `show` is called with progress lines.
     """
 
-    def __init__(self, space: SearchSpace, device: Device, limit: int, show: Callable[[str], None]) -> None:
+    def __init__(self, space: layouts.SearchSpace, device: Device, limit: int, show: Callable[[str], None]) -> None:
         self._space, self._device, self._limit, self._show = space, device, limit, show
         self._valid: dict[Key, bool] = {}
         """Proposed layouts; True if they can be planned."""
@@ -217,10 +206,10 @@ class LayoutSearch:
             priced = self._descend(pool, seed, lambda cost: cost.priced_rank)
             self._descend(pool, priced, lambda cost: cost.rank)
 
-    def _seeds(self) -> list[Candidate]:
+    def _seeds(self) -> list[layouts.Candidate]:
         """Valid layouts that are most similar to the seeds of the space. Those that cannot fit recompute in full and
         accumulate no gradients, or are left out if others may fit."""
-        for mode in MODES:
+        for mode in layouts.MODES:
             firsts = (next(filter(self._is_valid, alike), None) for alike in self._space.seeds(mode))
             smaller = (self._smaller(seed) for seed in firsts if seed is not None)
             if found := {seed.identity: seed for seed in smaller}:
@@ -234,24 +223,24 @@ class LayoutSearch:
             most,
         )
 
-    def _smaller(self, seed: Candidate) -> Candidate:
+    def _smaller(self, seed: layouts.Candidate) -> layouts.Candidate:
         """Variant of a seed that cannot fit: with full recomputation, and with one micro-batch if that needs less."""
         if self._need(seed) <= 1:
             return seed
         layout, fixed = seed.layout, self._space.fixed
         sizes = {layout.micro_batch_size, *([layout.common_share] if layout.parallelism.pp == 1 else [])}
-        modes = {seed.mode} if MODE in fixed else {seed.mode, "full"}
+        modes = {seed.mode} if layouts.MODE in fixed else {seed.mode, "full"}
         found = (
-            self._space.candidate(with_values(seed.experiment, {MODE: mode, MICRO_BATCH: size}))
-            for mode, size in product(modes, {layout.micro_batch_size} if MICRO_BATCH in fixed else sizes)
+            self._space.candidate(layouts.with_values(seed.experiment, {layouts.MODE: mode, layouts.MICRO_BATCH: size}))
+            for mode, size in product(modes, {layout.micro_batch_size} if layouts.MICRO_BATCH in fixed else sizes)
         )
         return min(filter(self._is_valid, found), key=self._need, default=seed)
 
-    def _need(self, candidate: Candidate) -> float:
+    def _need(self, candidate: layouts.Candidate) -> float:
         """Estimated share of the device's memory that a layout needs."""
-        return least_bytes(candidate) / room_of(candidate.layout, candidate.spec, self._device)
+        return layouts.least_bytes(candidate) / room_of(candidate.layout, candidate.spec, self._device)
 
-    def _is_valid(self, candidate: Candidate) -> bool:
+    def _is_valid(self, candidate: layouts.Candidate) -> bool:
         """True if a layout breaks no rule and can be planned."""
         known = self._valid.get(candidate.identity)
         if known is None:
@@ -264,7 +253,7 @@ class LayoutSearch:
                 self._unknown[reason] += 1
         return known
 
-    def _reason(self, candidate: Candidate) -> str | None:
+    def _reason(self, candidate: layouts.Candidate) -> str | None:
         """Reason against planning a layout; None if there is none."""
         layout = candidate.layout
         if layout.parallelism.pp > 1 and layout.stage_count * layout.gradient_accumulation > LONGEST_SCHEDULE:
@@ -287,18 +276,18 @@ class LayoutSearch:
                 return at
             at = min(lower, key=rank)
 
-    def _near(self, start: LayoutCost) -> Iterator[Candidate]:
+    def _near(self, start: LayoutCost) -> Iterator[layouts.Candidate]:
         """Neighbours of a layout that may be better; those with the same degrees come first."""
-        space, recipe = self._space, dict(start.candidate.refined).get(RECIPE)
-        found = list(moves(start.candidate.experiment, space.fixed, space.recipes, space.run))
-        for move in sorted(found, key=lambda move: any(key in DEGREE_KEYS for key in move.values)):
+        space, recipe = self._space, dict(start.candidate.refined).get(layouts.RECIPE)
+        found = list(layouts.moves(start.candidate.experiment, space.fixed, space.recipes, space.run))
+        for move in sorted(found, key=lambda move: any(key in layouts.DEGREE_KEYS for key in move.values)):
             if move.direction < 0 if start.fits else move.direction > 0:
                 continue
-            moved = space.candidate(move.experiment, move.values.get(RECIPE, recipe))
+            moved = space.candidate(move.experiment, move.values.get(layouts.RECIPE, recipe))
             if self._is_valid(moved) and (not start.fits or self._may_be_faster(start, move, moved)):
                 yield moved
 
-    def _may_be_faster(self, start: LayoutCost, move: Move, moved: Candidate) -> bool:
+    def _may_be_faster(self, start: LayoutCost, move: layouts.Move, moved: layouts.Candidate) -> bool:
         """False if a move's compute alone takes as long as the best layout's step, or if its state does not fit."""
         if moved.mode != start.candidate.mode or not any(key in _SAME_WORK for key in move.values):
             return True
@@ -314,13 +303,13 @@ class LayoutSearch:
     def _planned(
         self,
         pool: PlannerProcesses,
-        candidates: Iterable[Candidate],
+        candidates: Iterable[layouts.Candidate],
         until: Callable[[LayoutCost], bool] = lambda _: False,
     ) -> Iterator[LayoutCost]:
         """Yield costs of layouts that are not planned yet, as they come. Once `until` is true for one, no other is
         begun."""
         queue = [each for each in candidates if each.identity not in self._costs]
-        running, over = dict[Future[LayoutCost | str], Candidate](), False
+        running, over = dict[Future[LayoutCost | str], layouts.Candidate](), False
         while running or (queue and not over):
             while queue and not over and len(running) < usable_cores():
                 candidate = queue.pop(0)
@@ -361,7 +350,7 @@ def interrupt_after(seconds: float | None) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _plan(candidate: Candidate, device: Device) -> LayoutCost | str:
+def _plan(candidate: layouts.Candidate, device: Device) -> LayoutCost | str:
     """Plan a layout: its cost, or the reason why it cannot be extrapolated."""
     try:
         return planned_cost(candidate, device)

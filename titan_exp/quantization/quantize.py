@@ -23,14 +23,8 @@ from titan_exp.config.torch_features import import_torchao
 from titan_exp.models.blocks.linear import GroupedLinear, Linear, LinearImpl
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.ops.float8 import cast_weights, weights_amax
+from titan_exp.quantization import recipes
 from titan_exp.quantization.float8 import E4M3, AmaxReduce, Float8, amax_of, cast
-from titan_exp.quantization.recipes import (
-    GROUPED_MULTIPLE,
-    Float8LinearImpl,
-    ScaledLinearImpl,
-    needs_emulation,
-    needs_grouped_emulation,
-)
 
 
 def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, device: torch.device) -> None:
@@ -46,7 +40,7 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
         return
     from titan_exp.quantization.recipes import linear_impl_for
 
-    emulated = needs_emulation(config, device)
+    emulated = recipes.needs_emulation(config, device)
     if config.recipe.startswith("float8") or (config.recipe == "nvfp4" and emulated):
         # Otherwise inductor skips eager's rounding to bf16 between operators, and casts and their scales differ.
         import torch._inductor.config as inductor
@@ -108,7 +102,7 @@ def describe(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
     emulated_experts = [_is_grouped_emulated(name, linear, config, device) for name, linear in experts.items()]
     weights = sum(linear.weight.numel() for linear in quantized.values())
     share = weights / sum(parameter.numel() for parameter in model.parameters())
-    emulated = needs_emulation(config, device)
+    emulated = recipes.needs_emulation(config, device)
     kernels = f"emulated on {device.type}" if emulated else f"by the instructions of {device.type}"
     if config.fused_casts is not False and config.has_dual_casts and not emulated:
         kernels += ", dual casts"
@@ -123,13 +117,13 @@ def describe(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
 
 def _is_grouped_emulated(name: str, linear: GroupedLinear, config: QuantizationConfig, device: torch.device) -> bool:
     """True if a grouped linear must be emulated. Refuses it if the configuration forbids emulation."""
-    emulated, pattern = needs_grouped_emulation(config, device), re.sub(r"^blocks\.\d+\.", "*.", name)
+    emulated, pattern = recipes.needs_grouped_emulation(config, device), re.sub(r"^blocks\.\d+\.", "*.", name)
     if emulated and config.emulate is False:
         scales = "" if config.power_of_two_scales else " without power-of-two scales"
         reason = f"torchao has no kernel here for the experts of {name} in {config.recipe}{scales}"
         offer = f"use quantization.emulate=auto to emulate only those, or quantization.filter=['{pattern}']"
         raise UserError("This run cannot start.", [Violation("quantization.emulate", False, reason, offer)])
-    multiple = BLOCK[config.recipe] if emulated else GROUPED_MULTIPLE[config.recipe]
+    multiple = BLOCK[config.recipe] if emulated else recipes.GROUPED_MULTIPLE[config.recipe]
     for size, dim in ((linear.in_features, "inputs"), (linear.out_features, "outputs")):
         if size % multiple:
             reason = f"it needs multiples of {multiple}, and the experts of {name} have {size} {dim}"
@@ -170,7 +164,7 @@ class WeightScales:
     """
 
     def __init__(self, parts: Sequence[nn.Module], groups: Sequence[dist.ProcessGroup], dtype: torch.dtype) -> None:
-        found = _linears_of_kind(parts, ScaledLinearImpl)
+        found = _linears_of_kind(parts, recipes.ScaledLinearImpl)
         self._linears = [(module, impl) for module, impl in found if impl.weight_scale is not None]
         self._scales = [linear.weight_scale for _, linear in self._linears if linear.weight_scale is not None]
         self._groups, self._dtype = groups, dtype
@@ -194,7 +188,7 @@ class WeightScales:
         scales = first.scales_of(amax.to(self._dtype))
         torch._foreach_copy_(self._scales, list(scales.unbind()))
         for (_, linear_impl), shard, scale in zip(self._linears, shards, self._scales, strict=True):
-            if isinstance(linear_impl, Float8LinearImpl) and linear_impl.sent_shard is not None:
+            if isinstance(linear_impl, recipes.Float8LinearImpl) and linear_impl.sent_shard is not None:
                 # We first round to the compute dtype, as for a bf16 all-gather; torchao casts directly from fp32.
                 linear_impl.sent_shard.copy_(cast(shard.to(self._dtype), scale, E4M3).view(torch.uint8))
 
@@ -206,7 +200,11 @@ def float8_all_gather_format(module: nn.Module) -> Form | None:
     if getattr(module, "rows", None) is not None:
         return None
     linear_impl = getattr(module, "linear_impl", None)
-    if not isinstance(linear_impl, Float8LinearImpl) or linear_impl.recipe.rowwise or linear_impl.weight_scale is None:
+    if (
+        not isinstance(linear_impl, recipes.Float8LinearImpl)
+        or linear_impl.recipe.rowwise
+        or linear_impl.weight_scale is None
+    ):
         return None
     scale = linear_impl.weight_scale
     sent = linear_impl.sent_shard = torch.zeros_like(local_tensor(module.get_parameter("weight")), dtype=torch.uint8)
@@ -225,7 +223,7 @@ def allocate_float8_weights(model: nn.Module) -> None:
 
     Skips weights replicated by tensor-parallel ranks, which quantize the rows that they use.
     """
-    for module, linear_impl in _linears_of_kind([model], Float8LinearImpl):
+    for module, linear_impl in _linears_of_kind([model], recipes.Float8LinearImpl):
         if getattr(module, "rows", None) is None:
             linear_impl.allocate_weight(local_tensor(module.get_parameter("weight")))
 
@@ -234,7 +232,7 @@ def modules_with_float8_weights(parts: Sequence[nn.Module]) -> list[nn.Module]:
     """Modules whose float8 weight is allocated; their matmuls read no other weight."""
     return [
         module
-        for module, linear_impl in _linears_of_kind(parts, Float8LinearImpl)
+        for module, linear_impl in _linears_of_kind(parts, recipes.Float8LinearImpl)
         if linear_impl.quantized_weight is not None
     ]
 
@@ -244,7 +242,9 @@ class Float8Weights:
 
     def __init__(self, parts: Sequence[nn.Module], dtype: torch.dtype) -> None:
         self._linears = [
-            found for found in _linears_of_kind(parts, Float8LinearImpl) if found[1].quantized_weight is not None
+            found
+            for found in _linears_of_kind(parts, recipes.Float8LinearImpl)
+            if found[1].quantized_weight is not None
         ]
         self._dtype = dtype
 

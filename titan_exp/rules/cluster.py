@@ -15,17 +15,8 @@ from titan_exp.config.groups.run import SLURM, ClusterConfig, DataConfig, PathsC
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.schema import foreign_code
 from titan_exp.config.schema.component import find_dotted, is_builtin, is_dotted, unknown_name
-from titan_exp.config.schema.foreign_code import (
-    COMPILE_BACKENDS,
-    LANGUAGE_MODELING,
-    decay_names,
-    described,
-    executor_names,
-    metric_names,
-    objective_names,
-    sources,
-)
 from titan_exp.rules.rule import Refuse, rules
 
 
@@ -76,8 +67,8 @@ CPP_COMPILERS = ("g++", "clang++", "c++")
 
 def source_is_known(data: DataConfig) -> Iterator[Violation]:
     """The data source is built in or can be imported."""
-    options = {} if described(data.source).has_options else data.options
-    yield from _known("data.source", data.source, tuple(sources()), options, "my_package.data.Corpus")
+    options = {} if foreign_code.described(data.source).has_options else data.options
+    yield from _known("data.source", data.source, tuple(foreign_code.sources()), options, "my_package.data.Corpus")
 
 
 def components_are_known(
@@ -85,13 +76,13 @@ def components_are_known(
 ) -> Iterator[Violation]:
     """Objective, decay and executor are built in or can be imported; those of the core have no options."""
     objective = "my_package.objectives.Distillation"
-    options = training.objective_options if training.objective == LANGUAGE_MODELING else {}
-    yield from _known("training.objective", training.objective, objective_names(), options, objective)
+    options = training.objective_options if training.objective == foreign_code.LANGUAGE_MODELING else {}
+    yield from _known("training.objective", training.objective, foreign_code.objective_names(), options, objective)
     if is_builtin("optimizer", optimizer.name):  # `component` has checked that it exists
         yield from _known("optimizer.name", optimizer.name, (optimizer.name,), optimizer.options)
     decay = "my_package.schedules.exponential"
-    yield from _known("lr_schedule.decay", lr_schedule.decay, decay_names(), lr_schedule.options, decay)
-    yield from _known("cluster.kind", cluster.kind, executor_names(), {}, "my_package.launch.MyExecutor")
+    yield from _known("lr_schedule.decay", lr_schedule.decay, foreign_code.decay_names(), lr_schedule.options, decay)
+    yield from _known("cluster.kind", cluster.kind, foreign_code.executor_names(), {}, "my_package.launch.MyExecutor")
 
 
 def parts_are_known(training: TrainingConfig) -> Iterator[Violation]:
@@ -120,14 +111,19 @@ def parts_are_known(training: TrainingConfig) -> Iterator[Violation]:
 def metrics_are_known(tracking: TrackingConfig) -> Iterator[Violation]:
     """Metrics of modules are built in or can be imported."""
     for name in tracking.metrics:
-        yield from _known("tracking.metrics", name, metric_names(), {}, "[my_package.metrics.BlockSquares]")
+        yield from _known(
+            "tracking.metrics", name, foreign_code.metric_names(), {}, "[my_package.metrics.BlockSquares]"
+        )
 
 
 def compiler_exists(compile: CompileConfig, device: str) -> Iterator[Violation]:
     """The compile backend exists in torch, and the C++ compiler that it needs on CPU is installed."""
     backend, field = compile.backend, "compile.backend"
-    if backend not in COMPILE_BACKENDS:
-        offer = did_you_mean(backend, COMPILE_BACKENDS) or f"use one of {listed(COMPILE_BACKENDS)}"
+    if backend not in foreign_code.COMPILE_BACKENDS:
+        offer = (
+            did_you_mean(backend, foreign_code.COMPILE_BACKENDS)
+            or f"use one of {listed(foreign_code.COMPILE_BACKENDS)}"
+        )
         yield Violation(field, backend, "torch.compile has no such backend", offer)
     elif compile.enabled and device == "cpu" and backend == "cudagraphs":
         yield Violation(

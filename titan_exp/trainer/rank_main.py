@@ -22,12 +22,7 @@ from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import STOPPED, RunFolder, RunState
 from titan_exp.trainer.commit import commit_of
 from titan_exp.trainer.distributed import joined
-from titan_exp.trainer.profiling.memory_snapshot import (
-    MemoryBreakdown,
-    MemoryCategory,
-    memory_breakdown,
-    write_breakdown,
-)
+from titan_exp.trainer.profiling import memory_snapshot
 from titan_exp.trainer.profiling.slow_options import log_slow_options
 from titan_exp.trainer.profiling.step_times import set_compile_cache
 from titan_exp.trainer.restore import log_head
@@ -59,13 +54,15 @@ def explain_oom(
             raise
         built = trainer()
         memory = (
-            memory_breakdown(device)
+            memory_snapshot.memory_breakdown(device)
             if built is None
-            else memory_breakdown(device, built.model.parts, built.optimizer, built.model.weights.copies)
+            else memory_snapshot.memory_breakdown(
+                device, built.model.parts, built.optimizer, built.model.weights.copies
+            )
         )
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
-            written = f"\nDetails: {write_breakdown(memory, traces, 'full', rank)}"
+            written = f"\nDetails: {memory_snapshot.write_breakdown(memory, traces, 'full', rank)}"
         except OSError as failed:
             get_logger().error("%s: cannot write the memory breakdown (%s)", traces, failed.strerror or failed)
             written = ""
@@ -80,7 +77,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def oom_report(memory: MemoryBreakdown, experiment: Experiment, *, rank: int, when: str) -> str:
+def oom_report(memory: memory_snapshot.MemoryBreakdown, experiment: Experiment, *, rank: int, when: str) -> str:
     """Text of the three largest categories, each with the options of this run that lower it."""
     used, capacity = format_bytes(memory.used), format_bytes(memory.capacity)
     lines = [f"Rank {rank} ran out of memory {when}: {used} of {capacity} were in use."]
@@ -91,7 +88,7 @@ def oom_report(memory: MemoryBreakdown, experiment: Experiment, *, rank: int, wh
     return "\n".join(lines)
 
 
-def remedies(category: MemoryCategory, experiment: Experiment, device: str) -> list[str]:
+def remedies(category: memory_snapshot.MemoryCategory, experiment: Experiment, device: str) -> list[str]:
     """Unused options that lower a memory category, cheapest first."""
     parallelism, training = experiment.parallelism, experiment.training
     more, offload = f"parallelism.dp_shard={2 * parallelism.dp_shard}, on twice as many devices", []

@@ -20,18 +20,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
+from titan_exp.checkpoint import storage_reader
 from titan_exp.checkpoint.formats.mapping import require_size
 from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec, window_extent
 from titan_exp.checkpoint.load_state import MODEL_PREFIX
 from titan_exp.checkpoint.optimizer_state import average_key, is_average
-from titan_exp.checkpoint.storage_reader import (
-    MetadataError,
-    SafeStorageReader,
-    TensorLoadPlanner,
-    check_read_items,
-    require_stored,
-    unreadable_checkpoint,
-)
 from titan_exp.checkpoint.storage_writer import ChecksumWriter, read_saved
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.foreign_file import read_object
@@ -236,10 +229,12 @@ class DCPTensorReader:
 
     def __init__(self, path: Path, *, averaged: bool = False) -> None:
         self._path, self._averaged = path, averaged
-        self._metadata = SafeStorageReader(path).read_metadata()
+        self._metadata = storage_reader.SafeStorageReader(path).read_metadata()
         self.shapes = {name: tuple(entry.size) for name, entry in self._entries.items()}
         entries = self._entries.items()
-        require_stored(path, {key: entry.size.numel() * entry.properties.dtype.itemsize for key, entry in entries})
+        storage_reader.require_stored(
+            path, {key: entry.size.numel() * entry.properties.dtype.itemsize for key, entry in entries}
+        )
 
     @property
     def has_averages(self) -> bool:
@@ -266,7 +261,7 @@ class DCPTensorReader:
                         no_dist=True,
                     )
                 except dcp.CheckpointException as error:
-                    raise unreadable_checkpoint(self._path, error) from error
+                    raise storage_reader.unreadable_checkpoint(self._path, error) from error
         return tensor
 
     @cached_property
@@ -292,7 +287,7 @@ def write_dcp(path: Path, specs: Sequence[TensorSpec], produce: TensorProducer) 
         dcp.save(state, storage_writer=writer, planner=_LazySavePlanner(named, produce))
 
 
-class _RowReader(SafeStorageReader):
+class _RowReader(storage_reader.SafeStorageReader):
     """Storage reader of rows of shards, with cached metadata, which is large and needed for every tensor."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
@@ -313,7 +308,7 @@ class _RowReader(SafeStorageReader):
         return done
 
 
-class _SlicePlanner(TensorLoadPlanner):
+class _SlicePlanner(storage_reader.TensorLoadPlanner):
     """Load planner for a slice of the single requested tensor."""
 
     def __init__(self, part: Tensor, starts: Sequence[int]) -> None:
@@ -327,8 +322,8 @@ class _SlicePlanner(TensorLoadPlanner):
         assert isinstance(entry, TensorStorageMetadata), "a tensor"
         part = [ChunkStorageMetadata(self._starts, self._part.shape)]
         plan = LoadPlan(create_read_items_for_chunk_list(name, entry, part))
-        if check_read_items(plan.items, self.metadata)[name] != self._part.numel():
-            raise MetadataError(f"the metadata does not list all of {name}")
+        if storage_reader.check_read_items(plan.items, self.metadata)[name] != self._part.numel():
+            raise storage_reader.MetadataError(f"the metadata does not list all of {name}")
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
-from titan_exp.compare.compared_metrics import (
-    METRIC_BY_NAME,
-    WITH_PARENTS,
-    Metric,
-    differing_keys,
-    has_failed,
-    value_text,
-)
+from titan_exp.compare import compared_metrics
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.findings import interval, signed, verdict, with_interval
 from titan_exp.compare.runs import Row
@@ -41,12 +34,14 @@ class ParetoPoint:
     """True unless another row is cheaper at no higher loss, or better at no higher cost."""
 
 
-def cost_metric(comparison: Comparison) -> Metric:
+def cost_metric(comparison: Comparison) -> compared_metrics.Metric:
     """GPU-hours, including those of parents if a run was continued."""
-    return METRIC_BY_NAME[WITH_PARENTS if any(run.begins for run in comparison.runs) else "gpu_hours"]
+    return compared_metrics.METRIC_BY_NAME[
+        compared_metrics.WITH_PARENTS if any(run.begins for run in comparison.runs) else "gpu_hours"
+    ]
 
 
-def loss_metric(comparison: Comparison) -> Metric | None:
+def loss_metric(comparison: Comparison) -> compared_metrics.Metric | None:
     """First compared metric that is a loss; None if there is none."""
     return next((metric for metric in comparison.metrics if metric.is_loss and metric.better == "min"), None)
 
@@ -75,7 +70,7 @@ def _dominates(point: tuple[float, float], other: tuple[float, float]) -> bool:
 
 GLOBAL_BATCH = "training.global_batch_size"
 
-SPEED = METRIC_BY_NAME["tokens_per_second"]
+SPEED = compared_metrics.METRIC_BY_NAME["tokens_per_second"]
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,7 @@ def scaling(comparison: Comparison) -> list[ScalingSeries]:
 
 def _series(comparison: Comparison, measured: list[tuple[int, float, int]], *, alone: bool) -> ScalingSeries:
     configs = {index: comparison.rows[index].runs[0].config for _, _, index in measured}
-    columns, outer = differing_keys(list(configs.values())), comparison.differing_keys
+    columns, outer = compared_metrics.differing_keys(list(configs.values())), comparison.differing_keys
     first = comparison.rows[measured[0][2]].values
     measured = sorted(measured, key=lambda point: (point[0], -point[1]))
     smallest, reference, _ = measured[0]
@@ -149,7 +144,7 @@ def _outside_layout(values: Mapping[str, Any]) -> str:
 
 
 def _speed(comparison: Comparison, row: Row) -> float | None:
-    if all(has_failed(run, comparison.budget.tokens) for run in row.runs):
+    if all(compared_metrics.has_failed(run, comparison.budget.tokens) for run in row.runs):
         return None
     known = [speed for run in row.runs if (speed := SPEED.read(run, comparison.budget.tokens))]
     return sum(known) / len(known) if known else None
@@ -212,7 +207,7 @@ def _tuned(comparison: Comparison, tuning: Tuning) -> Section:
     return Section(f"Each at its best {tuning.short}", heads, 1, rows, tuple(_tuning_notes(comparison, tuning)))
 
 
-def _group_row(metric: Metric, tuning: Tuning, group: Group) -> tuple[str, ...]:
+def _group_row(metric: compared_metrics.Metric, tuning: Tuning, group: Group) -> tuple[str, ...]:
     best, delta = group.best, group.delta
     found = None if best is None else best.estimate
     change = "baseline" if group.is_baseline else NONE
@@ -220,8 +215,8 @@ def _group_row(metric: Metric, tuning: Tuning, group: Group) -> tuple[str, ...]:
         change = f"{signed(metric, delta.difference)}{interval(metric, delta)} {verdict(metric, delta)}"
     return (
         group.label,
-        NONE if best is None else value_text(best.value) + (f" ({group.edge})" if group.edge else ""),
-        ", ".join(value_text(point.value) for point in group.points),
+        NONE if best is None else compared_metrics.value_text(best.value) + (f" ({group.edge})" if group.edge else ""),
+        ", ".join(compared_metrics.value_text(point.value) for point in group.points),
         str(0 if found is None else found.n),
         with_interval(metric, found),
         change,
@@ -261,7 +256,8 @@ def _tuning_notes(comparison: Comparison, tuning: Tuning) -> Iterator[str]:
         for point in group.points:
             if point.diverged:
                 runs = format_items(len(comparison.rows[point.row].runs), "run")
-                yield f"{group.label} at {tuning.short}={value_text(point.value)}: {point.diverged} of {runs} diverged."
+                value = compared_metrics.value_text(point.value)
+                yield f"{group.label} at {tuning.short}={value}: {point.diverged} of {runs} diverged."
     if untuned := [group.label for group in tuning.groups if group.edge == "one value"]:
         yield f"One value of {tuning.short}, so that it is not tuned: {'; '.join(untuned)}."
     cells = [cell for group in tuning.groups for cell in _group_row(comparison.main, tuning, group)]
@@ -329,7 +325,7 @@ def _number(learnt: Learnt, value: float | None) -> str:
 
 
 def _title(metric: str) -> str:
-    known = METRIC_BY_NAME.get(metric)
+    known = compared_metrics.METRIC_BY_NAME.get(metric)
     return metric.replace("_", " ") if known is None else known.title
 
 

@@ -26,17 +26,8 @@ from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.user_error import UserError, Violation, divisors, listed, nearest_numbers
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.typed_config import load_group, typed_options
+from titan_exp.extensions.diffusion import encoders
 from titan_exp.extensions.diffusion.config import DrawOptions, RectifiedFlowOptions
-from titan_exp.extensions.diffusion.encoders import (
-    ImageCodec,
-    TextEncoder,
-    encoders_of_samples,
-    image_codec,
-    load_network,
-    load_tokenizer,
-    loading,
-    text_encoder,
-)
 from titan_exp.extensions.diffusion.images import image_grid, save_image
 from titan_exp.extensions.diffusion.latent_format import LatentFormat, format_of, read_latent_manifest
 from titan_exp.extensions.diffusion.latents import LatentData, open_latents, open_store
@@ -160,7 +151,7 @@ class ImageScores:
         return found
 
 
-def real_images(samples: LatentSamples, codec: ImageCodec) -> list[np.ndarray]:
+def real_images(samples: LatentSamples, codec: encoders.ImageCodec) -> list[np.ndarray]:
     """Images [height, width, 3] of a split, decoded from the means of their latents."""
     return [codec.decode(samples[index].latents[None], *samples.shape(index))[0] for index in range(len(samples))]
 
@@ -181,12 +172,12 @@ class CLIPScore:
         if not (path / "config.json").is_file():
             reason = "there is no config.json in it" if path.is_dir() else "there is no such folder"
             raise UserError("We cannot compute the CLIP score.", [Violation("clip", folder, reason, CONTENTS)])
-        with loading("clip", folder, CONTENTS):
+        with encoders.loading("clip", folder, CONTENTS):
             from transformers import CLIPImageProcessor, CLIPModel
 
-            self._tokenizer: Any = load_tokenizer(path)
+            self._tokenizer: Any = encoders.load_tokenizer(path)
             self._processor: Any = CLIPImageProcessor.from_pretrained(path, local_files_only=True)
-            self._model = load_network(CLIPModel, path)
+            self._model = encoders.load_network(CLIPModel, path)
         self._device = self._model.device
 
     @torch.no_grad()
@@ -227,9 +218,9 @@ GRID_COLUMNS = 8
 class SamplingSetup:
     """Encoders of a latent store, and the shape of the images to draw."""
 
-    encoder: TextEncoder
+    encoder: encoders.TextEncoder
     """Encoder that reads prompts."""
-    codec: ImageCodec
+    codec: encoders.ImageCodec
     """Codec that decodes latents."""
     rows: int
     """Rows of image tokens."""
@@ -357,8 +348,8 @@ def sampling_setup(source: OpenCheckpoint, options: Options) -> SamplingSetup:
             violations.append(Violation("store", options.store, reason, remedy))
     if violations:
         raise UserError("We cannot draw these images.", violations)
-    with encoders_of_samples():
-        codec, encoder = image_codec(encoded.latents), text_encoder(encoded)
+    with encoders.encoders_of_samples():
+        codec, encoder = encoders.image_codec(encoded.latents), encoders.text_encoder(encoded)
     grid = [encoded.rows, encoded.columns]
     for place, (key, pixels) in enumerate((("height", options.height), ("width", options.width))):
         if pixels % codec.token_size:
@@ -413,7 +404,7 @@ def captions_of(source: OpenCheckpoint, options: Options) -> list[str]:
     return captions[: options.limit or None]
 
 
-def _real_images(source: OpenCheckpoint, options: Options, split: str, codec: ImageCodec) -> list[np.ndarray]:
+def _real_images(source: OpenCheckpoint, options: Options, split: str, codec: encoders.ImageCodec) -> list[np.ndarray]:
     return real_images(_latents_of(source, options).splits[split], codec)
 
 

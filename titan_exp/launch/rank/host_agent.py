@@ -36,16 +36,7 @@ from titan_exp.launch.attempt_end import (
     requeues_after,
 )
 from titan_exp.launch.executor import BY_HAND, Executor
-from titan_exp.launch.rank.rank_env import (
-    HOSTS,
-    IMPORT_PATH,
-    TOKEN,
-    RankInfo,
-    RankRecord,
-    extend_import_path,
-    outer_launch,
-    read_record,
-)
+from titan_exp.launch.rank import rank_env
 from titan_exp.launch.watchdog import REPORT_TIMEOUT, HangFiles
 from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.tracking.run_folder.run_folder import DONE, FAILED, STOPPED, Attempt, RunFolder
@@ -54,7 +45,7 @@ ATTEMPT_TIMEOUT = 60.0
 """Seconds that other ranks wait for rank 0 to record the start."""
 
 
-def join_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -> RankInfo:
+def join_attempt(folder: RunFolder, rank: rank_env.RankInfo, executor: Executor | None) -> rank_env.RankInfo:
     """Join the run's attempt and its rendezvous; returns the rank with its attempt number.
 
     Without an executor, torchrun has set the rendezvous address. Raises UserError if another process holds the run.
@@ -71,7 +62,7 @@ def join_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -
     return rank
 
 
-def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -> Attempt:
+def _open_attempt(folder: RunFolder, rank: rank_env.RankInfo, executor: Executor | None) -> Attempt:
     """Record the start in the row written at submission; if the scheduler restarted the job, in a new row."""
     rows = folder.read_attempts()
     last = rows[-1] if rows else None
@@ -108,7 +99,7 @@ def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) 
     return folder.update_attempt(number, **known, start=time.time())
 
 
-def _await_attempt(folder: RunFolder, rank: RankInfo) -> Attempt:
+def _await_attempt(folder: RunFolder, rank: rank_env.RankInfo) -> Attempt:
     deadline = time.monotonic() + ATTEMPT_TIMEOUT
     while time.monotonic() < deadline:
         rows = folder.read_attempts()
@@ -118,7 +109,7 @@ def _await_attempt(folder: RunFolder, rank: RankInfo) -> Attempt:
     raise UserError(f"{folder.path}: rank 0 did not start within {ATTEMPT_TIMEOUT:.0f} s. Read its log.")
 
 
-def _is_joined(row: Attempt, rank: RankInfo) -> bool:
+def _is_joined(row: Attempt, rank: rank_env.RankInfo) -> bool:
     """True if rank 0 has opened this attempt in this start of the job."""
     if rank.restarts is not None:
         return (row.job_id, row.restarts) == (rank.job_id, rank.restarts)
@@ -134,7 +125,7 @@ RENDEZVOUS_TIMEOUT = 60.0
 LOOPBACK = "127.0.0.1"
 
 
-def publish_address(folder: RunFolder, rank: RankInfo, address: str, job: int) -> None:
+def publish_address(folder: RunFolder, rank: rank_env.RankInfo, address: str, job: int) -> None:
     """Write rank 0's address and a free port into the attempt's log folder. The job's number decides which ports are
     tried."""
     assert rank.attempt is not None
@@ -142,7 +133,7 @@ def publish_address(folder: RunFolder, rank: RankInfo, address: str, job: int) -
     write_atomically(logs / "meeting", f"{address} {free_port(job)}\n", durable=False)
 
 
-def join_rendezvous(folder: RunFolder, rank: RankInfo) -> None:
+def join_rendezvous(folder: RunFolder, rank: rank_env.RankInfo) -> None:
     """Set MASTER_ADDR and MASTER_PORT to rank 0's address. Raises UserError if rank 0 has published none."""
     assert rank.attempt is not None
     path, deadline = folder.attempt_logs(rank.attempt) / "meeting", time.monotonic() + RENDEZVOUS_TIMEOUT
@@ -226,13 +217,13 @@ def host_files(folder: RunFolder, attempt: int) -> list[HostFile]:
     return [HostFile(folder, attempt, int(path.name.rpartition("-")[2])) for path in paths]
 
 
-def hosts_rank() -> RankInfo | None:
+def hosts_rank() -> rank_env.RankInfo | None:
     """Rank of this process from a host agent's environment; None without an agent."""
     env = os.environ
-    if HOSTS not in env:
+    if rank_env.HOSTS not in env:
         return None
     rank, size, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    return RankInfo(rank, size, local, hosts=tuple(env[HOSTS].split(",")), token=env[TOKEN])
+    return rank_env.RankInfo(rank, size, local, hosts=tuple(env[rank_env.HOSTS].split(",")), token=env[rank_env.TOKEN])
 
 
 class HostAgent:
@@ -283,10 +274,10 @@ class HostAgent:
 
     def _start(self, rank: int, hosts: Sequence[str]) -> "subprocess.Popen[bytes]":
         numbers = {"RANK": rank, "WORLD_SIZE": self.row.world_size, "LOCAL_RANK": rank - self.ranks.start}
-        environment = {name: value for name, value in os.environ.items() if name not in outer_launch()}
+        environment = {name: value for name, value in os.environ.items() if name not in rank_env.outer_launch()}
         environment |= {name: str(number) for name, number in numbers.items()}
-        environment |= {TOKEN: self.row.token or "", HOSTS: ",".join(hosts)}
-        environment[IMPORT_PATH] = os.environ.get(IMPORT_PATH, "")
+        environment |= {rank_env.TOKEN: self.row.token or "", rank_env.HOSTS: ",".join(hosts)}
+        environment[rank_env.IMPORT_PATH] = os.environ.get(rank_env.IMPORT_PATH, "")
         environment.setdefault("OMP_NUM_THREADS", str(process_threads(self.cluster, len(self.ranks))))
         command = [sys.executable, "-m", "titan_exp.launch.rank.main", str(self.folder.path)]
         with self.log(rank).open("ab") as log:
@@ -369,8 +360,8 @@ class HostAgent:
         with contextlib.suppress(OSError):  # a network disk may fail for a while, and ranks leave a lost folder alone
             self.signs[self.host].path.write_text(text, encoding="utf-8")
 
-    def _record(self, rank: int) -> RankRecord | None:
-        return read_record(self.folder, self.row.attempt, rank)
+    def _record(self, rank: int) -> rank_env.RankRecord | None:
+        return rank_env.read_record(self.folder, self.row.attempt, rank)
 
     def _name(self, host: int) -> str:
         return f"host {self.row.hosts[host]}" if self.row.hosts else f"node {host}"
@@ -385,7 +376,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the agent of a host; returns the exit code of its ranks, or 0 if the attempt is already over."""
     path, attempt, host = arguments
     folder = RunFolder(path)
-    extend_import_path()
+    rank_env.extend_import_path()
     rows = folder.read_attempts()
     if not rows or rows[-1].attempt != int(attempt) or rows[-1].end is not None:
         print(f"{path}: attempt {attempt} is over, so this host starts nothing.")

@@ -34,19 +34,11 @@ from titan_exp.plan.caching_allocator import GRAPH, MIN_BLOCK, Events
 from titan_exp.plan.fake_kernels import efficient_kernel, fake_cuda_kernels, workspaces
 from titan_exp.plan.planner_processes import no_garbage_collection
 from titan_exp.plan.prediction import Beside, exchange_of
+from titan_exp.plan.trace import torch_patches
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.memory_tracker import Moment
 from titan_exp.plan.trace.op_costs import COMPUTE_WEIGHTS, EMBEDDING, assumes_symmetric_memory
 from titan_exp.plan.trace.segments import SegmentObserver, SegmentTracker, sum_costs, track_phases
-from titan_exp.plan.trace.torch_patches import (
-    GPU,
-    compile_as_for_cuda,
-    gpu_beside_host,
-    replaced_attributes,
-    reset_dynamo,
-    restored_compiler_settings,
-    skip_inductor_kernels,
-)
 from titan_exp.trainer.forward_backward import Recording
 from titan_exp.trainer.objective import MetricSums
 from titan_exp.trainer.part import Parts
@@ -187,13 +179,13 @@ def fake_rank(experiment: Experiment, rank: int) -> Iterator[FakeRank]:
     try:
         mode = _mode()
         with (
-            restored_compiler_settings(),
+            torch_patches.restored_compiler_settings(),
             _readable_meshes(),
-            replaced_attributes((fsdp_param, "_chunk_with_empty", _Chunks)),
-            gpu_beside_host() if beside_host else nullcontext(),
+            torch_patches.replaced_attributes((fsdp_param, "_chunk_with_empty", _Chunks)),
+            torch_patches.gpu_beside_host() if beside_host else nullcontext(),
             assumes_symmetric_memory() if parallelism.async_tp or parallelism.symmetric_exchange else nullcontext(),
         ):
-            device = GPU if beside_host else DEVICE
+            device = torch_patches.GPU if beside_host else DEVICE
             recorder = FakeRecorder()
             state = assemble(experiment, layout, device, fake_mode=mode, recorder=recorder)
             with mode:
@@ -278,7 +270,9 @@ def _readable_meshes() -> Iterator[None]:
         return call
 
     asked = [name for name in _MESH_METHODS if hasattr(DeviceMesh, name)]
-    with replaced_attributes(*((DeviceMesh, name, without_modes(getattr(DeviceMesh, name))) for name in asked)):
+    with torch_patches.replaced_attributes(
+        *((DeviceMesh, name, without_modes(getattr(DeviceMesh, name))) for name in asked)
+    ):
         yield
 
 
@@ -343,8 +337,8 @@ def trace_step(
     Raises:
         UserError: the step calls an unknown operator.
     """
-    tracker, offloaded = segments or SegmentTracker(), state.mesh.device == GPU
-    tracker.device = GPU if offloaded else None
+    tracker, offloaded = segments or SegmentTracker(), state.mesh.device == torch_patches.GPU
+    tracker.device = torch_patches.GPU if offloaded else None
     tracker.granularity = MIN_BLOCK if cuda and rounds else 1
     if cuda:
         # FSDP2's streams on a CPU are no-op objects, numbered in order of use.
@@ -359,9 +353,9 @@ def trace_step(
         CostMode(tracker, state.mesh, workspaces if cuda else None, matmul_workspace) as mode,
         fake_cuda_kernels(beside=offloaded) if cuda else nullcontext(),
         efficient_kernel(state.model.parts) if cuda else nullcontext(),
-        reset_dynamo() if offloaded else nullcontext(),
-        skip_inductor_kernels(mode.kernel, state.mesh.device) if inductor else nullcontext(),
-        compile_as_for_cuda(beside=offloaded) if inductor and cuda else nullcontext(),
+        torch_patches.reset_dynamo() if offloaded else nullcontext(),
+        torch_patches.skip_inductor_kernels(mode.kernel, state.mesh.device) if inductor else nullcontext(),
+        torch_patches.compile_as_for_cuda(beside=offloaded) if inductor and cuda else nullcontext(),
         observe_steps(SegmentObserver(tracker)),
     ):
         for tensor in preallocated:

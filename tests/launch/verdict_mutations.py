@@ -9,7 +9,7 @@ from tests.patching import Mutation, noticed
 EVIDENCE, LOOKS = "tests/compare/test_evidence.py", "tests/launch/test_looks.py"
 LADDER = "tests/compare/test_ladder.py"
 DISCOVERIES, LEDGER = "tests/compare/test_discoveries.py", "tests/launch/test_ledger.py"
-VERDICT, SWEEP = "titan_exp.launch.verdict", "titan_exp.launch.sweep"
+VERDICT, SWEEP = "titan_exp.launch", "titan_exp.launch.sweep"
 
 
 def other_seed_for_the_candidate(original: Any) -> Any:

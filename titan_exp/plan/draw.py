@@ -275,7 +275,7 @@ def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:
     """Page of a plan made by `command`."""
     degrees = {axis: getattr(plan.experiment.parallelism, axis) for axis in MEANINGS}
     return render_page(
-        "titan_exp.plan.visualize",
+        "titan_exp.plan",
         SCRIPTS,
         _page_data(plan),
         plan=plan,

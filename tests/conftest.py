@@ -15,7 +15,7 @@ from zlib import crc32
 import pytest
 from jaxtyping import install_import_hook
 
-from tests import fast_hydra, proofs
+from tests import fast_hydra, proofs, warm_start
 from titan_exp.config.extension import extensions
 
 # One thread per process, before torch is imported anywhere: ranks share two cores, and are forked.
@@ -39,6 +39,7 @@ install_import_hook(
     [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in CHECKED], "beartype.beartype"
 )
 fast_hydra.install()
+warm_start.install()
 # A failed comparison of curves shows the steps that differ.
 pytest.register_assert_rewrite("tests.parity.runs")
 

@@ -56,7 +56,7 @@ PRELOAD = (
 """What most commands import. Not the extensions: a run has those that it asks for."""
 ROOM = 1 << 15
 """Bytes that a forked process has for its command line, and for its environment."""
-MODULES = ("titan_exp", "submitit", "tests.launch.")
+MODULES = ("titan_exp", "submitit", "tests.")
 SPAWN = ("from multiprocessing.spawn import", "from multiprocessing.forkserver import")
 READ_AT_START = ("PYTHON", "LD_", "LC_", "LANG", "TORCH", "PYTORCH", "TRITON", "CUDA_", "MALLOC", "MKL", "KMP", "GOMP")
 """Beginnings of variables that an interpreter or a library reads once."""
@@ -165,7 +165,7 @@ def _command(words: Sequence[str], call: Sequence[Any]) -> tuple[Command, Sequen
     restore, session, group, gid, gids, uid, umask, prepare = call[14:22]
     pairs = list(os.environb.items()) if variables is None else [pair.split(b"=", 1) for pair in variables]
     environment = {os.fsdecode(name): os.fsdecode(value) for name, value in pairs}
-    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    paths = [folder or ".", *environment.get("PYTHONPATH", "").split(os.pathsep)]
     others = [path for path in paths if Path(path, "titan_exp").exists() and Path(path).resolve() != REPOSITORY]
     users = any(found is not None for found in (gid, gids, uid)) or umask != -1
     large = max(sum(map(len, words)), sum(len(name) + len(value) for name, value in pairs)) > ROOM // 2
@@ -296,6 +296,8 @@ def _become(command: Command, files: Sequence[int], interpreter: Environment) ->
         signal.signal(number, signal.SIG_IGN)
     if signal.SIGINT not in command.ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
     signal.pthread_sigmask(signal.SIG_SETMASK, command.blocked)
 
 
@@ -337,6 +339,7 @@ def _start_interpreter(command: Command) -> None:
         raw = io.FileIO(number, "r" if number == 0 else "w", closefd=False)
         buffer = raw if unbuffered and number else io.BufferedReader(raw) if number == 0 else io.BufferedWriter(raw)
         before, tty = getattr(sys, name), raw.isatty()
+        raw.name = f"<{name}>"
         stream = io.TextIOWrapper(
             buffer,  # type: ignore[arg-type]
             encoding=before.encoding,
@@ -344,10 +347,9 @@ def _start_interpreter(command: Command) -> None:
             line_buffering=number == 2 or tty,
             write_through=unbuffered and number > 0,
         )
+        stream.mode = before.mode
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    if variables.get("PYTHONFAULTHANDLER"):
-        faulthandler.enable()
     own = [path for path in sys.path if path not in ("", str(REPOSITORY))]
     paths = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*paths, *own]

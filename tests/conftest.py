@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
@@ -167,6 +168,12 @@ def golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
         assert text == path.read_text(encoding="utf-8"), f"{path} is not current: changed on purpose? run make golden"
 
     return compare
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the test starts import what they need, as those of a user, and take their time."""
+    monkeypatch.setattr(subprocess, "_fork_exec", warm_start.execute)
 
 
 @functools.cache

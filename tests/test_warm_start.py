@@ -72,7 +72,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(words: list[str], **options: Any) -> dict[str, Any]:
         with monkeypatch.context() as cold:
-            cold.setattr(subprocess, "_fork_exec", vars(warm_start)["_execute"])
+            cold.setattr(subprocess, "_fork_exec", warm_start.execute)
             return described(words, **options)
 
     return run

@@ -11,6 +11,7 @@ everything is, as by night.
 """
 
 import _posixsubprocess
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -104,6 +105,7 @@ class _Template:
     def __init__(self, connection: socket.socket, environment: Environment) -> None:
         self.owner, self.connection, self.lock = os.getpid(), connection, threading.Lock()
         self.interpreter = _read_at_start(environment)
+        atexit.register(connection.close)
 
     def start(self, command: Command, files: Sequence[int]) -> int | None:
         """Pid of the new child of this process; None if it cannot be forked."""
@@ -118,7 +120,7 @@ class _Template:
             os.close(here)
 
 
-_execute = _posixsubprocess.fork_exec
+execute = _posixsubprocess.fork_exec
 _template: _Template | None = None
 _words: Sequence[str] = ()
 """Command that this process has become."""
@@ -136,12 +138,12 @@ def _fork_or_execute(*call: Any) -> int:
     words = [os.fsdecode(word) for word in call[0]]
     described = _command(words, call) if _is_known(words) else None
     if described is None:
-        return _execute(*call)
+        return execute(*call)
     if _template is None:
         _template = _first_template()
     command, files = described
     same = _template.owner == os.getpid() and _template.interpreter == _read_at_start(command.environment)
-    return (_template.start(command, files) if same else None) or _execute(*call)
+    return (_template.start(command, files) if same else None) or execute(*call)
 
 
 def _is_known(words: Sequence[str]) -> bool:

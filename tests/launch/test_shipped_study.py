@@ -257,6 +257,7 @@ def test_a_removed_point_is_pruned(home: Path) -> None:
     assert ("steps=2 seed=0", True) in labels
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_stop_before_a_launcher_has_begun_is_no_failure(home: Path) -> None:
     sweep = start("succeed", "sweep", "mine", "--jobs", "2")
     wait_until(lambda: len(list(home.glob("runs/mine/*/logs/launcher.log"))) == 2)

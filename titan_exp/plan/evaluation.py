@@ -86,7 +86,7 @@ def evaluated(experiment: Experiment) -> list[Evaluated]:
     with suppress(UserError):  # a rule says so
         for name, run in validation_sets(experiment).items():
             found.append(Evaluated(run, f"{VALIDATION}/{name}", experiment.evaluation.sets[name].holds_out))
-    return [*found, *(one for evaluations in loaded("evaluations") for one in evaluations(experiment))]
+    return [*found, *(one for evaluations in loaded("evaluations", experiment) for one in evaluations(experiment))]
 
 
 def evaluations_of(experiment: Experiment) -> int:

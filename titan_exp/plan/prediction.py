@@ -221,7 +221,7 @@ class Exchange:
 
 def exchange_of(experiment: Experiment) -> Exchange:
     """Exchange of the extension that trains this run, else `Exchange`."""
-    found = (exchange(experiment) for exchange in loaded("exchange"))
+    found = (exchange(experiment) for exchange in loaded("exchange", experiment))
     return next(filter(None, found), Exchange(experiment))
 
 

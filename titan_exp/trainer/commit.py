@@ -171,5 +171,5 @@ class Commit:
 
 def commit_of(experiment: Experiment) -> type[Commit]:
     """Commit class of the extension that trains this run, else `Commit`."""
-    found = (commit(experiment) for commit in loaded("commit"))
+    found = (commit(experiment) for commit in loaded("commit", experiment))
     return next(filter(None, found), Commit)

@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_exp.checkpoint.formats.sharded_hf_export import ShardedHFExporter
 from titan_exp.config.errors.user_error import Outcome, UserError, Violation
-from titan_exp.config.extension import load, loaded, provided
+from titan_exp.config.extension import asked_by, load, loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.training import PartConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -65,7 +65,7 @@ def acting_parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
     if state.average is not None:
         yield Averaging(state.average)
     # Parts of extensions, too, see the weights with which the next step begins.
-    for updates in loaded("updates"):
+    for updates in loaded("updates", experiment):
         yield from updates(experiment, state)
     # First of those that observe, since others may read the load.
     if state.model.load is not None:
@@ -96,8 +96,9 @@ def all_parts(experiment: Experiment, folder: RunFolder, state: TrainState, layo
         yield FiniteLoss()
     # It comes before parts of extensions, since others wait for it.
     yield Export(experiment, folder, state)
-    for path in provided("parts").values():
-        yield from load(path)(experiment, state)
+    for extension in asked_by(experiment):
+        for path in extension.parts.values():
+            yield from load(path)(experiment, state)
     # After all steps, with a note of the whole run.
     yield RooflineNote()
     # Your parts are the last of their phases, so they see the effects of the others.

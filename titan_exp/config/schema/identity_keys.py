@@ -1,6 +1,6 @@
 """Identity of a run, and differences between configurations."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from titan_exp.config.errors.user_error import shown
@@ -92,9 +92,11 @@ def idle_keys(values: Mapping[str, object]) -> list[str]:
     return [key for key, (switch, idle) in COUNTS_BESIDE.items() if switch in values and values[switch] in idle]
 
 
-def is_among(key: str, keys: Iterable[str]) -> bool:
+def is_among(key: str, keys: Collection[str]) -> bool:
     """True if a dotted key is in `keys`, or in a group in `keys`."""
-    return any(key == other or key.startswith(f"{other}.") for other in keys)
+    while key and key not in keys:
+        key = key.rpartition(".")[0]
+    return bool(key)
 
 
 def has_effect(key: str) -> bool:

@@ -305,8 +305,6 @@ class SemiSyncCommit(GroupCommit):
         self._outer.after_move()
 
 
-def commit_of(experiment: Experiment) -> type[Commit] | None:
-    """Commit class of a run with replica groups; None without groups."""
-    if semi_sync_of(experiment).enabled:
-        return SemiSyncCommit
-    return None if experiment.cluster.worlds == 1 else GroupCommit
+def commit_of(experiment: Experiment) -> type[Commit]:
+    """Commit class of a run with replica groups."""
+    return SemiSyncCommit if semi_sync_of(experiment).enabled else GroupCommit

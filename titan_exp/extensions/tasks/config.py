@@ -29,3 +29,8 @@ class TaskKeys:
     evaluation.job_devices=2`."""
     task_items: PositiveInt | None = None
     """Largest number of items of each task, the first of its file; null takes all. E.g. `evaluation.task_items=200`."""
+
+
+def asked(experiment: Any) -> bool:
+    """True for a run that scores tasks."""
+    return experiment.evaluation.enabled and bool(experiment.evaluation.tasks)

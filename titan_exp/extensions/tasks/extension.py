@@ -14,6 +14,7 @@ EXTENSION = Extension(
         "evaluation.job_devices": "how jobs shard the model",
     },
     rules=f"{HERE}.rules",
+    asked=f"{HERE}.config:asked",
     parts={"tasks": f"{HERE}.part:parts"},
     evaluations=f"{HERE}.planned:evaluations",
     metrics=("tasks/bits_per_byte", "tasks/acc_centered"),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def evaluations(experiment: Experiment) -> Iterator[Evaluated]:
     """Evaluation of a run that scores its tasks itself."""
     evaluation: Any = experiment.evaluation
-    if evaluation.tasks and evaluation.where == "training":
+    if evaluation.where == "training":
         yield TaskScoring(experiment, "tasks")
 
 

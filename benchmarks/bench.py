@@ -225,8 +225,8 @@ def composed(*words: str) -> "Experiment":
 def resolved(*words: str, ranks: int | None = 1) -> "Experiment":
     """Resolved and checked experiment of overrides for `ranks` devices; None takes those of its cluster, which need not
     be here."""
+    from titan_exp.config.devices import offered_devices
     from titan_exp.config.layout.resolved_layout import resolve_layout
-    from titan_exp.config.machine.devices import offered_devices
     from titan_exp.rules import check
 
     experiment = composed(*words)

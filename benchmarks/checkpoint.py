@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from benchmarks.bench import GIB, Output, Table, benchmark, composed, environment, option, seconds_of, trained
 from benchmarks.bench import titan_exp as command
 from titan_exp.checkpoint.checkpointer import Checkpointer
-from titan_exp.checkpoint.dcp.storage_writer import find_damage
-from titan_exp.checkpoint.formats.block_scaled import BLOCKS, GROUP, SCALES
+from titan_exp.checkpoint.formats.safetensors import BLOCKS, GROUP, SCALES
+from titan_exp.checkpoint.storage_writer import find_damage
 from titan_exp.models.convert.hf_config import to_huggingface
 from titan_exp.models.convert.state_dict_map import state_dict_map
 from titan_exp.models.gpt_oss import Config

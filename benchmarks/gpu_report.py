@@ -220,7 +220,7 @@ def what_is_missing(*, tiny: bool) -> list[str]:
 
     Raises RuntimeError if the wheels cannot be installed.
     """
-    from titan_exp.config.machine.devices import visible_gpus
+    from titan_exp.config.devices import visible_gpus
 
     if not tiny and not visible_gpus():
         return ["this machine shows no NVIDIA GPU (CUDA_VISIBLE_DEVICES may hide it)"]

@@ -174,9 +174,9 @@ def measured(name: str, tiny: bool = False, rank: int = 0) -> dict[str, int | No
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from titan_exp.config.devices import allocator_environment
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
-    from titan_exp.config.machine.devices import allocator_environment
-    from titan_exp.plan.trace.fake_world import FakeRank, fake_batches
+    from titan_exp.plan.trace.trace_step import FakeRank, fake_batches
     from titan_exp.trainer.train_state import assemble
 
     experiment = experiment_of(name, tiny=tiny)
@@ -206,7 +206,7 @@ def balance_experts() -> None:
     A fake process group receives nothing, and the stub device computes no counts. Plans assume that a rank receives as
     many rows as it sends (`titan_exp.plan.trace.op_costs`); so does this exchange, on CUDA. Only sizes are right.
     """
-    from titan_exp.parallel.collectives import all_to_all_rows, return_rows
+    from titan_exp.parallel.mesh import all_to_all_rows, return_rows
 
     for operator in (all_to_all_rows, return_rows):
         operator.register_kernel("cuda", exchange_balanced)
@@ -216,7 +216,7 @@ def exchange_balanced(rows: "Tensor", sent: "Tensor", received: "Tensor", size: 
     """Exchange rows in equal parts; returns `size` rows, as many as are sent without."""
     import torch.distributed as dist
 
-    from titan_exp.parallel.collectives import group_named
+    from titan_exp.parallel.mesh import group_named
 
     found = rows.new_empty((rows.shape[0] if size is None else size, *rows.shape[1:]))
     parts = [balanced(tensor.shape[0], sent.shape[0]) for tensor in (found, rows)]
@@ -274,7 +274,7 @@ def rank_memory(options: RankOptions, out: Output) -> None:
     The kernels and the caching allocator are real; the collectives send nothing. Each case is planned while it is
     measured, in processes of their own, so that neither sees the other's memory. `stub-memory` does so without a GPU.
     """
-    from titan_exp.config.machine.devices import visible_gpus
+    from titan_exp.config.devices import visible_gpus
 
     if not options.tiny and not visible_gpus():
         raise CannotRun("this machine shows no NVIDIA GPU; --tiny runs a debug model on a CPU")

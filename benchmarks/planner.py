@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.bench import GIB, Output, benchmark, call_words, option, resolved, result_of
 from benchmarks.bench import titan_exp as command
 from benchmarks.published_recipe import published_operators, torch_context_parallelism, torch_operators
-from titan_exp.plan.cuda.devices import DEVICES
+from titan_exp.plan.devices import DEVICES
 from titan_exp.plan.predict import Plan, predict
 
 EAGER = ("cluster=slurm_h100", "compile=none", "training.mixed_precision=bf16")
@@ -302,8 +302,7 @@ def traced(layers: int, shortcut: bool) -> dict[str, float]:
     """Seconds of a plan of one of 64 ranks, with or without extrapolation."""
     from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
     from titan_exp.plan.predict import as_traced
-    from titan_exp.plan.trace.fake_world import fake_rank
-    from titan_exp.plan.trace.trace_step import trace_step
+    from titan_exp.plan.trace.trace_step import fake_rank, trace_step
 
     words = [*LLAMA_8B, f"model.layers={layers}", "parallelism.dp_shard=64", "activation_checkpoint=full"]
     words += ["training.global_batch_size=256", "training.micro_batch_size=1"]

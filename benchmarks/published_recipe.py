@@ -31,8 +31,8 @@ from titan_exp.ops import cross_entropy
 from titan_exp.ops.attention.attention_with_lse import attention_backward, attention_forward
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.ops.cross_entropy import VocabShard, locate
-from titan_exp.parallel.collectives import group_named
 from titan_exp.parallel.context_parallel.attention import ContextAttention
+from titan_exp.parallel.mesh import group_named
 
 
 @contextmanager

@@ -16,17 +16,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from benchmarks.bench import Output, Table, benchmark, composed, option, seconds_of, trained
 from titan_exp.compare.comparison import compare
-from titan_exp.compare.output.comparison_page import to_html
+from titan_exp.compare.output.pages import to_html
 from titan_exp.compare.runs import select
 from titan_exp.config.extension import CONF_DIR, CONFIG_NAME
 from titan_exp.config.hydra.compose import HYDRA_VERSION, default_overrides, register_resolvers
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.study.points import study_points
 from titan_exp.config.study.study_file import read_study
-from titan_exp.launch.provenance.provenance import read_provenance
+from titan_exp.launch.provenance import read_provenance
+from titan_exp.launch.run_lookup import find_runs
 from titan_exp.launch.run_plan import create_run_folder, plan_run
-from titan_exp.launch.state.run_lookup import find_runs
-from titan_exp.launch.state.run_status import status_rows
+from titan_exp.launch.run_status import status_rows
 from titan_exp.launch.sweep.sweep_plan import SweepPlan, plan_sweep, predict_sweep_memory
 from titan_exp.launch.sweep.sweeper import FastCompose
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState

@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
@@ -15,7 +16,7 @@ from zlib import crc32
 import pytest
 from jaxtyping import install_import_hook
 
-from tests import fast_hydra, proofs
+from tests import fast_hydra, proofs, warm_start
 from titan_exp.config.extension import extensions
 
 # One thread per process, before torch is imported anywhere: ranks share two cores, and are forked.
@@ -39,6 +40,7 @@ install_import_hook(
     [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in CHECKED], "beartype.beartype"
 )
 fast_hydra.install()
+warm_start.install()
 # A failed comparison of curves shows the steps that differ.
 pytest.register_assert_rewrite("tests.parity.runs")
 
@@ -166,6 +168,12 @@ def golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
         assert text == path.read_text(encoding="utf-8"), f"{path} is not current: changed on purpose? run make golden"
 
     return compare
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the test starts import what they need, as those of a user, and take their time."""
+    monkeypatch.setattr(subprocess, "_fork_exec", warm_start.execute)
 
 
 @functools.cache

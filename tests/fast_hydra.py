@@ -30,7 +30,7 @@ PARSE, CACHE = OverridesParser.parse_rule, CachingConfigRepository.__init__
 def install() -> None:
     """Parse every file, override and interpolation once, merge every list of files once, copy metadata without
     reflection, index choices only for interpolated defaults. Another Hydra than 1.3 is left as it is."""
-    if not hydra.__version__.startswith("1.3"):
+    if not hydra.__version__.startswith("1.3") or CachingConfigRepository.__init__ is _cache_of:
         return
     ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list = _remembered()
     CachingConfigRepository.__init__ = _cache_of  # type: ignore[method-assign]

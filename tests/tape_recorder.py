@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_exp.trainer.cuda_graphs import Recording
+from titan_exp.trainer.forward_backward import Recording
 
 ASKING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive")
 """Operators whose result, or its shape, the host has to know."""

@@ -3,4 +3,5 @@
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 
-to_experiment(compose(["model=llama_debug"]))
+for model in ("llama_debug", "qwen3_moe_debug", "deepseek_debug"):
+    to_experiment(compose([f"model={model}"]))

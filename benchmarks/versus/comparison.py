@@ -27,8 +27,8 @@ from benchmarks.bench import (
 )
 from benchmarks.versus.cases import MEMORY_GOAL, PEER, Case, Job, case_of, read_planned, rows_named, too_large
 from benchmarks.versus.turns import Budget, Results, Session
-from titan_exp.config.machine.devices import command_lines, gpu_names
-from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
+from titan_exp.config.devices import command_lines, gpu_names
+from titan_exp.plan.devices import DEVICES, Device, device_reported_as
 from titan_exp.plan.predict import predict
 from titan_exp.plan.roofline import ClassTime
 

@@ -27,7 +27,7 @@ from benchmarks.bench import (
     write_whole,
 )
 from benchmarks.versus.cases import MEMORY_GOAL, PEER, SIDES, Job, case_of, sides_of
-from titan_exp.config.machine.devices import ALLOC_CONF, EXPANDABLE
+from titan_exp.config.devices import ALLOC_CONF, EXPANDABLE
 from titan_exp.launch.rank.rank_env import waiting_threads
 
 COMMAND = CALL

@@ -18,8 +18,8 @@ from benchmarks.bench import ROOT, Running, cause_in, markdown, wait_for
 from benchmarks.gpu_report import VARIABLE, GpuReport, Report, by_room
 from benchmarks.memory import CASES, HEAD, Peaks, experiment_of, row
 from tests.launch.fake_ranks import wait_until
-from titan_exp.config.machine import devices
-from titan_exp.plan.supported import check_supported
+from titan_exp.config import devices
+from titan_exp.plan.prediction import check_supported
 
 
 def test_without_a_gpu_it_says_so_at_once(monkeypatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.memory import LAYOUTS, experiment_of, rank_and_overrides
-from titan_exp.plan.supported import check_supported
+from titan_exp.plan.prediction import check_supported
 
 
 @pytest.mark.night

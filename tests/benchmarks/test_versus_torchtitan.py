@@ -26,7 +26,7 @@ from tests.config.composing import give_gpus
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.models.blocks.linear import ShardSpec, init_shard_
 from titan_exp.models.build import build_model, init_specs
-from titan_exp.plan.cuda.devices import DEVICES, Device
+from titan_exp.plan.devices import DEVICES, Device
 
 PEER = ROOT / ".peer"
 needs_peer = pytest.mark.skipif(

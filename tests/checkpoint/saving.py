@@ -8,9 +8,9 @@ import torch
 
 from tests.models.shapes import real_model
 from titan_exp.checkpoint.checkpointer import Checkpointer
-from titan_exp.checkpoint.dcp.storage_reader import load_into
-from titan_exp.checkpoint.dcp.storage_writer import require_intact
-from titan_exp.checkpoint.state_dict import model_state_dict
+from titan_exp.checkpoint.load_state import model_state_dict
+from titan_exp.checkpoint.storage_reader import load_into
+from titan_exp.checkpoint.storage_writer import require_intact
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 

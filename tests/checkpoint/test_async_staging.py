@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.patching import patch
 from tests.ranks import run_ranks
-from titan_exp.checkpoint.dcp.async_save import AsyncSaver, _ReusedMemory
+from titan_exp.checkpoint.async_save import AsyncSaver, _ReusedMemory
 
 ON_CUDA = [
     pytest.mark.cuda,
@@ -55,7 +55,7 @@ def test_a_save_without_staging_is_noticed(tmp_path: Path):
 
 
 def _nothing_is_staged() -> None:
-    patch("titan_exp.checkpoint.dcp.async_save._Copies.stage", lambda _: lambda self, state: state)
+    patch("titan_exp.checkpoint.async_save._Copies.stage", lambda _: lambda self, state: state)
 
 
 class _SlowWriter(dcp.FileSystemWriter):

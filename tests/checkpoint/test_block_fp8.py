@@ -20,8 +20,8 @@ from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.checkpoint.formats.safetensors import SafetensorsReader
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.cli.convert import run as convert_command
+from titan_exp.config.checkpoint_files import INDEX
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.checkpoint_files import INDEX
 from titan_exp.models.convert.state_dict_map import state_dict_map
 from titan_exp.models.spec.transformer import MTPConfig
 from titan_exp.trainer.restore import load_source

@@ -8,11 +8,11 @@ import pytest
 
 from tests.checkpoint.tools import assert_holds, exported
 from tests.ranks import run_ranks
+from titan_exp.checkpoint.checkpoint_cache import local_copy
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.cli.convert import run as convert_command
+from titan_exp.config.checkpoint_files import saved_state
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.checkpoint_files import saved_state
 from titan_exp.inference.generate import generate_command
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from tests.checkpoint.saving import checkpointer, load_model, one_step, snapshot, trained
 from tests.models.shapes import real_model
 from titan_exp.checkpoint.checkpointer import Checkpointer
-from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.checkpoint.storage_reader import SafeStorageReader, tensor_shapes
 from titan_exp.config.errors.user_error import UserError
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -12,10 +12,10 @@ import pytest
 from tests.checkpoint.saving import checkpointer, load_model, saved, snapshot, trained
 from tests.checkpoint.tools import exported
 from tests.models.shapes import real_model
-from titan_exp.checkpoint.dcp.storage_writer import find_damage, has_checksums
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
+from titan_exp.checkpoint.storage_writer import find_damage, has_checksums
+from titan_exp.config.checkpoint_files import CHECKSUMS_FILE
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.checkpoint_files import CHECKSUMS_FILE
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 DATA_FILE, METADATA_FILE = "__0_0.distcp", ".metadata"

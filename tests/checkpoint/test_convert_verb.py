@@ -24,7 +24,7 @@ from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.cli.convert import run as convert_command
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.hydra.presets import model_overrides
+from titan_exp.config.hydra.nondefault import model_overrides
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.convert.state_dict_map import state_dict_map
 

@@ -8,11 +8,10 @@ import pytest
 from tests.checkpoint.saving import checkpointer, one_step, snapshot, trained
 from tests.faults import NO_MOUNTS, can_mount, fill, read_only, small_disk
 from titan_exp.checkpoint.checkpointer import Checkpointer
-from titan_exp.checkpoint.dcp.storage_writer import find_damage
+from titan_exp.checkpoint.storage_writer import find_damage
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.logging import configure_logging, get_logger
-from titan_exp.tracking.run_folder.attempts import RunState, StateName
-from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
+from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, StateName, write_atomically
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),

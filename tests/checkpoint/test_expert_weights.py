@@ -15,15 +15,14 @@ from tests.models.own_moe_family import Config
 from tests.models.test_qwen3_moe import MOE, SHAPE
 from tests.parity.runs import train
 from tests.patching import patch
-from titan_exp.checkpoint.formats import dcp_checkpoint, mapping
-from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
+from titan_exp.checkpoint.formats import mapping, torch_file
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.mapping import ImportReader
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.formats.safetensors import SafetensorsReader
-from titan_exp.checkpoint.formats.torch_file import TorchFileReader
+from titan_exp.checkpoint.formats.torch_file import DCPTensorReader, TorchFileReader
+from titan_exp.checkpoint.load_state import is_training_state
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.checkpoint.state_dict import is_training_state
 from titan_exp.cli.convert import run as convert_command
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.models.build import build_model
@@ -188,7 +187,7 @@ def open_checkpoint_of(folder: Path) -> OpenCheckpoint:
 @pytest.mark.parametrize("held", [16_000, 100_000, 2**28], ids=["one expert", "a few", "all"])
 def test_every_format_roundtrips_bitwise(tmp_path: Path, held: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mapping, "HELD_BYTES", held)
-    monkeypatch.setattr(dcp_checkpoint, "CHUNK_BYTES", held)
+    monkeypatch.setattr(torch_file, "CHUNK_BYTES", held)
     source = open_checkpoint_of(exported(tmp_path / "0", file_bytes=1e5))
     for number, form in enumerate(("dcp", "safetensors", "huggingface", "torch"), start=1):
         target = tmp_path / (f"{number}.pt" if form == "torch" else str(number))
@@ -230,7 +229,7 @@ def test_every_row_of_ours_is_one_of_theirs():
 def test_conversion_holds_some_experts_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In both directions: neither a whole stacked weight, nor a saved chunk once per expert."""
     monkeypatch.setattr(mapping, "HELD_BYTES", 100_000)
-    monkeypatch.setattr(dcp_checkpoint, "CHUNK_BYTES", 100_000)
+    monkeypatch.setattr(torch_file, "CHUNK_BYTES", 100_000)
     sizes, reads = list[int](), list[str]()
     plain, of_dcp = ImportReader.read, DCPTensorReader.read
 

@@ -15,10 +15,10 @@ import pytest
 from tests.checkpoint.tools import exported
 from tests.config.composing import experiment
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
+from titan_exp.config.checkpoint_files import INDEX, missing_part, parse_checksums, parse_index
+from titan_exp.config.data_files import read_manifest, tokenizer_words
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.resolve import UnreadableSourceError
-from titan_exp.config.paths.checkpoint_files import INDEX, missing_part, parse_checksums, parse_index
-from titan_exp.config.paths.data_files import read_manifest, tokenizer_words
 from titan_exp.models.convert.hf_config import (
     config_json,
     from_json,
@@ -106,7 +106,7 @@ def described(preset: str) -> Reader:
 
 
 def model_json(path: Path) -> None:
-    from titan_exp.config.paths.foreign_file import read_object
+    from titan_exp.config.foreign_file import read_object
 
     model, _ = from_json(read_object(path), path, trust=True)
     list(family_violations(model))

@@ -6,8 +6,8 @@ from torch import nn
 
 from tests.checkpoint.saving import saved, trained
 from titan_exp.checkpoint.load_state import load_initial_weights
+from titan_exp.config.checkpoint_files import saved_state
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.checkpoint_files import saved_state
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

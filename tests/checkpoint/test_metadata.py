@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tests.checkpoint.saving import checkpointer, saved, trained
-from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, load_into, tensor_shapes
-from titan_exp.checkpoint.dcp.storage_writer import ChecksumWriter, find_damage
-from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
+from titan_exp.checkpoint.formats.torch_file import DCPTensorReader
 from titan_exp.checkpoint.load_state import load_state, read_progress
+from titan_exp.checkpoint.storage_reader import SafeStorageReader, load_into, tensor_shapes
+from titan_exp.checkpoint.storage_writer import ChecksumWriter, find_damage
+from titan_exp.config.checkpoint_files import CHECKSUMS_FILE, METADATA_FILE
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.checkpoint_files import CHECKSUMS_FILE, METADATA_FILE
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -16,6 +16,7 @@ from tests.parity.test_continued import SAVING, assert_continues
 from tests.patching import patch
 from tests.ranks import run_ranks
 from titan_exp.checkpoint.optimizer_state import (
+    UnsavedStateError,
     differing_between_ranks,
     init_optimizer_state,
     optimizer_state_dict,
@@ -23,7 +24,6 @@ from titan_exp.checkpoint.optimizer_state import (
     prepare_optimizer_state,
     saved_tensors,
 )
-from titan_exp.checkpoint.state_values import UnsavedStateError
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.optim.parameter_groups import remember_groups
 from titan_exp.trainer.distributed import joined_process_group

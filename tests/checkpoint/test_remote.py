@@ -14,8 +14,8 @@ import pytest
 
 from tests.checkpoint.s3_server import S3Server, forget_stores
 from tests.checkpoint.saving import trained
+from titan_exp.checkpoint.background_upload import RemoteRun
 from titan_exp.checkpoint.checkpointer import Checkpointer
-from titan_exp.checkpoint.remote.background_upload import RemoteRun
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
@@ -204,7 +204,7 @@ def test_interrupted_download_resumes(tmp_path, s3):
 
 
 def test_unreachable_store_fails_no_run(tmp_path, s3, caplog, monkeypatch):
-    monkeypatch.setattr("titan_exp.checkpoint.remote.remote_folder.ATTEMPTS", 1)
+    monkeypatch.setattr("titan_exp.checkpoint.remote_folder.ATTEMPTS", 1)
     saver = started(tmp_path / "here", "s3://bucket/runs", keep_every=10)
     save(saver, 10)
     s3.close()

@@ -9,13 +9,13 @@ import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.test_sharded_hf_export import tensors
 from tests.checkpoint.tools import SHAPE, exported, weights
-from titan_exp.checkpoint.dcp import storage_writer
-from titan_exp.checkpoint.dcp.storage_writer import read_saved
+from titan_exp.checkpoint import storage_writer
 from titan_exp.checkpoint.formats import mapping, safetensors
-from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-from titan_exp.checkpoint.state_dict import MODEL_PREFIX
+from titan_exp.checkpoint.formats.torch_file import DCPTensorReader
+from titan_exp.checkpoint.load_state import MODEL_PREFIX
+from titan_exp.checkpoint.storage_writer import read_saved
 
 STORED = torch.arange(64.0 * 6).view(64, 6)
 
@@ -98,7 +98,7 @@ def test_tensors_that_a_rank_saved_whole_are_exported_by_rows(
     piece, sizes = 10_000, list[int]()
     monkeypatch.setattr(safetensors, "PIECE_BYTES", piece)
     monkeypatch.setattr(mapping, "HELD_BYTES", piece)
-    monkeypatch.setattr("titan_exp.checkpoint.formats.dcp_checkpoint.CHUNK_BYTES", piece)
+    monkeypatch.setattr("titan_exp.checkpoint.formats.torch_file.CHUNK_BYTES", piece)
     plain = DCPTensorReader.read
 
     def counted(self: DCPTensorReader, name: str, *window: slice) -> torch.Tensor:

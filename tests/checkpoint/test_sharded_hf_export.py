@@ -14,12 +14,12 @@ import torch
 from tests.data.stores import make
 from tests.parity.runs import train
 from tests.trainer.test_trainer import run
-from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
 from titan_exp.checkpoint.formats.safetensors import SafetensorsReader
+from titan_exp.checkpoint.formats.torch_file import DCPTensorReader
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.cli.convert import run as convert_command
+from titan_exp.config.checkpoint_files import INDEX
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.checkpoint_files import INDEX
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.inference.generate import generate_command
 from titan_exp.models.build import build_model

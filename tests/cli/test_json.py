@@ -14,8 +14,7 @@ import pytest
 from tests.compare.made_runs import make_study
 from tests.launch.launching import LIMIT, start
 from titan_exp.cli.main import EXIT_CODES, main
-from titan_exp.config.command_line.json_output import answer, json_output, json_text
-from titan_exp.config.command_line.safe_output import safe_output
+from titan_exp.config.command_line.output import answer, json_output, json_text, safe_output
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.extension import provided
 from titan_exp.launch.local.run import RunOutcome

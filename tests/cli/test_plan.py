@@ -15,13 +15,13 @@ from titan_exp.cli.main import main
 from titan_exp.cli.plan import DOES_NOT_FIT
 from titan_exp.config.command_line.options import take_options
 from titan_exp.config.command_line.verb_options import PlanOptions
+from titan_exp.config.devices import offered_devices
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
-from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.plan.cuda.caching_allocator import MIB
-from titan_exp.plan.cuda.devices import DEVICES, device_named, overhead_of
+from titan_exp.plan.caching_allocator import MIB
+from titan_exp.plan.devices import DEVICES, device_named, overhead_of
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.tables import plan_to_json, print_plan, print_unwrapped
 from titan_exp.rules import check

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from titan_exp.cli.main import main
-from titan_exp.config.command_line.safe_output import visible
+from titan_exp.config.command_line.output import visible
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.run_plan import create_run_folder, plan_run
+from titan_exp.tracking.console import ConsoleSink
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
-from titan_exp.tracking.sinks.console import ConsoleSink
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202egnp\x7f\x08"
 """Sets the title, clears the screen, overwrites the line, colours by C1, turns the direction of text."""

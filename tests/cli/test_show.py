@@ -12,7 +12,7 @@ from titan_exp.cli.main import main
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_dict, to_experiment
 from titan_exp.launch.run_plan import create_run_folder, plan_run
-from titan_exp.tracking.run_folder.provenance_records import Lineage
+from titan_exp.tracking.run_folder.run import Lineage
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 from titan_exp.trainer.restore import log_head
 

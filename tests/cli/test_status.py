@@ -16,12 +16,12 @@ from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.launch import run_status as run_status_module
 from titan_exp.launch.executor import JobStatus
 from titan_exp.launch.run_console import describe, summarize
+from titan_exp.launch.run_lookup import find_runs, run_path
 from titan_exp.launch.run_plan import create_run_folder, plan_run
-from titan_exp.launch.state import run_status as run_status_module
-from titan_exp.launch.state.run_lookup import find_runs, run_path
-from titan_exp.launch.state.run_status import run_status, status_rows
+from titan_exp.launch.run_status import run_status, status_rows
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 

@@ -13,8 +13,7 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.executor import JobStatus, Submission, SubmitOptions
 from titan_exp.launch.run_plan import RunPlan, plan_run
 from titan_exp.launch.slurm.executor import SlurmExecutor
-from titan_exp.tracking.run_folder.attempts import Attempt
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder
 
 LIMIT = 90.0
 """Seconds that anything may take, on a busy machine, before the test fails."""

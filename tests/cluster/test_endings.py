@@ -8,9 +8,9 @@ import torch
 
 from tests.cluster.submitting import Submitting, ends, last
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.launch.attempt_end import is_broken_collective
 from titan_exp.launch.local.run import run
-from titan_exp.launch.rank.rank_status import read_record
-from titan_exp.launch.state.attempt_end import is_broken_collective
+from titan_exp.launch.rank.rank_env import read_record
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -212,7 +212,7 @@ def assert_same(folder: RunFolder, undisturbed: RunFolder) -> None:
 
 
 def final_state(checkpoints: Path) -> dict[str, torch.Tensor]:
-    from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
+    from titan_exp.checkpoint.storage_reader import load_into, tensor_shapes
 
     path = CheckpointFolder(checkpoints).path_of(STEPS)
     state = {

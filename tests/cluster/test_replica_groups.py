@@ -12,8 +12,8 @@ import pytest
 from tests.cluster import submitting
 from tests.cluster.submitting import Submitting, ends, last
 from tests.parity.runs import PARAGRAPHS, SMALL
-from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.checkpoint.storage_reader import tensor_shapes
 from titan_exp.extensions.replica_groups.events import read_events, summarize_groups
 from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 from titan_exp.launch.local.run import run

@@ -12,8 +12,8 @@ import yaml
 
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_dict, to_experiment
-from titan_exp.launch.run_id import experiment_id, run_id
-from titan_exp.launch.verdict.ledger import Question
+from titan_exp.launch.ledger import Question
+from titan_exp.launch.run_plan import experiment_id, run_id
 from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 

@@ -12,12 +12,12 @@ import yaml
 from tests.compare.made_runs import make_run, make_study, rows
 from titan_exp.compare.compared_metrics import differing_keys, value_text
 from titan_exp.compare.comparison import Comparison, compare
-from titan_exp.compare.efficiency import pareto, scaling
 from titan_exp.compare.findings import findings, heading, layout_checks, remarks, verdict
 from titan_exp.compare.output.formats import legend, records, text_table, to_csv
+from titan_exp.compare.output.study_sections import pareto, scaling
 from titan_exp.compare.runs import read_run, select
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.state.run_lookup import StudyFolder, StudyRecord, StudyRun, find_runs
+from titan_exp.launch.run_lookup import StudyFolder, StudyRecord, StudyRun, find_runs
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 THREE = {0.001: [3.0, 3.1, 3.2], 0.003: [2.5, 2.61, 2.69], 0.01: [3.01, 3.08, 3.22]}

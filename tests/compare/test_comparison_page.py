@@ -12,7 +12,7 @@ import pytest
 from tests.compare.made_runs import make_run, make_study, rows
 from titan_exp.compare.compared_metrics import final_loss
 from titan_exp.compare.comparison import compare
-from titan_exp.compare.output.comparison_page import downsample, to_html
+from titan_exp.compare.output.pages import downsample, to_html
 from titan_exp.compare.runs import read_run, select
 from titan_exp.compare.statistics import moving_average
 

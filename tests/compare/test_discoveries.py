@@ -15,8 +15,8 @@ import pytest
 from tests.compare.made_runs import made_question
 from tests.launch.test_looks import QUESTION, Pretended, gains, home, sweep  # noqa: F401  # a fixture
 from titan_exp.cli.main import main
+from titan_exp.launch.ledger import enter
 from titan_exp.launch.sweep.looks import drawn_seeds
-from titan_exp.launch.verdict.ledger import enter
 
 RUNS = Path("runs")
 

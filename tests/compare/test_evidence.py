@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from titan_exp.launch.verdict.evidence import (
+from titan_exp.launch.evidence import (
     Rule,
     decide,
     droppable,

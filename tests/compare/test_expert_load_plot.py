@@ -12,11 +12,11 @@ import pytest
 from tests.compare.made_runs import make_run, rows
 from titan_exp.cli.main import main
 from titan_exp.compare.comparison import compare
-from titan_exp.compare.output.comparison_page import to_html
+from titan_exp.compare.output.pages import to_html
 from titan_exp.compare.output.plots import LoadHistory, draw_expert_load, draw_run, heat_map, read_load
 from titan_exp.compare.runs import select
-from titan_exp.tracking.expert_load import ExpertLoadLog
-from titan_exp.tracking.run_folder.provenance_records import Lineage
+from titan_exp.tracking.run_folder.metrics_jsonl import ExpertLoadLog
+from titan_exp.tracking.run_folder.run import Lineage
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 PIXELS = {"black": (0, 0, 0), "busy": (0.4, 0, 0.12)}

@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.compare.made_runs import make_run, rows
 from titan_exp.compare.comparison import Comparison, compare
 from titan_exp.compare.output.formats import text_table
-from titan_exp.compare.output.terminal import fit_keys, show
+from titan_exp.compare.output.pages import fit_keys, show
 from titan_exp.compare.runs import select
 
 KEYS = {

@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.compare.made_runs import make_run, make_study, rows
 from titan_exp.compare.comparison import Comparison, compare
 from titan_exp.compare.output.formats import records, to_csv, to_json, to_latex, to_markdown
-from titan_exp.compare.output.terminal import show
+from titan_exp.compare.output.pages import show
 from titan_exp.compare.runs import select
 
 NASTY = "a|b_c & 50% of {x} <i> \\y"

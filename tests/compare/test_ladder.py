@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from tests.compare.made_runs import make_run, rows
-from titan_exp.compare import scaling_fit
+from titan_exp.compare import statistics
 from titan_exp.compare.comparison import compare
-from titan_exp.compare.ladder import LadderOutcome
-from titan_exp.compare.output.comparison_page import to_html
 from titan_exp.compare.output.formats import to_json, to_markdown
+from titan_exp.compare.output.pages import to_html
 from titan_exp.compare.output.plots import study_plots
 from titan_exp.compare.runs import select
+from titan_exp.compare.study_outcome import LadderOutcome
 
 SIZES = (1_000_000, 3_000_000, 10_000_000, 30_000_000)
 FASTER = 1.1
@@ -29,7 +29,7 @@ def surface(parameters: float, tokens: float) -> float:
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling_fit, "DRAWS", 120)
+    monkeypatch.setattr(statistics, "DRAWS", 120)
 
 
 def made(

@@ -9,11 +9,11 @@ import pytest
 from tests.compare.made_runs import make_run, rows
 from titan_exp.cli.main import main
 from titan_exp.compare.comparison import Comparison, compare
-from titan_exp.compare.learnt import Learnt
 from titan_exp.compare.output.formats import to_json
 from titan_exp.compare.output.plots import study_plots
 from titan_exp.compare.runs import select
-from titan_exp.tracking.run_folder.provenance_records import Lineage
+from titan_exp.compare.study_outcome import Learnt
+from titan_exp.tracking.run_folder.run import Lineage
 
 RATES = {1e-4: 4.0, 1e-3: 3.0, 3e-3: 2.8, 1e-2: 2.9, 5e-2: 3.5, 9e-2: 5.0}
 """Loss of the first rung, of 10 steps, by learning rate; of the second, of 30, half a nat less; but 1e-2 wins it."""

@@ -9,15 +9,15 @@ import pytest
 from tests.compare.made_runs import make_run, rows
 from titan_exp.cli.main import main
 from titan_exp.compare.comparison import Comparison, compare
-from titan_exp.compare.efficiency import cost_metric, pareto
 from titan_exp.compare.from_wandb import _lineage
 from titan_exp.compare.output.formats import to_json
 from titan_exp.compare.output.plots import draw
+from titan_exp.compare.output.study_sections import cost_metric, pareto
 from titan_exp.compare.runs import read_run, select
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.state.run_lookup import find_runs
-from titan_exp.launch.state.run_status import status_rows
-from titan_exp.tracking.run_folder.provenance_records import Lineage, ancestors, children, read_history
+from titan_exp.launch.run_lookup import find_runs
+from titan_exp.launch.run_status import status_rows
+from titan_exp.tracking.run_folder.run import Lineage, ancestors, children, read_history
 
 
 @pytest.fixture

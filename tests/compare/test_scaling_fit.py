@@ -6,15 +6,8 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from titan_exp.compare import scaling_fit
-from titan_exp.compare.scaling_fit import (
-    Rung,
-    ScalingLaw,
-    compute_multiplier,
-    extrapolate,
-    fit,
-    hold_out,
-)
+from titan_exp.compare import statistics
+from titan_exp.compare.statistics import Rung, ScalingLaw, compute_multiplier, extrapolate, fit, hold_out
 from titan_exp.config.errors.user_error import UserError
 
 SIZES = (1e7, 3e7, 1e8, 3e8)
@@ -53,7 +46,7 @@ def law() -> ScalingLaw:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer refits, where many fits are made."""
-    monkeypatch.setattr(scaling_fit, "DRAWS", 120)
+    monkeypatch.setattr(statistics, "DRAWS", 120)
 
 
 def test_a_surface_without_noise_is_recovered():
@@ -104,7 +97,7 @@ def test_terms_are_not_negative():
     draw, at = np.random.default_rng(3), np.exp(np.random.default_rng(4).normal(size=(8, 2)))
     losses, weights = draw.normal(size=(6, 8)), np.sqrt(draw.integers(1, 4, 8))
     exponents = draw.uniform(0.1, 1.5, (6, 5, 2))
-    terms, errors = scaling_fit._project(exponents, at, losses, weights)
+    terms, errors = statistics._project(exponents, at, losses, weights)
     zeros = 0
     for row in range(6):
         for place in range(5):

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from tests.compare.made_runs import make_run, rows
 from titan_exp.cli.main import main
 from titan_exp.compare.comparison import Comparison, compare
-from titan_exp.compare.output.comparison_page import to_html
 from titan_exp.compare.output.formats import to_json, to_markdown
+from titan_exp.compare.output.pages import to_html
 from titan_exp.compare.output.plots import study_plots
 from titan_exp.compare.runs import select
 from titan_exp.config.errors.user_error import UserError

@@ -7,11 +7,11 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from titan_exp.config import devices
+from titan_exp.config import devices as machine
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.machine import devices
-from titan_exp.config.machine import devices as machine
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.llama import Config
 

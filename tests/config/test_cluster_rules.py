@@ -3,8 +3,8 @@
 import pytest
 
 from tests.config.composing import experiment
+from titan_exp.config.devices import offered_devices
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
-from titan_exp.config.machine.devices import offered_devices
 from titan_exp.rules import violations
 
 SLURM = ["cluster=slurm", "model=llama_debug", "+experiment=smoke", "training.global_batch_size=64"]

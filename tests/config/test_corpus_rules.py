@@ -9,11 +9,11 @@ import pytest
 from tests.config.composing import experiment
 from tests.config.test_remedies import typed
 from titan_exp.cli.main import main
+from titan_exp.config import data_files
+from titan_exp.config.data_files import unit_hash
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.paths import data_files
-from titan_exp.config.paths.data_files import unit_hash
+from titan_exp.data.source_check import training_subset, validation_subset
 from titan_exp.data.sources.base import build_source
-from titan_exp.data.validation_split import training_subset, validation_subset
 from titan_exp.rules import violations
 from titan_exp.rules.data import unreadable_source
 

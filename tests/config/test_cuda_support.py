@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.config.composing import experiment
+from titan_exp.config import devices
+from titan_exp.config.devices import CudaFacts, DriverAnswer, cuda_problem
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.machine import devices
-from titan_exp.config.machine.devices import CudaFacts, DriverAnswer, cuda_problem
 from titan_exp.doctor.machine import machine_command
 from titan_exp.rules import check
 from titan_exp.trainer import distributed

@@ -129,7 +129,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
-from titan_exp.launch.run_id import run_id
+from titan_exp.launch.run_plan import run_id
 from pathlib import Path
 
 plain, loud = to_experiment(compose()), to_experiment(compose(["cluster.loudspeakers=3", "noise.mode=white"]))
@@ -143,7 +143,7 @@ print(run_id(plain), run_id(idle) == run_id(plain), run_id(loud) != run_id(plain
 ALONE = """
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.run_id import run_id
+from titan_exp.launch.run_plan import run_id
 
 print(run_id(to_experiment(compose())))
 """

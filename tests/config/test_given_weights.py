@@ -14,9 +14,9 @@ import torch
 
 from tests.config.composing import experiment
 from tests.models.shapes import TINY
+from titan_exp.config.data_files import byte_words
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.experiment import MAY_BE_MEANT, NO_CHANGE, Change, ModelConfig
-from titan_exp.config.paths.data_files import byte_words
 from titan_exp.config.schema.schema import choices_of, hints
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.models.build import build_model
@@ -352,7 +352,7 @@ def test_an_incomplete_checkpoint_is_found_before_the_launch(tmp_path: Path, key
 
 def test_an_incomplete_folder_is_found_before_the_launch(tmp_path: Path):
     from tests.checkpoint.tools import exported, kind
-    from titan_exp.config.hydra.presets import model_overrides
+    from titan_exp.config.hydra.nondefault import model_overrides
 
     whole = exported("llama3", "huggingface", tmp_path / "export", file_bytes=1e5)
     words = [*model_overrides(kind("llama3")), "data.tokenizer=bytes", f"checkpoint.initial={whole}"]

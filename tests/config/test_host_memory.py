@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.config.machine import devices
-from titan_exp.config.machine.devices import host_memory
+from titan_exp.config import devices
+from titan_exp.config.devices import host_memory
 
 GIB = 2**30
 

@@ -7,7 +7,7 @@ from tests.config.composing import experiment, refused
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.component import find_dotted, import_dotted, import_module, is_dotted
 from titan_exp.config.schema.foreign_code import import_paths
-from titan_exp.launch.provenance.code_snapshot import user_modules
+from titan_exp.launch.code_snapshot import user_modules
 from titan_exp.rules import violations
 
 FAMILY = "from titan_exp.models.llama import Config, block, spec\n"

@@ -3,11 +3,11 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import experiment, give_gpus
+from titan_exp.config import devices as machine
+from titan_exp.config.devices import device_type, offered_devices
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.training import batch_size_at, sequences_after, steps_for
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, compilation, resolve_layout, with_automatic_kernels
-from titan_exp.config.machine import devices as machine
-from titan_exp.config.machine.devices import device_type, offered_devices
 from titan_exp.rules import violations
 
 

@@ -3,8 +3,7 @@
 import pytest
 
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.hydra.nondefault import nondefault_overrides
-from titan_exp.config.hydra.presets import model_overrides
+from titan_exp.config.hydra.nondefault import model_overrides, nondefault_overrides
 from titan_exp.config.schema.typed_config import to_dict, to_experiment
 
 SAME = (

@@ -12,8 +12,8 @@ from titan_exp.config.layout.pipeline_schedules import (
     placement_of,
     read_schedule,
     splits_backward,
+    timeline,
 )
-from titan_exp.config.layout.schedule_timeline import timeline
 
 
 def orders(text: str) -> list[list[Action]]:

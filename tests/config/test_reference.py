@@ -14,11 +14,11 @@ from omegaconf import OmegaConf
 from tests.config.conf_files import allowed, default_of, first_here, options, written
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.extension import added_groups, added_keys, help_line, provided, source_file
+from titan_exp.config.foreign_file import read_yaml
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.paths.foreign_file import read_yaml
-from titan_exp.config.schema.builtins import decay_names, sources
 from titan_exp.config.schema.component import KINDS, builtin_components, component_config
+from titan_exp.config.schema.foreign_code import decay_names, sources
 from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.config.schema.schema import (
     annotation_of,

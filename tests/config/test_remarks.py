@@ -5,7 +5,7 @@ import pytest
 from titan_exp.config.command_line.help import remarks
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.run_id import LAPTOP_PARAMETERS, LAPTOP_WIDTH, laptop_rate
+from titan_exp.launch.run_plan import LAPTOP_PARAMETERS, LAPTOP_WIDTH, laptop_rate
 from titan_exp.models.spec.lookup import model_spec
 
 

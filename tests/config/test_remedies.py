@@ -11,8 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tests.config import test_cluster_rules, test_expert_rules, test_rules
 from tests.config.composing import experiment, give_gpus
+from titan_exp.config import torch_features
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.machine import torch_features
 from titan_exp.rules import violations
 
 WORD = re.compile(

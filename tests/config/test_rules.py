@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import experiment, give_gpus
+from titan_exp.config import torch_features
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.layout.pipeline_schedules import SCHEDULES
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.machine import torch_features
 from titan_exp.config.schema.schema import annotation_of
 from titan_exp.models.llama import Config
 from titan_exp.models.spec.transformer import transformer_layer, transformer_spec
@@ -961,10 +961,10 @@ def test_flash_attention_3_and_4_where_they_are_installed(tmp_path: Path, monkey
 def test_our_kernels_take_triton(monkeypatch: pytest.MonkeyPatch):
     give_gpus(monkeypatch, 8)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("titan_exp.config.machine.devices.torch_build", lambda: ("2.11.0", "13.0"))
+    monkeypatch.setattr("titan_exp.config.devices.torch_build", lambda: ("2.11.0", "13.0"))
     assert "pip install triton" in only("optimizer.implementation=triton").remedy
     # A torch without CUDA plans and submits runs of another machine.
-    monkeypatch.setattr("titan_exp.config.machine.devices.torch_build", lambda: ("2.11.0+cpu", None))
+    monkeypatch.setattr("titan_exp.config.devices.torch_build", lambda: ("2.11.0+cpu", None))
     assert broken("optimizer.implementation=triton") == []
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import experiment, give_gpus
+from titan_exp.config.data_files import store_names
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.paths.data_files import store_names
 from titan_exp.rules import violations
 
 BASE = (

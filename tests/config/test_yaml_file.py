@@ -7,9 +7,9 @@ import pytest
 
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.foreign_file import read_yaml
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.paths.foreign_file import read_yaml
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
 from titan_exp.config.study.points import study_points
 from titan_exp.config.study.study_file import read_study

@@ -7,8 +7,8 @@ from typing import Any
 from tests.data.corpora import experiment
 from tests.data.store_sources import TEXTS
 from titan_exp.cli.tokenize import TokenizeOptions, make_store
+from titan_exp.config.data_files import Manifest, read_manifest
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.paths.data_files import Manifest, read_manifest
 
 
 def make(folder: Path, *, shard_tokens: int = 400, parts: int = 4, workers: int = 1, **data: Any) -> Manifest:

@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from titan_exp.data.sampler import Permutation
+from titan_exp.data.batch import Permutation
 
 
 @pytest.mark.parametrize("size", [*range(1, 40), 1000])

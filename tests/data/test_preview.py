@@ -8,10 +8,9 @@ import pytest
 from tests.data.corpora import experiment, rows_of
 from tests.data.stores import make, over
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.data.preview import preview
-from titan_exp.data.token_store.reader import TokenSplit
+from titan_exp.data.token_store import TokenSplit
 from titan_exp.data.tokenizers import ByteTokenizer
-from titan_exp.data.train_loader import TrainLoader
+from titan_exp.data.train_loader import TrainLoader, preview
 
 
 def first_texts(run: Experiment, step: int) -> list[str]:

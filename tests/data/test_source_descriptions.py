@@ -13,8 +13,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import provided
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.schema.builtins import sources
-from titan_exp.config.schema.sources import source_member
+from titan_exp.config.schema.data_sets import source_member
+from titan_exp.config.schema.foreign_code import sources
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.sources import base
 from titan_exp.rules import check
@@ -46,9 +46,9 @@ def test_nothing_asks_for_the_name_of_a_source():
 
 
 def test_no_source_is_imported_for_it():
-    code = "import sys; from titan_exp.config.schema.builtins import sources; sources(); print(*sys.modules)"
+    code = "import sys; from titan_exp.config.schema.foreign_code import sources; sources(); print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "titan_exp.config.schema.builtins" in found
+    assert "titan_exp.config.schema.foreign_code" in found
     assert "titan_exp.data" not in found
 
 

@@ -5,12 +5,12 @@ import pytest
 
 from tests.data.corpora import Ranks, experiment, rows_of, text
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.data.source_check import training_subset, validation_subset
 from titan_exp.data.sources import text as text_source
 from titan_exp.data.sources.base import RandomAccessSource, build_source
 from titan_exp.data.sources.text import Granularity, SplitFileSource, TextSource
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.data.validation_split import training_subset, validation_subset
 
 Divide = Callable[..., SplitFileSource]
 

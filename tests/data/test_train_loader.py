@@ -12,9 +12,9 @@ import torch
 from tests.data.corpora import BROKEN, OWN_STREAM, OwnTable, Ranks, experiment, rows_of, write_files
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.data.source_check import validation_subset
 from titan_exp.data.tokenizers import ByteTokenizer
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.data.validation_split import validation_subset
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 CORPORA = {

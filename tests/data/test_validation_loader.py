@@ -4,11 +4,11 @@ from typing import Any
 import pytest
 
 from tests.data.corpora import OWN_STREAM, OwnTable, experiment, text
+from titan_exp.config.data_files import unit_hash
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.paths.data_files import unit_hash
+from titan_exp.data.source_check import validation_subset
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.data.validation_split import validation_subset
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 SEQ_LEN = 24

@@ -5,11 +5,11 @@ import pytest
 
 from tests.config.composing import experiment as composed
 from tests.data.corpora import OwnTable, experiment
+from titan_exp.config.data_files import unit_hash
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.data_files import unit_hash
+from titan_exp.data.source_check import training_subset, validation_subset
 from titan_exp.data.sources.base import RandomAccessSource
 from titan_exp.data.sources.python_stdlib import build
-from titan_exp.data.validation_split import training_subset, validation_subset
 
 CONFIG = experiment().data
 

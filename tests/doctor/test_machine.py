@@ -25,7 +25,7 @@ from titan_exp.doctor.microbenchmarks import (
 )
 from titan_exp.doctor.usage import usage
 from titan_exp.launch.local.ranks import run_on_ranks
-from titan_exp.plan.cuda.devices import cpu_device
+from titan_exp.plan.devices import cpu_device
 from titan_exp.tracking.throughput import device_name, rates_file, read_rates
 
 CPU = torch.device("cpu")

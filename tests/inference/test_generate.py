@@ -12,7 +12,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.inference.generate import generate_command, sample_token
 from titan_exp.models.spec.rope import RopeConfig, exceeds_context
-from titan_exp.tracking.run_folder.provenance_records import LINEAGE_FILE, Lineage
+from titan_exp.tracking.run_folder.run import LINEAGE_FILE, Lineage
 from titan_exp.trainer.restore import training_length
 
 

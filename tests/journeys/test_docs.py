@@ -18,7 +18,7 @@ from tests.journeys.command import REPOSITORY, titan_exp
 from titan_exp.cli.help import guides
 from titan_exp.cli.main import main
 from titan_exp.extensions.tasks import sums
-from titan_exp.launch.verdict.ledger import enter
+from titan_exp.launch.ledger import enter
 
 DOCS = REPOSITORY / "docs"
 TUTORIAL = DOCS / "tutorials" / "ablation.md"

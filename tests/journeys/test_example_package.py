@@ -14,7 +14,7 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.build import build_model
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.gate.check_user_code import check_user_code
+from titan_exp.plan.check_user_code import check_user_code
 from titan_exp.rules import check
 
 PACKAGE = REPOSITORY / "docs" / "examples" / "my_package"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.journeys.command import TITAN_EXP, titan_exp
-from titan_exp.launch.state.run_lookup import StudyFolder
-from titan_exp.tracking.run_folder.provenance_records import read_history
+from titan_exp.launch.run_lookup import StudyFolder
+from titan_exp.tracking.run_folder.run import read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 STUDY = """\

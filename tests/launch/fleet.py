@@ -7,7 +7,7 @@ import pytest
 
 from tests.launch.launching import REPOSITORY, wait_until
 from titan_exp.cli.main import main
-from titan_exp.launch.state.run_status import run_status
+from titan_exp.launch.run_status import run_status
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 PACKAGE = REPOSITORY / "docs" / "examples" / "my_package"

@@ -14,7 +14,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from titan_exp.tracking.run_folder.run_folder import RunFolder  # noqa: E402
-from titan_exp.trainer import validate as evaluate  # noqa: E402  # noqa: E402
+from titan_exp.trainer import updates as evaluate  # noqa: E402  # noqa: E402
 from titan_exp.trainer.rank_main import main  # noqa: E402
 from titan_exp.trainer.trainer import Trainer  # noqa: E402
 

@@ -116,7 +116,7 @@ def wait_until(condition: Callable[[], bool], limit: float = LIMIT) -> None:
 
 def main(overrides: list[str]) -> int:
     """What `titan-exp train` does with its overrides."""
-    from titan_exp.config.command_line.safe_output import safe_output
+    from titan_exp.config.command_line.output import safe_output
     from titan_exp.config.errors.user_error import UserError
     from titan_exp.config.hydra.compose import compose
     from titan_exp.config.schema.typed_config import to_experiment

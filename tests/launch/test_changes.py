@@ -20,7 +20,7 @@ from titan_exp.compare.runs import read_run
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.sources import base
 from titan_exp.data.sources.base import known_identity
-from titan_exp.launch.provenance.changes import (
+from titan_exp.launch.provenance import (
     attempt_changes,
     code_changes,
     edited_code,
@@ -29,10 +29,8 @@ from titan_exp.launch.provenance.changes import (
     report_stale,
 )
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, refresh_snapshot
-from titan_exp.tracking.run_folder.attempts import StateName
-from titan_exp.tracking.run_folder.provenance_records import code_record
-from titan_exp.tracking.run_folder.run import Run
-from titan_exp.tracking.run_folder.run_folder import RunState
+from titan_exp.tracking.run_folder.run import Run, code_record
+from titan_exp.tracking.run_folder.run_folder import RunState, StateName
 
 
 @pytest.fixture

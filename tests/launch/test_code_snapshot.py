@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import experiment
-from titan_exp.launch.provenance.code_snapshot import FOLDER, take_code_snapshot
+from titan_exp.launch.code_snapshot import FOLDER, take_code_snapshot
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_generated_modules_and_data_of_own_packages(checkout: Path, tmp_path: Pa
     assert names(Path(frozen.own)) == {f"gen/{name}" for name in kept}
     assert (frozen.loose, frozen.left_out) == ((), ("gen/late.py",))
     assert frozen.notes()[0].startswith("gen/late.py is not in the job's copy of your code, because git ignores it")
-    monkeypatch.setattr("titan_exp.launch.provenance.code_snapshot.OWN_LIMIT", 150)
+    monkeypatch.setattr("titan_exp.launch.code_snapshot.OWN_LIMIT", 150)
     (own / "gen" / "words.json").write_text("[" + " " * 200 + "]")
     frozen = take_code_snapshot(tmp_path / "runs", [run], checkout / "titan_exp")
     assert frozen.own is not None

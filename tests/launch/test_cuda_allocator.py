@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.config.composing import experiment
-from titan_exp.config.machine.devices import allocator_environment, uses_expandable_segments
+from titan_exp.config.devices import allocator_environment, uses_expandable_segments
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.launch.rank import main
 from titan_exp.launch.rank.rank_env import RankInfo
-from titan_exp.launch.run_id import run_id
+from titan_exp.launch.run_plan import run_id
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 

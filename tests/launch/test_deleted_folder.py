@@ -9,7 +9,7 @@ import pytest
 from tests.launch.fake_ranks import renew_folder
 from tests.launch.launching import Launch, ranks_of
 from tests.launch.test_rank_main import finish, make_run, start, wait_until
-from titan_exp.launch.state.run_status import run_status
+from titan_exp.launch.run_status import run_status
 from titan_exp.tracking.run_folder.folder_owner import FolderWatch
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 

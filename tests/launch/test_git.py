@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.launch.provenance.git import NEW_FILE_LIMIT, read_code_version
+from titan_exp.launch.git import NEW_FILE_LIMIT, read_code_version
 from titan_exp.tracking.run_folder.run_folder import write_atomically
 
 TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsT"

@@ -7,7 +7,7 @@ import pytest
 
 from tests.launch.launching import Launch, ranks_of
 from tests.parity.runs import EVALUATE, SMALL
-from titan_exp.launch.rank.rank_status import read_record
+from titan_exp.launch.rank.rank_env import read_record
 from titan_exp.launch.watchdog import HangFiles
 
 SECONDS = 3.0

@@ -20,7 +20,7 @@ from titan_exp.launch.watchdog import (
     format_ranks,
     limit,
 )
-from titan_exp.tracking.progress import FIRST_STEP, STEP, ProgressSnapshot, ProgressTracker
+from titan_exp.tracking.logging import FIRST_STEP, STEP, ProgressSnapshot, ProgressTracker
 
 
 def at(rank: int, place: str, collective: str | None = None, **issued: int) -> RankStack:

@@ -15,7 +15,7 @@ from tests.launch.launching import REPOSITORY, wait_until
 from titan_exp.cli.main import main
 from titan_exp.launch.rank import host_agent
 from titan_exp.launch.rank.host_agent import HostAgent, HostFile
-from titan_exp.launch.state.run_status import run_status
+from titan_exp.launch.run_status import run_status
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 SSH = """\

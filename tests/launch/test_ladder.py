@@ -20,10 +20,10 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.study import ladder as rules
 from titan_exp.launch.executor import Submission, SubmitOptions
 from titan_exp.launch.local.executor import LocalExecutor
-from titan_exp.launch.provenance.provenance import read_provenance
+from titan_exp.launch.provenance import read_provenance
 from titan_exp.launch.run_plan import RunPlan, create_run_folder
 from titan_exp.models.build import build_model
-from titan_exp.tracking.run_folder.provenance_records import Lineage
+from titan_exp.tracking.run_folder.run import Lineage
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 STUDY = """\

@@ -11,8 +11,8 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.doctor.layout.cases import Verdict
-from titan_exp.launch import layout_gate
-from titan_exp.launch.layout_gate import cache_key, is_checked, layout_verdicts, refusal
+from titan_exp.launch import memory_gate
+from titan_exp.launch.memory_gate import cache_key, is_checked, layout_refusal, layout_verdicts
 
 OWN = "model.architecture=tests.models.own_planted"
 SMALL = ["model=llama_debug", "cluster.device=cpu", "training.steps=1"]
@@ -71,7 +71,7 @@ def test_a_verdict_is_read_from_the_cache_unless_it_is_broken(tmp_path: Path, mo
         asked.append(len(pending))
         yield from ((key, verdict) for key in pending)
 
-    monkeypatch.setattr(layout_gate, "_in_process", check)
+    monkeypatch.setattr(memory_gate, "_in_process", check)
     runs = [resolved(*SHIFT), resolved(*SHIFT, "optimizer.lr=1"), resolved(*SHIFT, "model.layers=3")]
     assert layout_verdicts(runs, tmp_path, said.append) == [verdict] * 3
     assert layout_verdicts(runs, tmp_path, said.append) == [verdict] * 3
@@ -90,7 +90,7 @@ def test_what_could_not_be_checked_is_not_cached(tmp_path: Path):
     (found,) = layout_verdicts([resolved(*SHIFT, "plan.seconds=0.01")], tmp_path, lambda _: None)
     assert found == Verdict(notes=("We did not check its layouts: it took more than plan.seconds=0.01.",))
     assert not list(tmp_path.rglob("*.json"))
-    assert refusal(found) == ""
+    assert layout_refusal(found) == ""
 
 
 def test_a_refused_run_starts_as_the_refusal_says(

@@ -18,7 +18,7 @@ from titan_exp.cli.main import main
 from titan_exp.compare.discoveries import judge
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.foreign_code import is_own
-from titan_exp.launch.verdict.ledger import Question, enter, read_ledger
+from titan_exp.launch.ledger import Question, enter, read_ledger
 from titan_exp.tracking.run_folder.files import FileLock, write_atomically
 
 RUNS = Path("runs")
@@ -131,7 +131,7 @@ def test_a_ledger_that_cannot_be_written_loses_no_run(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("titan_exp.launch.verdict.ledger.write_atomically", full)
+        patched.setattr("titan_exp.launch.ledger.write_atomically", full)
         assert sweep() == 0
     out = capsys.readouterr().out
     assert (
@@ -265,7 +265,7 @@ def test_a_launcher_killed_between_the_record_and_the_ledger_counts_once(monkeyp
     def die(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    for name in ("titan_exp.launch.sweep.shipped_study.enter", "titan_exp.launch.verdict.ledger.write_atomically"):
+    for name in ("titan_exp.launch.sweep.shipped_study.enter", "titan_exp.launch.ledger.write_atomically"):
         with monkeypatch.context() as patched:
             patched.setattr(name, die)
             assert sweep() == 130
@@ -276,7 +276,7 @@ def test_a_launcher_killed_between_the_record_and_the_ledger_counts_once(monkeyp
 
 
 def test_a_lock_that_stays_held_is_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("titan_exp.launch.verdict.ledger.LOCK_TIMEOUT", 0.05)
+    monkeypatch.setattr("titan_exp.launch.ledger.LOCK_TIMEOUT", 0.05)
     RUNS.mkdir()
     with FileLock(RUNS / ".questions.jsonl.lock") as lock:
         lock.acquire("another")

@@ -15,8 +15,8 @@ from titan_exp.launch.executor import SubmitOptions
 from titan_exp.launch.local.executor import LocalExecutor
 from titan_exp.launch.memory_gate import gate_run
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, plan_run
-from titan_exp.plan.gate import gate as gate_module
-from titan_exp.plan.gate.gate import GIB
+from titan_exp.plan import gate as gate_module
+from titan_exp.plan.gate import GIB
 from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
@@ -28,7 +28,7 @@ SMALL = ["model=llama_debug", "cluster.device=cpu", "training.steps=10", "plan.p
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs folder of a machine with 4 GiB."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("titan_exp.plan.cuda.devices.host_memory", lambda: 4 * GIB)
+    monkeypatch.setattr("titan_exp.plan.devices.host_memory", lambda: 4 * GIB)
     return tmp_path
 
 
@@ -166,7 +166,7 @@ def test_user_code_fails_in_the_child_process_and_nothing_starts(
         "    def __init__(self, config):\n        super().__init__()\n        raise ValueError(config.dims)\n"
     )
     if gate == "unknown memory":
-        monkeypatch.setattr("titan_exp.plan.cuda.devices.host_memory", lambda: None)
+        monkeypatch.setattr("titan_exp.plan.devices.host_memory", lambda: None)
     assert main(["train", *SMALL[:3], "model.architecture=mine.Mine"]) == 2
     said = capsys.readouterr().err
     assert "model.architecture=mine.Mine fails before the run starts:\n" in said

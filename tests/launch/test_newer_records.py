@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.rank.rank_status import RankError, RankRecord, read_record, write_record
-from titan_exp.launch.state.run_lookup import StudyFolder, StudyRecord, StudyRun
+from titan_exp.launch.rank.rank_env import RankError, RankRecord, read_record, write_record
+from titan_exp.launch.run_lookup import StudyFolder, StudyRecord, StudyRun
 from titan_exp.tracking.run_folder.files import FileLock
-from titan_exp.tracking.run_folder.provenance_records import CodeRecord, CodeVersion, Lineage, read_code
+from titan_exp.tracking.run_folder.run import CodeRecord, CodeVersion, Lineage, read_code
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 RUN = StudyRun("lr=1", "lr=1", None, "0123456789ab", "", 1, 3, "local", ("optimizer.lr=1",))

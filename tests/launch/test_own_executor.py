@@ -9,7 +9,7 @@ from tests.launch.own_executor import STARTED
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import executor_for
-from titan_exp.launch.state.run_status import run_status
+from titan_exp.launch.run_status import run_status
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 KIND = "tests.launch.own_executor.DetachedExecutor"

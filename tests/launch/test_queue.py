@@ -16,9 +16,9 @@ from tests.launch.test_rank_main import make_run
 from titan_exp.cli.main import main
 from titan_exp.launch.executor import executor_for
 from titan_exp.launch.rank import host_agent
-from titan_exp.launch.rank.join_attempt import join_attempt
+from titan_exp.launch.rank.host_agent import join_attempt
 from titan_exp.launch.rank.rank_env import RankInfo
-from titan_exp.launch.state.run_status import run_status
+from titan_exp.launch.run_status import run_status
 
 KIND = "my_package.spool.SpoolExecutor"
 

@@ -11,7 +11,7 @@ import pytest
 from tests.launch.launching import LIMIT, launch_environment, seen, wait_until
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER, RankRecord, read_record, write_record
+from titan_exp.launch.rank.rank_env import FALLBACK_FOLDER, RankRecord, read_record, write_record
 from titan_exp.launch.run_plan import create_run_folder, plan_run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 

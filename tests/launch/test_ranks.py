@@ -9,10 +9,9 @@ import pytest
 
 from tests.config.composing import experiment, give_gpus
 from tests.launch.launching import Launch, launch, ranks_of, seen
-from titan_exp.launch.rank.rank_env import VISIBLE_GPUS, rank_environment
-from titan_exp.launch.rank.rank_status import RankError, RankRecord, read_record
-from titan_exp.launch.state import attempt_end
-from titan_exp.tracking.run_folder.attempts import WORLD, World
+from titan_exp.launch import attempt_end
+from titan_exp.launch.rank.rank_env import VISIBLE_GPUS, RankError, RankRecord, rank_environment, read_record
+from titan_exp.tracking.run_folder.run_folder import WORLD, World
 
 KERNEL_COUNTER = pytest.mark.xdist_group("kills of the machine")
 """One after the other: the kernel counts out-of-memory kills of the whole machine."""

@@ -7,14 +7,13 @@ import pytest
 import yaml
 
 from titan_exp.cli.main import main
+from titan_exp.config.checkpoint_files import METADATA_FILE, step_name
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.paths.checkpoint_files import METADATA_FILE, step_name
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.executor import Submission
 from titan_exp.launch.local.executor import LocalExecutor
-from titan_exp.launch.run_id import related_runs
-from titan_exp.launch.run_plan import RunPlan, create_run_folder, plan_run
+from titan_exp.launch.run_plan import RunPlan, create_run_folder, plan_run, related_runs
 
 SMALL = ("model=llama_debug", "training.seq_len=64", "training.steps=20", "cluster.device=cpu")
 

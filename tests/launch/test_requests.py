@@ -7,7 +7,7 @@ import pytest
 from tests.config.composing import experiment
 from titan_exp.cli.main import main
 from titan_exp.launch.run_plan import plan_run
-from titan_exp.plan.gate.gate import fits_unsharded
+from titan_exp.plan.gate import fits_unsharded
 
 SMALL = ["model=llama_debug", "experiment.name=x", "training.global_batch_size=16", "cluster=slurm_h100"]
 SMALL += ["cluster.time_limit=3:00:00"]

@@ -14,12 +14,11 @@ import pytest
 from titan_exp.cli.main import main
 from titan_exp.launch.executor import Submission, SubmitOptions
 from titan_exp.launch.local.executor import LocalExecutor
-from titan_exp.launch.provenance.provenance import read_provenance
-from titan_exp.launch.rank.rank_status import RankError
+from titan_exp.launch.provenance import read_provenance
+from titan_exp.launch.rank.rank_env import RankError
 from titan_exp.launch.run_plan import RunPlan, create_run_folder
-from titan_exp.tracking.run_folder.attempts import has_diverged
-from titan_exp.tracking.run_folder.provenance_records import Lineage
-from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+from titan_exp.tracking.run_folder.run import Lineage
+from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, has_diverged
 
 HALVING = """\
 question: Which rate?

@@ -16,7 +16,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.identity_keys import COUNTS_BESIDE, IN_RUN_ID, LAYOUT, NOT_IN_RUN_ID
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_experiment
-from titan_exp.launch.run_id import canonical, experiment_id, identity, run_id
+from titan_exp.launch.run_plan import canonical, experiment_id, identity, run_id
 
 GOLDEN = [
     ([], ("0ccd7f32aa4b", "e29e3f198032")),

@@ -14,9 +14,8 @@ from tests.launch.launching import LIMIT, launch_environment
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment
-from titan_exp.launch.provenance.provenance import read_environment
-from titan_exp.launch.run_id import run_id
-from titan_exp.launch.run_plan import RunPlan, create_run_folder, plan_run, refresh_snapshot
+from titan_exp.launch.provenance import read_environment
+from titan_exp.launch.run_plan import RunPlan, create_run_folder, plan_run, refresh_snapshot, run_id
 from titan_exp.tracking.run_folder.run_folder import RunState
 
 TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsT"
@@ -111,7 +110,7 @@ def test_no_secret_reaches_the_folder(tmp_path: Path) -> None:
 def test_the_environment_is_read_without_torch() -> None:
     script = (
         "import sys; import titan_exp.launch.local.run;"
-        "from titan_exp.launch.provenance.provenance import read_environment;"
+        "from titan_exp.launch.provenance import read_environment;"
         "assert read_environment()['torch']; assert 'torch' not in sys.modules and 'submitit' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=LIMIT)

@@ -14,10 +14,10 @@ from tests.launch.launching import LIMIT, REPOSITORY, Launch, launch, launch_env
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.launch import attempt_end
 from titan_exp.launch.local.run import run
 from titan_exp.launch.run_console import summarize
 from titan_exp.launch.run_plan import create_run_folder, plan_run
-from titan_exp.launch.state import attempt_end
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 TWO_RANKS = "parallelism.dp_shard=2"

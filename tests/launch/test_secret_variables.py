@@ -11,9 +11,8 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
 from titan_exp.config.secrets import concealed, is_secret_variable, require_variables, revealed
-from titan_exp.launch.provenance.secrets import mask_override
-from titan_exp.launch.run_id import run_id
-from titan_exp.launch.run_plan import plan_run
+from titan_exp.launch.git import mask_override
+from titan_exp.launch.run_plan import plan_run, run_id
 
 VALUE = "hunter2-of-the-tests"
 SOURCE = """\

@@ -3,7 +3,7 @@
 import pytest
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.provenance.secrets import mask, mask_override, refuse_secrets
+from titan_exp.launch.git import mask, mask_override, refuse_secrets
 
 # Put together here, so that no scanner takes this file for a leak.
 HUB_TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsT"

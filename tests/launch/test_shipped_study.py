@@ -14,9 +14,9 @@ from tests.launch.launching import LIMIT, ranks_of, start, wait_until
 from titan_exp.cli.main import main
 from titan_exp.compare.runs import select
 from titan_exp.config.schema.typed_config import to_yaml
+from titan_exp.launch.run_lookup import StudyFolder, find_runs
 from titan_exp.launch.run_plan import RunPlan
-from titan_exp.launch.state.run_lookup import StudyFolder, find_runs
-from titan_exp.launch.state.run_status import status_rows
+from titan_exp.launch.run_status import status_rows
 
 STUDY = """\
 question: Are {steps} steps enough?
@@ -257,6 +257,7 @@ def test_a_removed_point_is_pruned(home: Path) -> None:
     assert ("steps=2 seed=0", True) in labels
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_stop_before_a_launcher_has_begun_is_no_failure(home: Path) -> None:
     sweep = start("succeed", "sweep", "mine", "--jobs", "2")
     wait_until(lambda: len(list(home.glob("runs/mine/*/logs/launcher.log"))) == 2)

@@ -127,7 +127,7 @@ def test_a_scheduler_gets_all_points_at_once(
     said, asks = capsys.readouterr().out, "\nThis asks for 7 × 16 GPUs × 1:30:00 = 168.0 GPU-hours.\n"
     assert "titan-exp status parallelism_degrees_cluster" in said
     assert asks in said
-    monkeypatch.setattr("titan_exp.launch.state.run_status.executor_for", lambda kind: {}[kind])
+    monkeypatch.setattr("titan_exp.launch.run_status.executor_for", lambda kind: {}[kind])
     words = ["cluster.nodes=2", "cluster.time_limit=1:30:00", "--dry-run"]
     assert main(["sweep", "parallelism_degrees", "size=cluster", *words]) == 0
     assert f"7 to start.{asks}" in capsys.readouterr().out

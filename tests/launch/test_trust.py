@@ -10,16 +10,15 @@ import pytest
 import yaml
 
 from tests.trainer.test_trainer import SMALL, experiment, run
-from titan_exp.checkpoint.remote.background_upload import RemoteRun
+from titan_exp.checkpoint.background_upload import RemoteRun
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import extensions
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.foreign_code import IMPORT_PATH_KEYS, Untrusted, is_own, key_path, signed
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
-from titan_exp.launch.run_id import related_runs
-from titan_exp.launch.run_plan import create_run_folder, plan_run
-from titan_exp.launch.state.run_status import run_status
+from titan_exp.launch.run_plan import create_run_folder, plan_run, related_runs
+from titan_exp.launch.run_status import run_status
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 CANARY = """\

@@ -17,9 +17,9 @@ from tests.config.composing import experiment
 from tests.launch.test_git import TOKEN, git
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.foreign_code import import_paths
-from titan_exp.launch.provenance.code_snapshot import user_modules
-from titan_exp.launch.provenance.git import read_code_version
-from titan_exp.launch.provenance.provenance import PART, Provenance
+from titan_exp.launch.code_snapshot import user_modules
+from titan_exp.launch.git import read_code_version
+from titan_exp.launch.provenance import PART, Provenance
 
 RESOLVERS = ("import_dotted", "find_dotted", "_known")
 

@@ -9,7 +9,7 @@ from tests.patching import Mutation, noticed
 EVIDENCE, LOOKS = "tests/compare/test_evidence.py", "tests/launch/test_looks.py"
 LADDER = "tests/compare/test_ladder.py"
 DISCOVERIES, LEDGER = "tests/compare/test_discoveries.py", "tests/launch/test_ledger.py"
-VERDICT, SWEEP = "titan_exp.launch.verdict", "titan_exp.launch.sweep"
+VERDICT, SWEEP = "titan_exp.launch", "titan_exp.launch.sweep"
 
 
 def other_seed_for_the_candidate(original: Any) -> Any:
@@ -134,12 +134,12 @@ MUTATIONS: dict[str, Mutation] = {
         f"{LOOKS}::test_a_candidate_that_loses_within_its_runs_is_dropped_and_none_crowned",
     ),
     "an extrapolated loss is called measured": (
-        "titan_exp.compare.ladder._tested",
+        "titan_exp.compare.study_outcome._tested",
         called_measured,
         f"{LADDER}::test_a_ladder_shows_its_rungs_and_the_law_of_them",
     ),
     "a law that fails its test is extrapolated": (
-        "titan_exp.compare.scaling_fit.HoldOut.holds",
+        "titan_exp.compare.statistics.HoldOut.holds",
         lambda original: property(lambda self: True),
         f"{LADDER}::test_a_law_that_fails_its_test_is_not_extrapolated",
     ),

@@ -19,7 +19,7 @@ from titan_exp.optim.optimizer import build_optimizer
 from titan_exp.optim.parameter_groups import freeze, hyperparameters, named_parameters
 from titan_exp.parallel.meta_init import init_weights
 from titan_exp.rules import check
-from titan_exp.trainer.build_model import has_groups, parameter_table
+from titan_exp.trainer.train_state import has_groups, parameter_table
 
 FAMILIES = [
     "llama_debug",

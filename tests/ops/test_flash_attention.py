@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import current_flash_attention_impl, list_flash_attention_impls
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.machine.torch_features import FLASH_PACKAGES
+from titan_exp.config.torch_features import FLASH_PACKAGES
 from titan_exp.ops.attention.sdpa import activate, choose_backend, runs_here
 
 GPU = torch.device("cuda", 0)

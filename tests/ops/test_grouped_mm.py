@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 from titan_exp.ops.moe import grouped_mm as module
 from titan_exp.ops.moe.grouped_mm import grouped_linear
 from titan_exp.ops.moe.permutation import TokenPadding, experts_of_rows
-from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels
+from titan_exp.plan.fake_kernels import fake_cuda_kernels
 
 ENDS = {
     "uneven": [5, 6, 17, 20],

@@ -15,7 +15,7 @@ from titan_exp.ops.cross_entropy import (
     loss_sum,
     write_logits_gradient,
 )
-from titan_exp.parallel.pipeline_parallel.stage import BackwardSplit
+from titan_exp.parallel.pipeline_stage import BackwardSplit
 
 ROWS, SEQ, DIM, VOCAB = 2, 17, 24, 53
 CHUNKS = [1, 5, 17, 34, 1000]

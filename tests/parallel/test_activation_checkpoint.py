@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 from tests.models.shapes import real_model
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.parallelism import ActivationCheckpointConfig, AutomaticSave
-from titan_exp.parallel.activation_checkpoint import apply_activation_checkpointing, saved_calls
-from titan_exp.parallel.compile import compile_blocks
+from titan_exp.parallel.activation_checkpoint import apply_activation_checkpointing, compile_blocks, saved_calls
 from titan_exp.parallel.saved_calls import SavedCalls, TracedCall
 
 MM = torch.ops.aten.mm.default

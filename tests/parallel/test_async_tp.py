@@ -19,9 +19,8 @@ from titan_exp.config.groups.parallelism import QuantizationConfig
 from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.ops.autograd import local_tensor
-from titan_exp.parallel.collectives import group_named
-from titan_exp.parallel.compile import compile_blocks
-from titan_exp.parallel.mesh import Mesh, build_mesh
+from titan_exp.parallel.activation_checkpoint import compile_blocks
+from titan_exp.parallel.mesh import Mesh, build_mesh, group_named
 from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 from titan_exp.parallel.tensor_parallel.styles import apply_tensor_parallel, enable_async_tp
 from titan_exp.quantization.recipes import linear_impl_for

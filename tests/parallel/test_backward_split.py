@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from titan_exp.parallel.pipeline_parallel import stage as pipeline_stage
-from titan_exp.parallel.pipeline_parallel.stage import NODES_LIVE_ALONE, BackwardSplit
+from titan_exp.parallel import pipeline_stage
+from titan_exp.parallel.pipeline_stage import NODES_LIVE_ALONE, BackwardSplit
 
 
 class TwoOutputs(torch.autograd.Function):

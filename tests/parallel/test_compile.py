@@ -18,7 +18,7 @@ from tests.patching import patch
 from tests.ranks import run_ranks
 from titan_exp.config.groups.parallelism import CompileConfig
 from titan_exp.data.batch import Batch
-from titan_exp.parallel.compile import compile_blocks, inductor_options
+from titan_exp.parallel.activation_checkpoint import compile_blocks, inductor_options
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.objective import LanguageModeling
 

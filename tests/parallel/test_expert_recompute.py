@@ -24,7 +24,7 @@ from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.fsdp import disable_gradient_sync, reduce_gradients
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.parallel.meta_init import init_weights, materialize_parameters
-from titan_exp.parallel.pipeline_parallel.stage import Stage, keep_compiled_buffers
+from titan_exp.parallel.pipeline_stage import Stage, keep_compiled_buffers
 from titan_exp.trainer.distributed import joined_process_group
 
 CPU = torch.device("cpu")

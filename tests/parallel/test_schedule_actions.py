@@ -4,14 +4,15 @@ import itertools
 
 import pytest
 
-from titan_exp.config.layout.pipeline_schedules import SCHEDULES, Action, check_complete, placement, placement_of
-from titan_exp.config.layout.schedule_timeline import timeline
-from titan_exp.parallel.pipeline_parallel.runtime import (
-    P2POp,
-    build_schedule,
-    forward_schedule,
-    insert_p2p,
+from titan_exp.config.layout.pipeline_schedules import (
+    SCHEDULES,
+    Action,
+    check_complete,
+    placement,
+    placement_of,
+    timeline,
 )
+from titan_exp.parallel.pipeline_runtime import P2POp, build_schedule, forward_schedule, insert_p2p
 
 SIZES = [
     (name, ranks, per_rank)

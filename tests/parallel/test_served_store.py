@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from titan_exp.launch.rank.join_attempt import free_port
-from titan_exp.parallel.collectives import served_store
+from titan_exp.launch.rank.host_agent import free_port
+from titan_exp.parallel.mesh import served_store
 from titan_exp.trainer.distributed import joined_process_group
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.models.shapes import TINY
 from titan_exp.models.build import build_model
-from titan_exp.parallel.pipeline_parallel.stage import prune_to_stage, shared_parameters
+from titan_exp.parallel.pipeline_stage import prune_to_stage, shared_parameters
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -6,7 +6,7 @@ from torch import Tensor
 from tests.plan.layouts import experiment_of
 from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.parallel.step_observer import StepObserver, observe_steps, step_observer
-from titan_exp.plan.trace.fake_world import fake_rank
+from titan_exp.plan.trace.trace_step import fake_rank
 
 
 class Recorder(StepObserver):

@@ -26,7 +26,7 @@ from titan_exp.parallel.expert_parallel import (
     use_symmetric_memory,
 )
 from titan_exp.parallel.symmetric_room import worst_case
-from titan_exp.plan.cuda.devices import symmetric_memory
+from titan_exp.plan.devices import symmetric_memory
 from titan_exp.trainer.distributed import joined_process_group
 
 CPU = torch.device("cpu")

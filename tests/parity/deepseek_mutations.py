@@ -39,7 +39,7 @@ def gradients_of_gathered_latents_are_one_ranks() -> None:
         def backward(ctx: Any, gradient: Any) -> Any:
             import torch.distributed as dist
 
-            from titan_exp.parallel.collectives import group_named
+            from titan_exp.parallel.mesh import group_named
 
             return gradient.chunk(ctx.degree, dim=1)[dist.get_rank(group_named(ctx.group))].contiguous(), None, None
 

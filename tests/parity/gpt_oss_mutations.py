@@ -18,7 +18,7 @@ from tests.models.test_qwen3 import exported
 from tests.parity.runs import mutation_test
 from tests.parity.test_gpt_oss import EXPERIMENTS
 from tests.patching import patch
-from titan_exp.checkpoint.formats.block_scaled import MXFP4Reader
+from titan_exp.checkpoint.formats.safetensors import MXFP4Reader
 from titan_exp.models.gpt_oss import STATE_DICTS, Config
 
 Change = Callable[[pytest.MonkeyPatch], Config | None]

@@ -103,7 +103,7 @@ def modules_are_divided_by_the_tokens_of_the_model() -> None:
 
 
 def gradients_of_the_embedding_are_those_of_one_stage() -> None:
-    patch("titan_exp.parallel.pipeline_parallel.runtime.TiedWeights.sum_gradients", lambda _: lambda self: None)
+    patch("titan_exp.parallel.pipeline_runtime.TiedWeights.sum_gradients", lambda _: lambda self: None)
 
 
 def gradients_of_the_projection_are_taken_for_whole_ones() -> None:

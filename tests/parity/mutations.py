@@ -106,7 +106,7 @@ def every_data_rank_reads_the_same() -> None:
 
 def initial_weights_depend_on_the_rank() -> None:
     patch(
-        "titan_exp.trainer.build_model.init_weights",
+        "titan_exp.trainer.train_state.init_weights",
         lambda original: (
             lambda model, specs, seed, *rest: original(model, specs, seed + int(os.environ["RANK"]), *rest)
         ),
@@ -363,7 +363,7 @@ def gradients_are_scaled_by_micro_batches() -> None:
 
 
 def tied_copies_diverge() -> None:
-    patch("titan_exp.parallel.pipeline_parallel.runtime.TiedWeights.sum_gradients", lambda _: lambda self: None)
+    patch("titan_exp.parallel.pipeline_runtime.TiedWeights.sum_gradients", lambda _: lambda self: None)
 
 
 def the_norm_is_not_summed_over_stages() -> None:
@@ -436,11 +436,11 @@ def micro_batches_are_taken_for_each_other() -> None:
             self, number, hidden, lambda stage, index, x: compute(stage, index ^ 1 if stage.last else index, x)
         )
 
-    patch("titan_exp.parallel.pipeline_parallel.stage.Stage.forward", make)
+    patch("titan_exp.parallel.pipeline_stage.Stage.forward", make)
 
 
 def shared_shards_advance_by_own_rows() -> None:
-    patch("titan_exp.data.virtual_shards.streams.PackedStream.skip_row", lambda _: lambda self: None)
+    patch("titan_exp.data.virtual_shards.PackedStream.skip_row", lambda _: lambda self: None)
 
 
 def looked_up_rows_are_truncated() -> None:
@@ -523,7 +523,7 @@ def float8_weights_are_those_of_the_step_before() -> None:
 
 
 def float8_scales_are_of_a_ranks_shard() -> None:
-    patch("titan_exp.quantization.weights.Float8Weights._reduced", lambda _: lambda self, amax: amax)
+    patch("titan_exp.quantization.quantize.Float8Weights._reduced", lambda _: lambda self, amax: amax)
 
 
 def _after_expert_parallel(change: Callable[[Any], None]) -> None:
@@ -648,7 +648,7 @@ def experts_are_multiplied_in_high_precision() -> None:
 
         return quantize
 
-    patch("titan_exp.trainer.build_model.quantize", make)
+    patch("titan_exp.trainer.train_state.quantize", make)
 
 
 MUTATIONS: list[Callable[[], None]] = [

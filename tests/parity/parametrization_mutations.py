@@ -47,15 +47,15 @@ def a_stage_counts_its_own_layers_as_depth() -> None:
 
         return scales_of
 
-    patch("titan_exp.trainer.build_model.scales_of", make)
+    patch("titan_exp.trainer.train_state.scales_of", make)
 
 
 def initial_weights_of_stages_are_not_scaled() -> None:
-    patch("titan_exp.trainer.build_model.init_specs", lambda original: lambda module, scales: original(module))
+    patch("titan_exp.trainer.train_state.init_specs", lambda original: lambda module, scales: original(module))
 
 
 def shards_of_frozen_parameters_are_trained() -> None:
-    patch("titan_exp.trainer.build_model.freeze", lambda _: lambda module, config: None)
+    patch("titan_exp.trainer.train_state.freeze", lambda _: lambda module, config: None)
 
 
 test_mutation_is_noticed = mutation_test(

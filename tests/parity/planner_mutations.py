@@ -26,15 +26,15 @@ from tests.plan.layouts import experiment_of
 from tests.ranks import run_ranks
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan import predict, roofline
-from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.devices import Device
 from titan_exp.plan.extrapolate import eligibility, optimizer_step, sample, schedule
 from titan_exp.plan.extrapolate.extrapolated_trace import EventComposer
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError, _SampledActions
-from titan_exp.plan.search.search import LayoutCost, LayoutSearch
+from titan_exp.plan.layout_search import LayoutCost, LayoutSearch
 from titan_exp.plan.trace import dispatch_mode
 from titan_exp.plan.trace.dispatch_mode import CostMode
-from titan_exp.plan.trace.fake_world import FakeRecorder
 from titan_exp.plan.trace.segments import SegmentObserver
+from titan_exp.plan.trace.trace_step import FakeRecorder
 from titan_exp.quantization import recipes
 from titan_exp.tracking.run_folder.files import temporary_folder
 

@@ -118,7 +118,7 @@ def stages_limit_groups_alone() -> None:
 def average_norms_are_forgotten() -> None:
     patch("titan_exp.checkpoint.optimizer_state.is_optional", lambda _: lambda key: True)
     patch(
-        "titan_exp.checkpoint.dcp.storage_reader.tensor_shapes",
+        "titan_exp.checkpoint.storage_reader.tensor_shapes",
         lambda original: (
             lambda path: {key: shape for key, shape in original(path).items() if not key.endswith("average_grad_norm")}
         ),

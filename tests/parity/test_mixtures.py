@@ -12,7 +12,7 @@ import pytest
 from tests.parity.runs import EVALUATE, LINES, PARAGRAPHS, assert_same_curve, remembered, train
 from tests.parity.test_context_parallel import assert_same_evaluation
 from tests.parity.test_continued import assert_continues, continued
-from titan_exp.parallel.pipeline_parallel.runtime import build_schedule
+from titan_exp.parallel.pipeline_runtime import build_schedule
 
 EXPERIMENTS = {
     "plain": "",

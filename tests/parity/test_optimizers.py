@@ -152,7 +152,7 @@ def optimizers_begin_again() -> None:
     """Every tensor of the optimizer's state keeps its initial value."""
     patch("titan_exp.checkpoint.optimizer_state.is_optional", lambda _: lambda key: True)
     patch(
-        "titan_exp.checkpoint.dcp.storage_reader.tensor_shapes",
+        "titan_exp.checkpoint.storage_reader.tensor_shapes",
         lambda original: (
             lambda path: {key: shape for key, shape in original(path).items() if not key.startswith("optimizer.")}
         ),

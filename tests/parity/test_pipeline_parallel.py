@@ -8,7 +8,7 @@ from tests.parity.runs import EVALUATE, LINES, assert_same_curve, remembered, tr
 from tests.parity.test_context_parallel import assert_same_evaluation
 from tests.parity.test_continued import assert_continues, continued
 from titan_exp.config.layout.pipeline_schedules import SCHEDULES
-from titan_exp.parallel.pipeline_parallel.runtime import build_schedule
+from titan_exp.parallel.pipeline_runtime import build_schedule
 
 AOT = "compile=blocks compile.backend=aot_eager"
 SPLIT = [name for name, schedule in SCHEDULES.items() if schedule.splits_backward]

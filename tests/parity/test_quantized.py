@@ -119,7 +119,7 @@ def weights_have_scales_of_their_shards() -> None:
 
         return refresh
 
-    patch("titan_exp.quantization.weights.WeightScales.refresh", make)
+    patch("titan_exp.quantization.quantize.WeightScales.refresh", make)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def shards_are_sent_as_they_were_quantized_first() -> None:
 
         return refresh
 
-    patch("titan_exp.quantization.weights.WeightScales.refresh", make)
+    patch("titan_exp.quantization.quantize.WeightScales.refresh", make)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_tokens_cast_before_they_are_gathered_are_the_same_to_the_bit(tmp_path: 
 
 
 def weights_are_quantized_at_use() -> None:
-    patch("titan_exp.quantization.weights.allocate_float8_weights", lambda _: lambda model: None)
+    patch("titan_exp.quantization.quantize.allocate_float8_weights", lambda _: lambda model: None)
 
 
 def copies_are_kept() -> None:
@@ -249,7 +249,7 @@ def transposed_weights_have_the_scales_of_rows() -> None:
 
         return amax
 
-    patch("titan_exp.quantization.weights._amax", make)
+    patch("titan_exp.quantization.quantize._amax", make)
 
 
 def _without_quantization(original: Any) -> Any:

@@ -8,8 +8,8 @@ import torch
 
 from tests.parity.runs import SMALL, train
 from tests.ranks import run_ranks
-from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.checkpoint.storage_reader import load_into, tensor_shapes
 from titan_exp.cli.convert import run as convert_command
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout

@@ -9,8 +9,8 @@ from torch import Tensor
 from tests.parity.runs import EVALUATE, PARAGRAPHS, Curve, train
 from tests.parity.test_continued import continued
 from tests.patching import patch
-from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
+from titan_exp.checkpoint.formats.torch_file import DCPTensorReader
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.cli.convert import run as convert_command
 from titan_exp.config.errors.user_error import UserError

@@ -20,9 +20,17 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
-from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, batch_tensors, fake_batches, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.torch_patches import uses_inductor
-from titan_exp.plan.trace.trace_step import Trace, trace_step
+from titan_exp.plan.trace.trace_step import (
+    DEVICE,
+    FakeRank,
+    Trace,
+    batch_tensors,
+    fake_batches,
+    fake_rank,
+    pipeline_ranks,
+    trace_step,
+)
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.part import Parts

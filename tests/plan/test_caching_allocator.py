@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from titan_exp.plan.cuda.caching_allocator import (
+from titan_exp.plan.caching_allocator import (
     MIB,
     Block,
     CachingAllocator,

@@ -7,7 +7,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.plan.gate.check_user_code import check_user_code, failing_user_code
+from titan_exp.plan.check_user_code import check_user_code, failing_user_code
 from titan_exp.plan.predict import predict
 
 FAULTY = "model.architecture=tests.models.own_faults.Faulty"

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titan_exp.config.devices import offered_devices
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, P2POp, P2PQueue, P2PTransport
-from titan_exp.plan.cuda.devices import device_named
+from titan_exp.parallel.pipeline_runtime import ActivationSpec, P2POp, P2PQueue, P2PTransport
+from titan_exp.plan.devices import device_named
 from titan_exp.plan.extrapolate.schedule import KINDS, _simulate
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.tables import print_plan

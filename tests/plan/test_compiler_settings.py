@@ -16,7 +16,7 @@ def test_a_planned_run_leaves_no_settings_of_the_compiler():
 
 
 def settings_around_a_plan() -> list[dict[str, Any]]:
-    from titan_exp.plan.trace.fake_world import fake_rank
+    from titan_exp.plan.trace.trace_step import fake_rank
 
     experiment = experiment_of(
         "model.layers=2 compile=blocks quantization=float8_tensorwise activation_checkpoint=budget "

@@ -11,9 +11,10 @@ from math import log2
 import pytest
 
 from tests.plan.test_search import LONG, composed
-from titan_exp.plan.cuda.devices import Device, device_named, room_of
-from titan_exp.plan.search import search
-from titan_exp.plan.search.layouts import (
+from titan_exp.plan import layout_search
+from titan_exp.plan.devices import Device, device_named, room_of
+from titan_exp.plan.layout_search import LayoutCost
+from titan_exp.plan.layouts import (
     MICRO_BATCH,
     MODE,
     MODES,
@@ -25,7 +26,6 @@ from titan_exp.plan.search.layouts import (
     moves,
     with_values,
 )
-from titan_exp.plan.search.search import LayoutCost
 from titan_exp.rules import violations
 from titan_exp.tracking.number_format import GIB
 
@@ -55,7 +55,7 @@ def planned(candidate: Candidate, device: Device) -> LayoutCost:
     return LayoutCost(candidate, seconds, 0.0, peak, 0, "", room, round(OVERHEAD * peak), 0)
 
 
-class Here(search.PlannerProcesses):
+class Here(layout_search.PlannerProcesses):
     """Calls functions in this process."""
 
     def submit(self, function, *args):  # type: ignore[no-untyped-def]
@@ -72,8 +72,8 @@ def use_formulas(monkeypatch: pytest.MonkeyPatch) -> list[Candidate]:
         plans.append(candidate)
         return planned(candidate, device)
 
-    monkeypatch.setattr(search, "PlannerProcesses", Here)
-    monkeypatch.setattr(search, "_plan", plan)
+    monkeypatch.setattr(layout_search, "PlannerProcesses", Here)
+    monkeypatch.setattr(layout_search, "_plan", plan)
     return plans
 
 
@@ -101,7 +101,7 @@ def test_no_neighbour_of_the_best_row_is_better(gib: int, formulas: list[Candida
     words = [*LONG, "parallelism.dp_replicate=1"]
     space = SearchSpace(composed(*words), 8, fixed_keys(words))
     device = replace(device_named("h100"), memory=gib * GIB)
-    result = search.LayoutSearch(space, device, 4, _say_nothing).run()
+    result = layout_search.LayoutSearch(space, device, 4, _say_nothing).run()
     best = result.rows[0]
     assert [row.step_seconds for row in result.rows] == sorted(row.step_seconds for row in result.rows)
     assert all(row.reserved is not None and row.reserved <= row.room for row in result.rows)
@@ -132,7 +132,7 @@ def test_what_the_allocator_refuses_leads_to_less_memory():
     cost = planned(only, device)
     room = cost.peak_bytes * 1.03  # tensors fit, and what is reserved does not
     device = replace(device, memory=round(room) + device.memory - cost.room)
-    (row,) = search.LayoutSearch(space, device, 4, _say_nothing).run().rows
+    (row,) = layout_search.LayoutSearch(space, device, 4, _say_nothing).run().rows
     assert dict(row.candidate.refined) == {"training.loss_chunk_tokens": 8192}
 
 
@@ -149,11 +149,11 @@ def test_a_stopped_search_has_the_rows_planned_so_far(way: str, monkeypatch: pyt
             os.kill(os.getpid(), signal.SIGTERM)
         return planned(candidate, device)
 
-    monkeypatch.setattr(search, "_plan", plan)
+    monkeypatch.setattr(layout_search, "_plan", plan)
     space, before = SearchSpace(composed(*LONG), 8), signal.getsignal(signal.SIGTERM)
     began = time.perf_counter()
     limits = (60.0, began - 59) if way == "limit" else (None, None)
-    result = search.LayoutSearch(space, device_named("h100"), 4, _say_nothing).run(*limits)
+    result = layout_search.LayoutSearch(space, device_named("h100"), 4, _say_nothing).run(*limits)
     assert result.stopped
     assert result.rows
     assert len(plans) < 10

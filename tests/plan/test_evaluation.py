@@ -22,12 +22,12 @@ from titan_exp.data.tokenizers import build_tokenizer
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.extensions.tasks.encoding import encode
 from titan_exp.extensions.tasks.tasks import tasks_of
-from titan_exp.plan.cuda.devices import DEVICES
+from titan_exp.plan.devices import DEVICES
 from titan_exp.plan.evaluation import evaluated, evaluations_of
-from titan_exp.plan.gate.predictions import cache_key
 from titan_exp.plan.predict import Plan, predict
+from titan_exp.plan.predictions import cache_key
 from titan_exp.plan.tables import plan_to_json
-from titan_exp.plan.trace.fake_world import pipeline_ranks
+from titan_exp.plan.trace.trace_step import pipeline_ranks
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 RECOMPUTED = "activation_checkpoint=full training.loss_chunk_tokens=16 model.vocab_size=4096 training.seq_len=128"
@@ -61,7 +61,7 @@ def measured(path: str) -> list[tuple[str, int, int]]:
     from titan_exp.plan.trace.trace_step import trace_step
     from titan_exp.trainer.distributed import joined
     from titan_exp.trainer.trainer import Trainer
-    from titan_exp.trainer.validate import evaluate_split
+    from titan_exp.trainer.updates import evaluate_split
 
     torch.set_num_threads(1)
     folder = RunFolder(path)
@@ -123,7 +123,7 @@ def gradients_are_kept() -> None:
 
 
 def a_batch_is_half() -> None:
-    patch("titan_exp.plan.trace.fake_world.fake_batches", lambda original: lambda run, **more: [
+    patch("titan_exp.plan.trace.trace_step.fake_batches", lambda original: lambda run, **more: [
         batch.map(lambda tensor: tensor[:, : tensor.shape[1] // 2]) for batch in original(run, **more)
     ])  # fmt: skip
 

@@ -10,10 +10,10 @@ from tests.plan.layouts import experiment_of
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.cuda.devices import device_named
+from titan_exp.plan.devices import device_named
+from titan_exp.plan.layouts import SearchSpace, fixed_keys
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.roofline import message_seconds, rank_time
-from titan_exp.plan.search.layouts import SearchSpace, fixed_keys
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.op_costs import EXPERT_MATMULS
 

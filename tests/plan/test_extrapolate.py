@@ -347,7 +347,7 @@ def test_axes_equal_those_of_the_mesh(tmp_path: Path):
 def axes_both_ways(path: str) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     from titan_exp.plan.roofline import axis_ranks
     from titan_exp.plan.trace.dispatch_mode import OpCosts, ranks_by_axis
-    from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
+    from titan_exp.plan.trace.trace_step import fake_rank, pipeline_ranks
 
     experiment = load_experiment(path, trust=True)
     small: Experiment = replace(experiment, model=replace(experiment.model, layers=2))

@@ -13,11 +13,11 @@ from tests.patching import patch
 from tests.plan.layouts import experiment_of, predicted
 from tests.plan.test_extrapolate import ACCUMULATED, BF16, CUDA, PIPELINES, WHOLE
 from tests.ranks import run_ranks
+from titan_exp.config.devices import device_type
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
-from titan_exp.plan.cuda.caching_allocator import Event
+from titan_exp.plan.caching_allocator import Event
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 
 WORKSPACE = 32 * 2**20
@@ -69,9 +69,8 @@ def test_extrapolated_allocations_equal_the_full_trace(name: str, tmp_path: Path
 def both_ways(path: str, beyond_limit: bool) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Full and extrapolated trace of each pipeline rank, on CUDA and on the run's own device."""
     from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
-    from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
     from titan_exp.plan.trace.torch_patches import uses_inductor
-    from titan_exp.plan.trace.trace_step import trace_step
+    from titan_exp.plan.trace.trace_step import fake_rank, pipeline_ranks, trace_step
 
     experiment, found = load_experiment(path, trust=True), []
     devices = dict.fromkeys((True, device_type(experiment.cluster) == "cuda"))
@@ -97,7 +96,7 @@ def both_ways(path: str, beyond_limit: bool) -> list[tuple[dict[str, Any], dict[
 
 
 def quantities(trace: Any, beyond_limit: bool) -> dict[str, Any]:
-    from titan_exp.plan.cuda.caching_allocator import steady_reserved
+    from titan_exp.plan.caching_allocator import steady_reserved
 
     costs = trace.costs
     found = {
@@ -177,7 +176,7 @@ def test_extrapolated_plan_equals_the_full_plan(tmp_path: Path):
 
 def plans(path: str) -> list[dict[str, Any]]:
     """The same run planned by extrapolation, in full, and after a failed extrapolation."""
-    from titan_exp.plan.cuda.devices import DEVICES
+    from titan_exp.plan.devices import DEVICES
     from titan_exp.plan.extrapolate.extrapolated_trace import EventComposer
     from titan_exp.plan.extrapolate.schedule import ExtrapolationError
     from titan_exp.plan.predict import predict

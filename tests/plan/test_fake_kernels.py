@@ -32,7 +32,7 @@ def test_kernels_allocate_as_on_a_gpu():
 def allocations_of_kernels() -> list[list[int]]:
     """Bytes allocated, or released if negative, by a norm of dense and of strided rows, its backward pass, and by
     attention's."""
-    from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels, workspaces
+    from titan_exp.plan.fake_kernels import fake_cuda_kernels, workspaces
     from titan_exp.plan.trace.dispatch_mode import CostMode
     from titan_exp.plan.trace.memory_tracker import MemoryTracker
 

@@ -10,28 +10,21 @@ import pytest
 
 from tests.plan.layouts import LAYOUTS, experiment_of, predicted
 from titan_exp.cli.plan import search_options
+from titan_exp.config.devices import offered_devices
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
-from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.build import build_model
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.cuda.devices import DEVICES
-from titan_exp.plan.gate import changes as changes_module
-from titan_exp.plan.gate import gate as gate_module
-from titan_exp.plan.gate.changes import explain_changes, find_changes
-from titan_exp.plan.gate.gate import (
-    GIB,
-    MemoryCheck,
-    check_memory,
-    explain_oom,
-    plan_record,
-    upper_bound,
-)
-from titan_exp.plan.gate.predictions import PredictionRequest, cache_key, get, predict_many, put
+from titan_exp.plan import changes as changes_module
+from titan_exp.plan import gate as gate_module
+from titan_exp.plan.changes import explain_changes, find_changes
+from titan_exp.plan.devices import DEVICES
+from titan_exp.plan.gate import GIB, MemoryCheck, check_memory, explain_oom, plan_record, upper_bound
 from titan_exp.plan.predict import predict
 from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks
+from titan_exp.plan.predictions import PredictionRequest, cache_key, get, predict_many, put
 
 H100 = ["cluster=slurm_h100", "compile=none", "training.mixed_precision=bf16"]
 
@@ -141,7 +134,7 @@ def test_small_models_are_not_predicted(tmp_path: Path, stub_predictor):
 
 def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, stub_predictor, monkeypatch: pytest.MonkeyPatch):
     stub_predictor(lambda _: synthetic(4.0, 2.0))
-    monkeypatch.setattr("titan_exp.plan.cuda.devices.host_memory", lambda: 14 * GIB)
+    monkeypatch.setattr("titan_exp.plan.devices.host_memory", lambda: 14 * GIB)
     four = resolved(
         *("model=llama_debug", "cluster.device=cpu", "parallelism.dp_shard=2", "parallelism.pp=2"),
         *("plan.predict=always", "parallelism.pp_microbatches=2"),
@@ -150,7 +143,7 @@ def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, stub_predic
     # Two of each pipeline rank, and 0.45 GB for each process.
     assert memory_check.needed == 2 * (4 + 2) * GIB + 4 * 450_000_000
     assert memory_check.fits
-    monkeypatch.setattr("titan_exp.plan.cuda.devices.host_memory", lambda: 13 * GIB)
+    monkeypatch.setattr("titan_exp.plan.devices.host_memory", lambda: 13 * GIB)
     (memory_check,) = check_memory([four], tmp_path)
     assert memory_check.fits is False
     said = explain_oom(memory_check)
@@ -172,7 +165,7 @@ def test_an_asynchronous_save_on_a_cpu_holds_a_copy_of_the_state(
         (memory_check,) = check_memory([resolved(*words, f"checkpoint.mode={mode}")], tmp_path)
         needed[mode] = (memory_check.needed or 0) - 450_000_000
     assert needed == {"async": 7 * GIB, "async_process": 7 * GIB + 250_000_000, "sync": 4 * GIB, "off": 4 * GIB}
-    monkeypatch.setattr("titan_exp.plan.cuda.devices.host_memory", lambda: 6 * GIB)
+    monkeypatch.setattr("titan_exp.plan.devices.host_memory", lambda: 6 * GIB)
     (memory_check,) = check_memory([resolved(*words)], tmp_path)
     assert memory_check.fits is False
     assert "activations 4 GiB, copy of the state while a checkpoint is written 3 GiB" in explain_oom(memory_check)

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.plan.layouts import experiment_of
-from titan_exp.plan.cuda.caching_allocator import GRAPH, MIB, steady_reserved
-from titan_exp.plan.cuda.devices import DEVICES
+from titan_exp.plan.caching_allocator import GRAPH, MIB, steady_reserved
+from titan_exp.plan.devices import DEVICES
 from titan_exp.plan.predict import RankPlan, predict
 
 LAYERS, DIM, MICRO_BATCHES = 4, 64, 6

@@ -11,8 +11,8 @@ from tests.ranks import run_ranks
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.plan.cuda import fake_kernels
-from titan_exp.plan.cuda.devices import device_named
+from titan_exp.plan import fake_kernels
+from titan_exp.plan.devices import device_named
 from titan_exp.plan.predict import predict
 from titan_exp.plan.trace.op_costs import EXPERT_MATMULS
 from titan_exp.rules import check

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.plan.layouts import experiment_of, measured, predicted
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.ops.moe.grouped_mm import grouped_linear
-from titan_exp.plan.cuda.fake_kernels import fake_cuda_capability, fake_cuda_kernels
+from titan_exp.plan.fake_kernels import fake_cuda_capability, fake_cuda_kernels
 from titan_exp.plan.trace.op_costs import count_flops
 from titan_exp.quantization import grouped_kernels
 from titan_exp.quantization.recipes import needs_grouped_emulation

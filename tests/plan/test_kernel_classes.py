@@ -17,7 +17,7 @@ from tests.plan.layouts import experiment_of
 from tests.ranks import run_ranks
 from titan_exp.ops.adamw import adamw_update
 from titan_exp.ops.cross_entropy import row_statistics, write_row_gradient
-from titan_exp.plan.cuda.devices import DEVICES
+from titan_exp.plan.devices import DEVICES
 from titan_exp.plan.predict import predict
 from titan_exp.plan.roofline import class_times, rank_time
 from titan_exp.plan.tables import plan_to_json, print_plan
@@ -176,7 +176,7 @@ def _bytes_of_kernels() -> list[int]:
 
     from titan_exp.ops.float8 import dual_cast
     from titan_exp.ops.moe.permutation import copy_tokens
-    from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels
+    from titan_exp.plan.fake_kernels import fake_cuda_kernels
     from titan_exp.plan.trace.dispatch_mode import CostMode
     from titan_exp.plan.trace.memory_tracker import MemoryTracker
 

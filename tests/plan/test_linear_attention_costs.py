@@ -13,8 +13,8 @@ from titan_exp.ops.matmul_flops import matmul_flops
 from titan_exp.plan.trace import dispatch_mode
 from titan_exp.plan.trace.dispatch_mode import CostMode
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
-from titan_exp.plan.trace.op_cache import OpCache
 from titan_exp.plan.trace.op_costs import ATTENTION, ATTENTION_BACKWARD
+from titan_exp.plan.trace.torch_patches import OpCache
 
 
 @pytest.fixture(autouse=True)

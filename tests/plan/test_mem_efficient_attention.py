@@ -8,18 +8,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.plan.layouts import allocated_by
+from titan_exp.config.devices import offered_devices
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.cuda import fake_kernels
-from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.cuda.fake_kernels import BACKWARD, FORWARD, Kernel, largest_workspace, workspace_bytes
+from titan_exp.plan import fake_kernels
+from titan_exp.plan.devices import device_named
+from titan_exp.plan.fake_kernels import BACKWARD, FORWARD, Kernel, largest_workspace, workspace_bytes
 from titan_exp.plan.predict import Plan, predict
-from titan_exp.plan.supported import attention_kernel
+from titan_exp.plan.prediction import attention_kernel
 from titan_exp.plan.tables import plan_to_json, print_plan
 from titan_exp.plan.trace.op_costs import decomposed_workspace
 from titan_exp.rules import check

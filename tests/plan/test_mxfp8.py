@@ -8,13 +8,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.ranks import run_ranks
+from titan_exp.config.devices import offered_devices
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels
+from titan_exp.plan.devices import device_named
+from titan_exp.plan.fake_kernels import fake_cuda_kernels
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.tables import print_plan
 from titan_exp.rules import check
@@ -39,12 +39,7 @@ def planned(device: str, *words: str, full: bool = False) -> Plan:
 @pytest.mark.parametrize("shape", [(96, 64), (2, 128, 320), (32, 32)])
 def test_fake_cast_equals_torchaos(shape: tuple[int, ...]):
     """torchao's reference cast has the shapes and strides of its kernel."""
-    from titan_exp.quantization.mxfp8 import (
-        KernelPreference,
-        MXFP8Dim0CastKernelChoice,
-        MXTensor,
-        ScaleCalculationMode,
-    )
+    from titan_exp.quantization.mxfp8 import KernelPreference, MXFP8Dim0CastKernelChoice, MXTensor, ScaleCalculationMode
 
     def cast(x: torch.Tensor, by: MXFP8Dim0CastKernelChoice) -> list[tuple[object, ...]]:
         reference = MXTensor.to_mx(

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.config.composing import llama
+from titan_exp.config.devices import offered_devices
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.plan.cuda.devices import device_named
+from titan_exp.plan.devices import device_named
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.tables import plan_to_json, print_plan
 from titan_exp.plan.trace.trace_step import Trace

@@ -13,7 +13,7 @@ from tests.plan.layouts import experiment_of
 from tests.plan.test_extrapolate import BF16
 from tests.ranks import run_ranks
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
-from titan_exp.plan.trace.op_cache import OpCache
+from titan_exp.plan.trace.torch_patches import OpCache
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "row": lambda rows: rows[1],
@@ -78,8 +78,7 @@ def test_cached_operators_equal_torch(tmp_path: Path):
 def both_ways(path: str) -> tuple[dict[str, object], dict[str, object], int]:
     """A trace by torch alone, one from the operator cache, and the number of cached operators."""
     from titan_exp.plan.trace import dispatch_mode
-    from titan_exp.plan.trace.fake_world import fake_rank
-    from titan_exp.plan.trace.trace_step import trace_step
+    from titan_exp.plan.trace.trace_step import fake_rank, trace_step
 
     class EmptyCache(OpCache):
         def get(self, key: object) -> None:

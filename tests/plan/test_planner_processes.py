@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from titan_exp.plan import planner_processes
-from titan_exp.plan.cuda.caching_allocator import MIB, Events, Reserved, steady_reserved
+from titan_exp.plan.caching_allocator import MIB, Events, Reserved, steady_reserved
 from titan_exp.plan.planner_processes import PlannerProcesses
 
 

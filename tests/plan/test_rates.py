@@ -7,14 +7,14 @@ import pytest
 
 from tests.plan.layouts import experiment_of
 from titan_exp.cli.plan import device_for
+from titan_exp.config.devices import gpu_memory_bytes
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.pipeline_schedules import COST, pipeline_seconds, timeline
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.layout.schedule_timeline import COST, pipeline_seconds, timeline
-from titan_exp.config.machine.devices import gpu_memory_bytes
-from titan_exp.plan.cuda import devices
-from titan_exp.plan.cuda.devices import DEVICES, cpu_device, gpu_memory, refine_gpu
+from titan_exp.plan import devices
+from titan_exp.plan.devices import DEVICES, cpu_device, gpu_memory, refine_gpu
+from titan_exp.plan.prediction import with_run_kernels
 from titan_exp.plan.roofline import message_seconds, rank_time, schedule_and_bubble
-from titan_exp.plan.supported import with_run_kernels
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.tracking.throughput import DeviceRates, write_rates
 

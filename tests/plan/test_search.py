@@ -22,23 +22,14 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import resolve_kernels
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.search.layouts import (
-    KEYS,
-    REFINED,
-    Candidate,
-    SearchSpace,
-    fixed_keys,
-    moves,
-    train_command,
-    with_values,
-)
-from titan_exp.plan.search.search import interrupt_after
+from titan_exp.plan.devices import device_named
+from titan_exp.plan.layout_search import interrupt_after
+from titan_exp.plan.layouts import KEYS, REFINED, Candidate, SearchSpace, fixed_keys, moves, train_command, with_values
 from titan_exp.rules import violations
 from titan_exp.tracking.number_format import GIB
 
 if TYPE_CHECKING:
-    from titan_exp.plan.search.search import LayoutCost
+    from titan_exp.plan.layout_search import LayoutCost
 
 TYPED = [
     "model=llama_debug",
@@ -62,7 +53,7 @@ def space_of(gpus: int, *words: str) -> SearchSpace:
 
 
 def seeds_of(space: SearchSpace) -> list[Candidate]:
-    from titan_exp.plan.search.search import LayoutSearch
+    from titan_exp.plan.layout_search import LayoutSearch
 
     return LayoutSearch(space, device_named("h100"), 1, lambda _: None)._seeds()
 
@@ -92,7 +83,7 @@ def test_seeds_of_a_large_model_are_those_that_may_fit():
 
 def stopped_search(space: SearchSpace, *missed: "LayoutCost") -> str:
     """What is said of a stopped search in which no layout fits."""
-    from titan_exp.plan.search.search import SearchResult
+    from titan_exp.plan.layout_search import SearchResult
 
     result = SearchResult([], [], list(missed), 3, [], len(missed), len(missed), 0, 0, [], 60.0, stopped=True)
     return _explain_no_fit(result, space, device_named("h100"))
@@ -114,7 +105,7 @@ def test_a_stopped_search_offers_only_keys_that_are_open_and_says_what_misses():
 
 def test_a_row_under_pressure_names_the_fastest_with_room_and_no_count_is_zero():
     from tests.plan.test_descent import planned as cost_of
-    from titan_exp.plan.search.search import SearchResult
+    from titan_exp.plan.layout_search import SearchResult
     from titan_exp.plan.tables import _left_out
 
     space = space_of(16, "activation_checkpoint=none", "training.micro_batch_size=1")
@@ -206,15 +197,17 @@ def test_messages_of_compiled_blocks_may_be_fused(typed: str, degree: int, offer
 
 def test_a_layout_that_cannot_be_extrapolated_does_not_end_a_search(monkeypatch: pytest.MonkeyPatch):
     from tests.plan.test_descent import Here, planned
-    from titan_exp.plan.search import search
+    from titan_exp.plan import layout_search
 
     space, device = space_of(8, *LONG, "activation_checkpoint=full"), device_named("h100")
     odd = seeds_of(space)[0].identity
-    monkeypatch.setattr(search, "PlannerProcesses", Here)
+    monkeypatch.setattr(layout_search, "PlannerProcesses", Here)
     monkeypatch.setattr(
-        search, "_plan", lambda each, device: "the step is odd" if each.identity == odd else planned(each, device)
+        layout_search,
+        "_plan",
+        lambda each, device: "the step is odd" if each.identity == odd else planned(each, device),
     )
-    result = search.LayoutSearch(space, device, 2, lambda _: None).run()
+    result = layout_search.LayoutSearch(space, device, 2, lambda _: None).run()
     assert len(result.rows) == 2
     assert dict(result.unknown)["the step is odd"] == 1
     assert odd not in [row.candidate.identity for row in result.rows]
@@ -321,11 +314,11 @@ def best_row(gpus: int, words: list[str], between: float) -> "LayoutCost":
 
     The device has memory between what the first layout needs with selective and no recomputation.
     """
-    from titan_exp.plan.cuda.devices import memory_of_gpu
+    from titan_exp.plan.devices import memory_of_gpu
     from titan_exp.plan.extrapolate.eligibility import unsupported_reason
-    from titan_exp.plan.gate.gate import MemoryCheck
+    from titan_exp.plan.gate import MemoryCheck
+    from titan_exp.plan.layout_search import LayoutSearch, planned_cost
     from titan_exp.plan.predict import predict
-    from titan_exp.plan.search.search import LayoutSearch, planned_cost
 
     space, device = space_of(gpus, *words), device_named("h100")
     first = seeds_of(space)[0].experiment
@@ -396,8 +389,8 @@ def print_both(name: str) -> None:
     search plans, as JSON."""
     from tests.plan.test_descent import enumerated
     from titan_exp.plan.extrapolate.eligibility import unsupported_reason
+    from titan_exp.plan.layout_search import LayoutSearch, _plan
     from titan_exp.plan.planner_processes import PlannerProcesses
-    from titan_exp.plan.search.search import LayoutSearch, _plan
 
     gpus, words = SEARCHED[name]
     space, device, found = space_of(gpus, *words), device_named("h100"), []
@@ -429,8 +422,8 @@ def test_the_smallest_layout_is_named_if_none_fits():
 INTERRUPTED = """
 import json, multiprocessing, os, signal, time
 from tests.plan.test_search import space_of
-from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.search.search import LayoutSearch
+from titan_exp.plan.devices import device_named
+from titan_exp.plan.layout_search import LayoutSearch
 
 # A shell starts commands in the background with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -470,8 +463,8 @@ def test_an_interrupted_search_returns_the_best_so_far():
 CUT_OFF = """
 import json
 from tests.plan.test_search import space_of
-from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.search.search import LayoutSearch
+from titan_exp.plan.devices import device_named
+from titan_exp.plan.layout_search import LayoutSearch
 
 def cut_off(line):
     if line.startswith("3 layouts"):

@@ -8,13 +8,13 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.parallel.collectives import all_gather
-from titan_exp.plan.cuda.devices import DEVICES, overhead_of
+from titan_exp.parallel.mesh import all_gather
+from titan_exp.plan.devices import DEVICES, overhead_of
 from titan_exp.plan.predict import predict
 from titan_exp.plan.roofline import message_seconds, rank_time
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
-from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
+from titan_exp.plan.trace.trace_step import fake_rank
 from titan_exp.rules import check
 
 H100 = DEVICES["h100"]

@@ -47,7 +47,7 @@ def test_an_unrolled_optimizer_step_equals_the_traced_one(name: str, tmp_path: P
 
 
 def both_ways(path: str) -> list[dict[str, Any]]:
-    from titan_exp.config.machine.devices import device_type
+    from titan_exp.config.devices import device_type
     from titan_exp.plan.extrapolate import optimizer_step
 
     experiment = load_experiment(path, trust=True)

@@ -16,20 +16,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.cli.test_plan import planned
 from tests.plan.layouts import SMALL, experiment_of
 from tests.ranks import run_ranks
-from titan_exp.cli.shell.hydra_command import OutputFile
+from titan_exp.cli.hydra_command import OutputFile
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.axes import AXES, DEGREES
-from titan_exp.config.layout.pipeline_schedules import Action
+from titan_exp.config.layout.pipeline_schedules import COST, Action, timeline
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.layout.schedule_timeline import COST, timeline
-from titan_exp.parallel.pipeline_parallel.runtime import build_schedule
-from titan_exp.plan.cuda.devices import DEVICES, memory_of_gpu
-from titan_exp.plan.gate.gate import MemoryCheck
-from titan_exp.plan.predict import Plan, predict
-from titan_exp.plan.trace.fake_world import fake_rank
-from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
-from titan_exp.plan.visualize import draw as words_module
-from titan_exp.plan.visualize.draw import (
+from titan_exp.parallel.pipeline_runtime import build_schedule
+from titan_exp.plan import draw as words_module
+from titan_exp.plan.devices import DEVICES, memory_of_gpu
+from titan_exp.plan.draw import (
     html_page,
     read_shards,
     schedule_of,
@@ -38,6 +33,10 @@ from titan_exp.plan.visualize.draw import (
     token_ranges,
     trace_json,
 )
+from titan_exp.plan.gate import MemoryCheck
+from titan_exp.plan.predict import Plan, predict
+from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
+from titan_exp.plan.trace.trace_step import fake_rank
 
 EVIL = '</script><script>window.broken=1</script><img src=x onerror="window.broken=1">'
 LAYOUT = (

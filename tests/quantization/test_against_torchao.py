@@ -142,7 +142,7 @@ def test_parts_have_the_scales_of_the_whole(recipe: Float8):
 
 
 def test_a_backward_pass_in_two_computes_every_gradient_once(monkeypatch: pytest.MonkeyPatch):
-    from titan_exp.parallel.pipeline_parallel.stage import BackwardSplit
+    from titan_exp.parallel.pipeline_stage import BackwardSplit
     from titan_exp.quantization import mxfp8 as module
 
     products = []

@@ -11,8 +11,8 @@ from tests.interpreted import DEVICES, needs_triton, run_kernels
 from tests.quantization.test_dual_cast import bits, matrix
 from titan_exp.models.blocks.linear import Linear
 from titan_exp.quantization.float8 import E4M3, Float8, amax_of, cast, scale_of_amax
+from titan_exp.quantization.quantize import Float8Weights, allocate_float8_weights
 from titan_exp.quantization.recipes import Float8LinearImpl
-from titan_exp.quantization.weights import Float8Weights, allocate_float8_weights
 
 RECIPES = {
     "tensorwise": Float8(False, False, power_of_two=False, emulated=True),

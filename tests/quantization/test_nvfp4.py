@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from titan_exp.config.machine.torch_features import torchao_violations
+from titan_exp.config.torch_features import torchao_violations
 from titan_exp.quantization import nvfp4 as module
 from titan_exp.quantization.nvfp4 import (
     BLOCK,
@@ -193,7 +193,7 @@ def test_only_the_gradient_of_the_weight_is_of_transformed_tokens(monkeypatch: p
 
 
 def test_a_backward_pass_in_two_computes_every_gradient_once(monkeypatch: pytest.MonkeyPatch):
-    from titan_exp.parallel.pipeline_parallel.stage import BackwardSplit
+    from titan_exp.parallel.pipeline_stage import BackwardSplit
 
     products = []
     original = module._multiply

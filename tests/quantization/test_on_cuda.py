@@ -14,8 +14,8 @@ from tests.quantization.test_float8_weights import linears
 from titan_exp.quantization.float8 import Float8, float8_linear
 from titan_exp.quantization.mxfp8 import mxfp8_linear
 from titan_exp.quantization.nvfp4 import NVFP4, nvfp4_linear
+from titan_exp.quantization.quantize import Float8Weights, allocate_float8_weights
 from titan_exp.quantization.recipes import MIN_CAPABILITY
-from titan_exp.quantization.weights import Float8Weights, allocate_float8_weights
 
 pytestmark = [
     pytest.mark.cuda,

@@ -14,9 +14,8 @@ from titan_exp.models.build import build_model
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.quantization import recipes as instructions
 from titan_exp.quantization.float8 import E4M3, scale_of
-from titan_exp.quantization.quantize import describe, quantize
+from titan_exp.quantization.quantize import WeightScales, describe, quantize
 from titan_exp.quantization.recipes import Float8LinearImpl, NVFP4LinearImpl, needs_emulation
-from titan_exp.quantization.weights import WeightScales
 
 CPU = torch.device("cpu")
 SMALL = ["model=llama_debug", "training.seq_len=64", "cluster.device=cpu"]
@@ -110,7 +109,7 @@ def test_what_a_gpu_lacks_is_emulated_or_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_a_gpu_s_nvfp4_is_refused_without_its_torchao(monkeypatch: pytest.MonkeyPatch):
     """At the start, where the GPU is known: before torchao's modules are imported, which older versions lack."""
-    monkeypatch.setattr("titan_exp.config.machine.torch_features.torchao_version", lambda: "0.17.0")
+    monkeypatch.setattr("titan_exp.config.torch_features.torchao_version", lambda: "0.17.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     config, gpu = made("quantization=nvfp4").quantization, torch.device("cuda", 0)
     with pytest.raises(

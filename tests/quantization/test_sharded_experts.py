@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.patching import patch
 from tests.quantization.test_grouped import CPU, RAGGED, RECIPES, config_of, operands, passes
 from tests.ranks import run_ranks
-from titan_exp.parallel.collectives import all_reduce
+from titan_exp.parallel.mesh import all_reduce
 from titan_exp.quantization.grouped import EmulatedGroupedLinear, grouped_linear_impl_for
 from titan_exp.trainer.distributed import joined_process_group
 

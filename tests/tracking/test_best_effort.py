@@ -2,8 +2,8 @@ import logging
 
 import pytest
 
-from titan_exp.tracking.sinks.build_sinks import BestEffortSink
-from titan_exp.tracking.sinks.sink import Row
+from titan_exp.tracking.run_folder.metrics_jsonl import Row
+from titan_exp.tracking.sinks import BestEffortSink
 
 
 class Recorder:

@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink, read_metrics
-from titan_exp.tracking.sinks.build_sinks import build_sinks
+from titan_exp.tracking.sinks import build_sinks
 
 
 def build(folder: Path, *overrides: str, attempt: int = 1) -> list:

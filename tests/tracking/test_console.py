@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from titan_exp.tracking.sinks.console import ConsoleSink
-from titan_exp.tracking.sinks.sink import Row
+from titan_exp.tracking.console import ConsoleSink
+from titan_exp.tracking.run_folder.metrics_jsonl import Row
 
 
 class Clock:

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.tracking.expert_load import ROWS, ExpertLoadLog, layer_counts
 from titan_exp.tracking.run_folder.metrics_jsonl import (
+    ROWS,
     TAIL_BYTES,
+    ExpertLoadLog,
     JsonlSink,
     MetricRows,
+    layer_counts,
     read_last_values,
     read_metrics,
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, column_of, read_metrics
-from titan_exp.tracking.run_folder.provenance_records import Lineage, read_history
+from titan_exp.tracking.run_folder.run import Lineage, read_history
 
 
 def by_dictionaries(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from titan_exp.tracking.sinks.build_sinks import TensorBoardSink
+from titan_exp.tracking.sinks import TensorBoardSink
 
 
 def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:

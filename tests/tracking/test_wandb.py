@@ -19,7 +19,7 @@ from pathlib import Path
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.tracking.sinks.build_sinks import build_sinks
+from titan_exp.tracking.sinks import build_sinks
 from titan_exp.tracking.logging import configure_logging
 
 order = json.load(sys.stdin)
@@ -215,7 +215,7 @@ def test_logged_in(tmp_path: Path, env: dict[str, str], machine: str | None, exp
     if machine:
         (tmp_path / ".netrc").write_text(f"machine {machine}\n  login user\n  password {KEY}\n")
         (tmp_path / ".netrc").chmod(0o600)
-    program = "from titan_exp.tracking.sinks.wandb_sink import logged_in; print(logged_in())"
+    program = "from titan_exp.tracking.sinks import logged_in; print(logged_in())"
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,

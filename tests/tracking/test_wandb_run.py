@@ -8,9 +8,9 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.tracking.run_folder.provenance_records import Lineage
+from titan_exp.tracking.run_folder.run import Lineage
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.wandb_sink import NAME_LENGTH, WandbRun, describe_wandb_run
+from titan_exp.tracking.sinks import NAME_LENGTH, WandbRun, describe_wandb_run
 
 
 def experiment(*overrides: str) -> Experiment:

@@ -9,7 +9,7 @@ from pathlib import Path
 STUCK = """
 import os, signal, sys
 import wandb
-from titan_exp.tracking.sinks.wandb_sink import service_pids, stop_wandb_service
+from titan_exp.tracking.sinks import service_pids, stop_wandb_service
 
 wandb.setup()
 pids = service_pids()

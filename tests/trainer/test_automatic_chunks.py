@@ -10,9 +10,9 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import LOSS_CHUNK_TOKENS, ResolvedLayout, resolve_layout
 from titan_exp.data.batch import Batch
+from titan_exp.plan.check_user_code import check_user_code
 from titan_exp.plan.extrapolate.eligibility import small_run
-from titan_exp.plan.gate.check_user_code import check_user_code
-from titan_exp.plan.trace.fake_world import fake_rank
+from titan_exp.plan.trace.trace_step import fake_rank
 from titan_exp.trainer.objective import LanguageModeling, Loss
 
 OWN = "tests.trainer.own_objective.LogitStatistics"

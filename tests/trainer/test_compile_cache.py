@@ -13,7 +13,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment, to_yaml
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.profiling.compile_report import VARIABLE, set_compile_cache
+from titan_exp.trainer.profiling.step_times import VARIABLE, set_compile_cache
 
 
 def made_run(runs: Path, *overrides: str) -> Path:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_exp.trainer.profiling.compile_report import MAX_WARNINGS, CompileReport
+from titan_exp.trainer.profiling.step_times import MAX_WARNINGS, CompileReport
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from tests.parity.runs import SMALL, Curve, train
 from tests.parity.test_continued import SAVING, assert_continues
 from tests.patching import patch
 from tests.trainer.test_trainer import experiment, run
-from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
 from titan_exp.checkpoint.load_state import read_json_entries
+from titan_exp.checkpoint.storage_reader import tensor_shapes
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
@@ -23,7 +23,7 @@ from titan_exp.config.schema.typed_config import to_experiment, to_yaml
 from titan_exp.launch.run_plan import plan_run
 from titan_exp.rules import violations
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
-from titan_exp.tracking.run_folder.provenance_records import Lineage, read_history
+from titan_exp.tracking.run_folder.run import Lineage, read_history
 
 
 @pytest.fixture(scope="module")

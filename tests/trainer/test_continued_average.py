@@ -10,8 +10,7 @@ from tests.parity.test_weight_average import averages
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.run_id import rate_after_decay
-from titan_exp.launch.run_plan import plan_run
+from titan_exp.launch.run_plan import plan_run, rate_after_decay
 
 TAIL = ["weight_average=tail", "weight_average.steps=4", "checkpoint=sync", "checkpoint.every=2", "checkpoint.keep=9"]
 SHORT = ["training.seq_len=32", "training.global_batch_size=2"]

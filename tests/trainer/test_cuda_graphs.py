@@ -104,7 +104,7 @@ def test_a_pass_that_waits_is_not_recorded():
 
 
 def _records_a_wait() -> str:
-    from titan_exp.trainer.cuda_graphs import CudaRecorder
+    from titan_exp.trainer.forward_backward import CudaRecorder
 
     number = torch.ones((), device="cuda")
     try:

@@ -12,9 +12,9 @@ import torch
 from tests.parity.runs import EVALUATE, PARAGRAPHS, SMALL
 from tests.ranks import Ranks
 from tests.trainer.committed import committed, numbers
-from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
-from titan_exp.checkpoint.dcp.storage_writer import find_damage
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.checkpoint.storage_reader import load_into, tensor_shapes
+from titan_exp.checkpoint.storage_writer import find_damage
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.rank_main import main

@@ -10,8 +10,7 @@ from tests.parity.runs import PARAGRAPHS, Curve, train
 from titan_exp.cli.status import run as status_command
 from titan_exp.compare.compared_metrics import METRICS, choose_metrics
 from titan_exp.compare.runs import read_run
-from titan_exp.tracking.expert_load import layer_counts, load_statistics
-from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.metrics_jsonl import layer_counts, load_statistics, read_metrics
 
 BALANCED = [
     *("model=qwen3_moe_debug", "model.moe.router_bias=true", "model.moe.balance.bias_rate=1e-2"),

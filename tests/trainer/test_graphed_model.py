@@ -30,7 +30,7 @@ from titan_exp.parallel.activation_checkpoint import apply_activation_checkpoint
 from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.cuda_graphs import GraphedModel
+from titan_exp.trainer.forward_backward import GraphedModel
 from titan_exp.trainer.objective import LanguageModeling
 
 CHANGING = [*LINES, "lr_schedule.warmup_steps=4", "lr_schedule.decay_steps=4", "training.max_grad_norm=0.3"]
@@ -283,14 +283,14 @@ def stop_after_six() -> None:
 
 def the_count_is_a_number_of_pythons() -> None:
     patch(
-        "titan_exp.trainer.cuda_graphs.normalize_by_tokens",
+        "titan_exp.trainer.forward_backward.normalize_by_tokens",
         lambda original: lambda *args: original(*args[:3], [int(count.tolist()) for count in args[3]]),
     )
     patch("tests.tape_recorder.ASKING", lambda _: ())  # reading the number asks the device
 
 
 def gradients_are_dropped() -> None:
-    patch("titan_exp.trainer.cuda_graphs.GraphedModel._restore_gradients", lambda _: lambda self: None)
+    patch("titan_exp.trainer.forward_backward.GraphedModel._restore_gradients", lambda _: lambda self: None)
 
 
 def inputs_stay() -> None:

@@ -10,14 +10,7 @@ from tests.config.composing import experiment
 from tests.trainer.committed import committed
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.trainer.profiling.memory_snapshot import MemoryBreakdown, MemoryCategory, memory_breakdown
-from titan_exp.trainer.profiling.oom_report import (
-    OutOfMemory,
-    explain_oom,
-    is_out_of_memory,
-    oom_report,
-    remedies,
-)
-from titan_exp.trainer.rank_main import main
+from titan_exp.trainer.rank_main import OutOfMemory, explain_oom, is_out_of_memory, main, oom_report, remedies
 
 SMALL = [
     "+experiment=smoke",

@@ -13,8 +13,8 @@ from tests.parity.runs import Curve, train
 from tests.trainer.test_trainer import experiment
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.foreign_code import import_paths
-from titan_exp.launch.run_id import run_id
-from titan_exp.plan.gate.check_user_code import check_user_code
+from titan_exp.launch.run_plan import run_id
+from titan_exp.plan.check_user_code import check_user_code
 from titan_exp.rules import check
 from titan_exp.trainer.module_metrics.metric import ModuleMetric
 from titan_exp.trainer.parts import all_parts

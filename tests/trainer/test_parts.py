@@ -16,12 +16,12 @@ from tests.parity.test_weight_average import averages
 from tests.ranks import run_ranks
 from tests.trainer import own_parts
 from tests.trainer.test_trainer import experiment, run
-from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
 from titan_exp.checkpoint.load_state import read_progress
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.checkpoint.storage_reader import load_into, tensor_shapes
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.run_id import run_id
-from titan_exp.plan.gate.check_user_code import check_user_code
+from titan_exp.launch.run_plan import run_id
+from titan_exp.plan.check_user_code import check_user_code
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder

@@ -13,9 +13,9 @@ from tests.checkpoint.s3_server import S3Server
 from tests.parity.runs import SMALL
 from tests.ranks import Ranks
 from tests.trainer.committed import committed, numbers
-from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.config.paths.checkpoint_files import parse_checksums
+from titan_exp.checkpoint.storage_reader import load_into, tensor_shapes
+from titan_exp.config.checkpoint_files import parse_checksums
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.rank_main import main
 

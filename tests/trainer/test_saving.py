@@ -10,8 +10,8 @@ import pytest
 from tests.parity.runs import train
 from tests.patching import patch
 from tests.trainer.test_trainer import run
-from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.checkpoint.storage_reader import tensor_shapes
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from titan_exp.trainer.profiling.trace_summary import PHASE, Span, kind_of, summary_of, time_shares
+from titan_exp.trainer.profiling.profiler import PHASE, Span, kind_of, summary_of, time_shares
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from titan_exp.trainer import validate as module
-from titan_exp.trainer.validate import ValidationResult, evaluate_sources
+from titan_exp.trainer import updates as module
+from titan_exp.trainer.updates import ValidationResult, evaluate_sources
 
 
 def row(monkeypatch: pytest.MonkeyPatch, **sources: ValidationResult) -> dict[str, float | int]:

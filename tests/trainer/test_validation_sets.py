@@ -9,13 +9,13 @@ import pytest
 
 from tests.parity.runs import PARAGRAPHS, Curve, train
 from titan_exp.cli.main import main
+from titan_exp.config.data_files import Manifest, read_manifest
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.paths.data_files import Manifest, read_manifest
+from titan_exp.config.schema.data_sets import validation_documents, validation_metrics
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.config.schema.validation_sets import validation_documents, validation_metrics
+from titan_exp.data.source_check import training_subset, validation_subset
 from titan_exp.data.sources.base import RandomAccessSource, build_source
-from titan_exp.data.validation_split import training_subset, validation_subset
 from titan_exp.rules import check
 
 RUN = [

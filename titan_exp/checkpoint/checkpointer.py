@@ -12,36 +12,28 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from titan_exp.checkpoint.dcp.async_save import AsyncSaver
-from titan_exp.checkpoint.dcp.storage_writer import (
-    PublishingWriter,
-    find_damage_on_ranks,
-    has_checksums,
-    require_intact,
-)
-from titan_exp.checkpoint.load_state import RestoredState, load_initial_weights, load_state, read_progress
-from titan_exp.checkpoint.optimizer_state import differing_between_ranks
-from titan_exp.checkpoint.remote.background_upload import (
-    CONFIG,
-    STOP_SECONDS,
-    BackgroundUploader,
-    RemoteRun,
-    steps_to_upload,
-)
-from titan_exp.checkpoint.remote.download import download_newer
-from titan_exp.checkpoint.remote.remote_folder import RemoteError
-from titan_exp.checkpoint.retention import CheckpointFolder, SaveFailures
-from titan_exp.checkpoint.state_dict import (
+from titan_exp.checkpoint.async_save import AsyncSaver
+from titan_exp.checkpoint.background_upload import CONFIG, STOP_SECONDS, BackgroundUploader, RemoteRun, steps_to_upload
+from titan_exp.checkpoint.checkpoint_cache import download_newer
+from titan_exp.checkpoint.load_state import (
     PROGRESS_KEY,
     WEIGHTS_ONLY_KEY,
+    RestoredState,
     average_state_dict,
     encode_json,
+    load_initial_weights,
+    load_state,
     model_state_dict,
+    read_progress,
     training_state_dict,
 )
+from titan_exp.checkpoint.optimizer_state import differing_between_ranks
+from titan_exp.checkpoint.remote_folder import RemoteError
+from titan_exp.checkpoint.retention import CheckpointFolder, SaveFailures
+from titan_exp.checkpoint.storage_writer import PublishingWriter, find_damage_on_ranks, has_checksums, require_intact
+from titan_exp.config.checkpoint_files import saved_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import CheckpointConfig
-from titan_exp.config.paths.checkpoint_files import saved_state
 from titan_exp.parallel.mesh import new_cpu_group
 from titan_exp.tracking.logging import get_logger
 

@@ -7,28 +7,21 @@ from pathlib import Path
 import torch
 from rich.filesize import decimal
 
+from titan_exp.checkpoint.checkpoint_cache import local_copy, staged_upload
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
-from titan_exp.checkpoint.remote.checkpoint_cache import local_copy, staged_upload
-from titan_exp.config.command_line.json_output import answer
+from titan_exp.config.checkpoint_files import is_url
+from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.verb_options import ConvertOptions
+from titan_exp.config.devices import return_freed_memory
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.hydra.presets import model_overrides
-from titan_exp.config.machine.devices import return_freed_memory
-from titan_exp.config.paths.remote_url import is_url
+from titan_exp.config.hydra.nondefault import model_overrides
 from titan_exp.config.schema.component import component, is_builtin
+from titan_exp.models.convert import hf_config
 from titan_exp.models.convert.diffusers_config import diffusers_class, diffusers_violations
-from titan_exp.models.convert.hf_config import (
-    config_json,
-    export_violations,
-    has_family,
-    no_family,
-    other_family,
-    repository_lines,
-)
 from titan_exp.models.convert.state_dict_map import checkpoint_formats
 from titan_exp.rules.data import tokenizer_file
-from titan_exp.tracking.progress import byte_progress
+from titan_exp.tracking.logging import byte_progress
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 """Values of `dtype`."""
@@ -56,7 +49,11 @@ def convert_command(options: ConvertOptions, run_path: Callable[[str, str], str]
         averaged = ", averaged weights" if source.averaged else ""
         print(f"{source.path}: {source.model.name} ({source.format}{averaged})")
         if source.format == "huggingface":
-            print("\n".join(repository_lines(config_json(source.path), source.model.name, source.model)))
+            print(
+                "\n".join(
+                    hf_config.repository_lines(hf_config.config_json(source.path), source.model.name, source.model)
+                )
+            )
         with byte_progress(f"writing {form}") as progress:
             written = export_weights(
                 source, target, ExportOptions(form, DTYPES[options.dtype], options.file_gb * 1e9, progress)
@@ -74,10 +71,12 @@ def convert_command(options: ConvertOptions, run_path: Callable[[str, str], str]
 def _require_family(options: ConvertOptions, folder: Path) -> None:
     """Raise UserError if only the family that reads any type can read the folder's model, unless `model` names that
     family."""
-    values, (name, _) = config_json(folder), other_family() or ("auto", None)
-    if options.model != name and not has_family(values):
+    values, (name, _) = hf_config.config_json(folder), hf_config.other_family() or ("auto", None)
+    if options.model != name and not hf_config.has_family(values):
         command = shlex.join(["titan-exp", "convert", options.source, options.target, f"model={name}"])
-        raise UserError(f"{folder}: {no_family(values)}\n  {command} keeps its tensors' names, and converts back.")
+        raise UserError(
+            f"{folder}: {hf_config.no_family(values)}\n  {command} keeps its tensors' names, and converts back."
+        )
 
 
 def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
@@ -86,7 +85,7 @@ def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
         if ends_in_pt or source.format not in OWN_NAMES:
             return "torch" if ends_in_pt else "dcp"
         formats = checkpoint_formats(source.model)
-        if "huggingface" in formats and not export_violations(source.model):
+        if "huggingface" in formats and not hf_config.export_violations(source.model):
             return "huggingface"
         return "diffusers" if "diffusers" in formats and not diffusers_violations(source.model) else "safetensors"
     if (options.format == "torch") != ends_in_pt:

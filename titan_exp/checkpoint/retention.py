@@ -6,8 +6,8 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_exp.config.checkpoint_files import COMPLETE_NAME, step_name
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.checkpoint_files import COMPLETE_NAME, step_name
 from titan_exp.tracking.number_format import format_time
 from titan_exp.tracking.run_folder.files import sync_folder
 

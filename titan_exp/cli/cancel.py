@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.options import options_help, take_options
+from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.verb_options import CancelOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import NOT_CANCELLED
-from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, named_runs, runs_folder
-from titan_exp.launch.state.run_status import count_states, run_statuses, status_rows
+from titan_exp.launch.run_lookup import find_runs, find_study_folder, named_runs, runs_folder
+from titan_exp.launch.run_status import count_states, run_statuses, status_rows
 from titan_exp.launch.sweep.shipped_study import cancel_runs
 
 USAGE = """\

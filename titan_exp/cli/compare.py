@@ -8,12 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.cli.shell.hydra_command import OutputFile
-from titan_exp.config.command_line.json_output import answer, json_text
+from titan_exp.cli.hydra_command import OutputFile
 from titan_exp.config.command_line.options import HELP, options_help, take_options
+from titan_exp.config.command_line.output import answer, json_text
 from titan_exp.config.command_line.verb_options import CompareOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.state.run_lookup import named_runs, runs_folder
+from titan_exp.launch.run_lookup import named_runs, runs_folder
 
 if TYPE_CHECKING:
     from titan_exp.compare.comparison import Comparison
@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     )
     page = None
     if options.html != "none":
-        from titan_exp.compare.output.comparison_page import to_html
+        from titan_exp.compare.output.pages import to_html
 
         # Written before the table, so that a closed pipe (`| head`) does not lose the page.
         try:
@@ -113,7 +113,7 @@ def _discoveries(options: CompareOptions, runs: Path, studies: Sequence[str]) ->
     found = judge(runs, options.alpha, studies)
     _write_formats(found, options, {"markdown": to_markdown}, json_values)
     if True not in options.formats.values():
-        from titan_exp.compare.output.terminal import show_section
+        from titan_exp.compare.output.pages import show_section
         from titan_exp.launch.sweep.sweep_table import plain_console
 
         console = plain_console()
@@ -151,7 +151,7 @@ def _print_or_write(comparison: "Comparison", options: CompareOptions) -> None:
     }
     _write_formats(comparison, options, texts, formats.json_values)
     if True not in options.formats.values():
-        from titan_exp.compare.output.terminal import show
+        from titan_exp.compare.output.pages import show
         from titan_exp.launch.sweep.sweep_table import plain_console
 
         console = plain_console()

@@ -18,7 +18,7 @@ def run(argv: Sequence[str]) -> int:
     if not options.source or not options.target:
         raise UserError(USAGE)
     from titan_exp.checkpoint.convert_command import convert_command
-    from titan_exp.launch.state.run_lookup import run_path
+    from titan_exp.launch.run_lookup import run_path
 
     convert_command(options, run_path)
     return 0

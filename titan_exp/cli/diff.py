@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.options import options_help, take_options
+from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.verb_options import DiffOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.state.run_lookup import find_runs, named_runs, require_one, runs_folder
+from titan_exp.launch.run_lookup import find_runs, named_runs, require_one, runs_folder
 
 USAGE = """\
 titan-exp diff A B: show what differs between two runs, from their folders. It changes nothing, and imports no code
@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
     if len(named) != 2:
         raise UserError("Name two runs: titan-exp diff A B (titan-exp status lists runs).")
     entries = [require_one(find_runs([name], runs), name) for name in named]
-    from titan_exp.launch.state.run_summary import diff_lines, diff_runs
+    from titan_exp.launch.run_summary import diff_lines, diff_runs
 
     for entry in entries:
         if not entry.folder.path.is_dir():

@@ -40,16 +40,16 @@ def _layout(argv: Sequence[str]) -> int:
     from dataclasses import asdict
     from pathlib import Path
 
-    from titan_exp.config.command_line.json_output import answer
     from titan_exp.config.command_line.options import take_options
+    from titan_exp.config.command_line.output import answer
     from titan_exp.config.command_line.terminal import Terminal
+    from titan_exp.config.devices import offered_devices
     from titan_exp.config.errors.user_error import UserError
     from titan_exp.config.hydra.compose import compose
     from titan_exp.config.layout.resolved_layout import resolve_layout
-    from titan_exp.config.machine.devices import offered_devices
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.doctor.layout.cases import asked_axes
-    from titan_exp.launch.layout_gate import layout_verdicts
+    from titan_exp.launch.memory_gate import layout_verdicts
     from titan_exp.rules import check
 
     options, overrides = take_options(DoctorLayoutOptions, argv)

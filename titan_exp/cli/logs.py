@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.verb_options import LogsOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.foreign_file import FILE_BYTES
+from titan_exp.config.foreign_file import FILE_BYTES
+from titan_exp.launch.attempt_end import TAIL
 from titan_exp.launch.executor import typed_path
-from titan_exp.launch.rank.rank_status import read_record
-from titan_exp.launch.state.attempt_end import TAIL
-from titan_exp.launch.state.run_lookup import RunEntry, find_runs, named_runs, require_one, runs_folder
-from titan_exp.launch.state.run_status import run_status, run_statuses
+from titan_exp.launch.rank.rank_env import read_record
+from titan_exp.launch.run_lookup import RunEntry, find_runs, named_runs, require_one, runs_folder
+from titan_exp.launch.run_status import run_status, run_statuses
 from titan_exp.tracking.number_format import format_bytes, format_duration, format_items, format_time
 from titan_exp.tracking.run_folder.files import FileTail, last_lines
 from titan_exp.tracking.run_folder.run_folder import RunFolder

@@ -1,4 +1,4 @@
-"""Command line entry point: dispatches `titan-exp VERB ...` to the module of the verb.
+"""Command line entry point: dispatches `titan-exp VERB ...` to the module of the verb; and completion in a shell.
 
 A verb is a module of this package with a function `run(argv) -> int`; the first line of its docstring is its help
 line. Heavy imports are avoided here, so that help, completion and `--cfg` are fast.
@@ -6,22 +6,87 @@ line. Heavy imports are avoided here, so that help, completion and `--cfg` are f
 
 import ast
 import importlib
+import io
 import os
+import re
 import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
 
 from titan_exp import __version__
 from titan_exp.cli.help import guides, tutorials
-from titan_exp.config.command_line.json_output import FLAGS, json_output
-from titan_exp.config.command_line.safe_output import safe_output
+from titan_exp.cli.hydra_command import command_name
+from titan_exp.config.command_line.output import FLAGS, json_output, safe_output
 from titan_exp.config.errors.explained_errors import explain_os_error
 from titan_exp.config.errors.user_error import UserError, listed, nearest
 from titan_exp.config.extension import extensions, help_line, lacking, load, provided
+
+_LINE = re.compile(r"\s*(?P<command>(?:\S*python\S*\s+-m\s+)?\S+)\s+(?P<verb>\S*)(?P<space>\s*)(?P<rest>.*)")
+
+
+def complete(argv: Sequence[str], verbs: Iterable[str]) -> int:
+    """Print completions for COMP_LINE, none after an error; returns 0."""
+    line = os.environ.get("COMP_LINE", "")
+    typed = _LINE.match(line)
+    if typed is None or not typed["space"]:
+        print(" ".join(f"{verb} " for verb in verbs if verb.startswith(typed["verb"] if typed else "")))
+        return 0
+    verb, rest = typed["verb"], typed["rest"]
+    _, space, overrides = rest.partition(" ")
+    if verb == "sweep" and space:
+        print("\n".join(_composed(overrides, argv)))
+        return 0
+    from titan_exp.config.command_line.help import GROUPS, complete_option, is_override, takes_override
+
+    *before, word = rest.split(" ")
+    names, options = _names(verb), complete_option(verb, word)
+    if names is not None:
+        print(" ".join([*(f"{name} " for name in names if name.startswith(word)), *options]))
+        return 0
+    if verb in GROUPS:
+        line = " ".join([*(typed for typed in before if is_override(verb, typed)), word])
+        options += [offer for offer in _composed(line, argv) if takes_override(verb, offer)]
+    print("\n".join(options))
+    return 0
+
+
+def _names(verb: str) -> list[str] | None:
+    """Names that may follow a verb; None if it takes none."""
+    with suppress(Exception):
+        if verb == "sweep":
+            from titan_exp.config.study.study_file import study_files
+
+            return sorted(study_files())
+        if verb == "help":
+            from titan_exp.cli.help import guides, tutorials
+
+            return sorted({*guides(), *tutorials()})
+        if verb in ("status", "show", "diff", "logs", "cancel", "retry", "compare"):
+            from titan_exp.launch.run_lookup import run_groups
+
+            return sorted(run_groups(Path("runs")))
+        return None
+    return []
+
+
+def _composed(rest: str, argv: Sequence[str]) -> list[str]:
+    """Hydra's completions for `titan-exp train`."""
+    from titan_exp.cli.train import run
+
+    os.environ["COMP_LINE"] = f"{command_name()} {rest}"
+    stderr, sys.stderr = sys.stderr, open(os.devnull, "w")  # noqa: SIM115
+    output = io.StringIO()
+    try:
+        with redirect_stdout(output), suppress(Exception, SystemExit):
+            run(argv)
+    finally:
+        sys.stderr = stderr
+    return output.getvalue().split()
+
 
 USAGE = """\
 titan-exp: pretraining experiments, from a composed configuration to a finished run.
@@ -161,8 +226,6 @@ def _indented(names: Iterable[str]) -> str:
 
 def _dispatch(argv: Sequence[str]) -> int:
     if argv and argv[0] in ("--shell-completion", "-sc"):
-        from titan_exp.cli.shell.completion import complete
-
         return complete(argv, verbs())
     verb, *rest = argv or ["--help"]
     if verb in ("--help", "-h") or argv == ["help"]:

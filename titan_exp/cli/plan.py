@@ -10,25 +10,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.cli.shell.hydra_command import OutputFile, run_with_hydra
-from titan_exp.config.command_line.json_output import answer
+from titan_exp.cli.hydra_command import OutputFile, run_with_hydra
 from titan_exp.config.command_line.options import HELP, SWITCHES, VALUED, options_help, take_options
+from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.verb_options import PlanOptions, PlanSearchOptions
+from titan_exp.config.devices import device_type, offered_devices
 from titan_exp.config.errors.user_error import UserError, listed, nearest
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.axes import DEGREES, ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.machine.devices import device_type, offered_devices
 from titan_exp.config.schema.schema import OTHER_NAMES
 from titan_exp.tracking.number_format import format_bytes
 
 if TYPE_CHECKING:
     from titan_exp.config.groups.parallelism import QuantizationConfig
-    from titan_exp.plan.cuda.devices import Device, DeviceMemory
-    from titan_exp.plan.gate.gate import MemoryCheck
-    from titan_exp.plan.search.layouts import SearchSpace
-    from titan_exp.plan.search.search import SearchResult
+    from titan_exp.plan.devices import Device, DeviceMemory
+    from titan_exp.plan.gate import MemoryCheck
+    from titan_exp.plan.layout_search import SearchResult
+    from titan_exp.plan.layouts import SearchSpace
 
 
 def device_for(experiment: Experiment, key: str | None) -> "DeviceMemory":
@@ -36,7 +36,7 @@ def device_for(experiment: Experiment, key: str | None) -> "DeviceMemory":
     table lacks the GPU."""
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
     from titan_exp.models.spec.lookup import model_spec
-    from titan_exp.plan.cuda.devices import DEVICES, device_memory_of, device_named, memory_of_gpu, refine_gpu
+    from titan_exp.plan.devices import DEVICES, device_memory_of, device_named, memory_of_gpu, refine_gpu
 
     layout, spec = ResolvedLayout.of(experiment), model_spec(experiment.model)
     runs = Path(experiment.paths.runs).expanduser()
@@ -115,7 +115,7 @@ def require_no_gpus(argv: Sequence[str]) -> None:
 @contextmanager
 def with_device_fault(key: str | None) -> Iterator[None]:
     """Refuse an unknown `--device` together with the faults that the `with` block finds."""
-    from titan_exp.plan.cuda.devices import device_named
+    from titan_exp.plan.devices import device_named
 
     fault = None
     try:
@@ -137,11 +137,11 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     """Predict a composed run and print the plan; returns the exit code. The page shows the `command`. Raises UserError
     if the run breaks a rule or cannot be predicted."""
     from titan_exp.config.command_line.help import remarks
+    from titan_exp.config.devices import offered_devices
     from titan_exp.config.layout.resolved_layout import compilation, resolve_layout
-    from titan_exp.config.machine.devices import offered_devices
-    from titan_exp.launch.run_id import laptop_rate
+    from titan_exp.launch.run_plan import laptop_rate
     from titan_exp.plan.planner_processes import start_forkserver
-    from titan_exp.plan.supported import check_supported
+    from titan_exp.plan.prediction import check_supported
     from titan_exp.rules import check
     from titan_exp.rules.composed import read_experiment
 
@@ -162,10 +162,10 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
             f"Use 0 to {experiment.parallelism.pp - 1}."
         )
 
-    from titan_exp.plan.gate.check_user_code import check_user_code, failing_user_code
-    from titan_exp.plan.gate.gate import MemoryCheck
-    from titan_exp.plan.gate.predictions import FAILED
+    from titan_exp.plan.check_user_code import check_user_code, failing_user_code
+    from titan_exp.plan.gate import MemoryCheck
     from titan_exp.plan.predict import predict
+    from titan_exp.plan.predictions import FAILED
     from titan_exp.plan.tables import plan_to_json, print_plan
 
     page = None if options.html is None else OutputFile("--html", options.html, "plan.html")
@@ -179,12 +179,12 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     else:
         print_plan(plan, kernels=options.kernels)
     if page is not None:
-        from titan_exp.plan.visualize.draw import html_page
+        from titan_exp.plan.draw import html_page
 
         page.write(html_page(plan, memory_check, command))
         print(f"page: {page.path}", file=messages)
     if trace is not None:
-        from titan_exp.plan.visualize.draw import trace_json
+        from titan_exp.plan.draw import trace_json
 
         trace.write(trace_json(plan))
         print(f"trace: {trace.path} (open it at ui.perfetto.dev)", file=messages)
@@ -193,9 +193,9 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
 
 def _verdict(memory_check: "MemoryCheck", options: PlanOptions, typed: Sequence[str]) -> int:
     """Print whether a run fits, or changes that would make it fit; returns the exit code."""
-    from titan_exp.launch.provenance.secrets import mask_override
-    from titan_exp.plan.gate.changes import explain_changes
-    from titan_exp.plan.gate.gate import explain_fit
+    from titan_exp.launch.git import mask_override
+    from titan_exp.plan.changes import explain_changes
+    from titan_exp.plan.gate import explain_fit
 
     if memory_check.fits is not False:
         # On a GPU, the table already says so.
@@ -245,9 +245,9 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str], b
     """Search the layouts of a composed run and print them; returns the exit code. The time limit counts from `began`, a
     time of `time.perf_counter`. Raises UserError if the run cannot be searched, or no layout fits."""
     from titan_exp.config.schema.typed_config import to_experiment
+    from titan_exp.plan.layouts import SearchSpace, fixed_keys, train_command
     from titan_exp.plan.planner_processes import start_forkserver
-    from titan_exp.plan.search.layouts import SearchSpace, fixed_keys, train_command
-    from titan_exp.plan.supported import check_supported, with_run_kernels
+    from titan_exp.plan.prediction import check_supported, with_run_kernels
 
     with with_device_fault(options.device):
         experiment = to_experiment(cfg)
@@ -273,7 +273,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str], b
     start_forkserver()
     space = SearchSpace(experiment, gpus, fixed_keys(typed), _recipes(options.recipe_names, typed))
 
-    from titan_exp.plan.search.search import LayoutSearch
+    from titan_exp.plan.layout_search import LayoutSearch
     from titan_exp.plan.tables import print_search, search_json, steps_for
 
     with _progress() as show:
@@ -296,7 +296,7 @@ def _recipes(names: Sequence[str], typed: Sequence[str]) -> "dict[str, Quantizat
     from titan_exp.config.extension import shipped_options
     from titan_exp.config.hydra.compose import compose
     from titan_exp.config.schema.typed_config import to_experiment
-    from titan_exp.plan.search.layouts import RECIPE
+    from titan_exp.plan.layouts import RECIPE
 
     known = [*shipped_options(RECIPE)]
     for name in names:
@@ -323,7 +323,7 @@ NEXT_KEYS = ("activation_checkpoint=full", "parallelism.tp=8", "parallelism.pp=1
 
 
 def _explain_no_fit(result: "SearchResult", space: "SearchSpace", device: "Device") -> str:
-    from titan_exp.plan.search.layouts import fixed_keys
+    from titan_exp.plan.layouts import fixed_keys
 
     capacity, where, missed = format_bytes(device.memory), f"{space.gpus} x {device.name}", result.missed
     if result.stopped:

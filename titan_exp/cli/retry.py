@@ -4,19 +4,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.options import options_help, take_options
+from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.verb_options import RetryOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.foreign_code import require_plain
 from titan_exp.launch.executor import Submission, SubmitOptions, executor_for, worst_exit_code
 from titan_exp.launch.memory_gate import gate_runs
-from titan_exp.launch.requests import request_lines
+from titan_exp.launch.requests import outcome_records, request_lines
 from titan_exp.launch.run_console import RunConsole
+from titan_exp.launch.run_lookup import RunEntry, find_runs, require_one, runs_folder
 from titan_exp.launch.run_plan import RunPlan, plan_relaunch
-from titan_exp.launch.state.run_lookup import RunEntry, find_runs, require_one, runs_folder
-from titan_exp.launch.state.run_records import outcome_records
-from titan_exp.launch.state.run_status import count_states, run_statuses
+from titan_exp.launch.run_status import count_states, run_statuses
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 USAGE = """\

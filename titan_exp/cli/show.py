@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
-from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.options import options_help, take_options
+from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.verb_options import ShowOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import loaded
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.launch.state.run_lookup import find_runs, named_runs, require_one, runs_folder
+from titan_exp.launch.run_lookup import find_runs, named_runs, require_one, runs_folder
 
 USAGE = """\
 titan-exp show RUN: show one run, from its folder. It changes nothing, and imports no code that its configuration
@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     if len(named) != 1:
         raise UserError("Name one run: titan-exp show RUN (titan-exp status lists runs).")
     entry = require_one(find_runs(named, runs), named[0])
-    from titan_exp.launch.state.run_summary import summarize_run, summary_lines
+    from titan_exp.launch.run_summary import summarize_run, summary_lines
 
     if not entry.folder.path.is_dir():
         raise UserError(f"{entry.label}: this run has not started yet. Start it with {entry.start_command}.")

@@ -13,16 +13,16 @@ from rich.cells import cell_len
 from rich.live import Live
 from rich.text import Text
 
-from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.options import options_help, take_options
+from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.command_line.verb_options import StatusOptions
 from titan_exp.config.errors.user_error import listed
 from titan_exp.launch.executor import worlds_launch
-from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, named_runs, runs_folder
-from titan_exp.launch.state.run_status import StatusRow, count_states, rung_lines, status_rows
+from titan_exp.launch.run_lookup import find_runs, find_study_folder, named_runs, runs_folder
+from titan_exp.launch.run_status import StatusRow, count_states, rung_lines, status_rows
 from titan_exp.tracking.number_format import format_duration, format_items
-from titan_exp.tracking.sinks.sink import Value
+from titan_exp.tracking.run_folder.metrics_jsonl import Value
 
 USAGE = """\
 titan-exp status: show state, step, loss, speed and time left of runs. It changes nothing.

@@ -3,8 +3,8 @@
 import textwrap
 from collections.abc import Sequence
 
-from titan_exp.cli.shell.hydra_command import run_sweep_with_hydra
-from titan_exp.config.command_line.json_output import answer
+from titan_exp.cli.hydra_command import run_sweep_with_hydra
+from titan_exp.config.command_line.output import answer
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.study.study_file import read_study, study_files
 from titan_exp.launch.sweep.sweep_args import sweep_args

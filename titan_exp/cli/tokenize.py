@@ -6,16 +6,16 @@ The `data` group selects the text, as in `titan-exp train`; `out`, `workers`, ..
 from collections.abc import Sequence
 from typing import Any
 
-from titan_exp.cli.shell.hydra_command import run_with_hydra
+from titan_exp.cli.hydra_command import run_with_hydra
 from titan_exp.config.command_line.options import HELP, SWITCHES, VALUED, options_help, require_alone, take_options
 from titan_exp.config.command_line.verb_options import TokenizeOptions
+from titan_exp.config.data_files import Manifest, read_manifest
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed, nearest
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.paths.data_files import Manifest, read_manifest
-from titan_exp.config.schema.builtins import described
+from titan_exp.config.schema.foreign_code import described
 from titan_exp.config.schema.schema import hints
+from titan_exp.data.build_store import build_store
 from titan_exp.data.sample_store import require_intact
-from titan_exp.data.token_store.build_store import build_store
 from titan_exp.rules.data import unreadable_source
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.cli.shell.hydra_command import run_sweep_with_hydra
+from titan_exp.cli.hydra_command import run_sweep_with_hydra
 
 if TYPE_CHECKING:
     from titan_exp.config.groups.experiment import Experiment
@@ -19,18 +19,16 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _launch(cfg: Any, overrides: Sequence[str]) -> int:
+    from titan_exp.config.checkpoint_files import saved_state
     from titan_exp.config.command_line.help import remarks
-    from titan_exp.config.command_line.json_output import answer
-    from titan_exp.config.paths.checkpoint_files import saved_state
+    from titan_exp.config.command_line.output import answer
     from titan_exp.launch.executor import executor_for
     from titan_exp.launch.memory_gate import gate_run, is_done, predicted
-    from titan_exp.launch.provenance.changes import report_stale
-    from titan_exp.launch.requests import request_lines
+    from titan_exp.launch.provenance import report_stale
+    from titan_exp.launch.requests import outcome_records, planned_records, request_lines, run_label, script_records
     from titan_exp.launch.run_console import RunConsole
-    from titan_exp.launch.run_id import laptop_rate, rate_after_decay, related_runs
-    from titan_exp.launch.run_plan import plan_run
-    from titan_exp.launch.state.run_records import outcome_records, planned_records, run_label, script_records
-    from titan_exp.launch.state.run_status import print_dry_run
+    from titan_exp.launch.run_plan import laptop_rate, plan_run, rate_after_decay, related_runs
+    from titan_exp.launch.run_status import print_dry_run
     from titan_exp.launch.sweep.sweep_args import current_sweep_options
     from titan_exp.rules.composed import read_experiment
 
@@ -75,8 +73,8 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
 
 def _preview(experiment: "Experiment", step: int) -> int:
     """Print the global batch of a step."""
-    from titan_exp.config.command_line.json_output import answer
-    from titan_exp.data.preview import preview
+    from titan_exp.config.command_line.output import answer
+    from titan_exp.data.train_loader import preview
     from titan_exp.launch.sweep.sweep_args import current_sweep_options
 
     lines = list[str]()

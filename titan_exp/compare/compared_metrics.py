@@ -15,9 +15,8 @@ from titan_exp.compare.statistics import moving_average
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed, shown
 from titan_exp.config.schema.identity_keys import flatten, has_effect, is_among
 from titan_exp.config.study.study import Direction, usual_direction
-from titan_exp.tracking.run_folder.metrics_jsonl import tail_mean
+from titan_exp.tracking.run_folder.metrics_jsonl import REPORTED, tail_mean
 from titan_exp.tracking.run_folder.run import PredictedMetrics
-from titan_exp.tracking.sinks.sink import REPORTED
 
 WITH_PARENTS = "gpu_hours_with_parents"
 """Name of the metric that exists for continued runs."""

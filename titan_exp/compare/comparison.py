@@ -16,18 +16,17 @@ from titan_exp.compare.compared_metrics import (
     flatten,
     has_failed,
 )
-from titan_exp.compare.ladder import LadderOutcome, climb
-from titan_exp.compare.learnt import Learnt, learn, rank
 from titan_exp.compare.runs import ComparedRun, Row, Selection, StudyRecord, finite
 from titan_exp.compare.statistics import Delta, difference, estimate, holm
+from titan_exp.compare.study_outcome import LadderOutcome, Learnt, climb, learn, rank
 from titan_exp.compare.tuning import Tuning, tune
 from titan_exp.config.errors.user_error import UserError, did_you_mean, shown
 from titan_exp.config.extension import loaded
 from titan_exp.config.study.labels import spelled, words_of
-from titan_exp.launch.verdict.standing import PairedRun, Standing, standing_of
+from titan_exp.launch.standing import PairedRun, Standing, standing_of
 from titan_exp.tracking.number_format import format_items
-from titan_exp.tracking.run_folder.attempts import has_diverged
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
+from titan_exp.tracking.run_folder.run_folder import has_diverged
 
 COUNTED = ("done", "running", "unknown", "preempted")
 """Run states that may limit the budget; runs in other states ended early."""

@@ -12,9 +12,9 @@ from titan_exp.compare.output.formats import escape_markdown
 from titan_exp.compare.output.study_sections import NONE, Section, markdown
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.study.study_file import OWN_DIR, study_files
-from titan_exp.launch.state.run_lookup import StudyFolder, sweep_command
-from titan_exp.launch.verdict.evidence import e_bh, e_lond
-from titan_exp.launch.verdict.ledger import Question, read_ledger
+from titan_exp.launch.evidence import e_bh, e_lond
+from titan_exp.launch.ledger import Question, read_ledger
+from titan_exp.launch.run_lookup import StudyFolder, sweep_command
 from titan_exp.tracking.number_format import format_items
 
 

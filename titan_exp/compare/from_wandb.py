@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.compare.runs import ComparedRun, Selection
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.run_folder.metrics_jsonl import decode
-from titan_exp.tracking.run_folder.provenance_records import Lineage
-from titan_exp.tracking.sinks.sink import Row, Value
-from titan_exp.tracking.sinks.wandb_sink import stop_wandb_service
+from titan_exp.tracking.run_folder.metrics_jsonl import Row, Value, decode
+from titan_exp.tracking.run_folder.run import Lineage
+from titan_exp.tracking.sinks import stop_wandb_service
 
 if TYPE_CHECKING:
     from wandb.apis.public import Run as ApiRun

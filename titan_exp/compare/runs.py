@@ -13,16 +13,14 @@ from titan_exp.compare.statistics import Delta, Estimate
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.study.ladder import LadderRung
 from titan_exp.launch.executor import summarize_worlds
-from titan_exp.launch.state.run_lookup import LadderRecord, find_runs, sweep_command
-from titan_exp.launch.state.run_status import run_statuses
-from titan_exp.launch.verdict.registration import Registration
+from titan_exp.launch.registration import Registration
+from titan_exp.launch.run_lookup import LadderRecord, find_runs, sweep_command
+from titan_exp.launch.run_status import run_statuses
 from titan_exp.tracking.number_format import format_items
-from titan_exp.tracking.run_folder.attempts import Heartbeat, read_json, shown_state
+from titan_exp.tracking.run_folder import run_folder
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows
-from titan_exp.tracking.run_folder.provenance_records import Lineage, read_history
-from titan_exp.tracking.run_folder.run import PredictedMetrics, Run, RunStatus
-from titan_exp.tracking.run_folder.run_folder import Attempt, is_readable_run, readable_runs
-from titan_exp.tracking.sinks.sink import Row as MetricRow
+from titan_exp.tracking.run_folder.metrics_jsonl import Row as MetricRow
+from titan_exp.tracking.run_folder.run import Lineage, PredictedMetrics, Run, RunStatus, read_history
 
 STUDY_FILE = "study.json"
 
@@ -84,7 +82,7 @@ class StudyRecord:
 
 def read_study_record(folder: Path) -> StudyRecord | None:
     """Read the study record of a folder of runs; None if missing. Raises UserError if it is not a study record."""
-    found = read_json(folder / STUDY_FILE, _Study)
+    found = run_folder.read_json(folder / STUDY_FILE, _Study)
     if found is None:
         return None
     points = found.get("points", [])
@@ -187,7 +185,7 @@ class ComparedRun:
     @property
     def shown(self) -> str:
         """Word for the state."""
-        return shown_state(self.state, self.reason)
+        return run_folder.shown_state(self.state, self.reason)
 
     @property
     def seed(self) -> int | None:
@@ -267,7 +265,7 @@ def _read_parent(folder: Path) -> ComparedRun | None:
     return None
 
 
-def _seconds(attempt: Attempt, beat: Heartbeat | None) -> float | None:
+def _seconds(attempt: run_folder.Attempt, beat: run_folder.Heartbeat | None) -> float | None:
     if attempt.start is None:
         return None
     end = attempt.end if attempt.end is not None else None if beat is None else min(beat.time, time.time())
@@ -367,14 +365,14 @@ def select(names: Sequence[str], runs: Path) -> Selection:
 def _folders(word: str, runs: Path) -> list[Path]:
     study = _study_folder(word, runs)
     if study is not None:
-        return readable_runs(study)
-    return [entry.folder.path for entry in find_runs([word], runs) if is_readable_run(entry.folder.path)]
+        return run_folder.readable_runs(study)
+    return [entry.folder.path for entry in find_runs([word], runs) if run_folder.is_readable_run(entry.folder.path)]
 
 
 def _study_folder(word: str, runs: Path) -> Path | None:
     """Folder of runs by name, below `paths.runs` or the current folder."""
     for path in (runs / word, Path(word).expanduser()):
-        if word and path.is_dir() and not _is_run(path) and readable_runs(path):
+        if word and path.is_dir() and not _is_run(path) and run_folder.readable_runs(path):
             return path
     return None
 
@@ -449,7 +447,7 @@ def _name(parents: Sequence[Path], runs: Path) -> str:
 
 
 def _offer(runs: Path, word: str = "") -> str:
-    studies = [path.name for path in sorted(runs.glob("*")) if readable_runs(path)]
+    studies = [path.name for path in sorted(runs.glob("*")) if run_folder.readable_runs(path)]
     if not studies:
         return f"{runs} contains no runs. To look elsewhere, add paths.runs=FOLDER."
     return did_you_mean(word, studies) or f"{runs} holds {_some(studies)}. To look elsewhere, add paths.runs=FOLDER."

@@ -1,12 +1,17 @@
-"""Statistics: paired and unpaired t-tests, and a moving average."""
+"""Statistics: paired and unpaired t-tests, a moving average, and scaling laws of a ladder by variable projection."""
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
+import scipy  # submodules are imported at their first use
+
+from titan_exp.config.errors.user_error import UserError, listed
 
 LEVEL = 0.95
 
@@ -156,3 +161,317 @@ def moving_average(values: list[float]) -> list[float]:
         if len(window) > 1:
             mean[place] = np.polyfit(window - place, loss[window], 1)[1]
     return np.where(known, mean, np.nan).tolist()
+
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+EXPONENTS = (0.02, 2.0)
+"""Bounds of the exponents; a fit that reaches one is refused."""
+SIDE = 9
+"""Values of each exponent in a grid; the next grid has 3/8 of its width."""
+ZOOMS = 14
+"""Grids of the fit; half as many of its refits, which differ by far more."""
+DRAWS = 400
+"""Ladders that are simulated for intervals."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Runs of one size and length that differ only in their seed."""
+
+    at: tuple[float, ...]
+    """Non-embedding parameters and tokens, or FLOPs alone."""
+    losses: tuple[float, ...]
+    """Final losses by seed. Losses within a decaying run lie above the frontier and bias the law."""
+
+
+@dataclass(frozen=True)
+class ScalingLaw:
+    """Law L = E + sum of A_j (x_j / s_j)^-a_j, with as many simulated refits."""
+
+    scale: Array
+    """Geometric means s of the rungs."""
+    terms: Array
+    """E and A."""
+    exponents: Array
+    noise: float
+    """Standard deviation of one run, pooled within rungs."""
+    freedom: int
+    """Degrees of freedom of the noise."""
+    drawn_terms: Array
+    """Of each refit, in rows; a vanished term has the exponent 0."""
+    drawn_exponents: Array
+    drawn_noise: Array
+    coverage: float
+
+    @property
+    def irreducible(self) -> float:
+        """Loss E of infinitely large rungs."""
+        return float(self.terms[0])
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """A without the scale: L = E + sum of A_j x_j^-a_j."""
+        return tuple((self.terms[1:] * self.scale**self.exponents).tolist())
+
+    def loss(self, *at: float) -> float:
+        """Loss at a size."""
+        return float(_loss(self.terms, self.exponents, np.array(at) / self.scale))
+
+    def slope(self, *at: float) -> float:
+        """Fall of the loss with the logarithm of compute, parameters and tokens growing alike."""
+        return float(_slope(self.terms, self.exponents, np.array(at) / self.scale))
+
+    def exponent_intervals(self) -> list[tuple[float, float]]:
+        """Interval of each exponent."""
+        return [_interval(column, self.coverage) for column in self.drawn_exponents.T]
+
+    def interval(self, *at: float, seeds: int | None = None) -> tuple[float, float]:
+        """Interval of the loss at a size, or of the mean over so many new runs."""
+        drawn = _loss(self.drawn_terms, self.drawn_exponents, np.array(at) / self.scale)
+        if seeds is not None:
+            noise = np.random.default_rng(1).standard_normal(len(drawn))
+            drawn = drawn + self.drawn_noise * noise / math.sqrt(seeds)
+        # Refits lie around the fit as the fit lies around the truth.
+        low, high = _interval(drawn, self.coverage)
+        return 2 * self.loss(*at) - high, 2 * self.loss(*at) - low
+
+
+@dataclass(frozen=True)
+class Multiplier:
+    """Compute that the baseline needs for a loss over what the variant needs; above 1 the variant is better."""
+
+    estimate: float
+    """Pooled over rungs, as if it did not change with scale."""
+    low: float
+    high: float
+    by_rung: tuple[tuple[float, float, float], ...]
+    """Estimate and bounds at each rung, with noise pooled over rungs."""
+    constancy: float | None
+    """P-value of the multiplier being the same at all rungs; None with one. If it is small, the pooled one means
+    nothing."""
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """Largest rung against the law of the smaller ones."""
+
+    rung: Rung
+    predicted: float
+    low: float
+    """Bounds for the mean of as many runs as the rung has."""
+    high: float
+    measured: float
+
+    @property
+    def holds(self) -> bool:
+        """True if the measured loss is inside the interval."""
+        return self.low <= self.measured <= self.high
+
+    @property
+    def refusal(self) -> str:
+        """Reason for extrapolating nothing, where the law does not hold."""
+        return (
+            f"The law of the smaller rungs predicts {self.predicted:.4g} [{self.low:.4g}, {self.high:.4g}] at the "
+            f"largest, where {self.measured:.4g} was measured: it does not extrapolate. Run the size in question."
+        )
+
+
+def fit(rungs: Sequence[Rung], coverage: float = LEVEL) -> ScalingLaw:
+    """Fit a law to final losses, by least squares over runs.
+
+    For given exponents the rest is linear, so the exponents are searched on a grid that narrows, with non-negative
+    least squares inside (variable projection, arXiv 2603.22339), and nothing depends on a start. Intervals come from
+    refits of simulated ladders, whose noise is the variance pooled within rungs over a chi-square draw: two or three
+    seeds are too few to resample.
+
+    Raises:
+        UserError: the rungs cannot tell the terms apart, no rung has two seeds, or the fit is at a bound.
+    """
+    at, means, counts = _checked(rungs)
+    freedom = int(counts.sum()) - len(rungs)
+    noise = math.sqrt(sum(float(np.var(rung.losses)) * len(rung.losses) for rung in rungs) / freedom)
+    scale = np.exp(np.log(at).mean(0))
+    terms, exponents = (found[0] for found in _search(at / scale, means[None], counts, ZOOMS))
+    names = ["E", *(f"A{place}" for place in range(1, len(terms)))]
+    at_bound = [name for name, term in zip(names, terms, strict=True) if term <= 0]
+    at_bound += [
+        f"exponent {place} of {exponent:.3g}"
+        for place, exponent in enumerate(exponents, 1)
+        if not EXPONENTS[0] * 1.01 < exponent < EXPONENTS[1] / 1.01
+    ]
+    if at_bound:
+        raise UserError(
+            f"The fit is at a bound of {listed(at_bound, 'and')}: the rungs do not show the law's shape. Add rungs "
+            "that lie further apart, or seeds."
+        )
+    generator = np.random.default_rng(0)
+    drawn_noise = noise * np.sqrt(freedom / generator.chisquare(freedom, DRAWS))
+    spread = generator.standard_normal((DRAWS, len(rungs))) / np.sqrt(counts)
+    simulated = _loss(terms, exponents, at / scale) + drawn_noise[:, None] * spread
+    drawn_terms, drawn_exponents = _search(at / scale, simulated, counts, ZOOMS // 2)
+    vanished = (drawn_terms[:, 1:] <= 0) | (drawn_exponents <= EXPONENTS[0] * 1.01)
+    drawn_exponents = np.where(vanished, 0.0, drawn_exponents)
+    law = ScalingLaw(scale, terms, exponents, noise, freedom, drawn_terms, drawn_exponents, drawn_noise, coverage)
+    for place, (low, high) in enumerate(law.exponent_intervals(), 1):
+        if low <= 0:
+            raise UserError(
+                f"The interval of exponent {place}, [{low:.3g}, {high:.3g}], holds 0: the rungs do not show that the "
+                "loss falls with it. Add rungs that lie further apart, or seeds."
+            )
+    return law
+
+
+def _checked(rungs: Sequence[Rung]) -> tuple[Array, Array, Array]:
+    """Sizes, mean losses and numbers of runs. Raises UserError if they cannot identify a law."""
+    at = np.array([rung.at for rung in rungs], dtype=float).reshape(len(rungs), -1)
+    counts = np.array([len(rung.losses) for rung in rungs])
+    variables = at.shape[1]
+    fewest = min((len(np.unique(column)) for column in at.T), default=0)
+    if fewest < 3 or len(np.unique(at, axis=0)) < 2 * variables + 1:
+        what = "parameters and of tokens" if variables == 2 else "FLOPs"
+        needed = f"at least 3 different numbers of {what}, and {2 * variables + 1} different rungs"
+        raise UserError(f"{len(rungs)} rungs: a law with {variables} terms needs {needed}. Add rungs.")
+    logs = np.log(at) - np.log(at).mean(0)
+    if np.linalg.matrix_rank(logs, tol=1e-6 * np.abs(logs).max()) < variables:
+        raise UserError(
+            "Tokens per parameter are the same in all rungs, so the terms of parameters and of tokens are one. Vary "
+            "them, as branches of one trunk do, or fit over FLOPs alone."
+        )
+    losses = np.array([loss for rung in rungs for loss in rung.losses])
+    if not np.isfinite(losses).all() or counts.min() < 1:
+        raise UserError("A rung has no loss, or a diverged run. Leave the rung out; a law says nothing of divergence.")
+    if counts.max() < 2:
+        raise UserError("No rung has two seeds, so the noise of a run is unknown. Add a seed to at least one rung.")
+    return at, np.array([np.mean(rung.losses) for rung in rungs]), counts
+
+
+def _loss(terms: Array, exponents: Array, at: Array) -> Array:
+    """Loss by refit (leading axes of the law), or by rung (leading axes of `at`)."""
+    return terms[..., 0] + (terms[..., 1:] * at**-exponents).sum(-1)
+
+
+def _slope(terms: Array, exponents: Array, at: Array) -> Array:
+    return (exponents * terms[..., 1:] * at**-exponents).mean(-1)
+
+
+def _interval(draws: Array, coverage: float) -> tuple[float, float]:
+    low, high = np.quantile(draws, [(1 - coverage) / 2, (1 + coverage) / 2])
+    return float(low), float(high)
+
+
+def _search(at: Array, losses: Array, counts: Array, zooms: int) -> tuple[Array, Array]:
+    """Terms and exponents of the best fit to each row of losses."""
+    variables, rows = at.shape[1], np.arange(len(losses))
+    side = np.linspace(-0.5, 0.5, SIDE)
+    grid = np.stack(np.meshgrid(*[side] * variables, indexing="ij"), -1).reshape(-1, variables)
+    low, high = np.log(EXPONENTS)
+    middle, width = np.full((len(losses), variables), (low + high) / 2), high - low
+    found = np.zeros((len(losses), variables + 1))
+    for _ in range(zooms):
+        tried = np.clip(middle[:, None] + width * grid, low, high)
+        terms, errors = _project(np.exp(tried), at, losses, np.sqrt(counts))
+        best = np.argmin(errors, axis=1)
+        middle, width, found = tried[rows, best], width * 3 / (SIDE - 1), terms[rows, best]
+    return found, np.exp(middle)
+
+
+def _project(exponents: Array, at: Array, losses: Array, weights: Array) -> tuple[Array, Array]:
+    """Non-negative least squares for each grid point of each row: terms and sum of squares.
+
+    The best set of positive terms is found by trying all sets, of which there are 3 or 7; where all terms together are
+    positive, no other set is better.
+    """
+    powers = at ** -exponents[..., None, :]
+    columns = np.concatenate([np.ones((*powers.shape[:-1], 1)), powers], -1) * weights[:, None]
+    shape, width = columns.shape[:2], columns.shape[-1]
+    columns = columns.reshape(-1, len(weights), width)
+    wanted = np.repeat(losses * weights, shape[1], axis=0)
+    terms, errors = np.zeros((len(columns), width)), np.full(len(columns), np.inf)
+    rest = np.arange(len(columns))
+    for size in range(width, 0, -1):
+        for chosen in combinations(range(width), size):
+            x, y = columns[rest][..., chosen], wanted[rest]
+            # Columns of length 1, and a ridge below rounding, where two of them are alike.
+            length = np.linalg.norm(x, axis=1, keepdims=True)
+            unit = x / length
+            square = unit.transpose(0, 2, 1) @ unit + 1e-13 * np.eye(size)
+            found = np.linalg.solve(square, unit.transpose(0, 2, 1) @ y[..., None])
+            error = (((unit @ found)[..., 0] - y) ** 2).sum(-1)
+            better = (found[..., 0] > 0).all(-1) & (error < errors[rest])
+            kept = rest[better]
+            errors[kept] = error[better]
+            terms[kept] = 0.0
+            terms[kept[:, None], chosen] = (found[..., 0] / length[:, 0])[better]
+        if size == width:
+            rest = rest[~np.isfinite(errors)]
+        if not len(rest):
+            break
+    return terms.reshape(*shape, width), errors.reshape(shape)
+
+
+def hold_out(rungs: Sequence[Rung], coverage: float = LEVEL) -> HoldOut:
+    """Predict the largest rung from the law of all smaller sizes.
+
+    All rungs of the largest size are left out, and of them that of most tokens is predicted. A measured loss outside
+    the interval is an alarm: the law does not hold, or the noise is not that of the smaller rungs. Raises UserError if
+    the smaller rungs give no law.
+    """
+    largest = max(rungs, key=lambda rung: rung.at)
+    smaller = [rung for rung in rungs if rung.at[0] < largest.at[0]]
+    try:
+        law = fit(smaller, coverage)
+    except UserError as error:
+        raise UserError(f"Without the largest size there is no law to test. {error}") from None
+    low, high = law.interval(*largest.at, seeds=len(largest.losses))
+    return HoldOut(largest, law.loss(*largest.at), low, high, float(np.mean(largest.losses)))
+
+
+def extrapolate(rungs: Sequence[Rung], coverage: float = LEVEL) -> tuple[ScalingLaw, HoldOut]:
+    """Law of all rungs and its hold-out test. Raises UserError if the test fails, so that nothing is extrapolated."""
+    law, tested = fit(rungs, coverage), hold_out(rungs, coverage)
+    if not tested.holds:
+        raise UserError(tested.refusal)
+    return law, tested
+
+
+def compute_multiplier(
+    law: ScalingLaw, pairs: Sequence[tuple[tuple[float, ...], Sequence[float]]], coverage: float = LEVEL
+) -> Multiplier:
+    """Compute multiplier of a variant by paired differences of final losses at each rung, positive if it is better.
+
+    A small difference d is a shift of the baseline's `law` by ln CM = d / slope. Over rungs, d = ln CM * slope is a
+    line through 0 with noise pooled within rungs, and the F-test of its lack of fit is the test of constancy. Intervals
+    add the slope's variance over refits to that of d.
+
+    Raises:
+        UserError: a difference is not finite, or no rung has two pairs.
+    """
+    differences = [np.asarray(found, dtype=float) for _, found in pairs]
+    counts = np.array([len(found) for found in differences])
+    freedom = int(counts.sum()) - len(counts)
+    if freedom < 1 or counts.min() < 1 or not all(np.isfinite(found).all() for found in differences):
+        raise UserError(
+            "The compute multiplier takes finite differences, at least one at each rung and two at one. Leave out "
+            "rungs with a diverged run, and say so."
+        )
+    within = sum(float(((found - found.mean()) ** 2).sum()) for found in differences)
+    variance, means = within / freedom, np.array([found.mean() for found in differences])
+    slopes = np.array([law.slope(*at) for at, _ in pairs])
+    drawn = np.stack([_slope(law.drawn_terms, law.drawn_exponents, np.array(at) / law.scale) for at, _ in pairs], -1)
+    quantile = float(scipy.special.stdtrit(freedom, (1 + coverage) / 2))
+
+    def bounds(rungs: Array) -> tuple[float, float, float]:
+        weights = counts[rungs] * slopes[rungs]
+        log = float(weights @ means[rungs] / (weights @ slopes[rungs]))
+        again = (counts * drawn * means)[:, rungs].sum(-1) / (counts * drawn**2)[:, rungs].sum(-1)
+        half = quantile * math.sqrt(variance / (weights @ slopes[rungs]) + float(np.var(again)))
+        return math.exp(log), math.exp(log - half), math.exp(log + half)
+
+    estimate, low, high = bounds(np.arange(len(counts)))
+    by_rung = tuple(bounds(np.array([place])) for place in range(len(counts)))
+    constancy, others = None, len(counts) - 1
+    if others:
+        lack = float(counts @ (means - math.log(estimate) * slopes) ** 2) / others
+        constancy = float(scipy.special.fdtrc(others, freedom, lack / max(variance, 1e-300)))
+    return Multiplier(estimate, low, high, by_rung, constancy)

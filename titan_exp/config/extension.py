@@ -67,9 +67,24 @@ class Extension:
     """Class of an objective by `training.objective`, as `titan_exp.trainer.objective.Objective`."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Module of a source by `data.source`, with the public names and the `DESCRIPTION` of `titan_exp/data/sources`."""
+    asked: str = ""
+    """Function of an experiment that returns whether its run has what the next five fields name, which is imported only
+    then. Imported without torch. Without one, every run has it."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Parts that report by name: a function of an experiment and its train state that yields parts of
     `titan_exp.trainer.part`."""
+    commit: str = ""
+    """Function of an experiment that returns its class of `titan_exp.trainer.commit.Commit`; None for the runs of
+    others."""
+    updates: str = ""
+    """Function that yields parts of a run which act after the optimizer, of the arguments of
+    `titan_exp.trainer.parts.acting_parts`. The planner runs them, too."""
+    exchange: str = ""
+    """Function of an experiment that returns its `titan_exp.plan.prediction.Exchange`; None for the runs of others.
+    Imported without torch."""
+    evaluations: str = ""
+    """Function of an experiment that yields `titan_exp.plan.evaluation.Evaluated` of what its parts evaluate, for the
+    planner. Imported without torch."""
     generators: Mapping[str, str] = field(default_factory=dict)
     """Class by what `titan-exp generate` makes with it (`ModelInputs.makes`), as `Generator` of
     `titan_exp/inference/generate.py`."""
@@ -102,18 +117,6 @@ class Extension:
     `titan_exp/compare/output/study_sections.py`, for every output of `titan-exp compare`."""
     worlds: str = ""
     """Class that launches runs with several worlds, as `titan_exp.launch.executor.Worlds`."""
-    commit: str = ""
-    """Function of an experiment that returns its class of `titan_exp.trainer.commit.Commit`; None for the runs of
-    others."""
-    updates: str = ""
-    """Function that yields parts of a run which act after the optimizer, of the arguments of
-    `titan_exp.trainer.parts.acting_parts`. The planner runs them, too."""
-    exchange: str = ""
-    """Function of an experiment that returns its `titan_exp.plan.prediction.Exchange`; None for the runs of others.
-    Imported without torch."""
-    evaluations: str = ""
-    """Function of an experiment that yields `titan_exp.plan.evaluation.Evaluated` of what its parts evaluate, for the
-    planner. Imported without torch."""
     kept_state: Mapping[str, bool] = field(default_factory=dict)
     """Tensors of each parameter that its parts keep in the optimizer's state, by name, without which a run may
     continue. True if one equals the parameter whenever a checkpoint is saved, which leaves it out."""
@@ -225,9 +228,16 @@ def load(path: str) -> Any:
     return getattr(found, name) if name else found
 
 
-def loaded(what: str) -> Iterator[Any]:
-    """Objects at the import paths in one field of all extensions, such as `rules`."""
-    return (load(path) for extension in extensions().values() if (path := getattr(extension, what)))
+def loaded(what: str, experiment: Any = None) -> Iterator[Any]:
+    """Objects at the import paths in one field of all extensions, such as `rules`, or of those that an experiment asks
+    for."""
+    chosen = extensions().values() if experiment is None else asked_by(experiment)
+    return (load(path) for extension in chosen if (path := getattr(extension, what)))
+
+
+def asked_by(experiment: Any) -> list[Extension]:
+    """Extensions that take part in the run of an experiment."""
+    return [one for one in extensions().values() if not one.asked or load(one.asked)(experiment)]
 
 
 def help_line(path: str) -> str:

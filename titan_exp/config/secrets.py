@@ -140,6 +140,8 @@ def require_variables(config: object, field: str = "") -> set[str]:
 def concealed(text: str) -> str:
     """Text with an interpolation in place of each secret: those that this process has read, and all others of its
     environment."""
+    if len(text) < _SHORTEST:  # as most cells of a table are
+        return text
     secrets = {value: f"${{oc.env:{name}}}" for value, name in secret_values(os.environ.items()).items()} | _revealed
     for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, secrets[value])

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from titan_exp.config.data_files import MANIFEST, UNFINISHED, Field, StoreManifest
 from titan_exp.config.errors.explained_errors import REMEDIES
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.paths.foreign_file import read_object
-from titan_exp.config.paths.store_manifest import MANIFEST, UNFINISHED, Field, StoreManifest
+from titan_exp.config.foreign_file import read_object
 
 TEMPORARY_SUFFIX = ".part"
 """Suffix of a file during writing."""

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from titan_exp.config.data_files import END_OF_TEXT, byte_words, read_manifest, tokenizer_file, tokenizer_path
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.foreign_file import read_object
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import END_OF_TEXT, byte_words, read_manifest, tokenizer_file, tokenizer_path
-from titan_exp.config.paths.foreign_file import read_object
-from titan_exp.config.schema.builtins import BYTES_VOCABULARY
+from titan_exp.config.schema.foreign_code import BYTES_VOCABULARY
 
 
 class Tokenizer(Protocol):

@@ -1,9 +1,10 @@
-"""Training data loader: endless micro-batches in an order that depends on data, seed and batch size, not on the layout.
+"""Training data loader: endless micro-batches in an order independent of the layout, and a preview of a batch.
 
 Of each dp consecutive rows of the run, rank r takes row r; a `Sampler` defines the rows.
 """
 
 import json
+import math
 import threading
 import weakref
 from collections import deque
@@ -18,10 +19,11 @@ import torch
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.schema.sources import source_member
-from titan_exp.data.batch import Batch, MicroBatch, collate
-from titan_exp.data.data_warning import warn
-from titan_exp.data.sampler import NextRow, RowBuffer, Sampler, SamplerState
+from titan_exp.config.schema.data_sets import source_member
+from titan_exp.data import token_store
+from titan_exp.data.batch import Batch, MicroBatch, NextRow, RowBuffer, Sampler, SamplerState, collate
+from titan_exp.data.shard_sampler import VirtualShardSampler
+from titan_exp.data.source_check import training_subset
 from titan_exp.data.sources.base import (
     CONTENT,
     MIXTURE,
@@ -33,20 +35,10 @@ from titan_exp.data.sources.base import (
     fingerprint,
     held_out_fraction,
     require_same_data,
+    warn,
 )
-from titan_exp.data.token_store.reader import (
-    Mixture,
-    RepeatedTokens,
-    ShuffledWindows,
-    TokenSplit,
-    Windows,
-    WindowSampler,
-    build_store_sampler,
-)
-from titan_exp.data.token_store.text_store import StoredText, stored_text
-from titan_exp.data.tokenizers import build_tokenizer
-from titan_exp.data.validation_split import training_subset
-from titan_exp.data.virtual_shards.sampler import VirtualShardSampler
+from titan_exp.data.tokenizers import Tokenizer, build_tokenizer
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 Item = TypeVar("Item")
 _JOIN_TIMEOUT_SECONDS = 5.0
@@ -125,7 +117,7 @@ def _stop(queue: _Queue, thread: threading.Thread) -> None:
 def build_text_sampler(data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> Sampler:
     """Open a text as a sampler. Raises UserError if the corpus or the tokenizer cannot be used."""
     tokenizer, source = build_tokenizer(data), build_source(data)
-    stored = stored_text(data, source, tokenizer)
+    stored = token_store.stored_text(data, source, tokenizer)
     if stored is None:
         return VirtualShardSampler(data, seq_len, seed, dp_rank=dp_rank, dp_degree=dp_degree, source=source)
     corpus: dict[str, Any] = {
@@ -138,16 +130,20 @@ def build_text_sampler(data: DataConfig, seq_len: int, seed: int, *, dp_rank: in
         "training.seq_len": seq_len,
     }
     windows = {"": _windows(stored, seq_len, seed)}
-    return WindowSampler(windows, Mixture([1.0]), corpus, dp_rank=dp_rank, dp_degree=dp_degree)
+    return token_store.WindowSampler(windows, token_store.Mixture([1.0]), corpus, dp_rank=dp_rank, dp_degree=dp_degree)
 
 
-def _windows(text: StoredText, seq_len: int, seed: int) -> Windows:
+def _windows(text: token_store.StoredText, seq_len: int, seed: int) -> token_store.Windows:
     manifest = text.make()
-    tokens = TokenSplit(manifest, "train")
+    tokens = token_store.TokenSplit(manifest, "train")
     if len(tokens) == 0:
         training_subset(text.source, held_out_fraction(text.data))  # raises if all documents are held out
         raise UserError(f"The corpus has no text: all of its {len(text.source)} documents are empty.")
-    return ShuffledWindows(manifest, seq_len, seed, 0) if len(tokens) > seq_len else RepeatedTokens(tokens, seq_len)
+    return (
+        token_store.ShuffledWindows(manifest, seq_len, seed, 0)
+        if len(tokens) > seq_len
+        else token_store.RepeatedTokens(tokens, seq_len)
+    )
 
 
 class TrainLoader(Iterator[Any]):
@@ -282,7 +278,7 @@ class TrainLoader(Iterator[Any]):
                 "continues in that order, in which stores may end an epoch some rows apart. For exact shares, start a "
                 "new run with checkpoint.continue_data=restart",
             )
-            self._sampler = self._build(partial(build_store_sampler, rounded=True))()
+            self._sampler = self._build(partial(token_store.build_store_sampler, rounded=True))()
         elif STREAMING in saved and SHARDS in present:
             reason = "this run tokenized its documents before training, and a stream has them in another order"
             remedy = "use data.streaming=false, or start a new run with checkpoint.continue_data=restart"
@@ -359,3 +355,76 @@ def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:
             "and sizes only",
         )
     require_same_data(saved, present, {*saved, *present} - {REVISION, *({CONTENT} - set(saved))})
+
+
+_MAX_TEXT = 200
+
+
+def preview(data: DataConfig, training: TrainingConfig, seed: int, step: int) -> Iterator[str]:
+    """Describe the global batch of a step, counted from 1 as in the metrics, as lines of text.
+
+    A row is shown with its number in the run and its source. Each of its documents has token range, positions, tokens
+    without a label, and text, shortened in the middle. Token stores are read at the step, other sources from the
+    beginning.
+    """
+    rows, first = training.batch_size_at(step), training.sequences_after(step - 1)
+    size = math.gcd(*training.batch_sizes)
+    loader = TrainLoader(data, training, seed, dp_rank=0, dp_degree=1, micro_batch_size=size, pin_memory=False)
+    tokenizer = build_tokenizer(data)
+    try:
+        loader.skip(first)
+        epoch = loader.epochs()
+        batches = [next(loader) for _ in range(rows // size)]
+        predicted = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
+        source = " ".join(data.paths) or data.source
+        yield (
+            f"step {step}: {rows} rows of {training.seq_len} tokens, {predicted:,} of {rows * training.seq_len:,} "
+            f"predict the next one; epoch {epoch:.3f} of {source}"
+        )
+        for row in range(rows):
+            number = first + row
+            source = loader.source_name(number)
+            yield ""
+            yield f"row {number}" + (f", from {source}" if source else "")
+            yield from _documents(batches[row // size], row % size, tokenizer)
+    finally:
+        loader.close()
+
+
+def _documents(batch: Batch, row: int, tokenizer: Tokenizer) -> Iterator[str]:
+    """Lines for the documents of a row, split at end-of-text tokens; two per document."""
+    tokens, labels = batch.tokens[row], batch.labels[row]
+    positions = torch.arange(len(tokens)) if batch.positions is None else batch.positions[row]
+    ends = (tokens == tokenizer.end_of_text).nonzero().flatten().tolist()
+    begin = 0
+    for end in [*(end + 1 for end in ends), len(tokens)]:
+        if end <= begin:
+            continue
+        ignored = (labels[begin:end] == IGNORE_INDEX).nonzero().flatten() + begin
+        notes = [f"positions {int(positions[begin])}–{int(positions[end - 1])}"]
+        if batch.documents is not None:
+            notes.append(f"attends within document {int(batch.documents[row, begin])}")
+        if len(ignored):
+            notes.append(f"no label: {_ranges(ignored.tolist())}")
+        complete = int(tokens[end - 1]) == tokenizer.end_of_text
+        text = _shorten(tokenizer.decode(tokens[begin:end].tolist()))
+        yield f"  tokens {begin}–{end - 1}, {', '.join(notes)}"
+        yield f"    {text!r}{' ⟨end of text⟩' if complete else ' …'}"
+        begin = end
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Format ascending numbers as ranges, `3, 5–9`."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(f"{first}–{last}" if last > first else f"{first}" for first, last in ranges)
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _MAX_TEXT:
+        return text
+    return f"{text[: _MAX_TEXT // 2]} ⟨{len(text) - _MAX_TEXT:,} more characters⟩ {text[-_MAX_TEXT // 2 :]}"

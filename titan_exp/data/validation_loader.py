@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from titan_exp.config.data_files import unit_hash, unlimited_split
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import unit_hash, unlimited_split
-from titan_exp.config.schema.builtins import described
-from titan_exp.config.schema.sources import source_member
-from titan_exp.config.schema.validation_sets import HOLD_TEXT
+from titan_exp.config.schema.data_sets import HOLD_TEXT, source_member
+from titan_exp.config.schema.foreign_code import described
 from titan_exp.data.batch import Batch, collate
+from titan_exp.data.source_check import validation_subset
 from titan_exp.data.sources.base import (
     RandomAccessSource,
     Source,
@@ -28,10 +28,8 @@ from titan_exp.data.sources.base import (
     build_source,
     build_validation_source,
 )
-from titan_exp.data.token_store.reader import TokenSequence, TokenSplit, open_split
-from titan_exp.data.token_store.text_store import StoredText, stored_text, tokens_of_a_part
+from titan_exp.data.token_store import StoredText, TokenSequence, TokenSplit, open_split, stored_text, tokens_of_a_part
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer, encode_document
-from titan_exp.data.validation_split import validation_subset
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 

@@ -12,8 +12,8 @@ import torch
 from annotated_types import Interval
 from rich.table import Table
 
-from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.options import take_options
+from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose

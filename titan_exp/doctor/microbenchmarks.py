@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_exp.config.devices import command_lines
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.machine.devices import command_lines
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.ops.attention.sdpa import SDPA_BACKENDS, CausalAttention, activate, runs_here
 from titan_exp.tracking.run_folder.run import Run

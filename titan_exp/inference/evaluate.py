@@ -12,10 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 from torch import nn
 
+from titan_exp.checkpoint.checkpoint_cache import local_copy
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
-from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
-from titan_exp.config.command_line.json_output import answer
 from titan_exp.config.command_line.options import take_options
+from titan_exp.config.command_line.output import answer
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.command_line.verb_options import EvaluateOptions
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, in_quotes, listed
@@ -24,7 +24,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.schema.builtins import objective_names
+from titan_exp.config.schema.foreign_code import objective_names
 from titan_exp.config.schema.schema import value_keys
 from titan_exp.config.schema.typed_config import read_values, to_dict, to_experiment
 from titan_exp.data.batch import Batch
@@ -37,7 +37,7 @@ from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.parallel.context_parallel.load_balance import sequence_cuts
 from titan_exp.parallel.fsdp import uses_fsdp
 from titan_exp.parallel.mesh import Mesh, build_mesh
-from titan_exp.parallel.module_requirements import computes_loss
+from titan_exp.parallel.meta_init import computes_loss
 from titan_exp.parallel.tensor_parallel.styles import vocab_shard
 from titan_exp.rules.data import DATA_RULES
 from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
@@ -48,7 +48,7 @@ from titan_exp.trainer.distributed import RunOnRanks, joined_process_group, serv
 from titan_exp.trainer.forward_backward import EagerModel, Model, PipelineModel
 from titan_exp.trainer.objective import LanguageModeling, build_objective
 from titan_exp.trainer.restore import Rows, describe, load_pipeline, load_source
-from titan_exp.trainer.validate import ValidationResult, evaluate_sources, evaluate_split
+from titan_exp.trainer.updates import ValidationResult, evaluate_sources, evaluate_split
 
 TAKEN = ("data.", "training.", "model.attention", "model.context", f"{ROPE}.", "parallelism.")
 """Keys that an evaluation accepts."""

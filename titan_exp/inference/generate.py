@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_exp.checkpoint.checkpoint_cache import local_copy
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, averaged_where_saved, open_checkpoint
-from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.config.checkpoint_files import step_of
 from titan_exp.config.command_line.options import parse_options
 from titan_exp.config.command_line.verb_options import TEXT_OPTIONS, GenerateOptions
 from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.extension import load, provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.paths.checkpoint_files import step_of
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.models.decoder import Decoder

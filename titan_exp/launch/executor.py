@@ -22,16 +22,15 @@ from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import LOCAL, ClusterConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.schema.builtins import executor_names
 from titan_exp.config.schema.component import import_dotted, is_dotted
+from titan_exp.config.schema.foreign_code import executor_names
 from titan_exp.config.schema.typed_config import load_group, read_values, typed_options
 from titan_exp.config.secrets import revealed
 from titan_exp.launch.rank.rank_env import RankInfo
-from titan_exp.tracking.run_folder.attempts import shown_state
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import RunFolder, shown_state
 
 if TYPE_CHECKING:
-    from titan_exp.launch.state.attempt_end import AttemptResult
+    from titan_exp.launch.attempt_end import AttemptResult
 
 
 class Processes(Protocol):

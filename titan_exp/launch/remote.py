@@ -22,6 +22,8 @@ from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.launch.attempt_end import close_attempt, close_dead_attempts
+from titan_exp.launch.code_snapshot import CodeSnapshot, take_code_snapshot
 from titan_exp.launch.executor import (
     NOT_CANCELLED,
     Executor,
@@ -32,19 +34,23 @@ from titan_exp.launch.executor import (
     refused,
     size_text,
 )
-from titan_exp.launch.provenance.changes import report_changes, report_large_patch
-from titan_exp.launch.provenance.code_snapshot import CodeSnapshot, take_code_snapshot
-from titan_exp.launch.provenance.provenance import Provenance, read_provenance
-from titan_exp.launch.rank.host_agent import AGENT, SILENCE, HostFile, host_files, hosts_rank
-from titan_exp.launch.rank.join_attempt import LOOPBACK, join_rendezvous, publish_address
+from titan_exp.launch.provenance import Provenance, read_provenance, report_changes, report_large_patch
+from titan_exp.launch.rank.host_agent import (
+    AGENT,
+    LOOPBACK,
+    SILENCE,
+    HostFile,
+    host_files,
+    hosts_rank,
+    join_rendezvous,
+    publish_address,
+)
 from titan_exp.launch.rank.rank_env import IMPORT_PATH, RankInfo
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
 from titan_exp.launch.slurm.submit import thread_map
-from titan_exp.launch.state.attempt_end import close_attempt, close_dead_attempts
-from titan_exp.tracking.run_folder.attempts import FAILED, STOPPED, Attempt
 from titan_exp.tracking.run_folder.files import FileLock, LockedError
 from titan_exp.tracking.run_folder.folder_owner import own_folder
-from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
+from titan_exp.tracking.run_folder.run_folder import FAILED, STOPPED, Attempt, RunFolder, RunState, write_atomically
 
 Result = TypeVar("Result")
 

@@ -1,13 +1,18 @@
-"""Requests of runs to a scheduler: GPUs and hours in total, how to ask for less, and one job script of each kind."""
+"""Requests of runs to a scheduler (GPUs and hours in total, job scripts), and runs as JSON values for `--json`."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
+from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import listed
-from titan_exp.config.machine.devices import device_type
-from titan_exp.launch.executor import executor_for, size_text
+from titan_exp.launch.executor import Submission, executor_for, size_text
+from titan_exp.launch.run_lookup import RunEntry
 from titan_exp.launch.run_plan import RunPlan
-from titan_exp.plan.gate.gate import fits_unsharded
+from titan_exp.launch.run_status import status_rows
+from titan_exp.plan.gate import fits_unsharded
 
 
 def hours(text: str) -> float:
@@ -66,3 +71,46 @@ def scripts(plans: Sequence[RunPlan]) -> Iterator[tuple[Sequence[RunPlan], str]]
         script = executor_for(group[0].experiment.cluster.kind).script(group[0])
         if script is not None:
             yield group, script
+
+
+Records = list[dict[str, Any]]
+
+
+def outcome_records(submissions: Sequence[Submission], labels: Sequence[str]) -> Records:
+    """Row of `titan-exp status --json` of each run, with its outcome and exit code."""
+    rows = _rows([submission.plan for submission in submissions], labels)
+    return [
+        row
+        | {"outcome": submission.outcome, "exit_code": submission.exit_code}
+        | {"reason": submission.reason or row["reason"], "job_id": submission.job_id or row["job_id"]}
+        for row, submission in zip(rows, submissions, strict=True)
+    ]
+
+
+def planned_records(plans: Sequence[RunPlan], labels: Sequence[str]) -> Records:
+    """Row of `titan-exp status --json` of each run, with the resources that it asks for and, in bytes and seconds, its
+    prediction."""
+    return [
+        row
+        | {"experiment_id": plan.experiment_id, "steps": plan.experiment.training.last_step}
+        | {"processes": plan.layout.world_size, "nodes": plan.layout.nodes, "gpu_hours_asked": gpu_hours(plan)}
+        | {"prediction": None if plan.prediction is None else json.loads(plan.prediction)}
+        for row, plan in zip(_rows(plans, labels), plans, strict=True)
+    ]
+
+
+def script_records(plans: Sequence[RunPlan]) -> Records:
+    """One job script for each different request, with the ids of the runs that ask the same."""
+    return [{"run_ids": [plan.run_id for plan in group], "script": script} for group, script in scripts(plans)]
+
+
+def run_label(plan: RunPlan) -> str:
+    """Name of a run outside a study, by which other verbs find it."""
+    return "/".join(plan.folder.path.parts[-2:])
+
+
+def _rows(plans: Sequence[RunPlan], labels: Sequence[str]) -> Records:
+    entries = [
+        RunEntry(plan.folder, label, plan.folder.path.parent.name) for plan, label in zip(plans, labels, strict=True)
+    ]
+    return [asdict(row) for row in status_rows(entries)]

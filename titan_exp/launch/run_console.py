@@ -12,12 +12,10 @@ from types import FrameType
 from typing import Any
 
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.launch.rank.rank_status import FAILURE_MARK
-from titan_exp.tracking.run_folder.attempts import read_json, shown_state
-from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, read_metrics
-from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.console import ConsoleSink
-from titan_exp.tracking.sinks.sink import Row, Value
+from titan_exp.launch.rank.rank_env import FAILURE_MARK
+from titan_exp.tracking.console import ConsoleSink
+from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, Row, Value, read_metrics
+from titan_exp.tracking.run_folder.run_folder import RunFolder, read_json, shown_state
 
 
 class RunConsole:

@@ -17,8 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from titan_exp.config.groups.run import ClusterConfig
-from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.progress import STEP, ProgressSnapshot, ProgressTracker
+from titan_exp.tracking.logging import STEP, ProgressSnapshot, ProgressTracker, get_logger
 from titan_exp.tracking.run_folder.files import write_atomically
 
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"

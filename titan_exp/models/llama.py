@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.foreign_file import NotedKeys, named_errors
 from titan_exp.config.groups.experiment import ModelConfig
-from titan_exp.config.paths.foreign_file import NotedKeys, named_errors
 from titan_exp.config.schema.typed_config import validated
 from titan_exp.models import family
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, META, TORCHTUNE

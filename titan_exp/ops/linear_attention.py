@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.machine.torch_features import LINEAR_ATTENTION_BACKEND, has_fla
+from titan_exp.config.torch_features import LINEAR_ATTENTION_BACKEND, has_fla
 from titan_exp.ops.delta_chunk import chunk_backward, read_chunk, state_after, write
 
 LinearAttentionBackend = Literal["fla", "torch"]

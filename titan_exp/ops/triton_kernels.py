@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from titan_exp.config.machine.devices import has_triton
+from titan_exp.config.devices import has_triton
 
 if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
     import triton

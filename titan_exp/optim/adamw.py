@@ -10,7 +10,7 @@ from torch import Tensor
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK
 from titan_exp.config.groups.optimizer import AdamWConfig as Config
-from titan_exp.config.machine.torch_features import import_torchao
+from titan_exp.config.torch_features import import_torchao
 from titan_exp.ops.adamw import adamw_update, bias_rates
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.matrices import sharded_like

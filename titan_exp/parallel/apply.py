@@ -8,8 +8,7 @@ from torch import nn
 
 from titan_exp.config.groups.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.parallel.activation_checkpoint import apply_activation_checkpointing, needs_compiler
-from titan_exp.parallel.compile import compile_blocks, inductor_options
+from titan_exp.parallel import activation_checkpoint
 from titan_exp.parallel.context_parallel.apply import apply_context_parallel
 from titan_exp.parallel.expert_parallel import apply_expert_parallel
 from titan_exp.parallel.fsdp import FSDPOptions, apply_fsdp
@@ -41,14 +40,14 @@ def parallelize(
     # Restoring RNG state synchronizes with the host; a captured pass draws no random numbers.
     random = not compilation.cuda_graphs
     partitioned = compilation.compiles("blocks") and compilation.backend != "eager"
-    in_graphs = needs_compiler(checkpointing, model, compiled=partitioned)
+    in_graphs = activation_checkpoint.needs_compiler(checkpointing, model, compiled=partitioned)
     if in_graphs:
-        apply_activation_checkpointing(model, checkpointing, random=random, compiled=partitioned)
+        activation_checkpoint.apply_activation_checkpointing(model, checkpointing, random=random, compiled=partitioned)
     if compilation.compiles("blocks"):
-        options = inductor_options(compilation, mesh, deterministic=training.deterministic)
-        compile_blocks(model, compilation.backend, options)
+        options = activation_checkpoint.inductor_options(compilation, mesh, deterministic=training.deterministic)
+        activation_checkpoint.compile_blocks(model, compilation.backend, options)
     if not in_graphs:
-        apply_activation_checkpointing(model, checkpointing, random=random)
+        activation_checkpoint.apply_activation_checkpointing(model, checkpointing, random=random)
     sharding = FSDPOptions(
         bf16=training.mixed_precision == "bf16",
         bf16_sums=training.accumulation_precision == "bf16",

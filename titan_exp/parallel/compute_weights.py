@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from titan_exp.ops.autograd import local_tensor
-from titan_exp.parallel.collectives import partial_parameters
 from titan_exp.parallel.fsdp import lookup_tables
-from titan_exp.parallel.module_requirements import matching_modules
+from titan_exp.parallel.mesh import partial_parameters
+from titan_exp.parallel.meta_init import matching_modules
 
 _MakeLeaf = Callable[[nn.Parameter, torch.dtype], nn.Parameter]
 """Makes the parameter that takes a master's place."""

@@ -21,7 +21,8 @@ from titan_exp.models.blocks.linear import GroupedLinear
 from titan_exp.ops.autograd import dense, keep_unsaved, local_tensor, unsaved_tensors
 from titan_exp.ops.moe.permutation import combine, experts_of_rows, permute, permute_weights, sort_by_expert
 from titan_exp.ops.moe.routing import Routing
-from titan_exp.parallel.collectives import (
+from titan_exp.parallel.mesh import (
+    Mesh,
     all_gather,
     all_reduce,
     all_to_all_rows,
@@ -31,7 +32,6 @@ from titan_exp.parallel.collectives import (
     return_rows,
     start_count_exchange,
 )
-from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.symmetric_room import worst_case
 from titan_exp.parallel.tensor_parallel.layers import TensorParallelGroup
 

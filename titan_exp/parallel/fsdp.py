@@ -23,7 +23,7 @@ from titan_exp.models.spec.model_spec import PipelinePlan
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.expert_parallel import mixtures
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.module_requirements import matching_modules
+from titan_exp.parallel.meta_init import matching_modules
 from titan_exp.parallel.step_observer import step_observer
 
 

@@ -15,9 +15,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.schema.builtins import described
-from titan_exp.config.schema.sources import open_files
-from titan_exp.config.schema.validation_sets import validation_sets
+from titan_exp.config.schema.data_sets import open_files, validation_sets
+from titan_exp.config.schema.foreign_code import described
 from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, sampled_edge, small_run
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Evaluated:
 
     def pass_of(self, experiment: Experiment, state: "TrainState") -> Callable[[], object]:
         """Pass of a fake rank of `experiment`, which may have fewer layers than the run."""
-        from titan_exp.plan.trace.fake_world import DEVICE, fake_batches
+        from titan_exp.plan.trace.trace_step import DEVICE, fake_batches
 
         training = replace(experiment.training, seq_len=self.experiment.training.seq_len)
         run, model = replace(experiment, training=training), state.model
@@ -87,7 +86,7 @@ def evaluated(experiment: Experiment) -> list[Evaluated]:
     with suppress(UserError):  # a rule says so
         for name, run in validation_sets(experiment).items():
             found.append(Evaluated(run, f"{VALIDATION}/{name}", experiment.evaluation.sets[name].holds_out))
-    return [*found, *(one for evaluations in loaded("evaluations") for one in evaluations(experiment))]
+    return [*found, *(one for evaluations in loaded("evaluations", experiment) for one in evaluations(experiment))]
 
 
 def evaluations_of(experiment: Experiment) -> int:
@@ -162,7 +161,7 @@ def extrapolate_evaluations(
 ) -> dict[int, list[EvaluationTrace]]:
     """Evaluations of pipeline ranks by their number, extrapolated from small models. Ranks between the first and the
     last stage share them if they have as many layers."""
-    from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
+    from titan_exp.plan.trace.trace_step import fake_rank, pipeline_ranks
 
     layout, period = ResolvedLayout.of(experiment), repetition(experiment)[1]
     counts, owners, known = layout.layer_counts, layout.stage_placement, dict[object, list[EvaluationTrace]]()
@@ -227,7 +226,7 @@ def _with_layers(one: EvaluationTrace, more: EvaluationTrace, *most: EvaluationT
 
 def with_evaluations(trace: "Trace", evaluations: Sequence[EvaluationTrace]) -> "Trace":
     """Trace of a step that evaluations follow: its peak may be theirs, and the allocator serves them, too."""
-    from titan_exp.plan.cuda.caching_allocator import Events
+    from titan_exp.plan.caching_allocator import Events
 
     held, peak, events = trace.persistent, trace.peak, Events()
     events.packed.extend(trace.step_events.packed)

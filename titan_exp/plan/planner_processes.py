@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from threading import RLock, Thread
 from typing import Any, Generic, TypeVar
 
-from titan_exp.plan.cuda.caching_allocator import Events, Reserved, steady_reserved
+from titan_exp.plan.caching_allocator import Events, Reserved, steady_reserved
 
 MIN_EVENTS = 30_000
 """Number of events of a step above which replaying takes longer than handing them to another process."""

@@ -8,36 +8,35 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
+from titan_exp.config.devices import device_type, usable_cores, uses_expandable_segments
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.pipeline_schedules import pipeline_seconds
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, share_of_world
-from titan_exp.config.layout.schedule_timeline import pipeline_seconds
-from titan_exp.config.machine.devices import device_type, usable_cores, uses_expandable_segments
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.models.spec.lookup import model_spec, with_attention_backend
-from titan_exp.plan.cuda.caching_allocator import Reserved, steady_reserved
-from titan_exp.plan.cuda.devices import Device, room_of
-from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_capability
-from titan_exp.plan.evaluation import (
-    Evaluated,
-    EvaluationTrace,
-    evaluated,
-    evaluations_of,
-    extrapolate_evaluations,
-    trace_evaluations,
-    with_evaluations,
-)
+from titan_exp.plan import evaluation
+from titan_exp.plan.caching_allocator import Reserved, steady_reserved
+from titan_exp.plan.devices import Device, room_of
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.sample import Samples
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError
+from titan_exp.plan.fake_kernels import deterministic_attention, fake_cuda_capability
 from titan_exp.plan.planner_processes import Call, PlannerProcesses, no_garbage_collection
-from titan_exp.plan.prediction import Exchange, Prediction, RankPrediction, RankTime, exchange_of
+from titan_exp.plan.prediction import (
+    Exchange,
+    Prediction,
+    RankPrediction,
+    RankTime,
+    attention_kernel,
+    check_supported,
+    exchange_of,
+    with_run_kernels,
+)
 from titan_exp.plan.roofline import ClassTime, class_times, pipeline_bubble, rank_time
-from titan_exp.plan.supported import attention_kernel, check_supported, with_run_kernels
-from titan_exp.plan.trace.fake_world import FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.op_costs import assume_expert_load
 from titan_exp.plan.trace.torch_patches import uses_inductor
-from titan_exp.plan.trace.trace_step import Trace, trace_step
+from titan_exp.plan.trace.trace_step import FakeRank, Trace, fake_rank, pipeline_ranks, trace_step
 
 T = TypeVar("T")
 NUMBER = 4
@@ -62,7 +61,7 @@ class RankPlan:
     """Kernels of the step by class."""
     saved: int
     """Bytes of parameters and optimizer state, as a checkpoint holds them."""
-    evaluations: Sequence[EvaluationTrace] = ()
+    evaluations: Sequence[evaluation.EvaluationTrace] = ()
     """Evaluations of the run, whose memory `trace` counts; empty if they are not planned."""
 
     @property
@@ -105,7 +104,7 @@ class RankPlan:
 class EvaluationPlan:
     """Prediction of one kind of evaluation."""
 
-    kind: Evaluated
+    kind: evaluation.Evaluated
     """Kind."""
     pass_seconds: float | None
     """Time of a pass; None if rates are unknown."""
@@ -264,7 +263,7 @@ class Plan:
     @cached_property
     def evaluation_times(self) -> int:
         """Number of evaluations in the run."""
-        return evaluations_of(self.experiment)
+        return evaluation.evaluations_of(self.experiment)
 
     @cached_property
     def evaluation_seconds(self) -> float | None:
@@ -304,7 +303,7 @@ def predict(
     numbers = [rank for rank in range(layout.parallelism.pp) if pipeline_ranks is None or rank in pipeline_ranks]
     # This process works, too, so the pool has one fewer.
     processes = PlannerProcesses(min(len(numbers), usable_cores() if cores is None else cores) - 1)
-    kinds = evaluated(experiment) if evaluates else []
+    kinds = evaluation.evaluated(experiment) if evaluates else []
     traces = partial(_traces, experiment, device, processes=processes, full=full, falls_back=falls_back)
 
     def replay(trace: Trace) -> Call[Reserved] | None:
@@ -312,7 +311,10 @@ def predict(
         return processes.replay(*events, expandable=expandable, capacity=room) if cuda else None
 
     def rank_plan(
-        number: int, trace: Trace, replayed: Call[Reserved] | None, evaluations: Sequence[EvaluationTrace] = ()
+        number: int,
+        trace: Trace,
+        replayed: Call[Reserved] | None,
+        evaluations: Sequence[evaluation.EvaluationTrace] = (),
     ) -> RankPlan:
         weights, state = _state(trace)
         seconds = None
@@ -352,7 +354,7 @@ def predict(
 
 
 def _evaluations(
-    kinds: Sequence[Evaluated], ranks: Sequence[RankPlan], layout: ResolvedLayout, device: Device | None
+    kinds: Sequence[evaluation.Evaluated], ranks: Sequence[RankPlan], layout: ResolvedLayout, device: Device | None
 ) -> list[EvaluationPlan]:
     """Evaluations of a run: the slowest rank sets the time, and a pipeline fills and drains in every pass."""
     found, node = [], layout.node_size if layout.device_type == "cuda" else layout.world_size
@@ -382,14 +384,14 @@ class _Traced(NamedTuple):
     flops_per_token: float
     why_full: str
     samples: Samples | None
-    evaluations: Sequence[EvaluationTrace]
+    evaluations: Sequence[evaluation.EvaluationTrace]
 
 
 def _traces(
     experiment: Experiment,
     device: Device | None,
     numbers: Sequence[int],
-    kinds: Sequence[Evaluated],
+    kinds: Sequence[evaluation.Evaluated],
     processes: PlannerProcesses,
     *,
     full: bool,
@@ -416,12 +418,12 @@ def _traces(
                 if not import_paths(experiment):
                     assumptions = partial(_assumptions, experiment, device)
                     extrapolator.trace_optimizer_steps(numbers, partial(processes.call, _assuming, assumptions))
-                evaluations = extrapolate_evaluations(traced, numbers, kinds, of_evaluation) if kinds else {}
+                evaluations = evaluation.extrapolate_evaluations(traced, numbers, kinds, of_evaluation) if kinds else {}
                 for number in numbers:
                     trace, model = extrapolator.trace(number), extrapolator.optimizer_step(number)
                     whole = model.parameters, model.flops_per_token, "", extrapolator.samples
                     own = evaluations.get(number, ())
-                    yield number, _Traced(with_evaluations(trace, own), *whole, own)
+                    yield number, _Traced(evaluation.with_evaluations(trace, own), *whole, own)
                 return
         except ExtrapolationError as error:
             if not falls_back:
@@ -438,9 +440,9 @@ def _traces(
                 preallocated=rank.preallocated,
                 **options,
             )
-            own, model = trace_evaluations(rank, kinds, of_evaluation), rank.state.built
+            own, model = evaluation.trace_evaluations(rank, kinds, of_evaluation), rank.state.built
         whole = model.parameters, model.flops_per_token, why_full, None
-        yield number, _Traced(with_evaluations(trace, own), *whole, own)
+        yield number, _Traced(evaluation.with_evaluations(trace, own), *whole, own)
 
 
 @contextmanager

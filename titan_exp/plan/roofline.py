@@ -14,22 +14,13 @@ import numpy as np
 
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.layout.axes import AXES, EXPERT_AXES
-from titan_exp.config.layout.pipeline_schedules import Schedule
+from titan_exp.config.layout.pipeline_schedules import Schedule, timeline
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.layout.schedule_timeline import timeline
-from titan_exp.parallel.pipeline_parallel.runtime import build_schedule
-from titan_exp.plan.cuda.devices import Device
+from titan_exp.parallel.pipeline_runtime import build_schedule
+from titan_exp.plan.devices import Device
 from titan_exp.plan.prediction import RankTime
+from titan_exp.plan.trace import op_costs
 from titan_exp.plan.trace.dispatch_mode import WORLD, OpCosts
-from titan_exp.plan.trace.op_costs import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    BESIDE,
-    EXPERT_MATMULS,
-    KERNEL_CLASSES,
-    MEASURES,
-    STREAMS,
-)
 from titan_exp.plan.trace.torch_patches import AXIS, WAITED_FOR
 
 BEHIND_COMPUTE = ("fsdp", "efsdp", "dp_replicate")
@@ -87,8 +78,8 @@ class ClassTime:
 def class_times(costs: OpCosts, device: Device | None) -> list[ClassTime]:
     """Kernels of a step by class, without empty classes. Seconds sum up to those of `rank_time`."""
     found = []
-    for name in KERNEL_CLASSES:
-        flops, fp8, size, launches = (costs.kernels.get((name, measure), 0) for measure in MEASURES)
+    for name in op_costs.KERNEL_CLASSES:
+        flops, fp8, size, launches = (costs.kernels.get((name, measure), 0) for measure in op_costs.MEASURES)
         if launches:
             moved = 0 if flops else size
             kernels = {key: count for key, count in costs.kernels.items() if key[0] == name}
@@ -100,10 +91,10 @@ def class_times(costs: OpCosts, device: Device | None) -> list[ClassTime]:
 
 def _kernel_seconds(costs: OpCosts, device: Device) -> tuple[float, float]:
     """Seconds of matmuls and attention, and of other kernels."""
-    flops, fp8, size, _ = (costs.kernels.get((EXPERT_MATMULS, measure), 0) for measure in MEASURES)
+    flops, fp8, size, _ = (costs.kernels.get((op_costs.EXPERT_MATMULS, measure), 0) for measure in op_costs.MEASURES)
     # Reading and writing the operands of experts' matmuls may exceed their computation.
     weights = size / device.bandwidth - (flops - fp8) / device.matmul_rate - fp8 / device.fp8_rate
-    streamed = sum(costs.kernels.get((name, "bytes"), 0) for name in STREAMS)
+    streamed = sum(costs.kernels.get((name, "bytes"), 0) for name in op_costs.STREAMS)
     elementwise = (costs.bytes_moved - streamed) / device.bandwidth + streamed / device.copy_bandwidth
     return compute_seconds(costs, device) + max(0.0, weights), elementwise
 
@@ -111,14 +102,14 @@ def _kernel_seconds(costs: OpCosts, device: Device) -> tuple[float, float]:
 def compute_seconds(costs: OpCosts, device: Device) -> float:
     """Seconds of matmuls and attention if reading operands bounds none of them."""
     seconds = (costs.flops - costs.fp8_flops) / device.matmul_rate + costs.fp8_flops / device.fp8_rate
-    for name, rate in zip((ATTENTION, ATTENTION_BACKWARD), device.attention_rates, strict=True):
+    for name, rate in zip((op_costs.ATTENTION, op_costs.ATTENTION_BACKWARD), device.attention_rates, strict=True):
         seconds += costs.kernels.get((name, "flops"), 0) * (1 / rate - 1 / device.matmul_rate)
     return seconds
 
 
 def seconds_beside(costs: OpCosts, kind: str, device: Device) -> float:
     """Seconds of the matmuls that overlap with a kind of message, sent in pieces; 0 for other kinds."""
-    flops, fp8 = (costs.kernels.get((kind, measure), 0) for measure in MEASURES[:2])
+    flops, fp8 = (costs.kernels.get((kind, measure), 0) for measure in op_costs.MEASURES[:2])
     return compute_seconds(OpCosts(flops=flops, fp8_flops=fp8), device)
 
 
@@ -159,7 +150,11 @@ def message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, 
     if kind == "receive" or len(ranks) < 2:
         return 0.0  # the sender counts them
     nodes = Counter(rank // node for rank in ranks)
-    rate, others, rounds = device.link_gbs, (len(ranks) - 1) / len(ranks), ROUNDS.get(kind.partition(BESIDE)[0], 0)
+    rate, others, rounds = (
+        device.link_gbs,
+        (len(ranks) - 1) / len(ranks),
+        ROUNDS.get(kind.partition(op_costs.BESIDE)[0], 0),
+    )
     hops = (len(ranks) - len(nodes), len(nodes) - 1) if rounds else (len(nodes) == 1, len(nodes) > 1)
     microseconds = device.message_us + max(1, rounds) * (hops[0] * device.link_hop_us + hops[1] * device.network_hop_us)
     latency = calls * microseconds / 1e6

@@ -17,12 +17,12 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.groups.training import steps_for as steps_of_ramp
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.cuda.caching_allocator import STEPS
-from titan_exp.plan.cuda.devices import Device, room_of, symmetric_memory
+from titan_exp.plan.caching_allocator import STEPS
+from titan_exp.plan.devices import Device, room_of, symmetric_memory
+from titan_exp.plan.layout_search import LayoutCost, SearchResult, short_key
 from titan_exp.plan.predict import EvaluationPlan, Plan, RankPlan
 from titan_exp.plan.prediction import exchange_of
 from titan_exp.plan.roofline import message_seconds
-from titan_exp.plan.search.search import LayoutCost, SearchResult, short_key
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
 from titan_exp.plan.trace.torch_patches import uses_inductor
 from titan_exp.quantization.recipes import MIN_CAPABILITY

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.config.groups.parallelism import QuantizationConfig
-from titan_exp.config.machine.torch_features import import_torchao
+from titan_exp.config.torch_features import import_torchao
 from titan_exp.models.blocks.linear import TensorParallelCollectives
 from titan_exp.ops.autograd import in_type, needs_input_grad
 from titan_exp.ops.float8 import dual_amax, dual_cast

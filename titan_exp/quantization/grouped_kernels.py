@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.machine.torch_features import import_torchao
+from titan_exp.config.torch_features import import_torchao
 from titan_exp.ops.autograd import in_type, needs_input_grad
 from titan_exp.ops.float8 import E4M3, cast_tokens
 from titan_exp.ops.moe.permutation import PaddedOrder, copy_tokens, sum_rows

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_exp.config.machine.torch_features import import_torchao
+from titan_exp.config.torch_features import import_torchao
 from titan_exp.ops.autograd import needs_input_grad
 from titan_exp.quantization.float8 import unflatten
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_exp.config.machine.torch_features import import_torchao
+from titan_exp.config.torch_features import import_torchao
 from titan_exp.ops.autograd import needs_input_grad
 from titan_exp.quantization.float8 import AmaxReduce, unflatten
 from titan_exp.quantization.nvfp4 import E4M3, LARGEST, NVFP4, SIGNS

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.parallelism import QuantizationConfig
-from titan_exp.config.machine.torch_features import import_torchao, torchao_violations
+from titan_exp.config.torch_features import import_torchao, torchao_violations
 from titan_exp.models.blocks.linear import LinearImpl, TensorParallelCollectives
 from titan_exp.quantization.float8 import E4M3, Float8, Float8Matrix, Float8Weight, float8_linear
 from titan_exp.quantization.mxfp8 import mxfp8_linear

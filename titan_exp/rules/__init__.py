@@ -4,27 +4,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
+from titan_exp.config.devices import offered_devices
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.machine.devices import offered_devices
-from titan_exp.rules.checkpoint import (
-    CHECKPOINT_BEGINNING_RULES,
-    CHECKPOINT_RULES,
-    PARENT_BEGINNING_RULES,
-    PARENT_RULES,
-)
-from titan_exp.rules.cluster import CLUSTER_LAYOUT_RULES, CLUSTER_RULES
+from titan_exp.rules import checkpoint, pipeline_parallel
+from titan_exp.rules.cluster import CLUSTER_LAYOUT_RULES, CLUSTER_RULES, NAME_RULES, PATH_LAUNCH_RULES, PATH_RULES
 from titan_exp.rules.compile import GRAPH_LAYOUT_RULES, GRAPH_RULES, RECOMPUTE_RULES
-from titan_exp.rules.data import DATA_RULES, LARGE_TEXT_LAUNCH_RULES, STORE_RULES
-from titan_exp.rules.evaluation import EVALUATION_RULES
-from titan_exp.rules.expert_parallel import EXPERT_LAYOUT_RULES, EXPERT_RULES
+from titan_exp.rules.data import DATA_RULES, EVALUATION_RULES, LARGE_TEXT_LAUNCH_RULES, STORE_RULES
 from titan_exp.rules.mesh import CONTEXT_RULES, DEGREE_RULES, TENSOR_RULES
-from titan_exp.rules.model import MODEL_RULES
-from titan_exp.rules.names import NAME_RULES, PATH_LAUNCH_RULES, PATH_RULES
-from titan_exp.rules.optimizer import CLIP_RULES, PARAMETER_RULES, PARAMETRIZATION_RULES
-from titan_exp.rules.pipeline_parallel import PIPELINE_LAYOUT_RULES, PIPELINE_RULES, schedule_is_known
+from titan_exp.rules.model import CLIP_RULES, MODEL_RULES, PARAMETER_RULES, PARAMETRIZATION_RULES
 from titan_exp.rules.quantization import QUANTIZATION_LAYOUT_RULES, QUANTIZATION_RULES, TRITON_RULES
 from titan_exp.rules.rule import Rule, find_violations
 from titan_exp.rules.training import MODE_RULES, RAMP_LAYOUT_RULES, RAMP_RULES, TRAINING_LAYOUT_RULES, TRAINING_RULES
@@ -44,20 +34,20 @@ RULES: tuple[Rule, ...] = (
     *PARAMETRIZATION_RULES,
     *PARAMETER_RULES,
     *CLIP_RULES,
-    *EXPERT_RULES,
-    *PIPELINE_RULES,
+    *pipeline_parallel.EXPERT_RULES,
+    *pipeline_parallel.PIPELINE_RULES,
     *NAME_RULES,
     *DATA_RULES,
     *STORE_RULES,
     *EVALUATION_RULES,
-    *CHECKPOINT_RULES,
-    *PARENT_RULES,
+    *checkpoint.CHECKPOINT_RULES,
+    *checkpoint.PARENT_RULES,
     *DEGREE_RULES,
     *CLUSTER_RULES,
 )
 """Core's rules checked even if the layout cannot be resolved; `dp_shard` is 1 then."""
 
-BEGINNING_RULES: tuple[Rule, ...] = (*CHECKPOINT_BEGINNING_RULES, *PARENT_BEGINNING_RULES)
+BEGINNING_RULES: tuple[Rule, ...] = (*checkpoint.CHECKPOINT_BEGINNING_RULES, *checkpoint.PARENT_BEGINNING_RULES)
 """Rules about inputs of a run's first start, skipped on resume."""
 
 LAYOUT_RULES: tuple[Rule, ...] = (
@@ -65,8 +55,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     *RAMP_LAYOUT_RULES,
     *QUANTIZATION_LAYOUT_RULES,
     *GRAPH_LAYOUT_RULES,
-    *EXPERT_LAYOUT_RULES,
-    *PIPELINE_LAYOUT_RULES,
+    *pipeline_parallel.EXPERT_LAYOUT_RULES,
+    *pipeline_parallel.PIPELINE_LAYOUT_RULES,
     *CLUSTER_LAYOUT_RULES,
 )
 """Core's rules that need a resolved layout."""
@@ -109,7 +99,7 @@ def check(experiment: Experiment, has_begun: HasBegun | None = None) -> Experime
 
 def violations(experiment: Experiment, has_begun: HasBegun | None = None) -> list[Violation]:
     """All rule violations of an experiment on this machine."""
-    if unreadable := list(schedule_is_known(experiment.parallelism)):
+    if unreadable := list(pipeline_parallel.schedule_is_known(experiment.parallelism)):
         # Others read the schedule: they are checked with one that every layout has.
         parallelism = replace(experiment.parallelism, pp_schedule="1F1B")
         return [*unreadable, *violations(replace(experiment, parallelism=parallelism), has_begun)]

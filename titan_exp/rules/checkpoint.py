@@ -7,27 +7,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from titan_exp.config import checkpoint_files
 from titan_exp.config.errors.user_error import UserError, Violation, listed, nearest, shown
+from titan_exp.config.foreign_file import parse_json, read_lines
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.groups.run import CheckpointConfig, DataConfig, PathsConfig, RunConfig
 from titan_exp.config.groups.training import TrainingConfig, WeightAverageConfig
-from titan_exp.config.paths.checkpoint_files import METADATA_FILE, initial_folder, intact_before, missing_part, step_of
-from titan_exp.config.paths.foreign_file import parse_json, read_lines
-from titan_exp.config.paths.remote_url import is_url, parent_checkpoint, parent_location, problem_of_url
 from titan_exp.config.schema.identity_keys import flatten, is_among
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.models.convert.hf_config import export_violations
 from titan_exp.models.convert.state_dict_map import checkpoint_formats
 from titan_exp.rules.rule import Refuse, rules
-from titan_exp.rules.weights import (
-    ACCEPT,
-    TOKENIZER,
-    from_config,
-    given_weights,
-    model_misfits,
-    tokenizer_misfit,
-)
+from titan_exp.rules.weights import ACCEPT, TOKENIZER, from_config, given_weights, model_misfits, tokenizer_misfit
 
 
 def initial_weights_exist(checkpoint: CheckpointConfig) -> Iterator[Violation]:
@@ -35,11 +27,11 @@ def initial_weights_exist(checkpoint: CheckpointConfig) -> Iterator[Violation]:
     path = checkpoint.initial
     if path is None:
         return
-    if is_url(path):
-        if (problem := problem_of_url(path)) is not None:
+    if checkpoint_files.is_url(path):
+        if (problem := checkpoint_files.problem_of_url(path)) is not None:
             yield Violation("checkpoint.initial", _without_credentials(path), *problem)
         return
-    folder = initial_folder(path) if path else None
+    folder = checkpoint_files.initial_folder(path) if path else None
     if folder is None:
         yield Violation(
             "checkpoint.initial",
@@ -48,8 +40,8 @@ def initial_weights_exist(checkpoint: CheckpointConfig) -> Iterator[Violation]:
             "give a run folder, one of its checkpoints (ls -d runs/*/*/checkpoints/* lists them), or a Hugging Face "
             "folder with config.json and safetensors",
         )
-    elif (missing := missing_part(folder)) is not None:
-        earlier = intact_before(folder)
+    elif (missing := checkpoint_files.missing_part(folder)) is not None:
+        earlier = checkpoint_files.intact_before(folder)
         remedy = "give another copy of it, or another checkpoint"
         remedy = remedy if earlier is None else f"use checkpoint.initial={earlier}"
         yield Violation("checkpoint.initial", path, f"{folder.name} is not complete: {missing}", remedy)
@@ -57,8 +49,12 @@ def initial_weights_exist(checkpoint: CheckpointConfig) -> Iterator[Violation]:
 
 def initial_weights_fit(checkpoint: CheckpointConfig, model: ModelConfig, data: DataConfig) -> Iterator[Violation]:
     """Weights on this machine are of this model, and know the words of this tokenizer."""
-    path = None if checkpoint.initial is None or is_url(checkpoint.initial) else initial_folder(checkpoint.initial)
-    if path is None or missing_part(path) is not None:
+    path = (
+        None
+        if checkpoint.initial is None or checkpoint_files.is_url(checkpoint.initial)
+        else checkpoint_files.initial_folder(checkpoint.initial)
+    )
+    if path is None or checkpoint_files.missing_part(path) is not None:
         return
     assert checkpoint.initial is not None, "there is a path"
     chosen: dict[str, Any] = {"exclude": checkpoint.initial_exclude, "accepted": checkpoint.accept_changes}
@@ -101,7 +97,7 @@ def remote_is_supported(checkpoint: CheckpointConfig) -> Iterator[Violation]:
     if checkpoint.remote is None:
         return
     url = _without_credentials(checkpoint.remote)
-    if (problem := problem_of_url(checkpoint.remote)) is not None:
+    if (problem := checkpoint_files.problem_of_url(checkpoint.remote)) is not None:
         yield Violation("checkpoint.remote", url, *problem)
     if checkpoint.mode == "off":
         reason = "with checkpoint.mode=off the run saves no checkpoint, so it has none to upload"
@@ -169,17 +165,17 @@ def parent_has_a_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) ->
     """The parent has a complete checkpoint of the step. URLs are opened when the run starts."""
     if checkpoint.continue_from is None:
         return
-    location = parent_location(checkpoint.continue_from, Path(paths.runs).expanduser())
-    if is_url(location):
-        if (problem := problem_of_url(location)) is not None:
+    location = checkpoint_files.parent_location(checkpoint.continue_from, Path(paths.runs).expanduser())
+    if checkpoint_files.is_url(location):
+        if (problem := checkpoint_files.problem_of_url(location)) is not None:
             yield Violation(PARENT, location.partition("://")[0] + "://…", *problem)
     elif (path := local_checkpoint(checkpoint, paths)) is None:
         step = "" if checkpoint.continue_step is None else f" of step {checkpoint.continue_step}"
         remedy = "give a run that has one (ls -d runs/*/*/checkpoints/step-* lists all checkpoints)"
         yield Violation(PARENT, checkpoint.continue_from, f"this run has no complete checkpoint{step}", remedy)
-    elif (missing := missing_part(path)) is not None:
-        earlier = intact_before(path)
-        step = None if earlier is None else step_of(earlier)
+    elif (missing := checkpoint_files.missing_part(path)) is not None:
+        earlier = checkpoint_files.intact_before(path)
+        step = None if earlier is None else checkpoint_files.step_of(earlier)
         remedy = "give another copy of it" if step is None else f"use checkpoint.continue_step={step}"
         yield Violation(PARENT, checkpoint.continue_from, f"{path.name} is not complete: {missing}", remedy)
 
@@ -187,7 +183,7 @@ def parent_has_a_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) ->
 def steps_are_left(checkpoint: CheckpointConfig, paths: PathsConfig, training: TrainingConfig) -> Iterator[Violation]:
     """The run has more steps than the checkpoint of a parent on this machine."""
     path = local_checkpoint(checkpoint, paths)
-    step = None if path is None else step_of(path)
+    step = None if path is None else checkpoint_files.step_of(path)
     if step is not None and step >= training.last_step:
         reason = f"{checkpoint.continue_from} has already trained {step} steps"
         key = "training.steps" if training.stop_after is None else "training.stop_after"
@@ -213,7 +209,7 @@ def tail_is_whole(
 ) -> Iterator[Violation]:
     """A parent's averaged steps are none from before this run's tail, which would stay in the mean."""
     path = local_checkpoint(checkpoint, paths)
-    step = None if path is None else step_of(path)
+    step = None if path is None else checkpoint_files.step_of(path)
     first = weight_average.first_step(training.steps)
     if path is None or step is None or weight_average.mode != "tail" or not first <= step < training.last_step:
         return
@@ -222,7 +218,11 @@ def tail_is_whole(
         parents = WeightAverageConfig(saved["weight_average"]["mode"], steps=int(saved["weight_average"]["steps"]))
         begun = parents.first_step(int(saved["training"]["steps"]))
         if parents.mode == "tail" and begun < first:
-            saved_steps = (step_of(other) for other in path.parent.iterdir() if (other / METADATA_FILE).is_file())
+            saved_steps = (
+                checkpoint_files.step_of(other)
+                for other in path.parent.iterdir()
+                if (other / checkpoint_files.METADATA_FILE).is_file()
+            )
             earlier = [other for other in saved_steps if other is not None and other < first]
             reason = (
                 f"the tail to average is steps {first} to {training.steps}. The checkpoint of step {step} holds the "
@@ -297,7 +297,7 @@ def state_misfits(
     run: RunConfig,
 ) -> Iterator[Violation]:
     """Values of the optimizer and of the data that must be those of the parent's configuration, and are not."""
-    location = parent_location(str(checkpoint.continue_from), Path(paths.runs).expanduser())
+    location = checkpoint_files.parent_location(str(checkpoint.continue_from), Path(paths.runs).expanduser())
     weights_alone = f"take the weights alone with checkpoint.continue_from=null checkpoint.initial={location}"
     theirs = flatten(saved)
     if (name := theirs.get("optimizer.name", optimizer.name)) != optimizer.name:
@@ -323,8 +323,12 @@ def local_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) -> Path |
     """Checkpoint of a parent on this machine."""
     if checkpoint.continue_from is None:
         return None
-    location = parent_location(checkpoint.continue_from, Path(paths.runs).expanduser())
-    return None if is_url(location) else parent_checkpoint(location, checkpoint.continue_step)
+    location = checkpoint_files.parent_location(checkpoint.continue_from, Path(paths.runs).expanduser())
+    return (
+        None
+        if checkpoint_files.is_url(location)
+        else checkpoint_files.parent_checkpoint(location, checkpoint.continue_step)
+    )
 
 
 PARENT_RULES = rules(

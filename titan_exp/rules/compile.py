@@ -12,7 +12,7 @@ from titan_exp.config.groups.parallelism import (
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.torch_features import ATTENTION_BACKEND, known_operators, read_entry
+from titan_exp.config.torch_features import ATTENTION_BACKEND, known_operators, read_entry
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, rules

@@ -4,14 +4,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from titan_exp.config.devices import offered_devices
 from titan_exp.config.errors.user_error import Violation, listed, multiples_near
 from titan_exp.config.groups.parallelism import BLOCK_SCALED, CompileConfig, ParallelismConfig, QuantizationConfig
 from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.axes import BLOCK_DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import offered_devices
-from titan_exp.config.machine.torch_features import ATTENTION_BACKEND, FLASH_WITH_LSE, MERGING
+from titan_exp.config.torch_features import ATTENTION_BACKEND, FLASH_WITH_LSE, MERGING
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
+from titan_exp.config.devices import has_triton
 from titan_exp.config.errors.user_error import Violation, did_you_mean
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK, AdamWConfig, OptimizerConfig
@@ -17,8 +18,7 @@ from titan_exp.config.groups.parallelism import (
 )
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import has_triton
-from titan_exp.config.machine.torch_features import torchao_violations
+from titan_exp.config.torch_features import torchao_violations
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.rules.rule import Refuse, check_multiple, rules

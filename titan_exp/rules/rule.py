@@ -12,11 +12,11 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
+from titan_exp.config import devices
+from titan_exp.config.devices import device_type, visible_gpus
 from titan_exp.config.errors.user_error import Violation, listed, multiples_near, nearest_numbers
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine import devices
-from titan_exp.config.machine.devices import device_type, visible_gpus
 from titan_exp.config.schema.typed_config import GapError
 from titan_exp.models.spec.lookup import model_spec
 

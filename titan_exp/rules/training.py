@@ -14,7 +14,7 @@ from titan_exp.config.groups.run import ProfilingConfig
 from titan_exp.config.groups.training import GradClipConfig, TrainingConfig, WeightAverageConfig
 from titan_exp.config.layout.pipeline_schedules import is_file, takes
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, cuts_blocks, head_is_fp32
-from titan_exp.config.schema.builtins import LANGUAGE_MODELING, described
+from titan_exp.config.schema.foreign_code import LANGUAGE_MODELING, described
 from titan_exp.config.schema.identity_keys import COUNTS_BESIDE
 from titan_exp.config.schema.schema import choices_of, hints
 from titan_exp.models.spec.lookup import model_spec

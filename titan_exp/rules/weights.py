@@ -13,12 +13,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from titan_exp.config.checkpoint_files import huggingface_folder
+from titan_exp.config.data_files import read_manifest, tokenizer_path, tokenizer_words
 from titan_exp.config.errors.user_error import UserError, Violation, shown
+from titan_exp.config.foreign_file import read_object
 from titan_exp.config.groups.experiment import Change, ModelConfig
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.checkpoint_files import huggingface_folder
-from titan_exp.config.paths.data_files import read_manifest, tokenizer_path, tokenizer_words
-from titan_exp.config.paths.foreign_file import read_object
 from titan_exp.config.schema.component import current_names
 from titan_exp.config.schema.identity_keys import flatten, is_among, same_value
 from titan_exp.config.schema.typed_config import read_values, validated
@@ -209,7 +209,7 @@ def model_misfits(
 def require_fit(ours: ModelConfig, given: GivenWeights, exclude: Sequence[str], accepted: Sequence[str]) -> None:
     """Raise UserError with the values of `model_misfits`, and overrides that compose the weights' own model."""
     if found := list(model_misfits(ours, given, exclude=exclude, accepted=accepted)):
-        from titan_exp.config.hydra.presets import model_overrides
+        from titan_exp.config.hydra.nondefault import model_overrides
 
         known = isinstance(given.model, ModelConfig)
         fitting = f" They fit this one: {' '.join(model_overrides(given.model))}" if known else ""  # type: ignore[arg-type]

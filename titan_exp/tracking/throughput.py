@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.config.machine.devices import cpu_name
+from titan_exp.config.devices import cpu_name
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.number_format import GIB
 from titan_exp.tracking.run_folder.files import write_atomically

@@ -1,19 +1,76 @@
-"""Commit: how the worlds of a run agree on a step. A world is a process group that trains the whole model on a share of
-every step; `Commit` itself serves a run with one world."""
+"""Commit: how the worlds of a run agree on a step, and the objects of the trainer that they and restoring see."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import MicroBatch
-from titan_exp.trainer.metrics import Numbers, Row, StepResult
+from titan_exp.data.train_loader import TrainLoader
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.forward_backward import Model
+from titan_exp.trainer.metrics import Numbers, Report, Row, StepResult
+from titan_exp.trainer.part import Parts
+from titan_exp.trainer.train_state import TrainState
 from titan_exp.trainer.train_step import sync_step_flags
-from titan_exp.trainer.training import Training
+
+
+class Training(Protocol):
+    """One rank of a training run; `Trainer` implements it."""
+
+    experiment: Experiment
+    """Configuration."""
+    folder: RunFolder
+    """Run folder."""
+    layout: ResolvedLayout
+    """Layout."""
+    state: TrainState
+    """Train state that a step works on."""
+    mesh: Mesh
+    """Device mesh of the state."""
+    model: Model
+    """Model of the state."""
+    optimizer: torch.optim.Optimizer
+    """Optimizer of the state."""
+    parts: Parts
+    """Parts of training."""
+    loader: TrainLoader
+    """Loader of micro-batches."""
+    checkpointer: Checkpointer
+    """Checkpoints of the run."""
+    report: Report
+    """Training report; exists once the state is restored."""
+    step: int
+    """Number of steps trained."""
+    tokens: int
+    """Number of predicted tokens in these steps."""
+    ended: str | None
+    """Reason why a part has ended training; None if none has."""
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the last step."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """True after the last step."""
+        ...
+
+    def seed(self) -> None:
+        """Seed the generators for the next step."""
+        ...
+
+    def progress(self) -> dict[str, Any]:
+        """State other than tensors and data, as JSON."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -114,5 +171,5 @@ class Commit:
 
 def commit_of(experiment: Experiment) -> type[Commit]:
     """Commit class of the extension that trains this run, else `Commit`."""
-    found = (commit(experiment) for commit in loaded("commit"))
+    found = (commit(experiment) for commit in loaded("commit", experiment))
     return next(filter(None, found), Commit)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titan_exp.config import devices
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import COLLECTIVE_SECONDS, ClusterConfig
-from titan_exp.config.machine import devices
-from titan_exp.parallel.collectives import LOOPBACK, loopback_store
+from titan_exp.parallel.mesh import LOOPBACK, loopback_store
 from titan_exp.tracking.logging import configure_logging
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import write_atomically

@@ -9,10 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.feed_forward import Router
-from titan_exp.parallel.collectives import all_reduce
-from titan_exp.parallel.mesh import Mesh
-from titan_exp.tracking.expert_load import load_statistics
-from titan_exp.tracking.sinks.sink import Value
+from titan_exp.parallel.mesh import Mesh, all_reduce
+from titan_exp.tracking.run_folder.metrics_jsonl import Value, load_statistics
 from titan_exp.trainer.objective import Reduction
 
 

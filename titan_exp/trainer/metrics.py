@@ -17,19 +17,15 @@ from torch import Tensor, nn
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.tracking.expert_load import ExpertLoadLog
-from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.progress import PROGRESS
-from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
+from titan_exp.tracking.logging import PROGRESS, get_logger
+from titan_exp.tracking.run_folder import metrics_jsonl
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.build_sinks import build_sinks
-from titan_exp.tracking.sinks.sink import ImageSink, LateSink, Sink, Value
+from titan_exp.tracking.sinks import build_sinks
 from titan_exp.tracking.throughput import PeakMemory, Throughput, mfu_peak
 from titan_exp.trainer.experts import ExpertMetrics
 from titan_exp.trainer.objective import Objective, Reduction
-from titan_exp.trainer.profiling.compile_report import CompileReport, cache_of
 from titan_exp.trainer.profiling.slow_options import SpareMemory, saving_options
-from titan_exp.trainer.profiling.step_times import ROWS, OwnTimes, StepTimes, Stragglers
+from titan_exp.trainer.profiling.step_times import ROWS, CompileReport, OwnTimes, StepTimes, Stragglers, cache_of
 from titan_exp.trainer.train_state import TrainState
 
 Numbers = Mapping[str, float | int | None]
@@ -232,9 +228,9 @@ class Report:
         self.times = StepTimes(mesh.device)
         self._stragglers = Stragglers(dist.get_world_size() // mesh.world["pp"].size(), mesh.device.type)
         self._experiment, self._written = experiment, 0
-        self.sinks: list[Sink] = []
+        self.sinks: list[metrics_jsonl.Sink] = []
         """Metric sinks; only the first rank of the world that writes opens them, like the record of expert load."""
-        self._load_log: ExpertLoadLog | None = None
+        self._load_log: metrics_jsonl.ExpertLoadLog | None = None
         self._loads: dict[int, Mapping[str, list[int]]] = {}
         """Tokens per expert in the steps of `last_rows`, by layer; written with the rows."""
         if writes:
@@ -263,7 +259,7 @@ class Report:
         if not self.sinks:
             self._open_sinks()
         if changed and self.leader:
-            logged = read_last_values(self.folder.metrics)
+            logged = metrics_jsonl.read_last_values(self.folder.metrics)
             if logged.get("attempt") == self.attempt:
                 self._written = int(logged.get("step") or 0)
         self._write(self.last_rows)
@@ -274,7 +270,9 @@ class Report:
         self.sinks = build_sinks(self._experiment, self.folder.path, self.folder.path.name, self.attempt)
         if self._experts:
             steps, every = self._experiment.training.last_step, self._experiment.tracking.log_every
-            self._load_log = ExpertLoadLog(self.folder.expert_load, self.attempt, steps=steps, log_every=every)
+            self._load_log = metrics_jsonl.ExpertLoadLog(
+                self.folder.expert_load, self.attempt, steps=steps, log_every=every
+            )
 
     def write(self, rows: Sequence[Row], numbers: Numbers) -> None:
         """Write rows of committed steps, at least one; the last also gets `numbers`."""
@@ -310,13 +308,13 @@ class Report:
     def image(self, name: str, step: int, image: np.ndarray) -> None:
         """Hand an image, uint8 [height, width, 3], to the sinks that take images."""
         for sink in self.sinks:
-            if isinstance(sink, ImageSink):
+            if isinstance(sink, metrics_jsonl.ImageSink):
                 sink.image(name, step, image)
 
-    def late(self, axis: str, row: Mapping[str, Value]) -> None:
+    def late(self, axis: str, row: Mapping[str, metrics_jsonl.Value]) -> None:
         """Hand values of an earlier step, which the key `axis` has, to the sinks that take them."""
         for sink in self.sinks:
-            if isinstance(sink, LateSink):
+            if isinstance(sink, metrics_jsonl.LateSink):
                 sink.late(axis, row)
 
     def row(
@@ -365,7 +363,9 @@ class Report:
         """Tokens per expert of the last step, by layer."""
         return self._experts.counts()
 
-    def expert_row(self, step: int, values: Mapping[str, float], counts: Mapping[str, list[int]]) -> dict[str, Value]:
+    def expert_row(
+        self, step: int, values: Mapping[str, float], counts: Mapping[str, list[int]]
+    ) -> dict[str, metrics_jsonl.Value]:
         """Expert metrics from a step's numbers and the tokens of each expert, which go to the record."""
         if not self._experts:
             return {}

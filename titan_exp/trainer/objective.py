@@ -13,8 +13,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import load, provided
 from titan_exp.config.groups.parallelism import CompileConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.schema.builtins import LANGUAGE_MODELING
 from titan_exp.config.schema.component import Call, call_violations, import_dotted, is_dotted, require_members
+from titan_exp.config.schema.foreign_code import LANGUAGE_MODELING
 from titan_exp.config.secrets import revealed
 from titan_exp.data.batch import Batch, MicroBatch
 from titan_exp.models.spec.model_spec import ModelSpec

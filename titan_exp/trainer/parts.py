@@ -8,12 +8,12 @@ from typing import Any
 
 from titan_exp.checkpoint.formats.sharded_hf_export import ShardedHFExporter
 from titan_exp.config.errors.user_error import Outcome, UserError, Violation
-from titan_exp.config.extension import load, loaded, provided
+from titan_exp.config.extension import asked_by, load, loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.training import PartConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.component import Call, import_callable
-from titan_exp.config.schema.validation_sets import validation_sets
+from titan_exp.config.schema.data_sets import validation_sets
 from titan_exp.config.secrets import revealed
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.parallel.qk_clip import QKClip
@@ -24,8 +24,7 @@ from titan_exp.trainer.profiling.memory_snapshot import MemorySnapshot
 from titan_exp.trainer.profiling.profiler import ProfileWindow
 from titan_exp.trainer.profiling.roofline_note import RooflineNote
 from titan_exp.trainer.train_state import TrainState
-from titan_exp.trainer.updates import Averaging, ClippingState, LogitClipping, Routing
-from titan_exp.trainer.validate import Evaluation
+from titan_exp.trainer.updates import Averaging, ClippingState, Evaluation, LogitClipping, Routing
 
 
 class GarbageCollection(Part):
@@ -66,7 +65,7 @@ def acting_parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
     if state.average is not None:
         yield Averaging(state.average)
     # Parts of extensions, too, see the weights with which the next step begins.
-    for updates in loaded("updates"):
+    for updates in loaded("updates", experiment):
         yield from updates(experiment, state)
     # First of those that observe, since others may read the load.
     if state.model.load is not None:
@@ -97,8 +96,9 @@ def all_parts(experiment: Experiment, folder: RunFolder, state: TrainState, layo
         yield FiniteLoss()
     # It comes before parts of extensions, since others wait for it.
     yield Export(experiment, folder, state)
-    for path in provided("parts").values():
-        yield from load(path)(experiment, state)
+    for extension in asked_by(experiment):
+        for path in extension.parts.values():
+            yield from load(path)(experiment, state)
     # After all steps, with a note of the whole run.
     yield RooflineNote()
     # Your parts are the last of their phases, so they see the effects of the others.

@@ -11,19 +11,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titan_exp.checkpoint.checkpoint_cache import local_copy
 from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, load_hf_sharded
-from titan_exp.checkpoint.load_state import RestoredState, load_state, read_progress
-from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
-from titan_exp.checkpoint.state_dict import WEIGHTS_ONLY_KEY, is_training_state
+from titan_exp.checkpoint.load_state import (
+    WEIGHTS_ONLY_KEY,
+    RestoredState,
+    is_training_state,
+    load_state,
+    read_progress,
+)
+from titan_exp.config.checkpoint_files import (
+    huggingface_folder,
+    initial_folder,
+    is_url,
+    parent_checkpoint,
+    parent_location,
+    step_of,
+)
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.torch_features import HEAD_SIZES, MERGING, ON_CPU
-from titan_exp.config.paths.checkpoint_files import huggingface_folder, initial_folder, step_of
-from titan_exp.config.paths.remote_url import is_url, parent_checkpoint, parent_location
 from titan_exp.config.schema.identity_keys import differences
 from titan_exp.config.schema.typed_config import load_group, to_dict
+from titan_exp.config.torch_features import HEAD_SIZES, MERGING, ON_CPU
 from titan_exp.data.tokenizers import ByteTokenizer, Tokenizer
 from titan_exp.models.build import build_model, choose_attention_backend
 from titan_exp.models.spec.lookup import model_spec, with_linear_attention_backend, with_mtp_depth
@@ -32,15 +43,14 @@ from titan_exp.ops.attention.sdpa import runs_here
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import buffer_places, init_buffers, local_shard, materialize_parameters
-from titan_exp.parallel.pipeline_parallel.runtime import Pipeline, build_pipeline
+from titan_exp.parallel.pipeline_runtime import Pipeline, build_pipeline
 from titan_exp.rules.checkpoint import model_misfits_of, state_misfits
 from titan_exp.rules.weights import from_config, given_weights, noted_changes, require_fit, tokenizer_misfit
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.provenance_records import Lineage, ancestors, for_shell, read_overrides
+from titan_exp.tracking.run_folder.run import Lineage, ancestors, for_shell, read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.commit import Commit
-from titan_exp.trainer.profiling.compile_report import cache_of
-from titan_exp.trainer.training import Training
+from titan_exp.trainer.commit import Commit, Training
+from titan_exp.trainer.profiling.step_times import cache_of
 
 
 def log_head(folder: RunFolder) -> None:

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
+from titan_exp.checkpoint.background_upload import RemoteRun
 from titan_exp.checkpoint.checkpointer import Checkpointer
-from titan_exp.checkpoint.remote.background_upload import RemoteRun
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.optim.lr_schedule import LRSchedule
-from titan_exp.tracking.progress import PROGRESS
+from titan_exp.tracking.logging import PROGRESS
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.commit import Commit, Flags
+from titan_exp.trainer.commit import Commit, Flags, Training
 from titan_exp.trainer.distributed import seed_step, set_deterministic
 from titan_exp.trainer.metrics import Report
 from titan_exp.trainer.part import Parts, Phase, Run, Step
@@ -26,7 +26,6 @@ from titan_exp.trainer.profiling.memory_snapshot import record_live_allocations
 from titan_exp.trainer.restore import ENDED, PARTS, restore_state
 from titan_exp.trainer.train_state import assemble, build_train_loader
 from titan_exp.trainer.train_step import StepRefused, train_step
-from titan_exp.trainer.training import Training
 
 STOP_SECONDS = 0.1
 """Shortest time between two looks for a stop request, which is a file and may lie on a slow disk."""

@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from titan_exp.data.token_store.reader import ROUNDED_PERIOD, Mixture
+from titan_exp.data.token_store import ROUNDED_PERIOD, Mixture
 
 WEIGHTS = [[1.0], [3, 7], [0.3, 0.7], [1, 1, 1], [0.5, 0.25, 0.125, 0.125], [1e-9, 1.0], [123457, 891011, 17]]
 

@@ -18,13 +18,12 @@ from tests.data.corpora import Ranks, Rows, experiment, rows_of, write_files
 from tests.data.store_sources import TEXTS
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.data import validation_loader
+from titan_exp.data import token_store, validation_loader
+from titan_exp.data.source_check import training_subset
 from titan_exp.data.sources.base import build_source
-from titan_exp.data.token_store import text_store
 from titan_exp.data.tokenizers import write_tokenizer
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.data.validation_split import training_subset
 
 SEQ_LEN = 64
 FORMER_STATE = {
@@ -188,14 +187,14 @@ def test_a_store_follows_text_tokenizer_and_split_and_not_the_place(
 
 
 def test_a_change_during_the_writing_is_noticed(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
-    folder, write = write_files(tmp_path / "files", 40), text_store.write_store
+    folder, write = write_files(tmp_path / "files", 40), token_store.write_store
 
     def write_and_edit(*arguments: Any) -> None:
         write(*arguments)
         (folder / "003.txt").write_text("shorter")
 
     with monkeypatch.context() as patched:
-        patched.setattr(text_store, "write_store", write_and_edit)
+        patched.setattr(token_store, "write_store", write_and_edit)
         with pytest.raises(UserError, match="text has changed"):
             loader(text_run(folder))
     assert stores(cache) == []
@@ -242,7 +241,7 @@ def test_processes_tokenize_once_and_a_killed_one_is_continued(tmp_path: Path, c
 def test_text_in_parts_is_tokenized_by_several_processes(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
     run = text_run(write_files(tmp_path / "files", 40))
     rows = rows_of(next(loader(run)))
-    monkeypatch.setattr(text_store, "PART_BYTES", 2000)
+    monkeypatch.setattr(token_store, "PART_BYTES", 2000)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert rows_of(next(loader(run))) == rows
     assert sorted(len(list(store.glob("store/train-*.tokens"))) for store in stores(cache)) == [1, 3]
@@ -255,7 +254,7 @@ def test_without_a_place_in_the_cache_this_machines_temporary_folder_is_taken(
     rows = rows_of(next(loader(run)))
     (tmp_path / "file").write_text("")
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(text_store.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(token_store.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert rows_of(next(loader(run))) == rows
     assert "Not a directory" in caplog.text
@@ -292,7 +291,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, cache: Path):
 
 
 def _open_on_a_full_disk(run: Experiment, temporary: str, results: Any) -> None:
-    text_store.tempfile.tempdir = temporary
+    token_store.tempfile.tempdir = temporary
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
     try:
         loader(run)
@@ -314,7 +313,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
 def test_a_large_text_and_a_source_without_a_fingerprint_are_read_in_virtual_shards(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(text_store, "LARGEST_TEXT", 5000)
+    monkeypatch.setattr(token_store, "LARGEST_TEXT", 5000)
     own = experiment()
     for run, remedy in (
         (text_run(write_files(tmp_path / "files", 40)), "Make a store with titan-exp tokenize"),
@@ -386,7 +385,7 @@ def test_all_documents_of_a_set_are_tokenized_once(cache: Path, tmp_path: Path, 
     assert [token for batch in first for row in batch for token in row][: len(tokens) - 1] == tokens[:-1]
     assert len(stores(cache)) == 1
     monkeypatch.setattr("titan_exp.data.validation_loader.encode_document", None)
-    monkeypatch.setattr("titan_exp.data.token_store.text_store.write_store", None)
+    monkeypatch.setattr("titan_exp.data.token_store.write_store", None)
     assert [batch.tokens.tolist() for batch in set_of(run)] == first
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parents[1]))
@@ -423,6 +422,6 @@ def test_a_part_of_a_text_is_tokenized_once(cache: Path, tmp_path: Path, monkeyp
     assert tokens(validation_documents=3) == first, "another text, whose first documents are the same"
     (folder / "0000.txt").write_text("changed")
     assert tokens(validation_documents=3)[0] != first[0]
-    monkeypatch.setattr(text_store, "_places", lambda *, make=False: iter(()))
+    monkeypatch.setattr(token_store, "_places", lambda *, make=False: iter(()))
     assert tokens(validation_documents=2)[1] == tokens(validation_documents=2)[1] == 2
     assert tokens()[1] == 30

@@ -17,14 +17,13 @@ from tests.data.corpora import experiment
 from tests.data.store_sources import STREAM, TEXTS, text
 from tests.data.stores import content, make, over
 from titan_exp.cli.tokenize import TokenizeOptions, make_store, options_among
+from titan_exp.config.data_files import UNFINISHED, Manifest, read_manifest
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.data_files import Manifest, read_manifest
-from titan_exp.config.paths.store_manifest import UNFINISHED
+from titan_exp.data.build_store import PartTokenizer
 from titan_exp.data.sample_store import TEMPORARY_SUFFIX, AtomicFile
-from titan_exp.data.token_store.build_store import PartTokenizer
+from titan_exp.data.source_check import unit_hashes
 from titan_exp.data.tokenizers import build_tokenizer
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.data.validation_split import unit_hashes
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -77,7 +76,7 @@ def test_shuffle_permutes_the_documents(tmp_path: Path):
 
 
 def test_a_stream_holds_out_the_documents_that_training_holds_out(tmp_path: Path):
-    from titan_exp.config.paths.data_files import unit_hash
+    from titan_exp.config.data_files import unit_hash
 
     manifest = make(tmp_path / "store", source=STREAM)
     texts = [text(number) for number in range(60) if text(number)]

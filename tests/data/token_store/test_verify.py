@@ -7,10 +7,9 @@ import pytest
 
 from tests.data.stores import make, over
 from titan_exp.cli.tokenize import check_store
+from titan_exp.config.data_files import MANIFEST, Manifest, read_manifest
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.data_files import Manifest, read_manifest
-from titan_exp.config.paths.store_manifest import MANIFEST
-from titan_exp.data.token_store.reader import TokenSplit
+from titan_exp.data.token_store import TokenSplit
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.rules.data import stores_are_complete
 

@@ -8,13 +8,12 @@ import pytest
 
 from tests.data.corpora import Ranks, rows_of
 from tests.data.stores import make, over
+from titan_exp.config.data_files import Field, Manifest
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.paths.data_files import Manifest
-from titan_exp.config.paths.store_manifest import Field
 from titan_exp.data import sample_store
 from titan_exp.data.sources.base import MIXTURE
-from titan_exp.data.token_store.reader import STATE, ShuffledWindows, TokenSplit, build_store_sampler
+from titan_exp.data.token_store import STATE, ShuffledWindows, TokenSplit, build_store_sampler
 from titan_exp.data.train_loader import TrainLoader
 
 LAYOUTS = [(1, 8), (2, 4), (2, 1), (3, 8), (3, 2), (4, 2), (8, 3), (8, 1)]

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from tests.data.corpora import OwnStream, experiment, text
+from titan_exp.config.data_files import unit_hash
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.data_files import unit_hash
 from titan_exp.data.tokenizers import ByteTokenizer
-from titan_exp.data.virtual_shards.block_shuffle import BlockShuffledStream, DaemonThreadPool, StreamSpec
-from titan_exp.data.virtual_shards.streams import EpochShuffle
+from titan_exp.data.virtual_shards import BlockShuffledStream, DaemonThreadPool, EpochShuffle, StreamSpec
 
 CONFIG = experiment().data
 MANY, FEW = (9,) * 20, (50, 30)

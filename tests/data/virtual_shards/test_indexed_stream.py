@@ -8,7 +8,7 @@ import pytest
 from tests.data.corpora import OwnTable, experiment
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.tokenizers import ByteTokenizer
-from titan_exp.data.virtual_shards.streams import EpochShuffle, IndexedStream, TokenizedDocuments
+from titan_exp.data.virtual_shards import EpochShuffle, IndexedStream, TokenizedDocuments
 
 CONFIG = experiment().data
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.data.corpora import OwnTable, experiment, text
 from titan_exp.data.tokenizers import ByteTokenizer
-from titan_exp.data.virtual_shards.streams import EpochShuffle, IndexedStream, PackedStream, TokenizedDocuments
+from titan_exp.data.virtual_shards import EpochShuffle, IndexedStream, PackedStream, TokenizedDocuments
 
 CONFIG = experiment().data
 SEQ_LEN = 50

@@ -3,7 +3,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from titan_exp.data.virtual_shards.block_shuffle import DaemonThreadPool
+from titan_exp.data.virtual_shards import DaemonThreadPool
 
 
 def test_futures_return_results_and_exceptions():

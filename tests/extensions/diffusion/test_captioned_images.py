@@ -18,7 +18,7 @@ from titan_exp.extensions.diffusion import rendered_images
 from titan_exp.extensions.diffusion.encoders import Pixels
 from titan_exp.extensions.diffusion.images import Bucket, aspect_buckets, fit, nearest_bucket
 from titan_exp.extensions.diffusion.latent_format import read_latent_manifest
-from titan_exp.extensions.diffusion.latent_store import LatentSplit
+from titan_exp.extensions.diffusion.latents import LatentSplit
 from titan_exp.extensions.diffusion.verbs import encode as run
 
 SIZES = {"square": (24, 24), "wide": (12, 48), "high": (64, 16)}

@@ -13,7 +13,7 @@ from tests.extensions.diffusion.flux_shapes import needs_diffusers
 from tests.extensions.diffusion.made_pipeline import TEXT_TOKENS, write_pipeline
 from titan_exp.extensions.diffusion.encoders import Autoencoder, image_codec, text_encoder
 from titan_exp.extensions.diffusion.latent_format import read_latent_manifest
-from titan_exp.extensions.diffusion.latent_store import LatentSplit
+from titan_exp.extensions.diffusion.latents import LatentSplit
 from titan_exp.extensions.diffusion.rectified_flow import sampling_noise
 from titan_exp.extensions.diffusion.rendered_images import GlyphImages
 from titan_exp.extensions.diffusion.verbs import encode as run

@@ -14,7 +14,7 @@ from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.extensions.diffusion.latent_format import read_latent_manifest
-from titan_exp.extensions.diffusion.latent_store import LatentSplit
+from titan_exp.extensions.diffusion.latents import LatentSplit
 from titan_exp.inference.generate import generate_command
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 

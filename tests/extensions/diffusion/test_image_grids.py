@@ -9,7 +9,7 @@ from PIL import Image
 
 from tests.compare.made_runs import make_run, rows
 from titan_exp.compare.comparison import compare
-from titan_exp.compare.output.comparison_page import to_html
+from titan_exp.compare.output.pages import to_html
 from titan_exp.compare.runs import select
 from titan_exp.extensions.diffusion.images import image_grid, save_image
 from titan_exp.tracking.run_folder.run_folder import RunFolder

@@ -16,7 +16,7 @@ from tests.extensions.diffusion.test_generate_images import SIZES, read
 from tests.trainer.test_trainer import experiment, run
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml
-from titan_exp.extensions.diffusion.image_scores import CLIPScore, frechet_distance, inception_features
+from titan_exp.extensions.diffusion.generate_images import CLIPScore, frechet_distance, inception_features
 from titan_exp.inference.generate import generate_command
 
 IMAGES = [Flags().image(index) for index in range(len(COLOURS))]

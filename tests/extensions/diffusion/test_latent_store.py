@@ -13,18 +13,17 @@ import torch
 
 from tests.config.composing import experiment
 from titan_exp.cli.main import main
+from titan_exp.config.data_files import MANIFEST
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.store_manifest import MANIFEST
 from titan_exp.data.sample_store import AtomicFile
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.extensions.diffusion import latent_store as writer
+from titan_exp.extensions.diffusion import latents as writer
 from titan_exp.extensions.diffusion.config import EncodeOptions
 from titan_exp.extensions.diffusion.encoders import HashedWords, Pixels
 from titan_exp.extensions.diffusion.latent_format import LatentManifest, read_latent_manifest
-from titan_exp.extensions.diffusion.latent_store import LatentSplit
-from titan_exp.extensions.diffusion.latents import WithoutText
+from titan_exp.extensions.diffusion.latents import LatentSplit, WithoutText
 from titan_exp.extensions.diffusion.rectified_flow import RectifiedFlow
 from titan_exp.extensions.diffusion.rendered_images import GlyphImages
 from titan_exp.rules import violations

@@ -6,7 +6,7 @@ import pytest
 
 from tests.config.composing import experiment
 from titan_exp.cli.main import main
-from titan_exp.config.schema.builtins import sources
+from titan_exp.config.schema.foreign_code import sources
 from titan_exp.config.schema.identity_keys import COUNTS_BESIDE
 from titan_exp.models.spec.lookup import model_spec
 

@@ -17,8 +17,8 @@ from titan_exp.extensions.diffusion.samples import grid_positions
 from titan_exp.optim.grad_clip import global_grad_norm
 from titan_exp.parallel.fsdp import set_gradient_sync
 from titan_exp.parallel.mesh import build_mesh
-from titan_exp.trainer.build_model import BuiltModel
 from titan_exp.trainer.distributed import joined_process_group
+from titan_exp.trainer.train_state import BuiltModel
 
 TEXT, ROWS, COLUMNS, SEQUENCES = 16, 4, 6, 4
 

@@ -170,7 +170,7 @@ def test_a_run_stopped_half_way_goes_on(before: str, after: str, words: str, tmp
 
 
 def noise_depends_on_the_rank() -> None:
-    from titan_exp.data.sampler import keyed_generator
+    from titan_exp.data.batch import keyed_generator
 
     def make(_: object) -> object:
         import os
@@ -229,7 +229,7 @@ def gradients_of_replicated_linears_are_taken_for_whole_ones() -> None:
     def make(original: Callable[..., None]) -> object:
         return lambda module, *names: None if isinstance(module, Linear) else original(module, *names)
 
-    patch("titan_exp.parallel.collectives.mark_partial", make)
+    patch("titan_exp.parallel.mesh.mark_partial", make)
 
 
 def every_tensor_rank_adds_its_gradient_of_the_result() -> None:

@@ -64,7 +64,7 @@ def parts_are_gathered_in_the_order_of_ranks() -> None:
     """Right for one group of ranks, wrong for a group in a group."""
 
     def gather(part: torch.Tensor, mesh: Any) -> torch.Tensor:
-        from titan_exp.parallel.collectives import all_gather
+        from titan_exp.parallel.mesh import all_gather
 
         for axis in ("cp_across", "cp_within"):
             group = mesh.world[axis].get_group()
@@ -80,7 +80,7 @@ def every_rank_keeps_its_part_of_the_noise() -> None:
 
         return lambda seed, *given: original(seed + int(os.environ["RANK"]), *given)
 
-    patch("titan_exp.extensions.diffusion.training_images.sampling_noise", make)
+    patch("titan_exp.extensions.diffusion.rectified_flow.sampling_noise", make)
 
 
 def the_first_stage_s_result_is_sent() -> None:
@@ -92,7 +92,7 @@ def the_first_stage_s_result_is_sent() -> None:
 
         return broadcast
 
-    patch("titan_exp.parallel.pipeline_parallel.runtime.P2PTransport.broadcast", make)
+    patch("titan_exp.parallel.pipeline_runtime.P2PTransport.broadcast", make)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.optim.updates import experiment_of
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.sampler import keyed_generator
+from titan_exp.data.batch import keyed_generator
 from titan_exp.extensions.diffusion import rectified_flow
 from titan_exp.extensions.diffusion.config import RectifiedFlowOptions
 from titan_exp.extensions.diffusion.rectified_flow import RectifiedFlow, shifted

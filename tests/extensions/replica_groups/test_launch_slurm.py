@@ -14,14 +14,12 @@ from titan_exp.extensions.replica_groups import launch_slurm
 from titan_exp.extensions.replica_groups.agents import LifeSign, read_name
 from titan_exp.extensions.replica_groups.events import read_events, record_event
 from titan_exp.extensions.replica_groups.launch_slurm import epilogue, failed_starts, leave
-from titan_exp.launch.rank.rank_env import GROUP, TOKEN
-from titan_exp.launch.rank.rank_status import RankError, RankRecord, write_record
+from titan_exp.launch.rank.rank_env import GROUP, TOKEN, RankError, RankRecord, write_record
 from titan_exp.launch.slurm import executor
 from titan_exp.launch.slurm.script import render, sbatch_options
 from titan_exp.launch.slurm.squeue import Job
 from titan_exp.launch.slurm.submit import group_by_resources
-from titan_exp.tracking.run_folder.attempts import HUNG, World
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import HUNG, RunFolder, World
 
 GOLDEN = Path(__file__).parent / "golden"
 CPU = ["cluster=slurm", "cluster.device=cpu"]

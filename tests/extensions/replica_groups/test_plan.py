@@ -17,12 +17,12 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.extensions.replica_groups.events import ReplicaGroup
 from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.cuda.devices import DEVICES
-from titan_exp.plan.gate.gate import check_memory
-from titan_exp.plan.gate.predictions import cache_key
+from titan_exp.plan.devices import DEVICES
+from titan_exp.plan.gate import check_memory
+from titan_exp.plan.layout_search import LayoutCost
+from titan_exp.plan.layouts import Candidate
 from titan_exp.plan.predict import Plan, predict
-from titan_exp.plan.search.layouts import Candidate
-from titan_exp.plan.search.search import LayoutCost
+from titan_exp.plan.predictions import cache_key
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 WORDS = "training.micro_batch_size=1 "

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.config.composing import experiment, give_gpus
+from titan_exp.config.devices import offered_devices
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
-from titan_exp.config.machine.devices import offered_devices
 from titan_exp.extensions.replica_groups import rules
 from titan_exp.extensions.replica_groups.events import record_event
 from titan_exp.extensions.replica_groups.lighthouse import TORCHFT

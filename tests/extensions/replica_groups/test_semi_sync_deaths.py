@@ -13,8 +13,8 @@ from tests.extensions.replica_groups.fleet import Dies, Fleet, Mutation, await_h
 from tests.extensions.replica_groups.semi_sync_reference import reference
 from tests.extensions.replica_groups.test_semi_sync import DILOCO, EXPERTS, PASSES, STREAMING, assert_same, train_groups
 from tests.parity.runs import Curve
-from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.checkpoint.storage_reader import tensor_shapes
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.extensions.replica_groups.events import ReplicaGroup, read_events
 from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version

@@ -18,7 +18,7 @@ from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_vers
 from titan_exp.extensions.replica_groups.outer_optimizer import OuterSteps
 from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 from titan_exp.ops.autograd import local_tensor
-from titan_exp.plan.trace.fake_world import FakeRank
+from titan_exp.plan.trace.trace_step import FakeRank
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 GROUPS = "cluster.replica_groups=2 training.steps=100 training.micro_batch_size=1 "

@@ -7,7 +7,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layo
 from titan_exp.extensions.replica_groups import rules
 from titan_exp.extensions.replica_groups.events import record_event
 from titan_exp.extensions.replica_groups.lighthouse import TORCHFT
-from titan_exp.launch.run_id import experiment_id, run_id
+from titan_exp.launch.run_plan import experiment_id, run_id
 from titan_exp.rules import violations
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 

@@ -14,8 +14,8 @@ from tests.extensions.replica_groups.semi_sync_reference import reference
 from tests.extensions.replica_groups.test_semi_sync import assert_same
 from tests.extensions.replica_groups.test_semi_sync_deaths import LONG, SAVED
 from tests.parity.runs import Curve
-from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.checkpoint.storage_reader import tensor_shapes
 from titan_exp.extensions.replica_groups.events import ReplicaGroup
 from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 

@@ -18,16 +18,15 @@ from rich.console import Console
 from tests.compare.made_runs import make_run, rows
 from titan_exp.cli.main import main
 from titan_exp.compare.comparison import Comparison, compare
-from titan_exp.compare.output.comparison_page import to_html
 from titan_exp.compare.output.formats import records, to_csv, to_json, to_markdown
-from titan_exp.compare.output.terminal import show
+from titan_exp.compare.output.pages import show, to_html
 from titan_exp.compare.runs import read_run, select
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.study.study_file import read_study
 from titan_exp.extensions.tasks.compare import Line, Runs, newest
 from titan_exp.extensions.tasks.scores import Score, TaskScores, values_of, write_evaluation
-from titan_exp.tracking.run_folder.provenance_records import Lineage
-from titan_exp.tracking.sinks.console import ConsoleSink
+from titan_exp.tracking.console import ConsoleSink
+from titan_exp.tracking.run_folder.run import Lineage
 
 ITEMS = 60
 LRS = (0.001, 0.003)

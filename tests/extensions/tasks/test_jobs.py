@@ -26,8 +26,7 @@ from titan_exp.extensions.tasks.scores import evaluation_file
 from titan_exp.launch.rank.rank_env import outer_launch
 from titan_exp.rules import violations
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
-from titan_exp.tracking.run_folder.provenance_records import read_history
-from titan_exp.tracking.run_folder.run import Run
+from titan_exp.tracking.run_folder.run import Run, read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 WORDS = ["training.steps=4", *EVALUATE.replace("every=6", "every=2").split(), "checkpoint=sync", "checkpoint.every=100"]

@@ -41,7 +41,7 @@ def evaluations(folder: RunFolder) -> list[tuple[int, float, float, float]]:
 
 
 @pytest.mark.parametrize(
-    "function", ["titan_exp.trainer.validate.evaluate_split", "titan_exp.extensions.tasks.part.scores_of"]
+    "function", ["titan_exp.trainer.updates.evaluate_split", "titan_exp.extensions.tasks.part.scores_of"]
 )
 def test_killed_in_an_evaluation(tmp_path: Path, function: str):
     made_task(tmp_path / "task", items=5)

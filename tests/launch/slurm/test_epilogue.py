@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.test_rank_main import make_run
-from titan_exp.launch.rank.rank_env import TOKEN
-from titan_exp.launch.rank.rank_status import RankError, RankRecord, write_record
+from titan_exp.launch.rank.rank_env import TOKEN, RankError, RankRecord, write_record
 from titan_exp.launch.slurm import epilogue
 from titan_exp.launch.slurm.squeue import parse_srun_log
 from titan_exp.tracking.run_folder.run_folder import RunFolder

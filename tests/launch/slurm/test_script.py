@@ -10,12 +10,11 @@ import pytest
 
 from tests.config.composing import experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
+from titan_exp.launch.code_snapshot import CodeSnapshot
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.script import Script, render
 from titan_exp.launch.slurm.submit import _without_outer_jobs, group_by_resources, resources_of
-from titan_exp.tracking.run_folder.attempts import shown_state
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import RunFolder, shown_state
 
 GOLDEN = Path(__file__).parent / "golden"
 SITE = [

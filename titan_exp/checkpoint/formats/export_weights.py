@@ -15,12 +15,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from titan_exp.checkpoint.formats.dcp_checkpoint import write_dcp
 from titan_exp.checkpoint.formats.mapping import ExportReader
 from titan_exp.checkpoint.formats.open_checkpoint import TORCHTUNE_FILE, OpenCheckpoint
 from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec, write_safetensors
-from titan_exp.checkpoint.formats.torch_file import write_torch_file
-from titan_exp.checkpoint.state_dict import is_training_state
+from titan_exp.checkpoint.formats.torch_file import write_dcp, write_torch_file
+from titan_exp.checkpoint.load_state import is_training_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.data.tokenizers import write_tokenizer

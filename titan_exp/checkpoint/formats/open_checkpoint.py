@@ -9,33 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_exp.checkpoint.dcp.storage_writer import find_damage, raise_if_damaged
-from titan_exp.checkpoint.formats.block_scaled import BlockFP8Reader, MXFP4Reader
-from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
+from titan_exp.checkpoint.formats import safetensors, torch_file
 from titan_exp.checkpoint.formats.mapping import ImportReader, check_tensors, require_size
-from titan_exp.checkpoint.formats.safetensors import RenamedReader, SafetensorsReader, TensorReader
-from titan_exp.checkpoint.formats.torch_file import IGNORED, TorchFileReader, open_consolidated, torch_load_safely
+from titan_exp.checkpoint.load_state import is_training_state
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.checkpoint.state_dict import is_training_state
+from titan_exp.checkpoint.storage_writer import find_damage, raise_if_damaged
+from titan_exp.config.data_files import tokenizer_path
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.foreign_file import read_object, table
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import tokenizer_path
-from titan_exp.config.paths.foreign_file import read_object, table
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.tokenizers import TOKENIZER_FILES, build_tokenizer
+from titan_exp.models.convert import hf_config
 from titan_exp.models.convert.decoder_state_dict import META
 from titan_exp.models.convert.diffusers_config import CLASS, from_bfl, from_diffusers
-from titan_exp.models.convert.hf_config import (
-    FILE,
-    config_json,
-    from_huggingface,
-    from_json,
-    language_model,
-    quantized_weights,
-    special_tokens_of,
-    unread_prefixes,
-)
 from titan_exp.models.convert.state_dict_map import CheckpointFormat, checkpoint_formats, state_dict_map
 from titan_exp.models.spec.lookup import family_violations, model_spec, mtp_depth, with_mtp_depth
 from titan_exp.ops.autograd import local_tensor
@@ -56,7 +44,7 @@ class OpenCheckpoint:
     path: Path
     format: str
     model: ModelConfig
-    parameters: TensorReader
+    parameters: safetensors.TensorReader
     """Reader of titan_exp parameters by full name."""
     tokenizer: str | None = None
     """`bytes`, or the path of a tokenizer.json or of a folder with tokenizer files; None without a tokenizer."""
@@ -88,7 +76,7 @@ def averaged_where_saved(source: OpenCheckpoint) -> OpenCheckpoint:
     """Return the checkpoint with its averaged weights if it has any, else unchanged."""
     if source.format != "dcp":
         return source
-    averages = DCPTensorReader(source.path, averaged=True)
+    averages = torch_file.DCPTensorReader(source.path, averaged=True)
     return replace(source, parameters=averages, averaged=True) if averages.has_averages else source
 
 
@@ -103,12 +91,12 @@ def _open(path: Path, step: int, trust: bool) -> OpenCheckpoint:
         raise UserError(f"step={step}: only a run folder has several checkpoints, and {path} is not one.")
     if (path / ".metadata").is_file():
         return _open_dcp(path, trust)
-    if (path / FILE).is_file() and ((path / TORCHTUNE_FILE).is_file() or any(path.glob("*.safetensors"))):
+    if (path / hf_config.FILE).is_file() and ((path / TORCHTUNE_FILE).is_file() or any(path.glob("*.safetensors"))):
         return _open_described(path, trust)
     if (path / "params.json").is_file() and any(path.glob("consolidated.*.pth")):
         return _open_meta(path, trust)
     if (path / "config.json").is_file():
-        return _open_diffusers(path) if CLASS in config_json(path) else open_huggingface(path)
+        return _open_diffusers(path) if CLASS in hf_config.config_json(path) else open_huggingface(path)
     raise UserError(f"{path} is not a checkpoint.\n  {_explain_missing(path)}")
 
 
@@ -116,28 +104,30 @@ def open_huggingface(folder: Path, architecture: str | None = None, *, mtp: bool
     """Open a Hugging Face folder as an architecture; None reads it from config.json. Without `mtp`, its modules of
     multi-token prediction are not read. Raises UserError if the architecture is unknown, or a file is missing or
     damaged."""
-    values, prefixes = language_model(config_json(folder))
-    model = _require_supported(from_huggingface(values, folder.absolute().name, architecture), folder)
+    values, prefixes = hf_config.language_model(hf_config.config_json(folder))
+    model = _require_supported(hf_config.from_huggingface(values, folder.absolute().name, architecture), folder)
     if not any(folder.glob("*.safetensors")):
         raise UserError(
             f"{folder} holds config.json and no *.safetensors. Older files (pytorch_model.bin) become safetensors by "
             "loading and saving them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
         )
-    quantized, store = quantized_weights(values), SafetensorsReader(folder)
+    quantized, store = hf_config.quantized_weights(values), safetensors.SafetensorsReader(folder)
     if quantized == "mxfp4":
-        store = MXFP4Reader(store)
+        store = safetensors.MXFP4Reader(store)
     elif quantized is not None:
-        store = BlockFP8Reader(store, quantized)
+        store = safetensors.BlockFP8Reader(store, quantized)
     elif prefixes:
-        store = RenamedReader(store, _stored_names(store.shapes, prefixes), others=False)
+        store = safetensors.RenamedReader(store, _stored_names(store.shapes, prefixes), others=False)
     # Some tied checkpoints also store the head, and old ones a RoPE table.
-    unread = unread_prefixes(values, architecture)
+    unread = hf_config.unread_prefixes(values, architecture)
     # transformers drops the modules' weights but keeps their number in config.json.
     if not mtp or (unread and not any(name.startswith(unread) for name in store.shapes)):
         model = with_mtp_depth(model, 0)
     extra = {name for name in store.shapes if name.endswith("rotary_emb.inv_freq") or name.startswith(unread)}
     parameters = _mapped(store, model, "huggingface", folder, extra)
-    return OpenCheckpoint(folder, "huggingface", model, parameters, _tokenizer_in(folder), special_tokens_of(values))
+    return OpenCheckpoint(
+        folder, "huggingface", model, parameters, _tokenizer_in(folder), hf_config.special_tokens_of(values)
+    )
 
 
 def run_tokenizer(config: DataConfig) -> tuple[str | None, dict[str, Any]]:
@@ -164,10 +154,10 @@ def _checkpoint_of_run(path: Path, step: int) -> Path:
 def _open_dcp(path: Path, trust: bool) -> OpenCheckpoint:
     # No collectives: in a job of several ranks, only some may open it.
     raise_if_damaged(path, find_damage(path))
-    store = DCPTensorReader(path)
+    store = torch_file.DCPTensorReader(path)
     if not store.shapes:
         raise UserError(f"{path} is a DCP checkpoint without a model: no key begins with 'model.'.")
-    described, run_config = path / FILE, path.parent.parent / "config.yaml"
+    described, run_config = path / hf_config.FILE, path.parent.parent / "config.yaml"
     if described.is_file():
         model, special = _described_model(path, trust)
         tokenizer = _tokenizer_in(path)
@@ -176,8 +166,8 @@ def _open_dcp(path: Path, trust: bool) -> OpenCheckpoint:
         tokenizer, special = run_tokenizer(load_group(run_config, "data", imports=()))
     else:
         raise UserError(
-            f"{path} is a DCP checkpoint outside of a run, without a description of its model: {FILE} is missing. "
-            "Name the run folder, or the checkpoint in it."
+            f"{path} is a DCP checkpoint outside of a run, without a description of its model: {hf_config.FILE} is "
+            "missing. Name the run folder, or the checkpoint in it."
         )
     _check_own_names(model, store, path)
     return OpenCheckpoint(path, "dcp", model, store, tokenizer, special)
@@ -185,11 +175,11 @@ def _open_dcp(path: Path, trust: bool) -> OpenCheckpoint:
 
 def _open_meta(folder: Path, trust: bool) -> OpenCheckpoint:
     # titan_exp's model.json contains more than Meta's params.json.
-    known, special = _described_model(folder, trust) if (folder / FILE).is_file() else (None, {})
-    model, store = open_consolidated(folder, known)
+    known, special = _described_model(folder, trust) if (folder / hf_config.FILE).is_file() else (None, {})
+    model, store = torch_file.open_consolidated(folder, known)
     model = _require_supported(model, folder)
     # A head equal to the embedding is tied.
-    parameters = _mapped(store, model, "llama", folder, {IGNORED, META.head})
+    parameters = _mapped(store, model, "llama", folder, {torch_file.IGNORED, META.head})
     return OpenCheckpoint(folder, "llama", model, parameters, _tokenizer_in(folder), special)
 
 
@@ -197,23 +187,23 @@ def _open_described(folder: Path, trust: bool) -> OpenCheckpoint:
     """Open safetensors with the model's own names, or torchtune's file, beside `model.json`."""
     model, special = _described_model(folder, trust)
     if not (folder / TORCHTUNE_FILE).is_file():
-        store = SafetensorsReader(folder)
+        store = safetensors.SafetensorsReader(folder)
         if "bfl" in checkpoint_formats(model) and {*state_dict_map(model, "bfl").stored_shapes} == {*store.shapes}:
             return OpenCheckpoint(folder, "bfl", model, _mapped(store, model, "bfl", folder, set()))
         return _own_names(folder, "safetensors", model, store, special)
-    store = TorchFileReader(torch_load_safely(folder / TORCHTUNE_FILE))
+    store = torch_file.TorchFileReader(torch_file.torch_load_safely(folder / TORCHTUNE_FILE))
     parameters = _mapped(store, model, "torchtune", folder, set())
     return OpenCheckpoint(folder, "torchtune", model, parameters, _tokenizer_in(folder), special)
 
 
 def _open_diffusers(folder: Path) -> OpenCheckpoint:
-    model = _require_supported(from_diffusers(config_json(folder), folder.absolute().name), folder)
-    parameters = _mapped(SafetensorsReader(folder), model, "diffusers", folder, set())
+    model = _require_supported(from_diffusers(hf_config.config_json(folder), folder.absolute().name), folder)
+    parameters = _mapped(safetensors.SafetensorsReader(folder), model, "diffusers", folder, set())
     return OpenCheckpoint(folder, "diffusers", model, parameters)
 
 
 def _open_bfl(file: Path) -> OpenCheckpoint:
-    store = SafetensorsReader(file.parent, file.name)
+    store = safetensors.SafetensorsReader(file.parent, file.name)
     model = _require_supported(from_bfl(store.shapes, file.stem), file)
     return OpenCheckpoint(file, "bfl", model, _mapped(store, model, "bfl", file, set()))
 
@@ -221,25 +211,25 @@ def _open_bfl(file: Path) -> OpenCheckpoint:
 def _open_torch_file(path: Path, trust: bool) -> OpenCheckpoint:
     if path.name.startswith("consolidated.") and path.with_name("params.json").is_file():
         raise UserError(f"{path} is one file of Meta's Llama. Use its folder: {path.parent}")
-    content = torch_load_safely(path)
+    content = torch_file.torch_load_safely(path)
     tensors = content.get("model")
     if not isinstance(tensors, dict) or "config" not in content:
         raise UserError(
             f"{path} is a torch file, but not of titan-exp: it has no 'model' and 'config' (it has "
             f"{', '.join(map(str, list(content)[:4]))}). For Meta's files use the folder with params.json."
         )
-    model, special = from_json(table(content["config"], f"{path}: config"), path, trust)
-    return _own_names(path, "torch", model, TorchFileReader(tensors), special)
+    model, special = hf_config.from_json(table(content["config"], f"{path}: config"), path, trust)
+    return _own_names(path, "torch", model, torch_file.TorchFileReader(tensors), special)
 
 
 def _own_names(
-    path: Path, form: str, model: ModelConfig, store: TensorReader, special: Mapping[str, Any]
+    path: Path, form: str, model: ModelConfig, store: safetensors.TensorReader, special: Mapping[str, Any]
 ) -> OpenCheckpoint:
     _check_own_names(model, store, path)
     return OpenCheckpoint(path, form, model, store, _tokenizer_in(path), special)
 
 
-def _check_own_names(model: ModelConfig, store: TensorReader, path: Path) -> None:
+def _check_own_names(model: ModelConfig, store: safetensors.TensorReader, path: Path) -> None:
     spec = model_spec(model)
     if spec is not None:
         training = frozenset(name for name in store.shapes if is_training_state(name))
@@ -257,7 +247,7 @@ def _stored_names(names: Iterable[str], prefixes: Mapping[str, str]) -> dict[str
 
 
 def _mapped(
-    store: TensorReader, model: ModelConfig, mapped_format: CheckpointFormat, path: Path, extra: set[str]
+    store: safetensors.TensorReader, model: ModelConfig, mapped_format: CheckpointFormat, path: Path, extra: set[str]
 ) -> ImportReader:
     if mapped_format not in checkpoint_formats(model):
         raise UserError(
@@ -267,7 +257,7 @@ def _mapped(
     require_size(model, store.shapes.values(), str(path))
     row_map = state_dict_map(model, mapped_format)
     renamed = {name: own for name, own in row_map.aliases.items() if name not in store.shapes and own in store.shapes}
-    store = RenamedReader(store, renamed) if renamed else store
+    store = safetensors.RenamedReader(store, renamed) if renamed else store
     wanted = {name: shape for name, shape in row_map.stored_shapes.items() if name not in row_map.copies}
     check_tensors(store.shapes, wanted, where=str(path), optional=row_map.optional | extra)
     return ImportReader(store, row_map)
@@ -282,7 +272,7 @@ def _require_supported(model: ModelConfig, path: Path) -> ModelConfig:
 
 def _described_model(folder: Path, trust: bool) -> tuple[ModelConfig, Mapping[str, Any]]:
     """Model and special tokens of a converted checkpoint's `model.json`."""
-    return from_json(read_object(folder / FILE), folder / FILE, trust)
+    return hf_config.from_json(read_object(folder / hf_config.FILE), folder / hf_config.FILE, trust)
 
 
 def _tokenizer_in(folder: Path) -> str | None:

@@ -18,18 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_exp.checkpoint.formats import safetensors
 from titan_exp.checkpoint.formats.export_weights import write_hf_metadata
 from titan_exp.checkpoint.formats.open_checkpoint import run_tokenizer
-from titan_exp.checkpoint.formats.safetensors import (
-    TensorLocation,
-    TensorSpec,
-    preallocate_safetensors,
-    tensor_locations,
-)
-from titan_exp.checkpoint.state_dict import MODEL_PREFIX, is_training_state, model_state_dict
+from titan_exp.checkpoint.load_state import MODEL_PREFIX, is_training_state, model_state_dict
+from titan_exp.config.checkpoint_files import step_name
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.run import CheckpointConfig, DataConfig
-from titan_exp.config.paths.checkpoint_files import step_name
 from titan_exp.models.blocks.linear import ShardSpec
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, state_dict_map
 from titan_exp.models.spec.lookup import model_spec
@@ -84,7 +79,7 @@ class ShardedHFExporter:
         partial = target.with_name(f"{target.name}.partial")
         row_map, dtype = state_dict_map(self._model, "huggingface"), DTYPES[self._config.export]
         specs = [
-            TensorSpec(name, tuple(shape), torch.float32 if row_map.is_buffer(name) else dtype)
+            safetensors.TensorSpec(name, tuple(shape), torch.float32 if row_map.is_buffer(name) else dtype)
             for name, shape in row_map.stored_shapes.items()
         ]
         written = (
@@ -107,23 +102,23 @@ class ShardedHFExporter:
         dist.broadcast_object_list(found, src=0, group=self._mesh.cpu_group)
         return bool(found[0])
 
-    def _preallocate(self, partial: Path, specs: Sequence[TensorSpec], dtype: torch.dtype) -> None:
+    def _preallocate(self, partial: Path, specs: Sequence[safetensors.TensorSpec], dtype: torch.dtype) -> None:
         """Write metadata and preallocate the tensors' files."""
         shutil.rmtree(partial, ignore_errors=True)
         mkdir_below(partial.parents[1], partial)
         tokenizer, special = run_tokenizer(self._data)
         write_hf_metadata(partial, self._model, dtype, tokenizer, special)
-        preallocate_safetensors(partial, specs, file_bytes=self._file_bytes)
+        safetensors.preallocate_safetensors(partial, specs, file_bytes=self._file_bytes)
 
     def _write_shards(
         self,
         partial: Path,
-        specs: Sequence[TensorSpec],
+        specs: Sequence[safetensors.TensorSpec],
         row_map: StateDictMap,
         parts: Sequence[nn.Module],
     ) -> int:
         """Write this rank's shards; returns their bytes, without tensors that several pipeline stages have."""
-        writer, written = _RowWriter(row_map, tensor_locations(specs, file_bytes=self._file_bytes)), 0
+        writer, written = _RowWriter(row_map, safetensors.tensor_locations(specs, file_bytes=self._file_bytes)), 0
         with _OffsetFiles(partial) as files:
             for key, tensor in model_state_dict(parts).items():
                 name = key.removeprefix(MODEL_PREFIX)
@@ -132,7 +127,7 @@ class ShardedHFExporter:
                     written += 0 if self._is_shared(name) else count
         return written
 
-    def _bytes(self, specs: Sequence[TensorSpec], row_map: StateDictMap) -> int:
+    def _bytes(self, specs: Sequence[safetensors.TensorSpec], row_map: StateDictMap) -> int:
         """Bytes of all tensors that only one pipeline stage has."""
         return sum(spec.bytes for spec in specs if not self._is_shared(row_map.owner(spec.name)))
 
@@ -214,7 +209,7 @@ class _OffsetFiles:
 class _RowWriter:
     """Writes rows of titan_exp parameters to their locations."""
 
-    def __init__(self, row_map: StateDictMap, locations: Mapping[str, TensorLocation]) -> None:
+    def __init__(self, row_map: StateDictMap, locations: Mapping[str, safetensors.TensorLocation]) -> None:
         self._map, self._locations = row_map, locations
 
     def write(self, files: _OffsetFiles, name: str, tensor: Tensor) -> int:
@@ -243,14 +238,14 @@ class _RowWriter:
             done += count
         return written
 
-    def _location(self, their_name: str) -> tuple[TensorLocation, int | None]:
+    def _location(self, their_name: str) -> tuple[safetensors.TensorLocation, int | None]:
         """Location of the stored tensor that holds one of their tensors, and the index of the expert in it."""
         stored, expert = self._map.stored(their_name)
         return self._locations[stored], expert
 
     @staticmethod
     def _write_rows(
-        files: _OffsetFiles, location: TensorLocation, run: RowRange, inputs: "_Inputs", rows: np.ndarray
+        files: _OffsetFiles, location: safetensors.TensorLocation, run: RowRange, inputs: "_Inputs", rows: np.ndarray
     ) -> None:
         """Write rows, as bytes, to one of their tensors."""
         item = location.spec.dtype.itemsize

@@ -8,7 +8,6 @@ from typing import Any
 
 from titan_exp.compare.compared_metrics import Metric, value_text
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.efficiency import pareto, scaling
 from titan_exp.compare.findings import (
     MISSING,
     change,
@@ -23,9 +22,9 @@ from titan_exp.compare.findings import (
     with_interval,
 )
 from titan_exp.compare.from_wandb import explain_wandb_errors
-from titan_exp.compare.output.study_sections import markdown, sections
+from titan_exp.compare.output.study_sections import markdown, pareto, scaling, sections
 from titan_exp.compare.runs import ComparedRun, Row
-from titan_exp.config.command_line.json_output import json_text
+from titan_exp.config.command_line.output import json_text
 from titan_exp.config.study.study import FEWEST_PAIRS
 
 MARKS = {

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.ladder import LadderOutcome
-from titan_exp.compare.learnt import Learnt, Parameter
 from titan_exp.compare.statistics import moving_average
+from titan_exp.compare.study_outcome import LadderOutcome, Learnt, Parameter
 from titan_exp.compare.tuning import Tuning
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.expert_load import layer_counts, load_statistics
 from titan_exp.tracking.number_format import format_count, format_items
-from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, last_fiftieth
-from titan_exp.tracking.run_folder.provenance_records import ancestors, read_history
+from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, last_fiftieth, layer_counts, load_statistics
+from titan_exp.tracking.run_folder.run import ancestors, read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ from titan_exp.config.command_line.verb_options import (
     StatusOptions,
     TokenizeOptions,
 )
+from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import shown
 from titan_exp.config.extension import load, provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.config_groups import groups_for
-from titan_exp.config.machine.devices import device_type
-from titan_exp.config.schema.builtins import BYTES_VOCABULARY
+from titan_exp.config.schema.foreign_code import BYTES_VOCABULARY
 from titan_exp.config.schema.identity_keys import COUNTS_BESIDE, flatten, idle_keys, is_among
 from titan_exp.config.schema.schema import choices_of, hints
 from titan_exp.config.schema.typed_config import to_dict

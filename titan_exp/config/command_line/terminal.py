@@ -7,7 +7,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from titan_exp.config.command_line.safe_output import visible
+from titan_exp.config.command_line.output import visible
 from titan_exp.config.secrets import concealed
 
 

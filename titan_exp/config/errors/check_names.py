@@ -14,8 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from titan_exp.config.errors.user_error import Violation, did_you_mean, listed, nearest
 from titan_exp.config.extension import lacking
-from titan_exp.config.hydra.config_groups import Groups
-from titan_exp.config.hydra.option_files import check_option_file
+from titan_exp.config.hydra.config_groups import Groups, check_option_file
 from titan_exp.config.schema.component import one_value
 from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.config.schema.schema import annotation_of, is_list, other_names, own_keys, value_keys

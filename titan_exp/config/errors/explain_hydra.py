@@ -25,11 +25,10 @@ from titan_exp.config.command_line.options import Arguments, read_arguments
 from titan_exp.config.errors.check_names import NameCheck
 from titan_exp.config.errors.explain_values import FREE_TEXT, about
 from titan_exp.config.errors.user_error import UserError, Violation, listed
+from titan_exp.config.foreign_file import read_yaml
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import primary_file
-from titan_exp.config.hydra.config_groups import Groups, groups_for
-from titan_exp.config.hydra.option_files import option_path
-from titan_exp.config.paths.foreign_file import read_yaml
+from titan_exp.config.hydra.config_groups import Groups, groups_for, option_path
 from titan_exp.config.schema.schema import annotation_of, hints, is_number, keys, meaning_of, optional_fields
 
 _PAIRS = {"(": ")", "[": "]", "{": "}"}

@@ -11,19 +11,8 @@ from annotated_types import Predicate
 
 from titan_exp.config.errors.user_error import Violation, did_you_mean, listed, shown
 from titan_exp.config.extension import is_default_of_missing, lacking
+from titan_exp.config.schema import schema
 from titan_exp.config.schema.component import one_value
-from titan_exp.config.schema.schema import (
-    choices_of,
-    example_of,
-    group_in_mapping,
-    hints,
-    is_number,
-    literals_beside,
-    meaning_of,
-    optional_fields,
-    takes_null,
-    value_keys,
-)
 
 
 class Unfit(ValueError):
@@ -83,21 +72,27 @@ def unknown_keys(
                 yield Violation(field, "", reason, f"give it {'an option' if group else 'a value'}: {field}=...")
         elif dataclasses.is_dataclass(annotation):
             if isinstance(values[name], Mapping):
-                yield from unknown_keys(values[name], hints(annotation), optional_fields(annotation), f"{field}.")
+                yield from unknown_keys(
+                    values[name], schema.hints(annotation), schema.optional_fields(annotation), f"{field}."
+                )
             else:
-                remedy = f"set a key in it: {field}.{next(iter(hints(annotation)))}=..."
+                remedy = f"set a key in it: {field}.{next(iter(schema.hints(annotation)))}=..."
                 yield Violation(field, values[name], "this is a group of keys, not a value", remedy)
-        elif (kind := group_in_mapping(annotation)) is not None and isinstance(values[name], Mapping):
+        elif (kind := schema.group_in_mapping(annotation)) is not None and isinstance(values[name], Mapping):
             groups = dict.fromkeys(values[name], kind)
             yield from unknown_keys(values[name], groups, (), f"{field}.")
-        elif isinstance(values[name], bool) and is_number(annotation):
-            remedy = about(field, meaning_of(field))
+        elif isinstance(values[name], bool) and schema.is_number(annotation):
+            remedy = about(field, schema.meaning_of(field))
             yield Violation(field, values[name], "must be a number, not true or false", remedy)
 
 
 def _reachable(prefix: str, fields: Mapping[str, Any]) -> list[str]:
     """Value keys, except those that the group with this prefix has only for other components."""
-    return [key for key in value_keys() if not key.startswith(prefix) or key[len(prefix) :].partition(".")[0] in fields]
+    return [
+        key
+        for key in schema.value_keys()
+        if not key.startswith(prefix) or key[len(prefix) :].partition(".")[0] in fields
+    ]
 
 
 def from_pydantic(error: Mapping[str, Any], field: str, annotation: Any, meaning: str) -> Violation:
@@ -113,13 +108,13 @@ def explained(error: Mapping[str, Any], field: str, annotation: Any) -> tuple[st
     kind, value, message = error["type"], error["input"], error["msg"]
     if isinstance(unfit := error.get("ctx", {}).get("error"), Unfit):
         return unfit.reason, unfit.remedy
-    if value is None and not takes_null(annotation):
+    if value is None and not schema.takes_null(annotation):
         return "this key cannot be null", ""
-    words, several = literals_beside(annotation), isinstance(value, list | tuple)
+    words, several = schema.literals_beside(annotation), isinstance(value, list | tuple)
     several |= kind == "string_type" and isinstance(value, Mapping)
     if value and several and kind in _ONE_VALUE and f"{field}=" not in FREE_TEXT:
         reason = _REASONS.get(kind, ("one run takes one value", ""))[0]
-        return reason, one_value(field, list(value), choices_of(annotation))
+        return reason, one_value(field, list(value), schema.choices_of(annotation))
     if kind == "literal_error" and not words:
         return _choice(value, annotation)
     if kind == "predicate_failed":
@@ -140,7 +135,7 @@ def _entries_that_need_more(annotation: Any) -> str:
     entries = [_unbounded(part) for part in get_args(_unbounded(annotation))]
     if any(get_origin(entry) in (list, tuple) for entry in entries):
         return "lists"
-    return "numbers" if any(map(is_number, entries)) else ""
+    return "numbers" if any(map(schema.is_number, entries)) else ""
 
 
 def _unbounded(annotation: Any) -> Any:
@@ -190,7 +185,7 @@ _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 def _choice(value: Any, annotation: Any) -> tuple[str, str]:
-    options = [shown(option) for option in choices_of(annotation) if option != ""]
+    options = [shown(option) for option in schema.choices_of(annotation) if option != ""]
     offer = did_you_mean(str(value), options)
     remedy = f"{offer} The choices are {listed(options, 'and')}." if offer else f"choose {listed(options)}"
     return "unknown choice", remedy
@@ -199,7 +194,7 @@ def _choice(value: Any, annotation: Any) -> tuple[str, str]:
 def about(field: str, meaning: str) -> str:
     """Example of a key, from the comments of the shipped YAML or its docstring, and its meaning."""
     means = f"it means: {meaning}" if meaning else f"give {field} another value"
-    example = _examples().get(field) or example_of(field)
+    example = _examples().get(field) or schema.example_of(field)
     return f"for example {example} ({means.rstrip('.')})" if example else means
 
 

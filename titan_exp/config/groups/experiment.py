@@ -6,7 +6,6 @@ from enum import Enum
 from typing import Any
 
 from titan_exp.config.extension import extended
-from titan_exp.config.groups.evaluation import EvaluationConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import (
     ActivationCheckpointConfig,
@@ -24,7 +23,13 @@ from titan_exp.config.groups.run import (
     RunConfig,
     TrackingConfig,
 )
-from titan_exp.config.groups.training import GradClipConfig, ParametrizationConfig, TrainingConfig, WeightAverageConfig
+from titan_exp.config.groups.training import (
+    EvaluationConfig,
+    GradClipConfig,
+    ParametrizationConfig,
+    TrainingConfig,
+    WeightAverageConfig,
+)
 from titan_exp.config.groups.types import Count, PositiveBlockCount, PositiveInt
 
 

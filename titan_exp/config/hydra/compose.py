@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from titan_exp.config.command_line.options import Arguments
 from titan_exp.config.errors.user_error import UserError, divisors, listed, nearest_numbers, shown
 from titan_exp.config.extension import CONF_DIR, CONFIG_NAME, added_groups, added_keys, load, provided
-from titan_exp.config.paths.foreign_file import StrictLoader, load_node, read_file, switch_words
+from titan_exp.config.foreign_file import StrictLoader, load_node, read_file, switch_words
 from titan_exp.config.secrets import register_secret_resolvers
 
 

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal
 
+from titan_exp.config.devices import device_type, has_triton, node_size
 from titan_exp.config.errors.user_error import UserError, Violation, divisors, listed, shown
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import AdamWConfig
@@ -24,7 +25,6 @@ from titan_exp.config.layout.pipeline_schedules import (
     splits_backward,
     takes,
 )
-from titan_exp.config.machine.devices import device_type, has_triton, node_size
 from titan_exp.config.schema.foreign_code import import_paths
 
 SMALLEST_GEMM = 4096

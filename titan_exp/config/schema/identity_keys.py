@@ -1,11 +1,11 @@
 """Identity of a run, and differences between configurations."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from titan_exp.config.errors.user_error import shown
 from titan_exp.config.extension import added_keys, extensions
-from titan_exp.config.schema.builtins import sources
+from titan_exp.config.schema.foreign_code import sources
 
 NOT_IN_RUN_ID = {
     "experiment.name": "names the folder above the run's",
@@ -92,9 +92,11 @@ def idle_keys(values: Mapping[str, object]) -> list[str]:
     return [key for key, (switch, idle) in COUNTS_BESIDE.items() if switch in values and values[switch] in idle]
 
 
-def is_among(key: str, keys: Iterable[str]) -> bool:
+def is_among(key: str, keys: Collection[str]) -> bool:
     """True if a dotted key is in `keys`, or in a group in `keys`."""
-    return any(key == other or key.startswith(f"{other}.") for other in keys)
+    while key and key not in keys:
+        key = key.rpartition(".")[0]
+    return bool(key)
 
 
 def has_effect(key: str) -> bool:

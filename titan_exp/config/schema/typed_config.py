@@ -16,10 +16,10 @@ from omegaconf import DictConfig
 
 from titan_exp.config.errors.explain_values import about, explained, from_pydantic, unknown_keys
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
-from titan_exp.config.groups.evaluation import with_current_keys
+from titan_exp.config.foreign_file import read_file
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.training import with_current_keys
 from titan_exp.config.hydra.resolve import Uncomputed, consequences, resolve
-from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.schema.component import KINDS, builtin_components, config_class, config_classes, current_names
 from titan_exp.config.schema.foreign_code import IMPORT_PATH_KEYS, Trust, require_trust
 from titan_exp.config.schema.schema import (
@@ -125,7 +125,7 @@ def _readable_group(name: str, values: object, wrong: Collection[str]) -> Any:
             if not any(key == f"{name}.{one.name}" or key.startswith(f"{name}.{one.name}.") for key in wrong)
         ]
         part = dataclasses.make_dataclass(kind.__name__, declared, kw_only=True)
-        return with_gaps(kind, vars(getattr(_reader(((name, part),)).model_validate({name: values}), name)))
+        return with_gaps(kind, vars(getattr(_reader(name, part).model_validate({name: values}), name)))
     except (UserError, ValidationError):
         return with_gaps(kind, {})
 
@@ -169,7 +169,7 @@ def read_values(path: str | Path, imports: Collection[str] = (), trust: Trust = 
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    from titan_exp.config.paths.foreign_file import read_yaml
+    from titan_exp.config.foreign_file import read_yaml
 
     try:
         text = read_file(path)
@@ -266,28 +266,30 @@ def _build_groups(
         if violation in unchosen.values() or violation.field.partition(".")[0] not in unchosen:
             add(violation)
     built: dict[str, Any] = {}
-    try:
-        read = _reader(tuple(classes.items())).model_validate(known)
-        built = {name: getattr(read, name) for name in classes}
-    except ValidationError as error:
-        for detail in error.errors(include_url=False):
-            *group, last = detail["loc"]
-            if detail["loc"][0] in unchosen:
-                continue
-            names_key = last == "[key]"  # the key of a mapping is wrong, not its value
-            field = _key_at(group if names_key else detail["loc"])
-            declared = _key_at(group[:-1]) if names_key else field
-            if names := variables_in(detail["input"]):
-                remedy = "type the value itself, or use a variable with another name"
-                add(Violation(field, detail["input"], f"{names[0]}: {SECRET}", remedy))
-            else:
-                add(from_pydantic(detail, field, *declared_in(classes.get(declared.partition(".")[0]), declared)))
+    for name, kind in classes.items():
+        try:
+            built[name] = getattr(_reader(name, kind).model_validate(known), name)
+        except ValidationError as error:
+            for detail in error.errors(include_url=False) if name not in unchosen else ():
+                add(_of_pydantic(detail, kind))
     if not found:
         return built
     _drop_consequences(found, uncomputed)
     found |= {key: cause for each in uncomputed if (key := each.violation.field) in found and (cause := each.cause)}
     order = {name: index for index, name in enumerate(keys())}
     raise UserError(message, sorted(found.values(), key=lambda violation: order.get(violation.field, len(order))))
+
+
+def _of_pydantic(detail: Any, kind: Any) -> Violation:
+    """Violation of an error of pydantic in a group of this class."""
+    *group, last = detail["loc"]
+    names_key = last == "[key]"  # the key of a mapping is wrong, not its value
+    field = _key_at(group if names_key else detail["loc"])
+    declared = _key_at(group[:-1]) if names_key else field
+    if names := variables_in(detail["input"]):
+        remedy = "type the value itself, or use a variable with another name"
+        return Violation(field, detail["input"], f"{names[0]}: {SECRET}", remedy)
+    return from_pydantic(detail, field, *declared_in(kind, declared))
 
 
 def _unchosen(group: str, kind: Any, values: object) -> Violation | None:
@@ -330,16 +332,14 @@ def _key_at(location: Sequence[int | str]) -> str:
 
 
 @cache
-def _reader(classes: tuple[tuple[str, Any], ...]) -> Any:
+def _reader(group: str, kind: Any) -> Any:
+    """Model of pydantic that reads one group; each takes milliseconds to make."""
     from pydantic import ConfigDict, Field, create_model
 
     # A dataclass inherits the settings of the enclosing model. `unknown_keys` has already found unknown keys.
     settings = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="ignore", protected_namespaces=())
-    optional = optional_fields(Experiment)
-    fields: dict[str, Any] = {
-        name: (kind, Field(default_factory=kind) if name in optional else ...) for name, kind in classes
-    }
-    return create_model("Reader", __config__=settings, **fields)
+    default: Any = Field(default_factory=kind) if group in optional_fields(Experiment) else ...
+    return create_model("Reader", __config__=settings, **{group: (kind, default)})
 
 
 def _drop_consequences(found: dict[str, Violation], uncomputed: Sequence[Uncomputed]) -> None:

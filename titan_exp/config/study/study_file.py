@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
 from titan_exp.config.extension import extension_folders, lacking
-from titan_exp.config.paths.foreign_file import StudyLoader, read_yaml
+from titan_exp.config.foreign_file import StudyLoader, read_yaml
 from titan_exp.config.schema.typed_config import GapError, typed_values
 from titan_exp.config.study.labels import hold, split_override
 from titan_exp.config.study.study import Axis, Conditions, Study, StudyFile

@@ -1,4 +1,4 @@
-"""Document source interfaces: random access and streaming.
+"""Document source interfaces, for random access and streaming, and warnings about your data.
 
 `data.source` takes the import path of a class with either interface (`data.source=my_package.data.Source`), or of a
 function that returns one. A class with a nested dataclass `Options` is called as `(config, options)`, others as
@@ -11,21 +11,44 @@ import contextlib
 import hashlib
 import os
 import time
+import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from titan_exp.config.data_files import read_manifest, user_folder
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import read_manifest, user_folder
-from titan_exp.config.schema.builtins import described, sources
 from titan_exp.config.schema.component import Call, import_callable, import_dotted, require_members
-from titan_exp.config.schema.sources import open_files, source_arguments, source_member
+from titan_exp.config.schema.data_sets import open_files, source_arguments, source_member
+from titan_exp.config.schema.foreign_code import described, sources
 from titan_exp.config.schema.typed_config import typed_options
 from titan_exp.config.secrets import revealed
+
+
+class DataWarning(UserWarning):
+    """Warning about your data."""
+
+
+def warn(sentence: str) -> None:
+    """Warn about the data, once per process."""
+    warnings.warn(sentence, DataWarning, stacklevel=2)
+
+
+_format = warnings.formatwarning
+
+
+@wraps(_format)
+def _format_plainly(message: Any, category: type[Warning], *where: Any, **line: Any) -> str:
+    return f"{message}\n" if issubclass(category, DataWarning) else _format(message, category, *where, **line)
+
+
+warnings.formatwarning = _format_plainly
+
 
 WHOLE_BYTES, WHOLE_FILES = 256 * 2**20, 20_000
 """Maximum size and number of files of a corpus that is read completely; a larger one is sampled."""

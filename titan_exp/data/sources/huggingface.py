@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_exp.config.data_files import existing, matching_files, no_such_file
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import existing, matching_files, no_such_file
-from titan_exp.config.schema.builtins import SourceDescription
+from titan_exp.config.schema.foreign_code import SourceDescription
 from titan_exp.data.sources.base import CorpusContent, Source
 from titan_exp.data.sources.text import FileSource
 

@@ -12,7 +12,7 @@ from platform import python_version
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.schema.builtins import SourceDescription
+from titan_exp.config.schema.foreign_code import SourceDescription
 from titan_exp.data.sources.text import FileSource
 
 DESCRIPTION = SourceDescription()

@@ -10,12 +10,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from titan_exp.config.data_files import SPLIT_FURTHER, distinct_files, is_binary, matching_files
 from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import SPLIT_FURTHER, distinct_files, is_binary, matching_files
-from titan_exp.config.schema.builtins import SourceDescription
-from titan_exp.data.data_warning import warn
-from titan_exp.data.sources.base import CorpusContent
+from titan_exp.config.schema.foreign_code import SourceDescription
+from titan_exp.data.sources.base import CorpusContent, warn
 
 if TYPE_CHECKING:
     import numpy as np

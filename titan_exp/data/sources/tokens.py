@@ -3,11 +3,11 @@
 import functools
 from collections.abc import Callable
 
+from titan_exp.config.data_files import read_manifest, store_splits
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.data_files import read_manifest, store_splits
-from titan_exp.config.schema.builtins import SourceDescription
-from titan_exp.data.token_store.reader import TokenSequence, TokenSplit, build_store_sampler, open_split
+from titan_exp.config.schema.foreign_code import SourceDescription
+from titan_exp.data.token_store import TokenSequence, TokenSplit, build_store_sampler, open_split
 
 DESCRIPTION = SourceDescription(reads=("paths",), holds="tokens", is_store=True)
 

@@ -37,13 +37,7 @@ from titan_exp.models.parametrization.parameter_scale import scales_of
 from titan_exp.models.spec.lookup import with_mtp_depth
 from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.optim.optimizer import HasGradientPoint, build_optimizer
-from titan_exp.parallel.meta_init import (
-    buffer_places,
-    copy_initial_weights,
-    init_buffers,
-    init_weights,
-    materialize_parameters,
-)
+from titan_exp.parallel import meta_init
 from titan_exp.rules import check
 from titan_exp.trainer.objective import LanguageModeling
 
@@ -111,11 +105,11 @@ def _build(experiment: Experiment, device: torch.device) -> tuple[nn.Module, tor
         model = build()
     scales = scales_of(experiment.parametrization, config)
     table = init_specs(model, scales)
-    init_buffers(buffer_places(model), materialize_parameters(model, device), build, seed)
+    meta_init.init_buffers(meta_init.buffer_places(model), meta_init.materialize_parameters(model, device), build, seed)
     if table is None:
-        copy_initial_weights(model, build, seed)
+        meta_init.copy_initial_weights(model, build, seed)
     else:
-        init_weights(model, table, seed)
+        meta_init.init_weights(model, table, seed)
     return model, build_optimizer([model], experiment.optimizer, scales)
 
 

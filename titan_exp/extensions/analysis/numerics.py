@@ -34,13 +34,7 @@ from titan_exp.extensions.analysis.usage import NUMERICS
 from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, Linear
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
 from titan_exp.models.spec.lookup import with_mtp_depth
-from titan_exp.parallel.meta_init import (
-    buffer_places,
-    copy_initial_weights,
-    init_buffers,
-    init_weights,
-    materialize_parameters,
-)
+from titan_exp.parallel import meta_init
 from titan_exp.quantization.quantize import quantize
 from titan_exp.rules import check
 from titan_exp.trainer.objective import LanguageModeling
@@ -212,11 +206,11 @@ def _build_initial(
     with torch.device("meta"):
         model = build()
     table = init_specs(model)
-    init_buffers(buffer_places(model), materialize_parameters(model, device), build, seed)
+    meta_init.init_buffers(meta_init.buffer_places(model), meta_init.materialize_parameters(model, device), build, seed)
     if table is None:
-        copy_initial_weights(model, build, seed)
+        meta_init.copy_initial_weights(model, build, seed)
     else:
-        init_weights(model, table, seed)
+        meta_init.init_weights(model, table, seed)
     return model
 
 

@@ -20,7 +20,7 @@ def numerics(argv: Sequence[str]) -> int:
         print(NUMERICS)
         return 0
     from titan_exp.extensions.analysis.numerics import numerics_command
-    from titan_exp.launch.state.run_lookup import run_path
+    from titan_exp.launch.run_lookup import run_path
 
     return numerics_command(argv, run_path)
 

@@ -2,7 +2,7 @@
 those of the objective; keys of the groups `data` and `tracking`; and options of `titan-exp generate`."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
@@ -118,6 +118,11 @@ class ImageTracking:
     held-out ones; 0 draws none.
 
     They are in the run's `images/`, TensorBoard and W&B. E.g. `tracking.images_every=500`."""
+
+
+def asked(experiment: Any) -> bool:
+    """True for a run that draws images while it trains."""
+    return experiment.tracking.images_every > 0
 
 
 @dataclass(frozen=True)

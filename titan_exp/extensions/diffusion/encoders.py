@@ -13,24 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from titan_exp.config.data_files import SPLITS, unit_hash
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.paths.data_files import unit_hash
-from titan_exp.config.paths.store_manifest import SPLITS
-from titan_exp.data.sampler import Permutation, keyed_generator
+from titan_exp.data.batch import Permutation, keyed_generator
+from titan_exp.extensions.diffusion import latent_format
 from titan_exp.extensions.diffusion.images import Bucket, CaptionedImages, fit, nearest_bucket
-from titan_exp.extensions.diffusion.latent_format import (
-    AUTOENCODER,
-    COLOURS,
-    HASHED_WORDS,
-    LATENT_PATCH,
-    PIXELS,
-    T5_AND_CLIP,
-    LatentFormat,
-    absolute,
-    autoencoder_config,
-    autoencoder_description,
-    text_folders,
-)
 
 
 @contextmanager
@@ -113,13 +100,13 @@ class Pixels:
     def __init__(self, patch: int) -> None:
         self.token_size = patch
         """Height and width of a token in pixels."""
-        self.channels = COLOURS * patch**2
+        self.channels = latent_format.COLOURS * patch**2
         """Features of a token."""
 
     @property
     def description(self) -> Mapping[str, Any]:
         """Entry in the manifest."""
-        return {"name": PIXELS, "patch": self.token_size}
+        return {"name": latent_format.PIXELS, "patch": self.token_size}
 
     def encode(self, images: np.ndarray) -> tuple[np.ndarray, ...]:
         """Encode images [n, height, width, 3] in uint8 as tokens [n, rows · columns, channels] in fp32."""
@@ -156,7 +143,9 @@ class Autoencoder:
     """
 
     def __init__(self, folder: str) -> None:
-        self.description: Mapping[str, Any] = autoencoder_description(folder, autoencoder_config(folder))
+        self.description: Mapping[str, Any] = latent_format.autoencoder_description(
+            folder, latent_format.autoencoder_config(folder)
+        )
         """Entry in the manifest."""
         self._shift, self._scale = self.description["shift"], self.description["scale"]
         with loading("latents", folder, "give the folder vae of a FLUX.1 pipeline, or use latents=pixels"):
@@ -165,20 +154,20 @@ class Autoencoder:
             self._model = load_network(AutoencoderKL, Path(folder).expanduser())
         self._device = self._model.device
         config = self._model.config
-        self.token_size = LATENT_PATCH * 2 ** (len(config.block_out_channels) - 1)
+        self.token_size = latent_format.LATENT_PATCH * 2 ** (len(config.block_out_channels) - 1)
         """Height and width of a token in pixels."""
-        self.channels = config.latent_channels * LATENT_PATCH**2
+        self.channels = config.latent_channels * latent_format.LATENT_PATCH**2
         """Features of a token."""
 
     def encode(self, images: np.ndarray) -> tuple[np.ndarray, ...]:
         """Means and standard deviations [n, rows · columns, channels] in fp32 for images [n, height, width, 3]."""
         # Images go one by one: kernels round other batch sizes differently, and samples would depend on the layout.
         moments = zip(*(self._moments(image) for image in images), strict=True)
-        return tuple(to_tokens(np.stack(moment), LATENT_PATCH) for moment in moments)
+        return tuple(to_tokens(np.stack(moment), latent_format.LATENT_PATCH) for moment in moments)
 
     def decode(self, tokens: np.ndarray, rows: int, columns: int) -> np.ndarray:
         """Decode tokens [n, rows · columns, channels] to images [n, height, width, 3] in uint8."""
-        latents = from_tokens(tokens, rows, columns, LATENT_PATCH)
+        latents = from_tokens(tokens, rows, columns, latent_format.LATENT_PATCH)
         return np.stack([self._image(latent) for latent in latents])
 
     @torch.no_grad()
@@ -227,7 +216,7 @@ def image_codec(description: Mapping[str, Any]) -> ImageCodec:
     Raises:
         UserError: its package or files are missing.
     """
-    if description["name"] == AUTOENCODER:
+    if description["name"] == latent_format.AUTOENCODER:
         return Autoencoder(description["folder"])
     return Pixels(description["patch"])
 
@@ -244,7 +233,7 @@ class HashedWords:
     @property
     def description(self) -> Mapping[str, Any]:
         """Entry in the manifest."""
-        return {"name": HASHED_WORDS, "seed": self.seed}
+        return {"name": latent_format.HASHED_WORDS, "seed": self.seed}
 
     def __call__(self, caption: str) -> tuple[np.ndarray, np.ndarray]:
         """States [tokens, dim] of the first words, with zeros after the last one; and the sum of all words' vectors
@@ -270,8 +259,8 @@ class T5AndCLIP:
     """
 
     def __init__(self, folder: str, tokens: int) -> None:
-        clip, clip_tokenizer, t5, t5_tokenizer = text_folders(folder)
-        self._folder = absolute(folder)
+        clip, clip_tokenizer, t5, t5_tokenizer = latent_format.text_folders(folder)
+        self._folder = latent_format.absolute(folder)
         with loading("texts", folder, "give the folder of a FLUX.1 pipeline of diffusers, or use texts=hashed_words"):
             from transformers import CLIPTextModel, T5EncoderModel
 
@@ -283,7 +272,7 @@ class T5AndCLIP:
     @property
     def description(self) -> Mapping[str, Any]:
         """Entry in the manifest."""
-        return {"name": T5_AND_CLIP, "folder": self._folder}
+        return {"name": latent_format.T5_AND_CLIP, "folder": self._folder}
 
     @torch.no_grad()
     def __call__(self, caption: str) -> tuple[np.ndarray, np.ndarray]:
@@ -318,14 +307,14 @@ class TextEncoder(Protocol):
         ...
 
 
-def text_encoder(encoded: LatentFormat) -> TextEncoder:
+def text_encoder(encoded: latent_format.LatentFormat) -> TextEncoder:
     """Build the text encoder of a store, or of images encoded in training.
 
     Raises:
         UserError: its package or files are missing.
     """
     texts = encoded.texts
-    if texts["name"] == T5_AND_CLIP:
+    if texts["name"] == latent_format.T5_AND_CLIP:
         return T5AndCLIP(texts["folder"], encoded.text_tokens)
     return HashedWords(encoded.text_tokens, encoded.text_dim, encoded.pooled_dim, texts["seed"])
 
@@ -340,7 +329,7 @@ class Encoders:
     """Encoder of captions."""
 
     @classmethod
-    def build(cls, encoded: LatentFormat) -> "Encoders":
+    def build(cls, encoded: latent_format.LatentFormat) -> "Encoders":
         """Load encoders.
 
         Raises:

@@ -12,6 +12,7 @@ EXTENSION = Extension(
     families={"flux": f"{HERE}.flux"},
     objectives={"rectified_flow": f"{HERE}.rectified_flow:RectifiedFlow"},
     sources={"images": f"{HERE}.images_source", "latents": f"{HERE}.latents"},
+    asked=f"{HERE}.config:asked",
     parts={"images": f"{HERE}.training_images:parts"},
     generators={"images": f"{HERE}.generate_images:Images"},
     metrics=("validation_text_gain",),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.schema.builtins import SourceDescription
+from titan_exp.config.schema.foreign_code import SourceDescription
 from titan_exp.extensions.diffusion.config import ImageOptions, images_of
 from titan_exp.extensions.diffusion.latent_format import HASHED_WORDS, PIXELS
 from titan_exp.extensions.diffusion.latents import build_sampler, further_metrics, validation_batches

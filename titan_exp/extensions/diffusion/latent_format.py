@@ -14,10 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from titan_exp.config.data_files import Field, Shard, StoreManifest
 from titan_exp.config.errors.user_error import UserError, Violation, listed
+from titan_exp.config.foreign_file import NotedKeys, count, digests, items, named_errors, read_object, table, text
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.foreign_file import NotedKeys, count, digests, items, named_errors, read_object, table, text
-from titan_exp.config.paths.store_manifest import Field, Shard, StoreManifest
 from titan_exp.config.schema.typed_config import typed_options
 from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource
 

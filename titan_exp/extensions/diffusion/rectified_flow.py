@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.schema.typed_config import typed_options
-from titan_exp.data.sampler import keyed_generator
+from titan_exp.data.batch import keyed_generator
 from titan_exp.extensions.diffusion.config import RectifiedFlowOptions
 from titan_exp.extensions.diffusion.encoders import TextEncoder
 from titan_exp.extensions.diffusion.samples import LatentBatch, grid_positions, noise_of

@@ -6,12 +6,11 @@ from glob import glob
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
-from titan_exp.config.groups.evaluation import EvaluationConfig
 from titan_exp.config.groups.parallelism import BLOCK, ParallelismConfig, QuantizationConfig
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.groups.training import EvaluationConfig, TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.schema.builtins import described
+from titan_exp.config.schema.foreign_code import described
 from titan_exp.config.schema.typed_config import typed_options
 from titan_exp.extensions.diffusion.config import READ_FROM_PATHS, RectifiedFlowOptions, images_of
 from titan_exp.extensions.diffusion.latent_format import LatentManifest, format_of

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_exp.data.batch import Inputs, MicroBatch, SequencePart
-from titan_exp.data.sampler import keyed_generator
+from titan_exp.data.batch import Inputs, MicroBatch, SequencePart, keyed_generator
 from titan_exp.extensions.diffusion.encoders import Encoders
 from titan_exp.extensions.diffusion.images import Bucket, CaptionedImages
 from titan_exp.extensions.diffusion.latent_format import in_keys_of_data

@@ -3,16 +3,16 @@
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from titan_exp.config.checkpoint_files import step_name
+from titan_exp.config.data_files import SPLITS
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.paths.checkpoint_files import step_name
-from titan_exp.config.paths.store_manifest import SPLITS
-from titan_exp.extensions.diffusion.config import ImageTracking
 from titan_exp.extensions.diffusion.encoders import encoders_of_samples, image_codec
 from titan_exp.extensions.diffusion.images import image_grid, save_image
 from titan_exp.extensions.diffusion.latents import open_latents
@@ -38,14 +38,13 @@ STEPS, GUIDANCE = 25, 4.0
 
 
 def parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
-    """Part that draws a run's images, if it draws any.
+    """Part that draws a run's images.
 
     Raises:
         UserError: the samples or the packages of their decoder are missing.
     """
-    tracking = experiment.tracking
-    if isinstance(tracking, ImageTracking) and tracking.images_every:
-        yield TrainingImages(experiment.data, tracking.images_every, state.model, state.average)
+    tracking: Any = experiment.tracking
+    yield TrainingImages(experiment.data, tracking.images_every, state.model, state.average)
 
 
 class TrainingImages(Part):

@@ -8,13 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from titan_exp.extensions.diffusion.spec import (
-    TIME_FEATURES,
-    DiffusionConfig,
-    diffusion_spec,
-    end_linears,
-    modulation_style,
-)
+from titan_exp.extensions.diffusion import spec
 from titan_exp.models.blocks.linear import Linear, linear
 from titan_exp.models.blocks.transformer import ResultGather, Rope, RopeOrder, TokenShard, norm
 from titan_exp.models.spec.model_spec import LayerSpec, PipelinePlan
@@ -177,17 +171,17 @@ class DiffusionTransformer(nn.Module):
     `seq_len` is the longest sequence of text and image tokens.
     """
 
-    def __init__(self, config: DiffusionConfig, blocks: Mapping[int, nn.Module], *, seq_len: int) -> None:
+    def __init__(self, config: spec.DiffusionConfig, blocks: Mapping[int, nn.Module], *, seq_len: int) -> None:
         super().__init__()
-        self.spec = diffusion_spec(config)
+        self.spec = spec.diffusion_spec(config)
         linears = {
             linear.name: Linear(linear.inputs, linear.outputs, linear.std, linear.bias_std, quantizable=False)
-            for linear in end_linears(config)
+            for linear in spec.end_linears(config)
         }
         self.shard = TokenShard()
         self.inputs: Inputs | None = Inputs(linears)
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
-        self.output: Output | None = Output(linears, modulation_style(config), config.norm_eps)
+        self.output: Output | None = Output(linears, spec.modulation_style(config), config.norm_eps)
         self.rope = AxialRotaryEmbedding(config.rope_axes, seq_len, config.rope_theta)
 
     def forward(
@@ -304,7 +298,7 @@ class Output(nn.Module):
 
 def sinusoid(x: Float[Tensor, " batch"]) -> Float[Tensor, "batch features"]:
     """Cosines, then sines, of x at `TIME_FEATURES / 2` frequencies from 1 down to almost 1 / 10,000, in fp32."""
-    half = TIME_FEATURES // 2
+    half = spec.TIME_FEATURES // 2
     exponent = -math.log(10_000) * torch.arange(half, dtype=torch.float32, device=x.device) / half
     angles = x.float()[:, None] * exponent.exp()
     return torch.cat((angles.cos(), angles.sin()), dim=-1)

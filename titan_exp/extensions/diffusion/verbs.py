@@ -44,7 +44,7 @@ def encode(argv: Sequence[str]) -> int:
     from titan_exp.extensions.diffusion.encoders import Encoders
     from titan_exp.extensions.diffusion.images import open_images
     from titan_exp.extensions.diffusion.latent_format import latent_format
-    from titan_exp.extensions.diffusion.latent_store import write_latent_store
+    from titan_exp.extensions.diffusion.latents import write_latent_store
 
     encoders = Encoders.build(latent_format(options))
     images = open_images(options, options)

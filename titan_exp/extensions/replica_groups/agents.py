@@ -27,8 +27,7 @@ from titan_exp.extensions.replica_groups.lighthouse import (
     Candidate,
     lighthouse_address,
 )
-from titan_exp.tracking.run_folder.attempts import STOPPED
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import STOPPED, RunFolder
 
 END_LIMIT = 10.0
 """Seconds that a group has to end after the attempt has ended; a newcomer would have no group to heal from."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.checkpoint.state_dict import persistent_buffers, sync_tied_state
+from titan_exp.checkpoint.load_state import persistent_buffers, sync_tied_state
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
 from titan_exp.extensions.replica_groups.config import cluster_of, semi_sync_of
@@ -24,13 +24,12 @@ from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.fsdp import free_gathered
 from titan_exp.tracking.logging import get_logger
-from titan_exp.trainer.commit import Commit, Flags
+from titan_exp.trainer.commit import Commit, Flags, Training
 from titan_exp.trainer.experts import counts_of, load_numbers
 from titan_exp.trainer.metrics import Numbers, Row, StepResult
 from titan_exp.trainer.objective import Reduction, token_counts
 from titan_exp.trainer.restore import adopt_progress
 from titan_exp.trainer.train_step import StepRefused
-from titan_exp.trainer.training import Training
 from titan_exp.trainer.updates import Routing
 
 STOP, SAVE = "stop requested", "checkpoint asked for"
@@ -306,8 +305,6 @@ class SemiSyncCommit(GroupCommit):
         self._outer.after_move()
 
 
-def commit_of(experiment: Experiment) -> type[Commit] | None:
-    """Commit class of a run with replica groups; None without groups."""
-    if semi_sync_of(experiment).enabled:
-        return SemiSyncCommit
-    return None if experiment.cluster.worlds == 1 else GroupCommit
+def commit_of(experiment: Experiment) -> type[Commit]:
+    """Commit class of a run with replica groups."""
+    return SemiSyncCommit if semi_sync_of(experiment).enabled else GroupCommit

@@ -139,6 +139,11 @@ def semi_sync_of(experiment: "Experiment") -> SemiSyncConfig:
     return experiment.semi_sync  # type: ignore[attr-defined]
 
 
+def asked(experiment: "Experiment") -> bool:
+    """True for a run in replica groups, or with semi-synchronous training."""
+    return semi_sync_of(experiment).enabled or experiment.cluster.worlds > 1
+
+
 def fragments_of(names: Iterable[str], config: SemiSyncConfig, blocks: int) -> dict[str, int]:
     """Fragment of each parameter in streaming DiLoCo. Names are full names in the model's order, with blocks at
     `blocks.NUMBER`."""

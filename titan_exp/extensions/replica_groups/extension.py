@@ -20,6 +20,7 @@ EXTENSION = Extension(
         "semi_sync.mixing": ("semi_sync.mode", ("none", "local_sgd", "diloco")),
     },
     rules=f"{HERE}.rules",
+    asked=f"{HERE}.config:asked",
     commit=f"{HERE}.commits:commit_of",
     updates=f"{HERE}.outer_optimizer:outer_steps",
     exchange=f"{HERE}.planner:GroupExchange",

@@ -16,20 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
-from titan_exp.checkpoint.load_state import load_optimizer_state, read_progress
-from titan_exp.checkpoint.optimizer_state import (
-    OPTIMIZER_PREFIX,
-    VALUES_PREFIX,
-    SavedTensor,
-    empty_tensors,
-    init_optimizer_state,
-    optimizer_state_dict,
-    optimizer_values,
-    prepare_optimizer_state,
+from titan_exp.checkpoint import optimizer_state
+from titan_exp.checkpoint.load_state import (
+    MODEL_PREFIX,
+    decode_json,
+    encode_json,
+    load_optimizer_state,
+    model_state_dict,
+    read_progress,
+    sync_tied_state,
 )
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.checkpoint.state_dict import MODEL_PREFIX, decode_json, encode_json, model_state_dict, sync_tied_state
+from titan_exp.checkpoint.storage_reader import load_into, tensor_shapes
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.extensions.replica_groups.events import ReplicaGroup, group_number, newest_quorum
 from titan_exp.extensions.replica_groups.outer_optimizer import KEPT, MOMENTUM, AsyncAllReduce, exchange, ring_bytes
@@ -398,7 +396,7 @@ Description = dict[str, Any]
 
 def inner_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """State of the inner optimizer by key, not copied, in an order that is the same in all groups."""
-    state = optimizer_state_dict(parts, optimizer)
+    state = optimizer_state.optimizer_state_dict(parts, optimizer)
     return {key: state[key] for key in sorted(state) if not key.endswith((f".{KEPT}", f".{MOMENTUM}"))}
 
 
@@ -407,10 +405,10 @@ def own_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, w
     optimizer has swapped them."""
     own = inner_state(parts, optimizer)
     if weights:
-        state = optimizer_state_dict(parts, optimizer)
+        state = optimizer_state.optimizer_state_dict(parts, optimizer)
         for key in sorted(state):
             if key.endswith(f".{KEPT}"):
-                name = key.removeprefix(OPTIMIZER_PREFIX).removesuffix(f".{KEPT}")
+                name = key.removeprefix(optimizer_state.OPTIMIZER_PREFIX).removesuffix(f".{KEPT}")
                 own[f"{MODEL_PREFIX}{name}"] = state[key]
     return own
 
@@ -425,7 +423,7 @@ def described(
 ) -> Description:
     """Describe a rank's `tensors`, in their order, and its optimizer's values."""
     kinds = {key: [list(value.shape), str(value.dtype).removeprefix("torch.")] for key, value in tensors.items()}
-    return {"tensors": kinds, "values": optimizer_values(parts, optimizer)}
+    return {"tensors": kinds, "values": optimizer_state.optimizer_values(parts, optimizer)}
 
 
 def empty_state(
@@ -433,8 +431,14 @@ def empty_state(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Allocate tensors for the described state of another group, placed like this group's `own`, and its values, both
     by their keys in a checkpoint."""
-    tensors, prefix = empty_tensors(parts, own, _described_tensors(description)), f"{GROUP_PREFIX}{group}."
-    values = {f"{prefix}{VALUES_PREFIX}{key}": encode_json(value) for key, value in description["values"].items()}
+    tensors, prefix = (
+        optimizer_state.empty_tensors(parts, own, _described_tensors(description)),
+        f"{GROUP_PREFIX}{group}.",
+    )
+    values = {
+        f"{prefix}{optimizer_state.VALUES_PREFIX}{key}": encode_json(value)
+        for key, value in description["values"].items()
+    }
     return {f"{prefix}{key}": value for key, value in tensors.items()}, values
 
 
@@ -445,9 +449,9 @@ def healing_state(
     gives its optimizer's state the form of the sender's `description`."""
     if description is not None:
         tensors = _described_tensors(description)
-        saved = {key: tensor for key, tensor in tensors.items() if key.startswith(OPTIMIZER_PREFIX)}
-        prepare_optimizer_state(parts, optimizer, saved, description["values"], whole=True)
-    state = {**model_state_dict(parts), **optimizer_state_dict(parts, optimizer)}
+        saved = {key: tensor for key, tensor in tensors.items() if key.startswith(optimizer_state.OPTIMIZER_PREFIX)}
+        optimizer_state.prepare_optimizer_state(parts, optimizer, saved, description["values"], whole=True)
+    state = {**model_state_dict(parts), **optimizer_state.optimizer_state_dict(parts, optimizer)}
     return {key: state[key] for key in (sorted(state) if description is None else description["tensors"])}
 
 
@@ -458,12 +462,12 @@ def load_own_state(
     checkpoint has no state of that group."""
     prefix = "" if read_progress(path).get(WRITER) == group else f"{GROUP_PREFIX}{group}."
     shapes = tensor_shapes(path)
-    if not any(key.startswith(f"{prefix}{OPTIMIZER_PREFIX}") for key in shapes):
+    if not any(key.startswith(f"{prefix}{optimizer_state.OPTIMIZER_PREFIX}") for key in shapes):
         return False
     trained = dict[str, Tensor]()
     if weights:
         if not optimizer.state:
-            init_optimizer_state(parts, optimizer)
+            optimizer_state.init_optimizer_state(parts, optimizer)
         kept, model = own_state(parts, optimizer, weights=True), model_state_dict(parts)
         trained = own_weights({key: model[key] for key in kept if key in model}, group)
     if not trained.keys() <= shapes.keys():
@@ -474,6 +478,9 @@ def load_own_state(
     return True
 
 
-def _described_tensors(description: Description) -> dict[str, SavedTensor]:
+def _described_tensors(description: Description) -> dict[str, optimizer_state.SavedTensor]:
     kinds = description["tensors"]
-    return {key: SavedTensor(torch.Size(shape), getattr(torch, dtype)) for key, (shape, dtype) in kinds.items()}
+    return {
+        key: optimizer_state.SavedTensor(torch.Size(shape), getattr(torch, dtype))
+        for key, (shape, dtype) in kinds.items()
+    }

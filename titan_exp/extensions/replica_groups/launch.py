@@ -9,22 +9,14 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.extensions.replica_groups import events
 from titan_exp.extensions.replica_groups.config import cluster_of
-from titan_exp.extensions.replica_groups.events import (
-    GroupEventLines,
-    GroupSummary,
-    ReplicaGroup,
-    read_events,
-    record_event,
-    summarize_groups,
-)
 from titan_exp.extensions.replica_groups.lighthouse import Lighthouse
+from titan_exp.launch.attempt_end import AttemptResult
 from titan_exp.launch.executor import Processes, Worlds
 from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.rank.rank_env import RankInfo
-from titan_exp.launch.state.attempt_end import AttemptResult
-from titan_exp.tracking.run_folder.attempts import HUNG
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import HUNG, RunFolder
 
 MAX_RESTARTS = 3
 """Number of consecutive starts of a group that end before it trains, after which it stays away."""
@@ -55,9 +47,9 @@ class GroupLaunch(Worlds):
 
         return join_group(folder, rank, number)
 
-    def summarize(self, folder: RunFolder) -> GroupSummary | None:
+    def summarize(self, folder: RunFolder) -> events.GroupSummary | None:
         """Summary of the events in groups.jsonl."""
-        return summarize_groups(folder)
+        return events.summarize_groups(folder)
 
 
 @dataclass
@@ -86,7 +78,7 @@ class LocalReplicaGroups(Processes):
         self._slots = [_Slot(number) for number in range(self._cluster.worlds)]
         self._starts = 0
         self._lighthouse = Lighthouse(self._cluster, folder, folder.attempt_logs(attempt) / "lighthouse.log")
-        self._lines = GroupEventLines(folder, attempt)
+        self._lines = events.GroupEventLines(folder, attempt)
         self._killed = False
         self._over_since: float | None = None
         """Monotonic time at which a group first ended without a failure."""
@@ -95,7 +87,7 @@ class LocalReplicaGroups(Processes):
 
     def log(self, rank: int) -> Path:
         """Path of a rank's log, in the first group's first start."""
-        first = ReplicaGroup(0, 0, self._lighthouse.url)
+        first = events.ReplicaGroup(0, 0, self._lighthouse.url)
         return self.folder.attempt_logs(self.attempt) / first.logs / f"rank-{rank:05d}.log"
 
     def start(self) -> None:
@@ -153,7 +145,7 @@ class LocalReplicaGroups(Processes):
         return min(found, key=lambda result: result[:2])[2]
 
     def _start(self, slot: _Slot) -> None:
-        group = ReplicaGroup(slot.number, self._starts, self._lighthouse.url)
+        group = events.ReplicaGroup(slot.number, self._starts, self._lighthouse.url)
         self._starts += 1
         slot.started = time.time()
         ranks = LocalRanks(self._layout, self.folder, self.attempt, group)
@@ -206,7 +198,7 @@ class LocalReplicaGroups(Processes):
         )
 
     def _events(self) -> list[dict[str, Any]]:
-        return read_events(self.folder, self.attempt)
+        return events.read_events(self.folder, self.attempt)
 
     def _record(self, event: str, **fields: object) -> None:
-        record_event(self.folder, self.attempt, event=event, **fields)
+        events.record_event(self.folder, self.attempt, event=event, **fields)

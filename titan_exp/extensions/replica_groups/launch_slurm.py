@@ -18,15 +18,14 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.extensions.replica_groups.agents import read_name, start_agent
 from titan_exp.extensions.replica_groups.config import cluster_of
 from titan_exp.extensions.replica_groups.events import ReplicaGroup, read_events, record_event
-from titan_exp.launch.rank.join_attempt import join_rendezvous
+from titan_exp.launch.attempt_end import AttemptResult, close_attempt, newest_checkpoint, requeues_after
+from titan_exp.launch.rank.host_agent import join_rendezvous
 from titan_exp.launch.rank.rank_env import GROUP, TOKEN, RankInfo
 from titan_exp.launch.slurm.epilogue import ENDED_BY_HAND, attempt_result, own_attempt, requeue
 from titan_exp.launch.slurm.executor import publish_rendezvous
 from titan_exp.launch.slurm.squeue import UnreachableError, ask, listed_jobs
-from titan_exp.launch.state.attempt_end import AttemptResult, close_attempt, newest_checkpoint, requeues_after
-from titan_exp.tracking.run_folder.attempts import FAILED, HUNG, STOPPED, Attempt, World
 from titan_exp.tracking.run_folder.files import FileLock
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import FAILED, HUNG, STOPPED, Attempt, RunFolder, World
 
 if TYPE_CHECKING:
     from titan_exp.extensions.replica_groups.config import GroupedCluster

@@ -10,13 +10,13 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from titan_exp.config.devices import device_type
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, share_of_world
-from titan_exp.config.machine.devices import device_type
 from titan_exp.extensions.replica_groups.config import SemiSyncConfig, fragments_of, semi_sync_of
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.devices import Device
 from titan_exp.plan.prediction import Beside, Exchange
 from titan_exp.tracking.number_format import format_bytes
 

@@ -15,10 +15,8 @@ import torch.distributed as dist
 
 from titan_exp.extensions.replica_groups.events import GroupHistory, ReplicaGroup, group_number, replica_id
 from titan_exp.extensions.replica_groups.lighthouse import torchft_extension
-from titan_exp.parallel.collectives import LOOPBACK, served_store
-from titan_exp.parallel.mesh import Mesh
-from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.progress import PROGRESS
+from titan_exp.parallel.mesh import LOOPBACK, Mesh, served_store
+from titan_exp.tracking.logging import PROGRESS, get_logger
 from titan_exp.trainer.distributed import TIMEOUT
 
 if TYPE_CHECKING:

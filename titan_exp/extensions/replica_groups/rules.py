@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from titan_exp.config.errors.user_error import Violation, divisors, listed
-from titan_exp.config.groups.evaluation import EvaluationConfig
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.run import COLLECTIVE_SECONDS, LOCAL, SLURM, CheckpointConfig
-from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.groups.training import EvaluationConfig, TrainingConfig
 from titan_exp.config.layout.pipeline_schedules import is_file, takes
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.extensions.replica_groups.config import SemiSyncConfig

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import device_type
 from titan_exp.data.source_check import SMALL_BYTES
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer
 from titan_exp.extensions.tasks.formats import Item, Task
@@ -222,7 +222,7 @@ def _shared(rows: Sequence[np.ndarray]) -> int:
 def evaluations(experiment: Experiment) -> Iterator[Evaluated]:
     """Evaluation of a run that scores its tasks itself, for its plan."""
     evaluation: Any = experiment.evaluation
-    if evaluation.tasks and evaluation.where == "training":
+    if evaluation.where == "training":
         yield TaskScoring(experiment, "tasks")
 
 

@@ -32,6 +32,11 @@ class TaskKeys:
     """Largest number of items of each task, the first of its file; null takes all. E.g. `evaluation.task_items=200`."""
 
 
+def asked(experiment: Any) -> bool:
+    """True for a run that scores tasks."""
+    return experiment.evaluation.enabled and bool(experiment.evaluation.tasks)
+
+
 HERE = "titan_exp.extensions.tasks"
 
 EXTENSION = Extension(
@@ -44,6 +49,7 @@ EXTENSION = Extension(
         "evaluation.job_devices": "how jobs shard the model",
     },
     rules=f"{HERE}.tasks",
+    asked=f"{HERE}.extension:asked",
     parts={"tasks": f"{HERE}.part:parts"},
     evaluations=f"{HERE}.encoding:evaluations",
     metrics=("tasks/bits_per_byte", "tasks/acc_centered"),

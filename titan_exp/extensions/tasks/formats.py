@@ -23,7 +23,7 @@ import yaml
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titan_exp.config.errors.user_error import UserError, listed
-from titan_exp.config.paths.foreign_file import (
+from titan_exp.config.foreign_file import (
     StrictLoader,
     count,
     file_name,
@@ -34,7 +34,7 @@ from titan_exp.config.paths.foreign_file import (
     read_yaml,
     text,
 )
-from titan_exp.config.paths.foreign_file import items as listing
+from titan_exp.config.foreign_file import items as listing
 
 Kind = Literal["choice", "continuation", "rolling"]
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import SLURM, ClusterConfig
-from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.extensions.tasks.scores import FOLDER, evaluation_file, metrics_of, write_evaluation
 from titan_exp.extensions.tasks.tasks import job_cluster
@@ -29,10 +29,9 @@ from titan_exp.launch.executor import typed_path
 from titan_exp.launch.rank.rank_env import extend_import_path, outer_launch
 from titan_exp.launch.slurm.script import MARK, Resources, resource_options
 from titan_exp.launch.slurm.squeue import UnreachableError, in_a_sentence, listed_jobs
-from titan_exp.tracking.run_folder.attempts import read_json
 from titan_exp.tracking.run_folder.files import PREFIX, FileLock, LockedError, is_held, mkdir_below, write_atomically
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import RunFolder, read_json
 
 HERE = "titan_exp.extensions.tasks.jobs"
 ROWS = "tasks.jsonl"

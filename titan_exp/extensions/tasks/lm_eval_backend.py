@@ -10,7 +10,7 @@ from lm_eval.api.model import LM  # type: ignore[import-not-found]
 from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.foreign_file import read_yaml
+from titan_exp.config.foreign_file import read_yaml
 from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.extensions.tasks.encoding import encode
 from titan_exp.extensions.tasks.formats import HARNESS_METRICS, Item, Kind, Task

@@ -37,8 +37,7 @@ LOOK_SECONDS, SLURM_SECONDS = 2.0, 30.0
 def parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
     """Part of a run with tasks."""
     evaluation: Any = experiment.evaluation
-    if evaluation.enabled and evaluation.tasks:
-        yield Tasks(experiment, state) if evaluation.where == "training" else TaskJobs(experiment)
+    yield Tasks(experiment, state) if evaluation.where == "training" else TaskJobs(experiment)
 
 
 class Tasks(Part):

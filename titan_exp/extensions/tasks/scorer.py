@@ -20,9 +20,9 @@ from titan_exp.extensions.tasks.scores import TaskScores, score
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.cross_entropy import LossSum, VocabShard, log_normalizer_and_target
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.module_requirements import computes_loss
+from titan_exp.parallel.meta_init import computes_loss
 from titan_exp.parallel.tensor_parallel.styles import vocab_shard
-from titan_exp.tracking.progress import PROGRESS
+from titan_exp.tracking.logging import PROGRESS
 from titan_exp.trainer.forward_backward import Model, evaluating
 from titan_exp.trainer.objective import Loss
 

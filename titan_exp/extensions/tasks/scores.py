@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_exp.config.paths.foreign_file import parse_json, read_file
+from titan_exp.config.foreign_file import parse_json, read_file
 from titan_exp.extensions.tasks.encoding import EncodedTask
 from titan_exp.extensions.tasks.formats import placed
 from titan_exp.tracking.run_folder.files import mkdir_below, write_atomically

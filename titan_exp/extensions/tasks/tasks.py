@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_exp.config.command_line.verb_options import EvaluateOptions
+from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import LOCAL, SLURM, ClusterConfig
 from titan_exp.config.groups.types import PositiveInt
-from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import group_of, to_dict
 from titan_exp.extensions.tasks.formats import Task, read_tasks
 from titan_exp.rules.rule import rules
@@ -130,10 +130,10 @@ class TaskOptions(EvaluateOptions):
 
 def evaluate_tasks(argv: Sequence[str]) -> int:
     """Score tasks by a checkpoint; returns the exit code."""
-    from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
+    from titan_exp.checkpoint.checkpoint_cache import local_copy
     from titan_exp.config.command_line.options import HELP, take_options
     from titan_exp.extensions.tasks.jobs import retry
-    from titan_exp.launch.state.run_lookup import run_path
+    from titan_exp.launch.run_lookup import run_path
 
     if set(argv) & set(HELP):
         print(USAGE)
@@ -162,7 +162,7 @@ def evaluate_tasks(argv: Sequence[str]) -> int:
 def _show(found: dict[str, Any], *, as_json: bool) -> None:
     from rich.table import Table
 
-    from titan_exp.config.command_line.json_output import answer
+    from titan_exp.config.command_line.output import answer
     from titan_exp.config.command_line.terminal import Terminal
 
     if as_json:

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.foreign_file import count
 from titan_exp.config.groups.types import BLOCKS
-from titan_exp.config.paths.foreign_file import count
 from titan_exp.extensions.transformers.repository import CONFIG_KEYS, Config, config_size
 from titan_exp.models.convert.hf_config import ANY_TYPE, HuggingFace
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap

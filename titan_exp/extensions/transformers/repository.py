@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean
+from titan_exp.config.foreign_file import read_object
 from titan_exp.config.groups.experiment import NO_CHANGE, Change, ModelConfig
 from titan_exp.config.hydra.resolve import UnreadableSourceError
-from titan_exp.config.machine.torch_features import import_torchao
-from titan_exp.config.paths.foreign_file import read_object
+from titan_exp.config.torch_features import import_torchao
 
 CONFIG_FILE = "config.json"
 HUB_TIMEOUT = 10

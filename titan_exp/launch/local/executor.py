@@ -16,8 +16,7 @@ from titan_exp.launch.local.run import INTERRUPTED, PREDICTION_FLAG, run
 from titan_exp.launch.rank.rank_env import ATTEMPT, RankInfo
 from titan_exp.launch.run_console import Interrupts, RunConsole, describe, summarize
 from titan_exp.launch.run_plan import RunPlan, create_run_folder
-from titan_exp.tracking.run_folder.attempts import STOPPED
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import STOPPED, RunFolder
 
 POLL_INTERVAL = 0.1
 """Seconds between polls of the launcher processes."""

@@ -21,35 +21,20 @@ from typing import Any
 
 import psutil
 
+from titan_exp.config.devices import count_oom_kills
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import count_oom_kills
 from titan_exp.config.schema.typed_config import to_yaml
+from titan_exp.launch import attempt_end
+from titan_exp.launch.attempt_end import AttemptResult, RankFailure
+from titan_exp.launch.rank import rank_env
 from titan_exp.launch.rank.main import RANK_MAIN, run_rank
-from titan_exp.launch.rank.rank_env import (
-    ATTEMPT,
-    LAUNCHER,
-    VISIBLE_GPUS,
-    RankInfo,
-    environment,
-    extend_import_path,
-    rank_environment,
-)
-from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.run_console import Interrupts, block_terminal_signals
-from titan_exp.launch.state import attempt_end
-from titan_exp.launch.state.attempt_end import AttemptResult, RankFailure
 from titan_exp.launch.watchdog import REPORT_TIMEOUT, HangFiles
-from titan_exp.tracking.run_folder.attempts import World
-from titan_exp.tracking.run_folder.files import (
-    FileLock,
-    create_temporary_folder,
-    remove_stale_temporary_folders,
-    temporary_folder,
-)
+from titan_exp.tracking.run_folder import files
 from titan_exp.tracking.run_folder.run import Run
-from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
+from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, World, write_atomically
 
 RANK = "titan_exp.launch.local.ranks"
 """Module that runs one rank."""
@@ -78,12 +63,12 @@ class LocalRanks:
         """Pid of submitit's controller."""
         self._cluster = layout.cluster
         self._rendezvous_folder: Path | None = None
-        self._folder_lock: FileLock | None = None
+        self._folder_lock: files.FileLock | None = None
         self._job: subprocess.Popen[bytes] | None = None
         self._controller: psutil.Process | None = None
         self._processes: dict[int, psutil.Process] = {}
         self._last_seen: dict[int, float] = {}
-        self._records: dict[int, RankRecord] = {}
+        self._records: dict[int, rank_env.RankRecord] = {}
         self._failures: dict[int, RankFailure] = {}
         self._oom_kills = count_oom_kills()
         # These times are on the monotonic clock.
@@ -101,17 +86,17 @@ class LocalRanks:
         from submitit.local.local import start_controller
 
         self.folder.make_attempt_logs(self.attempt)
-        remove_stale_temporary_folders()
-        self._rendezvous_folder, self._folder_lock = create_temporary_folder()
+        files.remove_stale_temporary_folders()
+        self._rendezvous_folder, self._folder_lock = files.create_temporary_folder()
         command = [sys.executable, "-u", "-m", RANK, str(self.folder.path)]
-        changes = rank_environment(
+        changes = rank_env.rank_environment(
             self._cluster, self.world_size, self.attempt, self._rendezvous_folder, world=self._world
         )
         logs = self.logs
         if "%" in str(logs):  # submitit would replace %j and %t
             logs = self._rendezvous_folder / "logs"
             logs.symlink_to(self.logs.absolute())
-        with environment(changes), block_terminal_signals(), _output_to(self.logs / "controller.log"):
+        with rank_env.environment(changes), block_terminal_signals(), _output_to(self.logs / "controller.log"):
             self._job = start_controller(
                 logs,
                 shlex.join(command),
@@ -207,7 +192,7 @@ class LocalRanks:
         if rank in self._failures or self._has_ended(rank):
             return
         now, alive = time.time(), self._is_alive(rank)
-        record = read_record(self.folder, self.attempt, rank, self._rendezvous_folder)
+        record = rank_env.read_record(self.folder, self.attempt, rank, self._rendezvous_folder)
         if record is not None:
             self._records[rank] = record
         if record is not None and record.end is not None:
@@ -296,7 +281,7 @@ def run_on_ranks(main: str, experiment: Experiment, request: Any) -> Any:
     """
     from titan_exp.trainer.distributed import REQUEST, RESPONSE
 
-    with temporary_folder() as scratch:
+    with files.temporary_folder() as scratch:
         folder = RunFolder(scratch)
         write_atomically(folder.config, to_yaml(experiment), durable=False)
         write_atomically(folder.path / REQUEST, json.dumps(request), durable=False)
@@ -312,7 +297,7 @@ def run_on_ranks(main: str, experiment: Experiment, request: Any) -> Any:
 
 
 def _run(main: str, ranks: LocalRanks) -> AttemptResult:
-    with environment({RANK_MAIN: main}), Interrupts() as interrupts:
+    with rank_env.environment({RANK_MAIN: main}), Interrupts() as interrupts:
         try:
             ranks.start()
             while not ranks.poll():
@@ -324,20 +309,20 @@ def _run(main: str, ranks: LocalRanks) -> AttemptResult:
             ranks.close()
 
 
-def submitit_rank() -> RankInfo:
+def submitit_rank() -> rank_env.RankInfo:
     """Rank from submitit's environment. Restores the launcher's CUDA_VISIBLE_DEVICES and sys.path."""
-    extend_import_path()
-    gpus = os.environ.get(VISIBLE_GPUS)
+    rank_env.extend_import_path()
+    gpus = os.environ.get(rank_env.VISIBLE_GPUS)
     if gpus is None:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-    return RankInfo(
+    return rank_env.RankInfo(
         rank=int(os.environ["SUBMITIT_LOCAL_GLOBALID"]),
         world_size=int(os.environ["SUBMITIT_LOCAL_NTASKS"]),
         local_rank=int(os.environ["SUBMITIT_LOCAL_LOCALID"]),
-        attempt=int(os.environ[ATTEMPT]),
-        launcher=int(os.environ[LAUNCHER]),
+        attempt=int(os.environ[rank_env.ATTEMPT]),
+        launcher=int(os.environ[rank_env.LAUNCHER]),
         controller=int(os.environ["SUBMITIT_LOCAL_JOB_ID"]),
     )
 

@@ -15,26 +15,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_exp.config.command_line.safe_output import safe_output
+from titan_exp.config.command_line.output import safe_output
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.launch import attempt_end
 from titan_exp.launch.executor import Processes, several_worlds
 from titan_exp.launch.local.ranks import LocalRanks
-from titan_exp.launch.provenance.changes import report_large_patch
+from titan_exp.launch.provenance import report_large_patch
 from titan_exp.launch.run_console import Interrupts, RunConsole, Summary, describe, summarize
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, plan_relaunch, refresh_snapshot
-from titan_exp.launch.state.attempt_end import (
-    AttemptResult,
-    acquire_run,
-    close_attempt,
-    close_dead_attempts,
-    wait_for_orphans,
-)
-from titan_exp.tracking.run_folder.attempts import FAILED, shown_state
 from titan_exp.tracking.run_folder.files import FileLock, FileTail
 from titan_exp.tracking.run_folder.folder_owner import FolderWatch
 from titan_exp.tracking.run_folder.metrics_jsonl import rows_of
 from titan_exp.tracking.run_folder.run import DIED_UNRECORDED, SWEEP_GONE
-from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+from titan_exp.tracking.run_folder.run_folder import FAILED, RunFolder, RunState, shown_state
 
 POLL_INTERVAL = 0.1
 """Seconds between polls of the ranks and their files."""
@@ -63,7 +56,7 @@ def run(plan: RunPlan, *, console: RunConsole | None = None, sweep: int | None =
         report_large_patch(plan.folder, console.echo)
     if (done := _if_done(plan, console)) is not None:  # this needs no lock, which another user's run would refuse
         return done
-    with explain_write_errors(plan.folder.path), acquire_run(plan.folder, "launcher", console.echo) as lock:
+    with explain_write_errors(plan.folder.path), attempt_end.acquire_run(plan.folder, "launcher", console.echo) as lock:
         if (done := _if_done(plan, console)) is not None:
             return done
         attempt = _open_attempt(plan, plan.folder.read_state(), console, renew=existed)
@@ -95,12 +88,12 @@ def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole, *,
     folder, worlds = plan.folder, plan.layout.cluster.worlds
     size = plan.layout.world_size * worlds
     last = state.attempt if state else 0
-    close_dead_attempts(folder)
+    attempt_end.close_dead_attempts(folder)
     if renew or last:
         refresh_snapshot(plan, last)
     attempt = folder.add_attempt(world_size=size, hosts=[socket.gethostname()]).attempt
     # A rank of the previous attempt that is still starting either sees this row and exits, or we wait for it here.
-    wait_for_orphans(folder, console.echo)
+    attempt_end.wait_for_orphans(folder, console.echo)
     folder.clear_stop()
     folder.write_state(RunState("running", state.step if state else 0, time.time(), attempt, None))
     processes = "1 process" if size == 1 else f"{size} processes"
@@ -129,9 +122,9 @@ class _Execution:
         self.interrupts = Interrupts()
         self.folder_watch = FolderWatch(plan.folder.path)
 
-    def run(self) -> AttemptResult:
+    def run(self) -> attempt_end.AttemptResult:
         """Start, monitor and close the attempt."""
-        result = AttemptResult("failed", 1, "the launcher failed")
+        result = attempt_end.AttemptResult("failed", 1, "the launcher failed")
         try:
             with self.interrupts:
                 self.ranks.start()
@@ -145,7 +138,7 @@ class _Execution:
             self.folder_watch.close()
         return result
 
-    def _close(self, result: AttemptResult) -> None:
+    def _close(self, result: attempt_end.AttemptResult) -> None:
         state, code, reason = result.state, result.exit_code, result.reason
         moved = self.folder_watch.moved_to()
         if moved is not None:
@@ -153,18 +146,18 @@ class _Execution:
         if not self.folder_watch.holds(self.folder.path) or not self.folder.config.exists():
             return  # the folder was deleted, and another run may have begun at its path
         try:
-            close_attempt(self.folder, self.attempt, state, exit_code=code, reason=reason, overrule=True)
+            attempt_end.close_attempt(self.folder, self.attempt, state, exit_code=code, reason=reason, overrule=True)
         except OSError as error:
             # The exit code must still be returned; the next start closes the attempt.
             self.console.error(f"Cannot write {self.folder.state} ({error.strerror}).")
 
-    def _follow(self) -> AttemptResult:
+    def _follow(self) -> attempt_end.AttemptResult:
         stopping, interrupts = False, self.interrupts
         while not self.ranks.poll():
             loss = self.folder_watch.loss()
             if loss is not None:
                 self.ranks.kill()
-                return AttemptResult("failed", FAILED, loss)
+                return attempt_end.AttemptResult("failed", FAILED, loss)
             if self.sweep not in (None, os.getppid()):
                 self.lock.rename(SWEEP_GONE)
                 self.sweep = None
@@ -178,13 +171,15 @@ class _Execution:
             if interrupts.again:
                 self.ranks.kill()
                 self._show()
-                return AttemptResult("preempted", INTERRUPTED, f"killed at the second signal, after {interrupts.first}")
+                return attempt_end.AttemptResult(
+                    "preempted", INTERRUPTED, f"killed at the second signal, after {interrupts.first}"
+                )
             self._show()
             time.sleep(POLL_INTERVAL)
         self._show()
         result = self.ranks.result()
         loss = self.folder_watch.confirmed_loss() if result.state == "failed" else None
-        return result if loss is None else AttemptResult("failed", FAILED, loss)
+        return result if loss is None else attempt_end.AttemptResult("failed", FAILED, loss)
 
     def _show(self) -> None:
         self.console.log_lines(self.log.lines())
@@ -201,7 +196,7 @@ class _Execution:
         return f"{self.plan.experiment.experiment.name}/{self.plan.run_id}"
 
 
-def _report(plan: RunPlan, summary: Summary, result: AttemptResult, console: RunConsole) -> None:
+def _report(plan: RunPlan, summary: Summary, result: attempt_end.AttemptResult, console: RunConsole) -> None:
     if result.state == "failed":
         # A UserError and an Outcome explain themselves; other failures show their traceback.
         first = result.detail.strip().partition("\n")[0]

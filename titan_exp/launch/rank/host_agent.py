@@ -1,4 +1,5 @@
-"""Host agent: starts the ranks of one host of a run and ends them together, if no scheduler does.
+"""Host agent: starts the ranks of one host of a run and ends them together, if no scheduler does. Also the start of an
+attempt: rank 0 takes the run lock, then records the start and its address; the other ranks wait for both.
 
 `python -m titan_exp.launch.rank.host_agent RUN_FOLDER ATTEMPT HOST` runs the agent of host number HOST of an attempt.
 Agents of several hosts find each other through files in the attempt's logs: each writes its machine's name there while
@@ -14,21 +15,150 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from titan_exp.config.devices import process_threads
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import process_threads
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.launch.rank.rank_env import HOSTS, IMPORT_PATH, TOKEN, RankInfo, extend_import_path, outer_launch
-from titan_exp.launch.rank.rank_status import RankRecord, read_record
-from titan_exp.launch.state import attempt_end
-from titan_exp.launch.state.attempt_end import AttemptResult, RankFailure, close_attempt
+from titan_exp.launch import attempt_end
+from titan_exp.launch.attempt_end import (
+    AttemptResult,
+    RankFailure,
+    acquire_run,
+    close_attempt,
+    close_dead_attempts,
+    newest_checkpoint,
+    requeues_after,
+)
+from titan_exp.launch.executor import BY_HAND, Executor
+from titan_exp.launch.rank import rank_env
 from titan_exp.launch.watchdog import REPORT_TIMEOUT, HangFiles
-from titan_exp.tracking.run_folder.attempts import DONE, FAILED, STOPPED, Attempt
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.files import write_atomically
+from titan_exp.tracking.run_folder.run_folder import DONE, FAILED, STOPPED, Attempt, RunFolder
+
+ATTEMPT_TIMEOUT = 60.0
+"""Seconds that other ranks wait for rank 0 to record the start."""
+
+
+def join_attempt(folder: RunFolder, rank: rank_env.RankInfo, executor: Executor | None) -> rank_env.RankInfo:
+    """Join the run's attempt and its rendezvous; returns the rank with its attempt number.
+
+    Without an executor, torchrun has set the rendezvous address. Raises UserError if another process holds the run.
+    """
+    claim = None
+    if rank.rank == 0:
+        claim = acquire_run(folder, "rank 0", print)
+        row = _open_attempt(folder, rank, executor)
+    else:
+        row = _await_attempt(folder, rank)
+    rank = replace(rank, attempt=row.attempt, job_id=row.job_id or "", claim=claim)
+    if executor is not None and rank.world_size > 1:
+        executor.join_rendezvous(folder, rank)
+    return rank
+
+
+def _open_attempt(folder: RunFolder, rank: rank_env.RankInfo, executor: Executor | None) -> Attempt:
+    """Record the start in the row written at submission; if the scheduler restarted the job, in a new row."""
+    rows = folder.read_attempts()
+    last = rows[-1] if rows else None
+    same_job = last is not None and rank.token is not None and last.token == rank.token
+    if rank.token is not None and not same_job:
+        raise UserError(
+            f"{folder.path}: somebody started this run anew after job {rank.job_id or rank.token} was submitted"
+            f"{'' if last is None else f' (attempt {last.attempt})'}, so this job ends."
+        )
+    if last is not None and same_job and rank.restarts is None:
+        rank = replace(rank, job_id=last.job_id or rank.job_id)  # the submission knows the id
+    if last is not None and same_job and last.start is None and last.end is None:
+        number = last.attempt
+    else:
+        if last is not None and same_job and last.end is None:
+            reason = "the scheduler ended it without a record (a node failed, or somebody requeued it)"
+            folder.update_attempt(last.attempt, end=time.time(), reason=reason)
+        close_dead_attempts(folder)
+        number = folder.add_attempt(
+            world_size=rank.world_size,
+            hosts=rank.hosts,
+            job_id=rank.job_id or None,
+            launched_by=BY_HAND if rank.token is None or executor is None else executor.kind,
+            token=rank.token,
+            requeues=requeues_after(folder, last) if last is not None and same_job else 0,
+        ).attempt
+    if rank.token is None:
+        folder.clear_stop()  # a batch script has already cleared the request, and a stop may have been requested since
+    if executor is not None:
+        executor.publish_rendezvous(folder, replace(rank, attempt=number))
+    known: dict[str, Any] = {"hosts": rank.hosts, "restarts": rank.restarts, "checkpoint": newest_checkpoint(folder)}
+    if rank.job_id:  # otherwise the submission is about to record it
+        known["job_id"] = rank.job_id
+    return folder.update_attempt(number, **known, start=time.time())
+
+
+def _await_attempt(folder: RunFolder, rank: rank_env.RankInfo) -> Attempt:
+    deadline = time.monotonic() + ATTEMPT_TIMEOUT
+    while time.monotonic() < deadline:
+        rows = folder.read_attempts()
+        if rows and rows[-1].start is not None and _is_joined(rows[-1], rank):
+            return rows[-1]
+        time.sleep(0.1)
+    raise UserError(f"{folder.path}: rank 0 did not start within {ATTEMPT_TIMEOUT:.0f} s. Read its log.")
+
+
+def _is_joined(row: Attempt, rank: rank_env.RankInfo) -> bool:
+    """True if rank 0 has opened this attempt in this start of the job."""
+    if rank.restarts is not None:
+        return (row.job_id, row.restarts) == (rank.job_id, rank.restarts)
+    # Without a restart count, an ended attempt may be an earlier one with the same address.
+    same = row.job_id == rank.job_id if rank.token is None else row.token == rank.token
+    return same and row.end is None
+
+
+FIRST_PORT, LAST_PORT = 20000, 32000
+"""Port range of the rendezvous, below the ephemeral ports."""
+RENDEZVOUS_TIMEOUT = 60.0
+"""Seconds to wait for rank 0's address, because network disks may show new files late."""
+LOOPBACK = "127.0.0.1"
+
+
+def publish_address(folder: RunFolder, rank: rank_env.RankInfo, address: str, job: int) -> None:
+    """Write rank 0's address and a free port into the attempt's log folder. The job's number decides which ports are
+    tried."""
+    assert rank.attempt is not None
+    logs = folder.make_attempt_logs(rank.attempt)
+    write_atomically(logs / "meeting", f"{address} {free_port(job)}\n", durable=False)
+
+
+def join_rendezvous(folder: RunFolder, rank: rank_env.RankInfo) -> None:
+    """Set MASTER_ADDR and MASTER_PORT to rank 0's address. Raises UserError if rank 0 has published none."""
+    assert rank.attempt is not None
+    path, deadline = folder.attempt_logs(rank.attempt) / "meeting", time.monotonic() + RENDEZVOUS_TIMEOUT
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise UserError(f"{path} did not appear within {RENDEZVOUS_TIMEOUT:.0f} s. Do all nodes share this folder?")
+        time.sleep(0.1)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = path.read_text(encoding="utf-8").split()
+    if os.environ["MASTER_ADDR"] == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def free_port(job: int) -> int:
+    """Find a free port, starting at an offset that depends on the job's number."""
+    count = LAST_PORT - FIRST_PORT
+    for offset in range(count):
+        port = FIRST_PORT + (job * 7 + offset) % count
+        with socket.socket() as candidate:
+            try:
+                candidate.bind(("", port))
+            except OSError:
+                continue
+        return port
+    raise UserError(f"{socket.gethostname()} has no free port between {FIRST_PORT} and {LAST_PORT}.")
+
 
 AGENT = "titan_exp.launch.rank.host_agent"
 """Module that runs a host agent."""
@@ -87,13 +217,13 @@ def host_files(folder: RunFolder, attempt: int) -> list[HostFile]:
     return [HostFile(folder, attempt, int(path.name.rpartition("-")[2])) for path in paths]
 
 
-def hosts_rank() -> RankInfo | None:
+def hosts_rank() -> rank_env.RankInfo | None:
     """Rank of this process from a host agent's environment; None without an agent."""
     env = os.environ
-    if HOSTS not in env:
+    if rank_env.HOSTS not in env:
         return None
     rank, size, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    return RankInfo(rank, size, local, hosts=tuple(env[HOSTS].split(",")), token=env[TOKEN])
+    return rank_env.RankInfo(rank, size, local, hosts=tuple(env[rank_env.HOSTS].split(",")), token=env[rank_env.TOKEN])
 
 
 class HostAgent:
@@ -144,10 +274,10 @@ class HostAgent:
 
     def _start(self, rank: int, hosts: Sequence[str]) -> "subprocess.Popen[bytes]":
         numbers = {"RANK": rank, "WORLD_SIZE": self.row.world_size, "LOCAL_RANK": rank - self.ranks.start}
-        environment = {name: value for name, value in os.environ.items() if name not in outer_launch()}
+        environment = {name: value for name, value in os.environ.items() if name not in rank_env.outer_launch()}
         environment |= {name: str(number) for name, number in numbers.items()}
-        environment |= {TOKEN: self.row.token or "", HOSTS: ",".join(hosts)}
-        environment[IMPORT_PATH] = os.environ.get(IMPORT_PATH, "")
+        environment |= {rank_env.TOKEN: self.row.token or "", rank_env.HOSTS: ",".join(hosts)}
+        environment[rank_env.IMPORT_PATH] = os.environ.get(rank_env.IMPORT_PATH, "")
         environment.setdefault("OMP_NUM_THREADS", str(process_threads(self.cluster, len(self.ranks))))
         command = [sys.executable, "-m", "titan_exp.launch.rank.main", str(self.folder.path)]
         with self.log(rank).open("ab") as log:
@@ -230,8 +360,8 @@ class HostAgent:
         with contextlib.suppress(OSError):  # a network disk may fail for a while, and ranks leave a lost folder alone
             self.signs[self.host].path.write_text(text, encoding="utf-8")
 
-    def _record(self, rank: int) -> RankRecord | None:
-        return read_record(self.folder, self.row.attempt, rank)
+    def _record(self, rank: int) -> rank_env.RankRecord | None:
+        return rank_env.read_record(self.folder, self.row.attempt, rank)
 
     def _name(self, host: int) -> str:
         return f"host {self.row.hosts[host]}" if self.row.hosts else f"node {host}"
@@ -246,7 +376,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the agent of a host; returns the exit code of its ranks, or 0 if the attempt is already over."""
     path, attempt, host = arguments
     folder = RunFolder(path)
-    extend_import_path()
+    rank_env.extend_import_path()
     rows = folder.read_attempts()
     if not rows or rows[-1].attempt != int(attempt) or rows[-1].end is not None:
         print(f"{path}: attempt {attempt} is over, so this host starts nothing.")

@@ -22,41 +22,24 @@ from typing import Any, NoReturn
 
 import psutil
 
-from titan_exp.config.command_line.safe_output import safe_output
+from titan_exp.config.command_line.output import safe_output
+from titan_exp.config.devices import allocator_environment, return_freed_memory
 from titan_exp.config.errors.user_error import Outcome, UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import allocator_environment, return_freed_memory
-from titan_exp.config.schema.builtins import executor_names
+from titan_exp.config.schema.foreign_code import executor_names
+from titan_exp.launch.attempt_end import close_attempt
 from titan_exp.launch.executor import Executor, executor_for
-from titan_exp.launch.provenance.changes import attempt_changes, edited_code
-from titan_exp.launch.rank.join_attempt import join_attempt
-from titan_exp.launch.rank.rank_env import TOKEN, RankInfo, environment, extend_import_path, torchrun_rank
-from titan_exp.launch.rank.rank_status import (
-    FAILURE_MARK,
-    FALLBACK_FOLDER,
-    FOLDER_LOST,
-    HANG,
-    ParentWatchdog,
-    RankError,
-    RankRecord,
-    read_record,
-    write_record,
-)
-from titan_exp.launch.state.attempt_end import close_attempt
+from titan_exp.launch.provenance import attempt_changes, edited_code
+from titan_exp.launch.rank import rank_env
+from titan_exp.launch.rank.host_agent import join_attempt
 from titan_exp.launch.watchdog import HangFiles, Watchdog
+from titan_exp.tracking.logging import PROGRESS
 from titan_exp.tracking.number_format import format_items
-from titan_exp.tracking.progress import PROGRESS
-from titan_exp.tracking.run_folder.attempts import DONE, ENDED_STATES, FAILED, HUNG, STOPPED, World
-from titan_exp.tracking.run_folder.files import (
-    hold_temporary_folder,
-    redirect_temporary_files,
-    remove_stale_temporary_folders,
-    temporary_folder,
-)
+from titan_exp.tracking.run_folder import files
 from titan_exp.tracking.run_folder.folder_owner import FolderWatch
 from titan_exp.tracking.run_folder.run import Run
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import DONE, ENDED_STATES, FAILED, HUNG, STOPPED, RunFolder, World
 
 RANK_MAIN = "TITAN_EXP_RANK_MAIN"
 """Environment variable: import path of the rank's main function, which takes a `Run`; by default the trainer's."""
@@ -65,7 +48,7 @@ MAPPED_BYTES = 2**22
 """Allocation size from which a rank's freed host memory returns to the system."""
 
 
-def run_rank(run: Run, rank: RankInfo) -> int:
+def run_rank(run: Run, rank: rank_env.RankInfo) -> int:
     """Run one rank that has joined its attempt. Returns its exit code; 0 for a saved stop if srun would otherwise kill
     the peers."""
     return_freed_memory(MAPPED_BYTES)
@@ -82,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     safe_output("utf-8", raw=True)
     run = Run(arguments[0])
     folder = run.folder
-    extend_import_path()
+    rank_env.extend_import_path()
     try:
         if not folder.config.exists():
             raise UserError(f"{folder.path} has no config.yaml, so it is not a run. Create one with titan-exp train.")
@@ -106,23 +89,23 @@ def main(arguments: Sequence[str]) -> int:
     return run_rank(run, rank)
 
 
-def _find_rank(experiment: Experiment) -> tuple[Executor | None, RankInfo]:
+def _find_rank(experiment: Experiment) -> tuple[Executor | None, rank_env.RankInfo]:
     """Executor that started this process, the configured one being tried first, and its rank; else None and torchrun's
     rank."""
     kinds = dict.fromkeys([experiment.cluster.kind, *executor_names()])
     for executor in map(executor_for, kinds):
         rank = executor.rank_info()
         if rank is not None:
-            return executor, replace(rank, token=rank.token or os.environ.get(TOKEN))
-    return None, torchrun_rank()
+            return executor, replace(rank, token=rank.token or os.environ.get(rank_env.TOKEN))
+    return None, rank_env.torchrun_rank()
 
 
 class _Rank:
-    def __init__(self, source: Run, rank: RankInfo) -> None:
+    def __init__(self, source: Run, rank: rank_env.RankInfo) -> None:
         assert rank.attempt is not None
         self.source, self.folder, self.rank, self.attempt = source, source.folder, rank, rank.attempt
-        self.record = RankRecord(rank.rank, os.getpid(), socket.gethostname(), time.time())
-        self.parent_watchdog: ParentWatchdog | None = None
+        self.record = rank_env.RankRecord(rank.rank, os.getpid(), socket.gethostname(), time.time())
+        self.parent_watchdog: rank_env.ParentWatchdog | None = None
         self._record_lock = threading.Lock()
         self.folder_watch = FolderWatch(source.folder.path)
         self._is_of_several = World.from_environment() is not None
@@ -148,7 +131,13 @@ class _Rank:
         watchdog.stop()
         self._end(code, error)
         if error is not None:
-            print(FAILURE_MARK, error.message if error.user else error.traceback, sep="\n", file=sys.stderr, flush=True)
+            print(
+                rank_env.FAILURE_MARK,
+                error.message if error.user else error.traceback,
+                sep="\n",
+                file=sys.stderr,
+                flush=True,
+            )
         return code
 
     def _set_allocator(self) -> None:
@@ -172,7 +161,7 @@ class _Rank:
                         flush=True,
                     )
 
-    def _end(self, code: int, error: RankError | None) -> None:
+    def _end(self, code: int, error: rank_env.RankError | None) -> None:
         self._record(end=time.time(), exit=code, error=error)
         alone = self.parent_watchdog is None or self.parent_watchdog.orphaned
         orphaned = self.parent_watchdog is not None and self.parent_watchdog.orphaned
@@ -190,8 +179,8 @@ class _Rank:
 
     def _remove_rendezvous_folder(self) -> None:
         """Remove the rendezvous folder after the last rank has ended, if the launcher has exited."""
-        rendezvous_folder = os.environ.get(FALLBACK_FOLDER)
-        records = [read_record(self.folder, self.attempt, rank) for rank in range(self.rank.world_size)]
+        rendezvous_folder = os.environ.get(rank_env.FALLBACK_FOLDER)
+        records = [rank_env.read_record(self.folder, self.attempt, rank) for rank in range(self.rank.world_size)]
         if rendezvous_folder is not None and all(record is None or record.end is not None for record in records):
             shutil.rmtree(rendezvous_folder, ignore_errors=True)
 
@@ -206,7 +195,7 @@ class _Rank:
             if not self._has_folder():
                 return
             try:
-                write_record(self.folder, self.attempt, self.record)
+                rank_env.write_record(self.folder, self.attempt, self.record)
             except OSError as error:
                 print(f"cannot write the status of rank {self.rank.rank}: {error}", file=sys.stderr)
 
@@ -249,7 +238,7 @@ class _Rank:
     def _start_parent_watchdog(self) -> None:
         if self.rank.launcher is None or self.rank.controller is None:
             return
-        self.parent_watchdog = ParentWatchdog(
+        self.parent_watchdog = rank_env.ParentWatchdog(
             self.folder,
             attempt=self.attempt,
             rank=self.rank.rank,
@@ -275,7 +264,7 @@ class _Rank:
             HangFiles(self.folder.attempt_logs(self.attempt), self.rank.world_size),
             rank=self.rank.rank,
             progress=PROGRESS,
-            give_up=lambda reason: self._give_up(reason, HUNG, HANG),
+            give_up=lambda reason: self._give_up(reason, HUNG, rank_env.HANG),
             on_poll=lambda: self._give_up_if_lost(self.folder_watch.loss()),
         )
         watchdog.start()
@@ -292,11 +281,11 @@ class _Rank:
             _kill_self(FAILED)
         else:
             self.folder = RunFolder(moved)
-            self._give_up(loss, kind=FOLDER_LOST)
+            self._give_up(loss, kind=rank_env.FOLDER_LOST)
 
     def _give_up(self, reason: str, code: int = FAILED, kind: str = "GivenUp") -> None:
         """Exit from a watchdog thread, because the main thread may hang."""
-        self._end(code, RankError(kind, reason, "", user=False))
+        self._end(code, rank_env.RankError(kind, reason, "", user=False))
         _kill_self(code)
 
 
@@ -312,17 +301,17 @@ def _kill_self(code: int) -> NoReturn:
 def _temporary_files() -> Iterator[None]:
     """Keep the launcher's temporary folder in use; without a launcher, direct temporary files to a folder of this
     process."""
-    launchers = os.environ.get(FALLBACK_FOLDER)
+    launchers = os.environ.get(rank_env.FALLBACK_FOLDER)
     if launchers is not None:
-        lock = hold_temporary_folder(Path(launchers))
+        lock = files.hold_temporary_folder(Path(launchers))
         try:
             yield
         finally:
             if lock is not None:
                 lock.release()
         return
-    remove_stale_temporary_folders()
-    with temporary_folder() as path, environment(redirect_temporary_files(path)):
+    files.remove_stale_temporary_folders()
+    with files.temporary_folder() as path, rank_env.environment(files.redirect_temporary_files(path)):
         tempfile.tempdir = None  # read again
         yield
     tempfile.tempdir = None
@@ -342,24 +331,24 @@ def _rank_main(run: Run) -> None:
     getattr(importlib.import_module(module), name)(run)
 
 
-def _call(function: Callable[[Run], None], run: Run) -> tuple[int, RankError | None]:
+def _call(function: Callable[[Run], None], run: Run) -> tuple[int, rank_env.RankError | None]:
     """Run `function(run)`; returns its exit code and its error."""
     try:
         function(run)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             code = error.code or DONE
-            ended = RankError("SystemExit", f"exit code {code}", traceback.format_exc(), user=False)
+            ended = rank_env.RankError("SystemExit", f"exit code {code}", traceback.format_exc(), user=False)
             return code, None if code in (DONE, STOPPED) else ended
-        return FAILED, RankError("SystemExit", str(error.code), traceback.format_exc(), user=False)
+        return FAILED, rank_env.RankError("SystemExit", str(error.code), traceback.format_exc(), user=False)
     except UserError as error:
-        return error.exit_code, RankError("UserError", str(error), traceback.format_exc(), user=True)
+        return error.exit_code, rank_env.RankError("UserError", str(error), traceback.format_exc(), user=True)
     except BaseException as error:
         frames = error.__traceback__
         while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
             frames = frames.tb_next  # skips frames of this file
         text = "".join(traceback.format_exception(type(error), error, frames))
-        return FAILED, RankError(type(error).__name__, str(error), text, user=isinstance(error, Outcome))
+        return FAILED, rank_env.RankError(type(error).__name__, str(error), text, user=isinstance(error, Outcome))
     return DONE, None
 
 

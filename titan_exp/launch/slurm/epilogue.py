@@ -14,15 +14,13 @@ from pathlib import Path
 
 from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.launch.rank.rank_env import TOKEN
-from titan_exp.launch.rank.rank_status import RankRecord, read_record
+from titan_exp.launch import attempt_end
+from titan_exp.launch.attempt_end import AttemptResult, RankFailure, close_attempt, requeues_after
+from titan_exp.launch.rank.rank_env import TOKEN, RankRecord, read_record
 from titan_exp.launch.slurm.squeue import SrunLog, parse_srun_log
-from titan_exp.launch.state import attempt_end
-from titan_exp.launch.state.attempt_end import AttemptResult, RankFailure, close_attempt, requeues_after
 from titan_exp.launch.watchdog import HangFiles
 from titan_exp.tracking.number_format import format_items
-from titan_exp.tracking.run_folder.attempts import DONE, FAILED, HUNG, STOPPED, Attempt, shown_state
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import DONE, FAILED, HUNG, STOPPED, Attempt, RunFolder, shown_state
 
 CANCELLED = "cancelled"
 """Prefix of stop reasons that prevent a requeue."""

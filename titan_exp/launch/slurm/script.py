@@ -4,12 +4,12 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from titan_exp.config.devices import device_type
 from titan_exp.config.groups.run import ClusterConfig
-from titan_exp.config.machine.devices import device_type
+from titan_exp.launch.code_snapshot import CodeSnapshot
 from titan_exp.launch.executor import several_worlds
-from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.rank.rank_env import GROUP
-from titan_exp.tracking.run_folder.attempts import PREEMPTED
+from titan_exp.tracking.run_folder.run_folder import PREEMPTED
 
 START = "titan_exp: job"
 """First words of the batch script's line at each start; the log of a requeued job holds several starts."""

@@ -20,7 +20,7 @@ from typing import TypeVar
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
-from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
+from titan_exp.launch.code_snapshot import CodeSnapshot
 from titan_exp.launch.rank.rank_env import environment, outer_launch
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.script import Resources, Script, render, sbatch_options

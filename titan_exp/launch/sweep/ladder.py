@@ -7,9 +7,9 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 
+from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.machine.devices import device_type
 from titan_exp.config.study.labels import split_override
 from titan_exp.config.study.ladder import (
     Ladder,
@@ -30,7 +30,7 @@ from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan
 from titan_exp.models.spec.lookup import family_violations, model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.transformer import WIDTHS
-from titan_exp.plan.gate.gate import check_memory
+from titan_exp.plan.gate import check_memory
 from titan_exp.tracking.number_format import format_count, format_duration, format_items
 
 Compose = Callable[[Point], Experiment]

@@ -8,21 +8,21 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.validation_sets import BITS, OF_THE_RUN, validation_documents
+from titan_exp.config.schema.data_sets import BITS, OF_THE_RUN, validation_documents
 from titan_exp.config.study.labels import split_override
 from titan_exp.config.study.points import NAME, Point, baseline_of, folder_name, study_points
 from titan_exp.config.study.study import Direction, Pairs, Study
+from titan_exp.launch.evidence import paired_differences
+from titan_exp.launch.registration import Registration
 from titan_exp.launch.requests import gpu_hours
-from titan_exp.launch.run_id import run_id
+from titan_exp.launch.run_plan import run_id
+from titan_exp.launch.standing import PairedRun, Standing, losing, standing_of
 from titan_exp.launch.sweep.rounds import Finished, Rounds, common_set
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan
-from titan_exp.launch.verdict.evidence import paired_differences
-from titan_exp.launch.verdict.registration import Registration
-from titan_exp.launch.verdict.standing import PairedRun, Standing, losing, standing_of
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.tracking.number_format import format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of, read_last_values
-from titan_exp.tracking.run_folder.provenance_records import read_history
+from titan_exp.tracking.run_folder.run import read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 

@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.schema.builtins import described
-from titan_exp.config.schema.validation_sets import DOCUMENTS, OF_THE_RUN, validation_metrics
+from titan_exp.config.schema.data_sets import DOCUMENTS, OF_THE_RUN, validation_metrics
+from titan_exp.config.schema.foreign_code import described
 from titan_exp.config.study.labels import text_of
 from titan_exp.config.study.points import Point
 from titan_exp.config.study.study import Choice, Direction, Halving, Range, Search
-from titan_exp.launch.state.run_lookup import RoundsRecord
+from titan_exp.launch.registration import Registration
+from titan_exp.launch.run_lookup import RoundsRecord
 from titan_exp.launch.sweep.sweep_plan import SweepPlan
-from titan_exp.launch.verdict.registration import Registration
 from titan_exp.tracking.number_format import format_items
-from titan_exp.tracking.run_folder.attempts import has_diverged
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
-from titan_exp.tracking.run_folder.provenance_records import read_history
-from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run import read_history
+from titan_exp.tracking.run_folder.run_folder import RunFolder, has_diverged
 
 if TYPE_CHECKING:
-    from titan_exp.launch.verdict.standing import Standing  # imports NumPy, which other studies need not
+    from titan_exp.launch.standing import Standing  # imports NumPy, which other studies need not
 
 REPEATS = 200
 """Draws per wanted point; more would mean that the ranges have hardly any other point."""

@@ -22,19 +22,18 @@ from titan_exp.config.study.labels import split_override
 from titan_exp.config.study.points import SEED, FilePoints, Point, baseline_of, chosen_size, narrowed, study_points
 from titan_exp.config.study.study import Choice, Study
 from titan_exp.launch.executor import executor_for, last_executor
+from titan_exp.launch.ledger import LEDGER, enter, question_of
+from titan_exp.launch.registration import Registration
+from titan_exp.launch.run_lookup import LadderRecord, StudyFolder, StudyRecord, StudyRun
 from titan_exp.launch.run_plan import explain_write_errors
-from titan_exp.launch.state.run_lookup import LadderRecord, StudyFolder, StudyRecord, StudyRun
-from titan_exp.launch.state.run_status import run_statuses
+from titan_exp.launch.run_status import run_statuses
 from titan_exp.launch.sweep.ladder import PARENT, RUNG, LadderRounds
 from titan_exp.launch.sweep.rounds import Batches, Rounds, Rungs, drawn_choices, require_logged
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan
-from titan_exp.launch.verdict.ledger import LEDGER, enter, question_of
-from titan_exp.launch.verdict.registration import Registration
 from titan_exp.tracking.number_format import format_items
-from titan_exp.tracking.run_folder.attempts import has_diverged
 from titan_exp.tracking.run_folder.files import FileLock
 from titan_exp.tracking.run_folder.run import Run
-from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder
+from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder, has_diverged
 
 
 class StudySweep:

@@ -8,17 +8,9 @@ from titan_exp.config.errors.explain_hydra import explain_point
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.study.points import Point
-from titan_exp.launch.memory_gate import (
-    GATE_HINT,
-    Echo,
-    check_open_runs,
-    gate_warnings,
-    is_refused,
-    refusal,
-    with_prediction,
-)
+from titan_exp.launch import memory_gate
 from titan_exp.launch.run_plan import RunPlan, plan_run
-from titan_exp.plan.gate.gate import MemoryCheck
+from titan_exp.plan.gate import MemoryCheck
 from titan_exp.tracking.number_format import format_items
 
 
@@ -128,23 +120,27 @@ def reasons_with_points(labels: Mapping[str, Sequence[str]]) -> list[str]:
     return lines
 
 
-def predict_sweep_memory(sweep_plan: SweepPlan, echo: Echo, *, skip: bool, where: str = "of the sweep") -> SweepPlan:
+def predict_sweep_memory(
+    sweep_plan: SweepPlan, echo: memory_gate.Echo, *, skip: bool, where: str = "of the sweep"
+) -> SweepPlan:
     """Add memory predictions to a sweep plan, and skip points that do not fit.
 
     Raises UserError if points do not fit and `skip` is False, or no point is left. `where` follows "n points" in the
     message.
     """
-    memory_checks = check_open_runs([entry.plan for entry in sweep_plan.planned], echo)
+    memory_checks = memory_gate.check_open_runs([entry.plan for entry in sweep_plan.planned], echo)
     kept: list[PlannedPoint] = []
     refused: dict[Path, str] = {}
     for entry, memory_check in zip(sweep_plan.planned, memory_checks, strict=True):
         if memory_check is None:
             kept.append(entry)
-        elif is_refused(memory_check):
-            refused[entry.plan.folder.path] = refusal(memory_check)
+        elif memory_gate.is_refused(memory_check):
+            refused[entry.plan.folder.path] = memory_gate.refusal(memory_check)
         else:
-            kept.append(replace(entry, plan=with_prediction(entry.plan, memory_check), memory_check=memory_check))
-    for line in gate_warnings([entry.memory_check for entry in kept if entry.memory_check is not None]):
+            kept.append(
+                replace(entry, plan=memory_gate.with_prediction(entry.plan, memory_check), memory_check=memory_check)
+            )
+    for line in memory_gate.gate_warnings([entry.memory_check for entry in kept if entry.memory_check is not None]):
         echo(line)
     if not refused:
         return replace(sweep_plan, planned=tuple(kept))
@@ -155,6 +151,8 @@ def predict_sweep_memory(sweep_plan: SweepPlan, echo: Echo, *, skip: bool, where
     ]
     if not skip or not kept:
         none = "so nothing has started" if kept else "and no other is left"
-        raise cannot_run(f"{format_items(len(skipped), 'point')} {where} cannot run, {none}.", skipped, GATE_HINT)
+        raise cannot_run(
+            f"{format_items(len(skipped), 'point')} {where} cannot run, {none}.", skipped, memory_gate.GATE_HINT
+        )
     duplicates = tuple(entry for entry in sweep_plan.duplicates if entry.plan.folder.path not in refused)
     return SweepPlan(tuple(kept), duplicates, (*sweep_plan.skipped, *skipped))

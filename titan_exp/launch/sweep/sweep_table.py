@@ -13,22 +13,27 @@ from rich.table import Table
 from titan_exp.config.command_line.help import forgotten_tokenizer
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.launch.executor import Submission, executor_for, typed_path
-from titan_exp.launch.requests import gpu_hours, request_lines, scripts
+from titan_exp.launch.requests import (
+    gpu_hours,
+    outcome_records,
+    planned_records,
+    request_lines,
+    script_records,
+    scripts,
+)
 from titan_exp.launch.run_console import summarize
-from titan_exp.launch.run_id import laptop_rate, rate_after_decay
-from titan_exp.launch.run_plan import RunPlan
-from titan_exp.launch.state.run_records import outcome_records, planned_records, script_records
-from titan_exp.launch.state.run_status import count_states, run_statuses
+from titan_exp.launch.run_plan import RunPlan, laptop_rate, rate_after_decay
+from titan_exp.launch.run_status import count_states, run_statuses
 from titan_exp.launch.sweep.shipped_study import StudySweep
 from titan_exp.launch.sweep.sweep_plan import SkippedPoint, SweepPlan, labels_by_reason, reasons_with_points
-from titan_exp.plan.gate.gate import MemoryCheck
+from titan_exp.plan.gate import MemoryCheck
 from titan_exp.tracking.number_format import GIB, format_items
-from titan_exp.tracking.run_folder.attempts import has_diverged
-from titan_exp.tracking.sinks.sink import Value
+from titan_exp.tracking.run_folder.metrics_jsonl import Value
+from titan_exp.tracking.run_folder.run_folder import has_diverged
 from titan_exp.trainer.profiling.slow_options import repeated_reading
 
 if TYPE_CHECKING:
-    from titan_exp.launch.verdict.standing import Standing  # imports NumPy
+    from titan_exp.launch.standing import Standing  # imports NumPy
 
 
 def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:

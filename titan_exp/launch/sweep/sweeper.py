@@ -16,17 +16,17 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from titan_exp.config.command_line.json_output import answer
+from titan_exp.config.command_line.output import answer
+from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.machine.devices import device_type
 from titan_exp.config.study.points import Point, require_swept_once, values_of
 from titan_exp.launch.executor import Executor, Submission, SubmitOptions, executor_for, worst_exit_code
-from titan_exp.launch.provenance.changes import report_stale
+from titan_exp.launch.provenance import report_stale
 from titan_exp.launch.requests import request_lines
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan
-from titan_exp.launch.state.run_status import run_statuses
+from titan_exp.launch.run_status import run_statuses
 from titan_exp.launch.sweep.rounds import Finished, Rounds
 from titan_exp.launch.sweep.shipped_study import StudySweep, cancel_runs
 from titan_exp.launch.sweep.sweep_args import SweepOptions

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
+from titan_exp.config.foreign_file import NotedKeys, count, named_errors, read_object, table
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.types import BLOCKS
-from titan_exp.config.paths.foreign_file import NotedKeys, count, named_errors, read_object, table
 from titan_exp.config.schema.component import builtin_components, component, config_class, current_names
 from titan_exp.config.schema.foreign_code import require_trust
 from titan_exp.config.schema.typed_config import validated
@@ -224,7 +224,7 @@ def repository_lines(values: Mapping[str, Any], name: str, weights: ModelConfig 
     Raises:
         UserError: no family reads the `model_type`.
     """
-    from titan_exp.config.hydra.presets import nearest_preset  # ranks need no overrides and import no Hydra
+    from titan_exp.config.hydra.nondefault import nearest_preset  # ranks need no overrides and import no Hydra
 
     text, _ = language_model(values)
     if not has_family(values):

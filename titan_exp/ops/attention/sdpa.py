@@ -21,7 +21,7 @@ from torch.nn.attention import (
 )
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.machine.torch_features import ATTENTION_BACKEND, FLASH_PACKAGES, auto_backend
+from titan_exp.config.torch_features import ATTENTION_BACKEND, FLASH_PACKAGES, auto_backend
 from titan_exp.ops.attention.attention_with_lse import MaxLogits, attention_with_sinks, math_attention_with_sinks
 from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern, Tile
 

@@ -11,10 +11,9 @@ from titan_exp.models.blocks.transformer import attentions_of, iter_blocks
 from titan_exp.ops.attention.attention_with_lse import PartialBackend
 from titan_exp.ops.attention.mask_pattern import MaskPattern
 from titan_exp.ops.attention.sdpa import CausalAttention
-from titan_exp.parallel.collectives import all_gather, all_to_all, gather_documents
 from titan_exp.parallel.context_parallel.attention import ContextAttention, GatheredLatents
 from titan_exp.parallel.context_parallel.linear_attention import shard_linear_attention
-from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.mesh import Mesh, all_gather, all_to_all, gather_documents
 
 
 def gather_sequence(part: Tensor, mesh: Mesh) -> Tensor:

@@ -29,15 +29,8 @@ from titan_exp.ops.attention.attention_with_lse import (
 from titan_exp.ops.attention.mask_pattern import CAUSAL, FULL, MaskPattern, Tile
 from titan_exp.ops.attention.sdpa import segment_ids
 from titan_exp.ops.autograd import is_recomputing
-from titan_exp.parallel.collectives import (
-    all_gather,
-    gather_documents,
-    gather_into,
-    group_named,
-    reduce_scatter,
-    scatter_sums,
-)
 from titan_exp.parallel.context_parallel.load_balance import Pieces, head_tail_pieces
+from titan_exp.parallel.mesh import all_gather, gather_documents, gather_into, group_named, reduce_scatter, scatter_sums
 
 
 class GatheredLatents(nn.Module):

@@ -21,9 +21,8 @@ from titan_exp.ops.linear_attention import (
     short_convolution,
     transition,
 )
-from titan_exp.parallel.collectives import gather_into, group_named
 from titan_exp.parallel.context_parallel.load_balance import Pieces, SequenceShard, ShardedSequence, head_tail_pieces
-from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.mesh import Mesh, gather_into, group_named
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from titan_exp.models.blocks.linear import LinearImpl, add_bias
 from titan_exp.models.blocks.transformer import LogitsLoss
 from titan_exp.ops.autograd import dense, embedding_rows, in_type, local_tensor
 from titan_exp.ops.cross_entropy import LossSum
-from titan_exp.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from titan_exp.parallel.mesh import all_gather, all_reduce, reduce_scatter
 
 
 @dataclass(frozen=True)

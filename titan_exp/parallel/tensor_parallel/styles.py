@@ -17,30 +17,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.blocks.transformer import HeadNumbers, RMSNorm, Rope
+from titan_exp.models.spec import tp_plan
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.models.spec.tp_plan import (
-    AcrossHeads,
-    Colwise,
-    GatheredOrder,
-    GatherInput,
-    GatherResult,
-    GatherTokens,
-    HeadParallel,
-    HeadSharded,
-    ReplicatedGateUp,
-    ReplicatedKV,
-    Rowwise,
-    SequenceParallel,
-    ShardTokens,
-    TPStyle,
-    VocabEmbedding,
-    VocabLogits,
-    WholeTokens,
-)
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.ops.cross_entropy import VocabShard
-from titan_exp.parallel.collectives import all_reduce, mark_partial, partial_parameters
-from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.mesh import Mesh, all_reduce, mark_partial, partial_parameters
 from titan_exp.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     GatheredTokens,
@@ -154,20 +135,20 @@ class Part:
         self.parent.set_submodule(self.name, module)
 
 
-def _vocabulary_rows(_: VocabEmbedding, part: Part) -> None:
+def _vocabulary_rows(_: tp_plan.VocabEmbedding, part: Part) -> None:
     weight = part.ranks.divided(part.module.get_parameter("weight"), dim=0)
     first = part.region.rank * -(-weight.shape[0] // part.region.degree)
     part.replace(VocabParallelEmbedding(weight, part.region, first))
 
 
-def _vocabulary_logits(style: VocabLogits, part: Part) -> None:
+def _vocabulary_logits(style: tp_plan.VocabLogits, part: Part) -> None:
     tied = part.module.weight is None
     weight = None if tied else part.ranks.divided(part.module.get_parameter("weight"), dim=0)
     whole = None if part.ranks.loss_parallel else style.vocabulary
     part.replace(VocabParallelHead(weight, part.region, whole))
 
 
-def _numbers_of_heads(_: HeadSharded, part: Part) -> None:
+def _numbers_of_heads(_: tp_plan.HeadSharded, part: Part) -> None:
     """Replace a module's numbers per head by those of this rank's heads."""
     assert isinstance(part.module, HeadNumbers), "the style is one of such modules"
     for name, whole in list(part.module.named_parameters(recurse=False)):
@@ -179,7 +160,7 @@ def _numbers_of_heads(_: HeadSharded, part: Part) -> None:
         mark_partial(part.module, *part.module.rows)
 
 
-def _norm_across_heads(style: AcrossHeads, part: Part) -> None:
+def _norm_across_heads(style: tp_plan.AcrossHeads, part: Part) -> None:
     weight, rows = part.ranks.divided_vector(part.module.get_parameter("weight"), style.heads)
     assert isinstance(part.module, RMSNorm), "the style is one of norms"
     norm = RMSNormAcrossRanks(weight, part.region, part.module.eps, rows)
@@ -188,20 +169,20 @@ def _norm_across_heads(style: AcrossHeads, part: Part) -> None:
     part.replace(norm)
 
 
-def _used_in_part(_: HeadParallel, part: Part) -> None:
+def _used_in_part(_: tp_plan.HeadParallel, part: Part) -> None:
     mark_partial(part.module)
 
 
-def _used_by_token(_: SequenceParallel, part: Part) -> None:
+def _used_by_token(_: tp_plan.SequenceParallel, part: Part) -> None:
     if part.region.sequence:
         mark_partial(part.module)
 
 
-def _gathered_input(_: GatherInput, part: Part) -> None:
+def _gathered_input(_: tp_plan.GatherInput, part: Part) -> None:
     part.module.register_forward_pre_hook(partial(_gather_hidden_states, part.region), with_kwargs=True)
 
 
-def _whole_tokens(_: WholeTokens, part: Part) -> None:
+def _whole_tokens(_: tp_plan.WholeTokens, part: Part) -> None:
     if part.region.sequence:
         part.module.register_forward_pre_hook(partial(_gather_hidden_states, part.region), with_kwargs=True)
         part.module.register_forward_hook(partial(_keep_own_tokens, part.region))
@@ -213,28 +194,28 @@ def _keep_own_tokens(region: TensorParallelGroup, _: nn.Module, __: Any, output:
     return (region.own_tokens(output[0]), *output[1:]) if isinstance(output, tuple) else region.own_tokens(output)
 
 
-def _gathered_tokens(_: GatherTokens, part: Part) -> None:
+def _gathered_tokens(_: tp_plan.GatherTokens, part: Part) -> None:
     part.replace(GatheredTokens(part.region))
 
 
 def _with_sequence_parallelism(kind: Callable[[TensorParallelGroup], nn.Module]) -> "Handler":
     """Handler that replaces an identity by a module of this kind under sequence parallelism."""
 
-    def replace(_: TPStyle, part: Part) -> None:
+    def replace(_: tp_plan.TPStyle, part: Part) -> None:
         if part.region.sequence:
             part.replace(kind(part.region))
 
     return replace
 
 
-def _replicated_linear(_: SequenceParallel, part: Part) -> None:
+def _replicated_linear(_: tp_plan.SequenceParallel, part: Part) -> None:
     if part.region.sequence:
         for input_sharded in (True, False):
             _shard_matmul(part, input_sharded=input_sharded)
         mark_partial(part.module)
 
 
-def _row_parallel(style: Rowwise, part: Part) -> None:
+def _row_parallel(style: tp_plan.Rowwise, part: Part) -> None:
     linear, weight = _linear(part), part.module.get_parameter("weight")
     _shard_matmul(part, input_sharded=True)
     divided, splits = part.ranks.divided(weight, dim=1), style.splits_input
@@ -247,7 +228,7 @@ def _row_parallel(style: Rowwise, part: Part) -> None:
     part.replace(sharded)
 
 
-def _column_parallel(style: Colwise, part: Part) -> None:
+def _column_parallel(style: tp_plan.Colwise, part: Part) -> None:
     linear, region = _linear(part), part.region
     weight, bias = part.module.get_parameter("weight"), linear.bias
     _shard_matmul(part, input_sharded=False)
@@ -274,12 +255,12 @@ def _column_parallel(style: Colwise, part: Part) -> None:
     part.replace(columns)
 
 
-def _replicate_units(style: Colwise, part: Part, linear: Linear) -> None:
+def _replicate_units(style: tp_plan.Colwise, part: Part, linear: Linear) -> None:
     """Replicate a weight whose units are each shared by several ranks; each rank computes with the rows of its
     pieces."""
     assert style.common is not None, "only units with a split are replicated"
     unit = linear.out_features // style.units
-    if isinstance(style.common, ReplicatedGateUp):
+    if isinstance(style.common, tp_plan.ReplicatedGateUp):
         rows = tuple(_gate_up_rows_of(part.region, unit, style.units, style.common))
     else:
         rows = tuple(_rows_of(part.region, unit, style.units, style.common))
@@ -318,7 +299,7 @@ def _gather_features(
     return (region.gather_outputs(args[0], features), *args[1:])
 
 
-def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: ReplicatedKV) -> Iterator[slice]:
+def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: tp_plan.ReplicatedKV) -> Iterator[slice]:
     """Rows that this rank uses of a weight with `units` units of `unit` rows each, fewer units than ranks."""
     sharing = region.degree // units
     assert region.degree % units == 0, "checked by the rules"
@@ -328,7 +309,9 @@ def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: Replica
     yield slice(start + common.pieces * common.width, start + unit)
 
 
-def _gate_up_rows_of(region: TensorParallelGroup, unit: int, units: int, common: ReplicatedGateUp) -> Iterator[slice]:
+def _gate_up_rows_of(
+    region: TensorParallelGroup, unit: int, units: int, common: tp_plan.ReplicatedGateUp
+) -> Iterator[slice]:
     """Gate rows, then up rows, that this rank uses of a weight with `units` groups of `unit` rows each."""
     assert unit == 2 * common.pieces, "a group has as many gate rows as up rows"
     channels, rest = divmod(units * common.pieces, region.degree)
@@ -344,26 +327,26 @@ def _gate_up_rows_of(region: TensorParallelGroup, unit: int, units: int, common:
 Handler = Callable[[Any, Part], None]
 """Shards a module by its style."""
 
-LINEARS: dict[type[TPStyle], Handler] = {
-    Colwise: _column_parallel,
-    Rowwise: _row_parallel,
-    SequenceParallel: _replicated_linear,
+LINEARS: dict[type[tp_plan.TPStyle], Handler] = {
+    tp_plan.Colwise: _column_parallel,
+    tp_plan.Rowwise: _row_parallel,
+    tp_plan.SequenceParallel: _replicated_linear,
 }
 """Handlers of linears, by their style in `tp_plan()`."""
 
-MODULES: dict[type[TPStyle], Handler] = {
-    VocabEmbedding: _vocabulary_rows,
-    VocabLogits: _vocabulary_logits,
-    SequenceParallel: _used_by_token,
-    HeadParallel: _used_in_part,
-    AcrossHeads: _norm_across_heads,
-    HeadSharded: _numbers_of_heads,
-    GatherInput: _gathered_input,
-    WholeTokens: _whole_tokens,
-    GatherTokens: _gathered_tokens,
-    ShardTokens: _with_sequence_parallelism(ShardedTokens),
-    GatherResult: _with_sequence_parallelism(GatheredResult),
-    GatheredOrder: _with_sequence_parallelism(GatheredRopeOrder),
+MODULES: dict[type[tp_plan.TPStyle], Handler] = {
+    tp_plan.VocabEmbedding: _vocabulary_rows,
+    tp_plan.VocabLogits: _vocabulary_logits,
+    tp_plan.SequenceParallel: _used_by_token,
+    tp_plan.HeadParallel: _used_in_part,
+    tp_plan.AcrossHeads: _norm_across_heads,
+    tp_plan.HeadSharded: _numbers_of_heads,
+    tp_plan.GatherInput: _gathered_input,
+    tp_plan.WholeTokens: _whole_tokens,
+    tp_plan.GatherTokens: _gathered_tokens,
+    tp_plan.ShardTokens: _with_sequence_parallelism(ShardedTokens),
+    tp_plan.GatherResult: _with_sequence_parallelism(GatheredResult),
+    tp_plan.GatheredOrder: _with_sequence_parallelism(GatheredRopeOrder),
 }
 """Handlers of modules, by their `tp_style`."""
 

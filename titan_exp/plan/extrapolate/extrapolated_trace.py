@@ -13,7 +13,7 @@ from functools import cached_property, partial
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK
+from titan_exp.plan.caching_allocator import MIN_BLOCK
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace, trace_optimizer_step
 from titan_exp.plan.extrapolate.sample import AllocationSite, Sample, Samples, StorageKey, trace_samples
 from titan_exp.plan.extrapolate.schedule import (
@@ -29,7 +29,6 @@ from titan_exp.plan.extrapolate.schedule import (
 from titan_exp.plan.planner_processes import Call
 from titan_exp.plan.roofline import axis_ranks
 from titan_exp.plan.trace.dispatch_mode import OpCosts
-from titan_exp.plan.trace.fake_world import pipeline_ranks
 from titan_exp.plan.trace.memory_tracker import HOST, MemoryTracker
 from titan_exp.plan.trace.segments import (
     END,
@@ -42,7 +41,7 @@ from titan_exp.plan.trace.segments import (
     StepPosition,
     sum_costs,
 )
-from titan_exp.plan.trace.trace_step import HostUsage, Trace
+from titan_exp.plan.trace.trace_step import HostUsage, Trace, pipeline_ranks
 
 
 class EventComposer:

@@ -18,7 +18,6 @@ from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, smal
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 from titan_exp.plan.prediction import exchange_of
 from titan_exp.plan.trace.dispatch_mode import OpCosts
-from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.segments import (
     OPTIMIZER_STEP,
     TIED_SUM,
@@ -29,7 +28,7 @@ from titan_exp.plan.trace.segments import (
     category_bytes,
     sum_costs,
 )
-from titan_exp.plan.trace.trace_step import trace_step
+from titan_exp.plan.trace.trace_step import fake_rank, trace_step
 
 
 class Token(NamedTuple):

@@ -19,7 +19,7 @@ from titan_exp.config.groups.parallelism import ActivationCheckpointConfig
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
-from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec
+from titan_exp.parallel.pipeline_runtime import ActivationSpec
 from titan_exp.plan.extrapolate.eligibility import (
     SAMPLED_MICRO_BATCHES,
     last_blocks,
@@ -47,7 +47,6 @@ from titan_exp.plan.extrapolate.schedule import (
     sample_keys,
 )
 from titan_exp.plan.trace.dispatch_mode import OpCosts
-from titan_exp.plan.trace.fake_world import DEVICE, fake_rank
 from titan_exp.plan.trace.segments import (
     BETWEEN,
     GROUP,
@@ -66,7 +65,7 @@ from titan_exp.plan.trace.segments import (
     sum_costs,
 )
 from titan_exp.plan.trace.torch_patches import uses_inductor
-from titan_exp.plan.trace.trace_step import trace_step
+from titan_exp.plan.trace.trace_step import DEVICE, fake_rank, trace_step
 from titan_exp.tracking.run_folder.files import temporary_folder
 
 _CATEGORY = {"received": "communication", "made": "activations", "objective": "loss"}

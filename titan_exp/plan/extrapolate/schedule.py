@@ -16,8 +16,8 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule, microbatches_of
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import mtp_depth
-from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
-from titan_exp.parallel.pipeline_parallel.stage import NODES_LIVE_ALONE
+from titan_exp.parallel.pipeline_runtime import Pipeline
+from titan_exp.parallel.pipeline_stage import NODES_LIVE_ALONE
 from titan_exp.plan.extrapolate.eligibility import recompute_modes, stage_sizes
 from titan_exp.plan.roofline import schedule_and_bubble
 

@@ -14,19 +14,13 @@ from torch._library.custom_ops import OPDEFS
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, UnsupportedOperatorException
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    is_traceable_wrapper_subclass_type,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from titan_exp.ops.matmul_flops import GROUPED, matmul_flops
-from titan_exp.parallel.collectives import group_named
-from titan_exp.parallel.mesh import Mesh
-from titan_exp.plan.cuda.caching_allocator import GRAPH
+from titan_exp.parallel.mesh import Mesh, group_named
+from titan_exp.plan.caching_allocator import GRAPH
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
-from titan_exp.plan.trace.op_cache import CachedOp, OpCache
 from titan_exp.plan.trace.op_costs import (
     MATMULS,
     MEASURES,
@@ -42,7 +36,7 @@ from titan_exp.plan.trace.op_costs import (
     symmetric_message,
     unknown_operator,
 )
-from titan_exp.plan.trace.torch_patches import AXIS, TO_GPU, TO_HOST, WAITED_FOR, replaced_attributes
+from titan_exp.plan.trace.torch_patches import AXIS, TO_GPU, TO_HOST, WAITED_FOR, CachedOp, OpCache, replaced_attributes
 
 WORLD = "world"
 """Name of the group of all ranks, if no mesh axis contains them all."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_exp.plan.cuda.caching_allocator import Events
+from titan_exp.plan.caching_allocator import Events
 from titan_exp.plan.trace.torch_patches import PINNED, power_of_two
 
 CATEGORIES = (

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.ops.matmul_flops import GROUPED, matmul_flops
-from titan_exp.parallel.collectives import group_named
+from titan_exp.parallel.mesh import group_named
 from titan_exp.plan.trace.torch_patches import replaced_attributes
 
 _LOAD: ContextVar[float] = ContextVar("expert load", default=1.0)

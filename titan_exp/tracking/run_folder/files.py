@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.foreign_file import FILE_BYTES, open_file, parse_json, read_file
+from titan_exp.config.foreign_file import FILE_BYTES, open_file, parse_json, read_file
 
 _counter = itertools.count()
 

@@ -1,7 +1,10 @@
-"""metrics.jsonl, the primary record of metrics: one JSON line per logged step, readable after any crash.
+"""Metrics: the interface of sinks; metrics.jsonl, the primary record, with one JSON line per logged step, readable
+after any crash; and the expert load in `expert_load.jsonl`.
 
 JSON has no NaN: non-finite numbers are written as the strings "NaN", "Infinity" and "-Infinity", as in protobuf's JSON
 mapping, and null means unknown. `float(x)` in Python and `Number(x)` in JavaScript read all of them.
+
+A row of the record is `{"step": 10, "layer_0": [tokens of expert 0, 1, ...], ..., "attempt": 1}`, as in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -13,12 +16,79 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, TypeVar, overload, runtime_checkable
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.foreign_file import FILE_BYTES, LARGEST, LINE_BYTES, open_file, parse_json, read_lines
+from titan_exp.config.foreign_file import FILE_BYTES, LARGEST, LINE_BYTES, open_file, parse_json, read_lines
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.sinks.sink import Value
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Value = float | int | None
+"""A number, or None if unknown."""
+
+Row = Mapping[str, Value]
+"""Metrics of one logged step, with the same keys in every sink. Models, objectives and optimizers may add any others.
+
+| key | meaning |
+|---|---|
+| `step`, `tokens`, `attempt` | optimizer steps and tokens of the whole job so far; number of the attempt |
+| `loss` | mean over the tokens of the step's global batch, in nats per token |
+| `grad_norm`, `lr` | global gradient norm before clipping; learning rate of the step |
+| `clip/share`, `clip/factor` | share of numbers clamped or of parameters scaled; smallest factor (`grad_clip`) |
+| `clip/norm/NAME` | norm of the group's gradients, before its `max_grad_norm` |
+| `tokens_per_second`, `tokens_per_second_per_device` | throughput since the previous row, without evaluation, saves |
+| `tflops`, `mfu` | model TFLOP/s per device; its fraction of the dense bf16 peak, from 0 to 1 |
+| `memory`, `memory_reserved` | peak GiB of a rank in this attempt: allocated (resident set on CPU), reserved |
+| `validation_loss`, `validation_perplexity`, `validation_tokens` | over the whole validation split, when evaluated |
+| `validation_bits_per_byte` | the same in bits per byte of text, where the tokenizer says how long its tokens are |
+| `validation_loss/NAME`, `validation_bits_per_byte/NAME` | per source of a mixture, and per set of `evaluation.sets` |
+| `averaged/validation_loss`, `averaged/validation_loss/NAME` | the same with the averaged weights (`weight_average`) |
+| `objective/NAME`, `model/NAME`, `optimizer/NAME` | reported metrics, reduced over all ranks |
+| `experts/load_max` | tokens of the busiest expert over the mean, of the worst layer |
+| `experts/entropy` | entropy of the load, mean over layers; 1 is balanced |
+| `experts/dead` | experts without a token in the global batch, sum over layers |
+| `experts/bias_range` | max − min of the router biases, largest of the layers |
+| `experts/balance_loss`, `experts/z_loss` | sum over layers, with their factors; `loss` is without them |
+| `experts/layer_3/NAME` | the same of one layer |
+| `epoch`, `epoch/NAME` | passes over the training documents so far; per source of a mixture |
+"""
+
+REPORTED = ("objective/", "model/", "optimizer/", "averaged/")
+"""Prefixes of metrics that the objective, the model or the optimizer reports, and of averaged weights' metrics."""
+
+
+class Sink(Protocol):
+    """Receives rows on rank 0 or in the launching process."""
+
+    def log(self, row: Row) -> None:
+        """Record the row of one step."""
+        ...
+
+    def close(self, state: str) -> None:
+        """Finish with the run's final state: `done`, `failed` or `preempted`."""
+        ...
+
+
+@runtime_checkable
+class LateSink(Protocol):
+    """A sink that also takes rows of earlier steps."""
+
+    def late(self, axis: str, row: Row) -> None:
+        """Record values that became known after rows of later steps. The key `axis` has their step, and is their step
+        axis where steps must ascend."""
+        ...
+
+
+@runtime_checkable
+class ImageSink(Protocol):
+    """A sink that also takes images."""
+
+    def image(self, name: str, step: int, image: np.ndarray) -> None:
+        """Record an image [height, width, 3] in uint8 of a step."""
+        ...
+
 
 _ABSENT, _NULL, _INTEGER, _FLOAT, _OTHER = range(5)
 """Kinds of cells. `_OTHER` is for integers that no float represents, and for lists in the record of expert load."""
@@ -360,3 +430,57 @@ def _encode(value: Value | Sequence[int]) -> Value | Sequence[int] | str:
     if math.isnan(value):
         return "NaN"
     return "Infinity" if value > 0 else "-Infinity"
+
+
+ROWS = 500
+"""Approximate number of rows in a run's record; a picture shows no more, and 94 layers of 128 experts take 70 kB a
+row."""
+
+
+class LoadStatistics(NamedTuple):
+    """Balance of one layer's tokens over its experts."""
+
+    load_max: float
+    """Tokens of the busiest expert over the mean; 1 is balanced."""
+    dead: int
+    """Experts without a token."""
+    entropy: float
+    """−Σ p ln p / ln(experts), p the share of tokens: 1 is balanced, 0 is all tokens on one expert."""
+
+
+def load_statistics(counts: Sequence[int]) -> LoadStatistics:
+    """Statistics of a layer's tokens per expert."""
+    total = sum(counts)
+    if not total:
+        return LoadStatistics(0.0, len(counts), 0.0)
+    shares = [count / total for count in counts if count]
+    # Six digits suffice: a row has three such numbers for each of up to a hundred layers.
+    entropy = abs(math.fsum(share * math.log(share) for share in shares)) / math.log(len(counts))
+    return LoadStatistics(_rounded(max(counts) * len(counts) / total), len(counts) - len(shares), _rounded(entropy))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+class ExpertLoadLog:
+    """Appends token counts to the record, at steps that depend only on the run's length."""
+
+    def __init__(self, path: Path, attempt: int, *, steps: int, log_every: int) -> None:
+        self._sink = JsonlSink(path, attempt)
+        self._steps = steps
+        self._every = log_every * math.ceil(steps / (log_every * ROWS))
+
+    def log(self, step: int, counts: Mapping[str, Sequence[int]]) -> None:
+        """Write the counts of a step, by layer, if the step is due."""
+        if step % self._every == 0 or step == self._steps:
+            self._sink.log({"step": step, **counts})
+
+    def close(self, state: str) -> None:
+        """Close the file. Raises OSError if rows could not be written."""
+        self._sink.close(state)
+
+
+def layer_counts(row: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Token counts of a row of the record, by layer."""
+    return {key: value for key, value in row.items() if isinstance(value, list)}

@@ -4,7 +4,7 @@ from typing import cast
 
 from torch import nn
 
-from titan_exp.config.machine.torch_features import ATTENTION_BACKEND
+from titan_exp.config.torch_features import ATTENTION_BACKEND
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.qk_clip import ClippableAttention, is_scoring, scoring_module, track_logits
 from titan_exp.trainer.module_metrics.metric import ModuleMetric

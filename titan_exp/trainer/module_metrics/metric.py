@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.builtins import metric_names
 from titan_exp.config.schema.component import import_dotted
+from titan_exp.config.schema.foreign_code import metric_names
 from titan_exp.ops.autograd import is_recomputing
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.trainer.objective import Reduction

@@ -4,16 +4,16 @@ from collections.abc import Iterator
 from math import gcd
 from typing import TYPE_CHECKING
 
+from titan_exp.config.devices import device_type, node_size
 from titan_exp.config.errors.user_error import listed, multiples_near
 from titan_exp.config.groups.experiment import Experiment, ModelConfig
 from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import QuantizationConfig
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM, ResolvedLayout, why_eager
-from titan_exp.config.machine.devices import device_type, node_size
-from titan_exp.config.machine.torch_features import ATTENTION_BACKEND, HEAD_SIZES
-from titan_exp.config.schema.builtins import sources
-from titan_exp.config.schema.sources import source_member
+from titan_exp.config.schema.data_sets import source_member
+from titan_exp.config.schema.foreign_code import sources
+from titan_exp.config.torch_features import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.models.spec.lookup import attention_backend, block_count, model_spec
 from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.tracking.logging import get_logger

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.types import PositiveInt
-from titan_exp.config.schema.builtins import SourceDescription
+from titan_exp.config.schema.foreign_code import SourceDescription
 
 DESCRIPTION = SourceDescription()
 

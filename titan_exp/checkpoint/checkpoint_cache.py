@@ -1,0 +1,484 @@
+"""Local copies of remote checkpoints: a cache that commands and ranks share, uploads of exports, and downloads.
+
+Downloads are whole files: for a run, all files of the requested checkpoint, including optimizer state; for a Hugging
+Face folder, configuration, tokenizer and the safetensors in its index; for any other folder, all files. Ranks download
+different files into one cache.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+from zipfile import BadZipFile, ZipFile
+
+import torch.distributed as dist
+from rich.filesize import decimal
+
+from titan_exp.checkpoint.background_upload import CONFIG, RemoteRun
+from titan_exp.checkpoint.remote_folder import RemoteError, RemoteFile, RemoteFolder
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.checkpoint.storage_writer import find_file_damage
+from titan_exp.config.checkpoint_files import (
+    CHECKSUMS_FILE,
+    COMPLETE_NAME,
+    INDEX,
+    FileChecksum,
+    is_url,
+    joined,
+    parse_checksums,
+    parse_index,
+    step_name,
+)
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
+from titan_exp.models.convert.hf_config import FILE
+from titan_exp.parallel.mesh import new_cpu_group
+from titan_exp.tracking.logging import PROGRESS, ProgressCallback, byte_progress, get_logger
+from titan_exp.tracking.run_folder.files import mkdir_below, sync_file
+
+CACHE = Path("runs/.cache/remote")
+"""Cache of commands outside runs; may be deleted while no command is running."""
+_HUGGINGFACE_SUFFIXES = (".safetensors", ".json", ".model", ".txt", ".jinja")
+_UPLOADED_LAST = ("config.json", "params.json", "model.json", ".metadata", CHECKSUMS_FILE)
+"""Files that make a folder a checkpoint, in upload order."""
+
+
+def local_copy(path_or_url: str, *, cache: Path = CACHE, step: int = 0) -> Path:
+    """Local path of a run, a checkpoint, or weights: `path_or_url` itself if it is a path, else a cached download.
+
+    `step` selects a run's checkpoint; 0 is the newest. Collective in a job of several ranks, which must share `cache`.
+    Raises UserError if the URL is unreachable or contains no checkpoint, a file is damaged, or the disk is full.
+    """
+    if not is_url(path_or_url):
+        return Path(path_or_url).expanduser()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world > 1:
+        return _download_on_ranks(path_or_url, cache, step, world)
+    manifest = _find_checkpoint(path_or_url, step)
+    with byte_progress(f"downloading {path_or_url}") as progress:
+        failure = _download(manifest, cache, list(manifest.files), progress)
+    if failure is not None:
+        raise UserError(failure)
+    return cache / manifest.path
+
+
+@contextlib.contextmanager
+def staged_upload(path_or_url: str, *, cache: Path = CACHE) -> Iterator[Path]:
+    """Local path to write weights to in the `with` block; if `path_or_url` is a URL, they are uploaded afterwards.
+
+    Files that make a folder a checkpoint are uploaded last, so that a partial upload is not a checkpoint. Until then,
+    the cache needs room for all weights. Raises UserError if the URL exists or is not writable.
+    """
+    if not is_url(path_or_url):
+        yield Path(path_or_url).expanduser()
+        return
+    remote = RemoteFolder(path_or_url)
+    with _as_user_error():
+        listing = remote.listing()
+        if listing.files or listing.folders or remote.stat() is not None:
+            raise UserError(f"{path_or_url} exists. Use another URL, or remove it first.")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix="outgoing-", dir=cache)
+    except OSError as error:
+        raise UserError(f"Cannot write {error.filename or cache} ({error.strerror or error}).") from error
+    with folder as temporary:
+        target = Path(temporary) / remote.url.rpartition("/")[2]
+        yield target
+        with _as_user_error(), byte_progress(f"uploading to {path_or_url}") as progress:
+            if target.is_file():
+                remote.upload(target)
+                return
+            files = sorted((path for path in target.rglob("*") if path.is_file()), key=_upload_order)
+            total, done = sum(path.stat().st_size for path in files), 0
+            for path in files:
+                remote.upload(path, path.relative_to(target).as_posix())
+                done += path.stat().st_size
+                progress(done, total)
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """Files to download."""
+
+    url: str
+    """Base folder of the remote names."""
+    path: str
+    """Cache path of the complete download."""
+    files: dict[str, tuple[str, RemoteFile]]
+    """Remote name, size and version by cache path."""
+    checksums: Mapping[str, FileChecksum] = field(default_factory=dict)
+    """Size and checksum by cache path, if known."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.size for _, file in self.files.values())
+
+
+def _find_checkpoint(path_or_url: str, step: int) -> _Manifest:
+    remote = RemoteFolder(path_or_url)
+    name = remote.url.rpartition("/")[2]
+    root = hashlib.sha256(remote.url.encode()).hexdigest()[:16]
+    with _as_user_error():
+        single = remote.stat()
+        if single is not None:
+            return _Manifest(remote.url, f"{root}/{name}", {f"{root}/{name}": ("", single)})
+        listing = remote.listing()
+        prefix = "checkpoints/" if "checkpoints" in listing.folders else ""
+        folders = remote.listing("checkpoints").folders if prefix else listing.folders
+        steps = [folder for folder in folders if COMPLETE_NAME.fullmatch(folder)]
+        if CONFIG in listing.files and (steps or prefix):
+            return _run_manifest(remote, root, prefix, steps, step)
+        if step:
+            raise UserError(f"step={step}: only a run has several checkpoints, and {path_or_url} is not a run.")
+        if CHECKSUMS_FILE in listing.files:
+            parent = RemoteFolder(remote.url.rpartition("/")[0])
+            return _step_manifest(remote, "", parent, root, name)
+        if COMPLETE_NAME.fullmatch(name) and listing.files:
+            raise UserError(
+                f"{path_or_url} is not a complete checkpoint: it lacks {CHECKSUMS_FILE}, which we upload last."
+            )
+        files = _files_to_download(remote, listing.files)
+    if not files:
+        raise UserError(f"{path_or_url} contains no checkpoint, or does not exist.")
+    cached = {f"{root}/{name}/{file}": (file, entry) for file, entry in files.items()}
+    return _Manifest(remote.url, f"{root}/{name}", cached)
+
+
+def _run_manifest(remote: RemoteFolder, root: str, prefix: str, steps: list[str], step: int) -> _Manifest:
+    for name in [step_name(step)] if step else reversed(steps):
+        if name in steps and remote.read(f"{prefix}{name}/{CHECKSUMS_FILE}") is not None:
+            return _step_manifest(remote, f"{prefix}{name}/", remote, f"{root}/{name}", name, whole_run=True)
+    if step:
+        raise UserError(
+            f"step={step}: {remote.url} has no complete checkpoint of this step. It has {', '.join(steps) or 'none'}."
+        )
+    raise UserError(f"{remote.url} contains no complete checkpoint.")
+
+
+def _step_manifest(
+    remote: RemoteFolder, prefix: str, run: RemoteFolder, root: str, name: str, *, whole_run: bool = False
+) -> _Manifest:
+    """Manifest of a training checkpoint, with its run's configuration if present."""
+    listed = remote.listing(prefix.rstrip("/")).files
+    try:
+        checksums = parse_checksums(remote.read(f"{prefix}{CHECKSUMS_FILE}") or b"")
+    except UserError as error:
+        raise UserError(f"{joined(remote.url, prefix)}{CHECKSUMS_FILE} is damaged, so we cannot read it.") from error
+    if bad := [file for file in checksums if Path(file).name != file or file not in listed]:
+        raise UserError(f"{joined(remote.url, prefix)}: the checkpoint is damaged: {bad[0]} is missing.")
+    folder = f"{root}/checkpoints/{name}"
+    # A converted checkpoint contains its model description, and may contain a tokenizer.
+    names = dict.fromkeys((*checksums, CHECKSUMS_FILE, *(listed if FILE in listed else ())))
+    files = {f"{folder}/{file}": (f"{prefix}{file}", listed[file]) for file in names}
+    if run is not remote:
+        # Names are relative to the run's folder, which has the configuration.
+        files = {path: (f"{name}/{file}", entry) for path, (file, entry) in files.items()}
+    for file in (CONFIG, SIGNATURE_FILE):
+        if (entry := run.stat(file)) is not None:
+            files[f"{root}/{file}"] = (file, entry)
+    expected = {f"{folder}/{file}": checksum for file, checksum in checksums.items()}
+    return _Manifest(run.url, root if whole_run else folder, files, expected)
+
+
+def _files_to_download(remote: RemoteFolder, files: dict[str, RemoteFile]) -> dict[str, RemoteFile]:
+    """Files to download: all, or those that `transformers` would read from a Hugging Face folder."""
+    if "config.json" not in files or not any(name.endswith(".safetensors") for name in files):
+        return files
+    indexed = None
+    if INDEX in files:
+        indexed = set(parse_index(remote.read(INDEX) or b"", joined(remote.url, INDEX)).values())
+    return {
+        name: file
+        for name, file in files.items()
+        if name.endswith(_HUGGINGFACE_SUFFIXES)
+        and (indexed is None or not name.endswith(".safetensors") or name in indexed)
+    }
+
+
+def _download_on_ranks(path_or_url: str, cache: Path, step: int, world: int) -> Path:
+    group, rank = new_cpu_group(), dist.get_rank()
+    found: list[_Manifest | str | None] = [None]
+    if rank == 0:
+        try:
+            found[0] = _find_checkpoint(path_or_url, step)
+        except UserError as error:
+            found[0] = str(error)
+    dist.broadcast_object_list(found, src=0, group=group)
+    manifest = found[0]
+    if not isinstance(manifest, _Manifest):
+        raise UserError(str(manifest))
+    get_logger().info("downloading %s from %s, unless cached", decimal(manifest.bytes), path_or_url)
+    failures: list[str | None] = [None] * world
+    failure = _download(manifest, cache, sorted(manifest.files)[rank::world])
+    dist.all_gather_object(failures, failure, group=group)
+    dist.destroy_process_group(group)
+    if any(failures):
+        raise UserError(next(failure for failure in failures if failure is not None))
+    return cache / manifest.path
+
+
+def _download(
+    manifest: _Manifest, cache: Path, paths: list[str], progress: ProgressCallback | None = None
+) -> str | None:
+    """Download the given files unless cached; returns the error message of the first failure."""
+    remote, done = RemoteFolder(manifest.url), 0
+    try:
+        for path in paths:
+            name, file = manifest.files[path]
+            damage = _download_file(remote, name, file, cache / path, manifest.checksums.get(path))
+            if damage is not None:
+                return f"{joined(manifest.url, name) if name else manifest.url} is damaged: {damage}."
+            done += file.size
+            PROGRESS.keep_alive()
+            if progress is not None:
+                progress(done, manifest.bytes)
+    except RemoteError as error:
+        return str(error)
+    except OSError as error:
+        return f"Cannot write the download to {error.filename or cache} ({error.strerror or error})."
+    return None
+
+
+def _download_file(
+    remote: RemoteFolder, name: str, file: RemoteFile, target: Path, expected: FileChecksum | None
+) -> str | None:
+    version_file = target.with_name(f".{target.name}.version")
+    target.parent.mkdir(parents=True, exist_ok=True)
+
+    def find_damage() -> str | None:
+        if expected is not None:
+            return find_file_damage(target, expected)
+        if not target.is_file():
+            return f"{target.name} is missing"
+        size = target.stat().st_size
+        return None if size == file.size else f"it has {size:,} bytes instead of {file.size:,}"
+
+    current = version_file.is_file() and version_file.read_text(encoding="utf-8") == file.version_tag
+    if current and find_damage() is None:
+        return None
+    version_file.unlink(missing_ok=True)
+    damage = remote.download_verified(name, target, find_damage)
+    if damage is None:
+        version_file.write_text(file.version_tag, encoding="utf-8")
+    return damage
+
+
+def _upload_order(path: Path) -> tuple[int, str]:
+    return (_UPLOADED_LAST.index(path.name) + 1 if path.name in _UPLOADED_LAST else 0, str(path))
+
+
+@contextlib.contextmanager
+def _as_user_error() -> Iterator[None]:
+    try:
+        yield
+    except RemoteError as error:
+        raise UserError(str(error)) from error
+
+
+def download(
+    repo: str, target: Path, patterns: Sequence[str], revision: str | None = None, kind: str = "model"
+) -> None:
+    """Download the files of a repository of a kind (`model` or `dataset`) that match the patterns, or resume.
+
+    Raises UserError if the repository or the hub is unreachable, or access is denied.
+    """
+    from huggingface_hub import HfApi, errors, snapshot_download
+
+    token = os.environ.get("HF_TOKEN") or False
+    try:
+        # Checked first: without network, `snapshot_download` accepts an existing folder with any content.
+        revision = HfApi(token=token).repo_info(repo, revision=revision, repo_type=kind).sha
+        options = {"local_dir": target, "allow_patterns": list(patterns), "token": token}
+        snapshot_download(repo, repo_type=kind, revision=revision, **options)
+    except errors.GatedRepoError as error:
+        raise UserError(f"{repo} is gated. {_access(token)}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(f"{repo} is not on the hub, or is private. {_access(token)}") from error
+    except errors.RevisionNotFoundError as error:
+        raise UserError(f"{repo} has no revision {revision}.") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
+        raise UserError(_unreachable(repo, error)) from error
+    except Exception as error:
+        # The library does not wrap its HTTP client's errors.
+        if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "huggingface_hub")):
+            raise
+        raise UserError(_unreachable(repo, error)) from error
+
+
+def download_archive(url: str, target: Path) -> None:
+    """Download a zip archive, such as a Python wheel, and unpack it into a folder. Raises UserError if the server or
+    the disk fails, or it sends anything else."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target) as file:
+            with urlopen(url, timeout=60) as answer:
+                shutil.copyfileobj(answer, file)
+            with ZipFile(file) as archive:
+                archive.extractall(target)
+    except (BadZipFile, HTTPException) as error:
+        raise UserError(f"{url} is no complete zip archive: {error}. Type the same command again.") from error
+    except OSError as error:
+        reason = getattr(error, "reason", None) or error.strerror or error
+        raise UserError(f"Could not download {url} to {target}: {reason}. Type the same command again.") from error
+
+
+def _access(token: Any) -> str:
+    if token:
+        return "The token in HF_TOKEN has no access. Accept the licence on the hub with its account."
+    return "Set the environment variable HF_TOKEN to a token (we use it for this command, and do not store it)."
+
+
+def _unreachable(repo: str, error: BaseException) -> str:
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, OSError) and cause.errno in (28, 122):
+        return (
+            f"The disk is full, so we could not store {repo}. Free space and type the same command again: it "
+            "keeps complete files."
+        )
+    reason = str(cause).partition("\n")[0] or type(cause).__name__
+    return (
+        f"Could not download {repo}: the hub does not answer ({reason}).\n"
+        "  To resume, type the same command again. Without a network, copy the folder from a machine that has one.\n"
+        "  We use HTTPS_PROXY and HF_ENDPOINT. HF_HUB_OFFLINE=1 must not be set."
+    )
+
+
+DOWNLOADING = ".fetching"
+"""Suffix of a checkpoint folder during download; unlike a partial one, it is kept for the next start."""
+
+
+def download_newer(
+    run: RemoteRun, folder: CheckpointFolder, than: int | None, group: dist.ProcessGroup | None
+) -> int | None:
+    """Download the newest intact checkpoint after step `than`; returns its step, or None. Collective over the group.
+
+    A damaged remote checkpoint is logged and quarantined, and the previous one is tried. If the store is unreachable,
+    this is logged and the run continues from the local checkpoint. Raises UserError if there is no local checkpoint
+    either, so that the run would start over, or if the disk is full.
+    """
+    leader = dist.get_rank(group) == 0
+    remote_steps = _on_rank_0(lambda: [step for step in run.complete_steps() if than is None or step > than], group)
+    if isinstance(remote_steps, RemoteError):
+        return _continue_without(remote_steps, than)
+    for step in reversed(remote_steps):
+        checksums = _on_rank_0(lambda step=step: run.checksums(step), group)
+        if isinstance(checksums, RemoteError):
+            return _continue_without(checksums, than)
+        if checksums is None:
+            continue
+        get_logger().info("downloading the checkpoint of step %d from %s", step, run.url)
+        target = folder.path_of(step).with_name(step_name(step) + DOWNLOADING)
+        damage = _download_files(run, step, checksums, target, group)
+        if damage is None:
+            _publish(run, folder, step, target, group)
+            return step
+        if isinstance(damage, RemoteError):
+            return _continue_without(damage, than)
+        get_logger().error(
+            "the checkpoint of step %d in %s is damaged: %s. We quarantine it there, and use an older one",
+            step,
+            run.url,
+            damage,
+        )
+        if leader:
+            run.quarantine(step)
+            shutil.rmtree(target, ignore_errors=True)
+    return None
+
+
+def _download_files(
+    run: RemoteRun, step: int, checksums: dict[str, FileChecksum], target: Path, group: dist.ProcessGroup | None
+) -> str | RemoteError | None:
+    """Download all files of a checkpoint; returns the damage found, or the store's failure. Raises UserError if the
+    local disk is not writable."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    shard = {name: checksums[name] for name in sorted(checksums)[rank::world]}
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, _download_shard(run, step, shard, target), group=group)
+    failures: dict[str, str] = dict(reversed([failure for failure in found if failure is not None]))
+    if "disk" in failures:
+        raise UserError(
+            f"The checkpoint of step {step} from {run.url} cannot be written here: {failures['disk']}. Free disk "
+            "space and start again: complete files are kept."
+        )
+    if "store" in failures:
+        return RemoteError(failures["store"])
+    return failures.get("damage")
+
+
+def _download_shard(
+    run: RemoteRun, step: int, checksums: dict[str, FileChecksum], target: Path
+) -> tuple[str, str] | None:
+    name = ""
+    try:
+        mkdir_below(target.parents[1], target)
+        for name, expected in checksums.items():
+            PROGRESS.keep_alive()
+            file = target / name
+            find_damage = lambda file=file, expected=expected: find_file_damage(file, expected)  # noqa: E731
+            damage = find_damage() and run.folder.download_verified(f"{step_name(step)}/{name}", file, find_damage)
+            if damage is not None:
+                file.unlink(missing_ok=True)
+                return "damage", damage
+            sync_file(file)
+    except RemoteError as error:
+        missing = isinstance(error.__cause__, FileNotFoundError)
+        return ("damage", f"{name} is missing") if missing else ("store", str(error))
+    except OSError as error:
+        return "disk", f"{error.filename or target}: {error.strerror or error}"
+    return None
+
+
+def _publish(
+    run: RemoteRun, folder: CheckpointFolder, step: int, target: Path, group: dist.ProcessGroup | None
+) -> None:
+    def publish() -> None:
+        text = run.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
+        (target / CHECKSUMS_FILE).write_bytes(text or b"")
+        sync_file(target / CHECKSUMS_FILE)
+        shutil.rmtree(folder.partial_path(step), ignore_errors=True)
+        os.rename(target, folder.partial_path(step))
+        folder.publish(step)
+        for stale in folder.path.glob(f"*{DOWNLOADING}"):
+            shutil.rmtree(stale, ignore_errors=True)
+
+    failure = _on_rank_0(publish, group)
+    if isinstance(failure, RemoteError):
+        raise UserError(f"Could not download the checkpoint of step {step}: {failure}")
+
+
+def _continue_without(error: RemoteError, than: int | None) -> None:
+    if than is None or error.permanent:
+        raise UserError(
+            f"checkpoint.remote: {error}\nIt is unknown whether a newer checkpoint is there. Try again when the store "
+            "can be reached, or train without it: checkpoint.remote=null"
+        )
+    get_logger().error("continuing from the local checkpoint of step %d: %s", than, error)
+
+
+def _on_rank_0(call: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Broadcast the result of `call` on rank 0; a RemoteError is returned. Raises UserError on every rank if rank 0
+    cannot write to the local disk."""
+    result: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            result[0] = call()
+        except RemoteError as error:
+            result[0] = error
+        except OSError as error:
+            result[0] = UserError(f"{error.filename or 'the run folder'}: {error.strerror or error}")
+    dist.broadcast_object_list(result, src=0, group=group)
+    if isinstance(result[0], UserError):
+        raise result[0]
+    return result[0]

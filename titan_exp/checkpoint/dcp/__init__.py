@@ -1,1 +1,0 @@
-"""Sharded checkpoints in the format of torch.distributed.checkpoint: write, read, verify, save asynchronously."""

@@ -1,1 +1,0 @@
-"""Remote checkpoints: upload, download and cache."""

@@ -1,1 +1,0 @@
-"""Command lines: Hydra, and shell completion."""

@@ -1,0 +1,468 @@
+"""Comparison as a self-contained HTML page, and on a terminal.
+
+Tables need no scripts; the scripts in `page/` draw the plots from embedded numbers.
+"""
+
+import base64
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from titan_exp.compare.compared_metrics import ABSENT, Metric, value_text
+from titan_exp.compare.comparison import Comparison
+from titan_exp.compare.findings import (
+    findings,
+    heading,
+    labelled_findings,
+    layout_checks,
+    remarks,
+    stands_for,
+    token_budget_text,
+    verdict,
+)
+from titan_exp.compare.output.formats import Cell, TextTable, head, legend, text_table, title
+from titan_exp.compare.output.plots import study_plots
+from titan_exp.compare.output.study_sections import (
+    ScalingSeries,
+    Section,
+    cost_metric,
+    loss_metric,
+    pareto,
+    scaling,
+    sections,
+)
+from titan_exp.compare.runs import ComparedRun
+from titan_exp.config.command_line.output import plain
+from titan_exp.config.errors.user_error import listed
+from titan_exp.config.schema.identity_keys import flatten
+from titan_exp.tracking.number_format import format_count, format_items, render_page
+from titan_exp.tracking.run_folder.metrics_jsonl import column_of, last_fiftieth
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+POINTS = 120_000
+"""Maximum number of points of a page, over all runs."""
+
+MIN_POINTS, MAX_POINTS = 60, 1_000
+"""Minimum and maximum number of points of one curve."""
+
+
+def downsampled_curves(comparison: Comparison) -> list[dict[str, Any]]:
+    """Curves of every run that has rows: `loss` and `validation_loss` as [tokens, steps, values, rows of each point].
+
+    A non-finite value is None, which leaves a gap.
+    """
+    runs = comparison.runs
+    most = max(MIN_POINTS, min(MAX_POINTS, POINTS // max(1, len(runs))))
+    return [
+        {
+            "row": index,
+            "seed": run.seed,
+            "run": run.run_id,
+            "loss": downsample(run, "loss", most),
+            "validation_loss": downsample(run, "validation_loss", most),
+        }
+        for index, row in enumerate(comparison.rows)
+        for run in row.runs
+        if run.rows
+    ]
+
+
+def downsample(run: ComparedRun, key: str, most: int) -> list[list[float | None]]:
+    """Average a metric over neighbouring rows to at most `most` points; returns tokens, steps, values and rows per
+    point.
+
+    A group with a non-finite value becomes None, so that a divergence stays visible. No group mixes rows of the last 2
+    %, whose mean is the run's loss, with other rows.
+    """
+    known = [
+        (float(tokens), float(step or 0), float(value))
+        for tokens, step, value in zip(*(column_of(run.rows, name) for name in ("tokens", "step", key)), strict=True)
+        if value is not None and tokens is not None
+    ]
+    size = math.ceil(len(known) / most) or 1
+    while len(groups := _groups(known, size)) > most:
+        size += 1
+    columns: list[list[float | None]] = [[], [], [], []]
+    for group in groups:
+        tokens, steps, values = zip(*group, strict=True)
+        mean = math.fsum(values) / len(group) if all(map(math.isfinite, values)) else None
+        columns[0].append(sum(tokens) / len(group))
+        columns[1].append(sum(steps) / len(group))
+        columns[2].append(None if mean is None else float(f"{mean:.6g}"))
+        columns[3].append(len(group))
+    return columns
+
+
+def _groups(rows: list[tuple[float, float, float]], size: int) -> list[list[tuple[float, float, float]]]:
+    """Cut rows into groups of up to `size`, one of which begins with the last 2 %."""
+    tail = len(rows) - len(last_fiftieth(rows))
+    starts = [*range(0, tail, size), *range(tail, len(rows), size)]
+    return [rows[start:end] for start, end in pairwise([*starts, len(rows)])]
+
+
+PICTURES = 12
+"""Maximum number of embedded pictures of a kind; one takes about 60 kB."""
+
+SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js")
+"""Scripts of `page/`, in load order."""
+
+
+def to_html(comparison: Comparison) -> str:
+    """Render a comparison as HTML."""
+    checks = layout_checks(comparison.runs)
+    series, table = scaling(comparison), text_table(comparison)
+    return render_page(
+        "titan_exp.compare.output",
+        SCRIPTS,
+        plain(_numbers(comparison, series)),
+        comparison=comparison,
+        table=table,
+        head=head,
+        legend=legend(table),
+        token_budget=token_budget_text(comparison),
+        states=sorted(Counter(run.shown for run in comparison.runs).items()),
+        findings=labelled_findings(comparison),
+        remarks=[*stands_for(comparison), *remarks(comparison, [])],
+        checks=checks,
+        scaling=series,
+        format_count=format_count,
+        items=format_items,
+        differing=_differing(comparison),
+        sections=sections(comparison),
+        plots=[(name, base64.b64encode(picture).decode()) for name, picture in study_plots(comparison)],
+        pictures=list(islice(_expert_load(comparison), PICTURES)),
+        grids=list(islice(_image_grids(comparison), PICTURES)),
+    )
+
+
+def _expert_load(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """Label and PNG in base64 of each row's first run with a record of expert load."""
+    for row in comparison.rows:
+        recorded = (run for run in row.runs if RunFolder(run.source).expert_load.is_file())
+        if (run := next(recorded, None)) is None:
+            continue
+        from titan_exp.compare.output.plots import expert_load_png
+
+        if (picture := expert_load_png(Path(run.source))) is not None:
+            yield row.name_of(run), base64.b64encode(picture).decode()
+
+
+def _image_grids(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """Label and last grid of images (PNG in base64) of each row's first run that has images."""
+    for row in comparison.rows:
+        found = ((run, sorted(RunFolder(run.source).images.glob("step-*[0-9].png"))) for run in row.runs)
+        run, grids = next(((run, grids) for run, grids in found if grids), (None, []))
+        if run is not None:
+            step = int(grids[-1].stem.removeprefix("step-"))
+            yield f"{row.name_of(run)}, step {step}", base64.b64encode(grids[-1].read_bytes()).decode()
+
+
+def _differing(comparison: Comparison) -> list[tuple[str, list[str]]]:
+    """All differing keys with their value in each row, including folded keys."""
+    flat = [flatten(row.runs[0].config) for row in comparison.rows]
+    return [
+        (key, [value_text(values[key]) if key in values else ABSENT for values in flat])
+        for key in comparison.differing_keys.all_keys
+    ]
+
+
+def _numbers(comparison: Comparison, series: Sequence[Any]) -> dict[str, Any]:
+    """Plot data of the scripts."""
+    loss = loss_metric(comparison)
+    return {
+        "rows": [
+            {"label": row.label, "baseline": index == comparison.baseline} for index, row in enumerate(comparison.rows)
+        ],
+        "point": comparison.budget.tokens,
+        "curves": downsampled_curves(comparison),
+        "metrics": [_metric_numbers(comparison, metric) for metric in comparison.metrics],
+        "scaling": [
+            {
+                "kind": group.kind,
+                "fixed": group.fixed,
+                "points": [
+                    {"row": p.row, "label": p.label, "x": p.world_size, "y": p.speedup, "e": p.efficiency}
+                    for p in group.points
+                ],
+            }
+            for group in series
+        ],
+        "pareto": {
+            "loss": loss.title if loss else "",
+            "cost": cost_metric(comparison).title,
+            "points": [
+                {"row": p.row, "x": p.gpu_hours, "y": p.loss, "front": p.is_on_front} for p in pareto(comparison)
+            ],
+        },
+    }
+
+
+def _metric_numbers(comparison: Comparison, metric: Metric) -> dict[str, Any]:
+    return {
+        "name": metric.name,
+        "title": title(metric),
+        "unit": metric.unit,
+        "better": metric.better,
+        "values": [
+            [found.mean, found.low, found.high] if (found := row.estimates[metric.name]) else None
+            for row in comparison.rows
+        ],
+        "seeds": [list(row.numbers[metric.name].values()) for row in comparison.rows],
+        "deltas": [
+            [delta.difference, delta.low, delta.high, verdict(metric, delta, comparison.standing)]
+            if (delta := row.deltas[metric.name]) is not None
+            else None
+            for row in comparison.rows
+        ],
+    }
+
+
+NARROWEST = 8
+"""Minimum width of a shortened column."""
+BETWEEN = 3
+"""Width of the space around a column."""
+ROW = "row"
+"""Column of row numbers, for tables whose other key columns do not distinguish the rows."""
+
+
+@dataclass(frozen=True)
+class FittedTable:
+    """Table whose key columns fit."""
+
+    table: TextTable
+    left_out: tuple[str, ...] = ()
+    """Key columns that are not shown."""
+    shortened: tuple[str, ...] = ()
+    """Key columns with shortened texts."""
+    labels: tuple[str, ...] = ()
+    """Keys and values of each row, if rows are numbered."""
+
+    def notes(self, width: int) -> list[str]:
+        """Sentences about omitted and shortened columns, and the keys of numbered rows."""
+        parts = [f"without {listed(self.left_out, 'and')}"] if self.left_out else []
+        parts += [f"with shortened {listed(self.shortened, 'and')}"] if self.shortened else []
+        if not parts:
+            return []
+        first = f"At {width} columns the table is {' and '.join(parts)}: --csv, --markdown and the page show all keys."
+        return [first, *(f"row {number}: {label}" for number, label in enumerate(self.labels, 1))]
+
+
+def fit_keys(table: TextTable, width: int, beside: int) -> FittedTable:
+    """Fit the key columns beside columns of width `beside`, by shortening their texts, then leaving columns out.
+    Numbers are never shortened. Columns that are not needed to distinguish rows go first."""
+    places = list(range(len(table.keys)))
+    while True:
+        natural = [_column_width(table, place) for place in places]
+        least = [_least_width(table, place) for place in places]
+        fitted = _with_widths(table, places, _shrunk(natural, least, width - beside))
+        shown = [row.keys for row in fitted.table.rows]
+        numbers = 0 if len(set(shown)) == len({row.keys for row in table.rows}) else len(str(len(shown)))
+        room = width - beside - (max(numbers, len(ROW)) + BETWEEN if numbers else 0)
+        if numbers:
+            fitted = _numbered(table, _with_widths(table, places, _shrunk(natural, least, room)))
+        if not places or sum(least) + BETWEEN * len(least) <= room:
+            return fitted
+        places.remove(_expendable(table, places))
+
+
+def _column_width(table: TextTable, place: int) -> int:
+    return max(map(cell_len, [table.keys[place], *(row.keys[place] for row in table.rows)]))
+
+
+def _least_width(table: TextTable, place: int) -> int:
+    """Width below which a column cannot be shortened, set by its numbers."""
+    numbers = max((cell_len(row.keys[place]) for row in table.rows if _has_number(row.keys[place])), default=0)
+    return min(_column_width(table, place), max(NARROWEST, numbers))
+
+
+def _has_number(text: str) -> bool:
+    """True for a number, or a list or mapping with one; names such as llama3_8b are text."""
+    return bool(re.match(r"[-+.\d\[{]", text)) and any(map(str.isdigit, text))
+
+
+def _shrunk(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """Widths of columns: natural if they fit; otherwise the widest shrink first."""
+    widths = list(natural)
+    while sum(widths) + BETWEEN * len(widths) > room:
+        over = [place for place in range(len(widths)) if widths[place] > least[place]]
+        if not over:
+            break
+        widths[max(over, key=lambda place: widths[place])] -= 1
+    return widths
+
+
+def _with_widths(table: TextTable, places: Sequence[int], widths: Sequence[int]) -> FittedTable:
+    def cut(texts: Sequence[str]) -> tuple[str, ...]:
+        pairs = zip(places, widths, strict=True)
+        return tuple(
+            text if cell_len(text := texts[place]) <= width else f"{text[: width - 1]}…" for place, width in pairs
+        )
+
+    left_out = tuple(name for place, name in enumerate(table.keys) if place not in places)
+    rows = tuple(replace(row, keys=cut(row.keys)) for row in table.rows)
+    cells = zip(places, widths, strict=True)
+    shortened = tuple(table.keys[place] for place, width in cells if width < _column_width(table, place))
+    return FittedTable(replace(table, keys=cut(table.keys), rows=rows), left_out, shortened)
+
+
+def _numbered(table: TextTable, fitted: FittedTable) -> FittedTable:
+    rows = [replace(row, keys=(str(number), *row.keys)) for number, row in enumerate(fitted.table.rows, 1)]
+    labels = [
+        " ".join(f"{name}={value}" for name, value in zip(table.keys, row.keys, strict=True)) for row in table.rows
+    ]
+    numbered = replace(fitted.table, keys=(ROW, *fitted.table.keys), rows=tuple(rows))
+    return replace(fitted, table=numbered, labels=tuple(labels))
+
+
+def _expendable(table: TextTable, places: Sequence[int]) -> int:
+    """Last column that is not needed to distinguish rows, else the last column."""
+
+    def distinct(kept: Sequence[int]) -> int:
+        return len({tuple(row.keys[place] for place in kept) for row in table.rows})
+
+    spared = [left for left in places if distinct([place for place in places if place != left]) == distinct(places)]
+    return (spared or places)[-1]
+
+
+COLORS = {"better": "green", "worse": "red", "different": "yellow"}
+QUIET = "bright_black"
+
+FINDINGS = 12
+"""Maximum number of printed findings; the table has all differences."""
+
+
+def show(comparison: Comparison, console: Console, *, every_key: bool = False) -> None:
+    """Print a comparison in tables that fit the width. Metrics are never cut; keys are, unless `every_key`."""
+    console.print(Text.assemble((comparison.name, "bold"), "  ", heading(comparison)))
+    if comparison.study and comparison.study.question:
+        console.print(Text(comparison.study.question, style="italic"))
+    whole, width = text_table(comparison), console.width
+    beside = max(_width(replace(whole, keys=()), [place]) for place in range(len(whole.metrics)))
+    fitted = FittedTable(whole) if every_key else fit_keys(whole, width, beside)
+    table = fitted.table
+    for metrics in _split_to_width(table, range(len(table.metrics)), width):
+        # Wider than a very narrow terminal rather than cut.
+        console.width = max(width, _width(table, metrics))
+        console.print(_table(table, metrics))
+        console.width = width
+    for note in fitted.notes(width):
+        console.print(Text(note, style=QUIET))
+    baseline = comparison.rows[comparison.baseline].label
+    if len(comparison.rows) > 1:
+        console.print(Text(f"baseline: {baseline} ({comparison.baseline_why})", style=QUIET))
+    if marks := legend(whole):
+        console.print(Text(marks, style=QUIET))
+    for section in sections(comparison):
+        show_section(section, console)
+    # At equal tokens, which means at the first rung, differences to the best point say little.
+    halved = comparison.learnt is not None and comparison.learnt.rungs
+    for sentence in [] if halved else findings(comparison)[:FINDINGS]:
+        console.print(Text(f"• {sentence}"))
+    for series in scaling(comparison):
+        console.print(_scaling_table(series))
+    for sentence in [*stands_for(comparison), *remarks(comparison, layout_checks(comparison.runs))]:
+        console.print(Text(sentence, style="bold red" if "MORE THAN ROUNDING" in sentence else QUIET))
+
+
+def show_section(section: Section, console: Console) -> None:
+    """Print a table with its notes."""
+    console.print(_section_table(section))
+    for note in section.notes:
+        console.print(Text(note, style=QUIET))
+
+
+def _table(found: TextTable, metrics: Sequence[int]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", border_style=QUIET, pad_edge=False)
+    for name in found.keys:
+        table.add_column(name, no_wrap=True)
+    if found.has_seeds:
+        table.add_column("n", justify="right", no_wrap=True)
+    if found.has_states:
+        table.add_column("state", no_wrap=True)
+    for place in metrics:
+        table.add_column(Text(head(found.metrics[place])), justify="right", no_wrap=True)
+    for row in found.rows:
+        between = [row.n] if found.has_seeds else []
+        between += [row.state] if found.has_states else []
+        cells = [_cell(row.cells[place], baseline=row.is_baseline) for place in metrics]
+        table.add_row(*map(Text, row.keys), *map(Text, between), *cells)
+    return table
+
+
+def _cell(cell: Cell, *, baseline: bool) -> Text:
+    if baseline:
+        return Text.assemble(cell.value, "\n", ("baseline", QUIET))
+    if not cell.change:
+        return Text(cell.value)
+    style = COLORS.get(cell.verdict, QUIET)
+    return Text.assemble(cell.value, "\n", (cell.below, style))
+
+
+def _split_to_width(found: TextTable, metrics: Sequence[int], width: int) -> list[list[int]]:
+    """Split metrics into tables that fit the width without wrapping."""
+    tables: list[list[int]] = []
+    for place in metrics:
+        if tables and _width(found, [*tables[-1], place]) <= width:
+            tables[-1].append(place)
+        else:
+            tables.append([place])
+    return tables
+
+
+def _width(found: TextTable, metrics: Sequence[int]) -> int:
+    """Table width in characters, without wrapping."""
+    columns = [[name, *(row.keys[place] for row in found.rows)] for place, name in enumerate(found.keys)]
+    columns += [["state", *(row.state for row in found.rows)]] if found.has_states else []
+    columns += [["n", *(row.n for row in found.rows)]] if found.has_seeds else []
+    for place in metrics:
+        cells = [_cell(row.cells[place], baseline=row.is_baseline) for row in found.rows]
+        lines = [line for cell in [Text(head(found.metrics[place])), *cells] for line in cell.plain.splitlines()]
+        columns.append(lines)
+    return 2 + sum(max(map(cell_len, column)) + BETWEEN for column in columns)
+
+
+def _section_table(section: Section) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=section.title,
+        title_justify="left",
+        header_style="bold",
+        border_style=QUIET,
+        pad_edge=False,
+    )
+    for place, name in enumerate(section.heads):
+        table.add_column(name, justify="left" if place < section.left else "right", overflow="fold")
+    for row in section.rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _scaling_table(series: ScalingSeries) -> Table:
+    kind = "growing global batch" if series.kind == "weak" else "same global batch"
+    name = f"Scaling, {kind}{f' · {series.fixed}' if series.fixed else ''}"
+    table = Table(
+        box=box.SIMPLE_HEAD, title=name, title_justify="left", header_style="bold", border_style=QUIET, pad_edge=False
+    )
+    for column in ("layout", "processes", "tokens/s", "speedup", "efficiency"):
+        layout = column == "layout"
+        table.add_column(column, justify="left" if layout else "right", overflow="fold", no_wrap=not layout)
+    for point in series.points:
+        table.add_row(
+            Text(point.label),
+            str(point.world_size),
+            format_count(point.tokens_per_second),
+            f"{point.speedup:.2f}",
+            f"{100 * point.efficiency:.0f} %",
+        )
+    return table

@@ -1,1 +1,0 @@
-"""Machine and kernel detection without importing torch."""

@@ -1,1 +1,0 @@
-"""Paths and URLs in a configuration: checkpoints, data files, token stores."""

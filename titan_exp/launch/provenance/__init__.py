@@ -1,1 +1,0 @@
-"""Provenance of a run: git commit and diff, environment, code snapshot."""

@@ -1,0 +1,433 @@
+"""Lookup of runs and studies: by study, study/label, id prefix, path, path pattern, or URL."""
+
+import json
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from glob import escape
+from pathlib import Path
+from typing import Any, TypedDict
+
+from titan_exp.config.checkpoint_files import is_url
+from titan_exp.config.errors.user_error import UserError, did_you_mean, listed, shown
+from titan_exp.config.foreign_file import read_text
+from titan_exp.config.schema.identity_keys import flatten
+from titan_exp.config.study.labels import names_all, words_of
+from titan_exp.config.study.ladder import LadderRung
+from titan_exp.launch.registration import Registration
+from titan_exp.tracking.run_folder.files import FileLock, LockHolder, is_held, write_atomically
+from titan_exp.tracking.run_folder.run import Run
+from titan_exp.tracking.run_folder.run_folder import RunFolder, is_readable_run, read_json, readable_runs
+
+
+class RoundsRecord(TypedDict, total=False):
+    """Metric and better direction that decide later rounds; with halving, also rungs and the kept fraction."""
+
+    metric: str
+    better: str
+    rungs: list[Any]
+    keep: Any
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """Study point and its run. Several points may share a run."""
+
+    label: str
+    """Varied values, including the seed."""
+    variant: str
+    """Varied values without the seed; runs of one variant are repetitions."""
+    seed: int | None
+    """Seed, if the study sets one."""
+    run_id: str
+    """Run id, which is also the folder's name."""
+    experiment_id: str
+    processes: int
+    steps: int
+    kind: str
+    overrides: tuple[str, ...]
+    choices: Mapping[str, str] = field(default_factory=dict)
+    """Name of the chosen value by named list."""
+    round: int = 1
+    """Rung of successive halving, or batch of Optuna, from 1."""
+    typed: tuple[str, ...] = ()
+    """Keys that the command line set to values that the study's file does not have."""
+    rung: LadderRung | None = None
+    """Size and length of a point of a ladder."""
+
+
+@dataclass(frozen=True)
+class LadderRecord:
+    """Ladder of a study, for `compare`."""
+
+    metric: str
+    better: str
+    baseline: str
+    """Arm that is the baseline; empty without axes."""
+    runs: int
+    """Number of runs, branches included."""
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """Content of study.json."""
+
+    name: str
+    question: str
+    size: str
+    """Chosen size; empty if the study has none."""
+    typed: tuple[str, ...]
+    baseline: str | None
+    """Baseline variant of the comparison."""
+    metrics: Mapping[str, str]
+    """Better direction, `min` or `max`, by compared metric."""
+    points: tuple[StudyRun, ...]
+    """Points that can run, in study order."""
+    skipped: Mapping[str, str]
+    """Skip reasons of all other points, by label."""
+    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Keys that a named list sets together, by list name."""
+    rounds: RoundsRecord = field(default_factory=RoundsRecord)
+    """Metric, better direction and, with halving, rungs and kept fraction; empty if all points start together."""
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Kind and bounds of each range of a search, by key."""
+    tune: str = ""
+    """Key over which each group of the comparison is tuned."""
+    others: tuple[StudyRun, ...] = ()
+    """Points of earlier calls that the last one did not ask for."""
+    registered: Registration | None = None
+    """Question of a study by pairs, as registered before its first run."""
+    dropped: str = ""
+    """Reason for ending the question between looks; empty if it goes on, or ended at a look."""
+    removed: tuple[StudyRun, ...] = ()
+    """Points of earlier calls that the study's file no longer has."""
+    ladder: LadderRecord | None = None
+    """Ladder of sizes; None of another study."""
+    time: float = 0.0
+    """Unix time of writing."""
+
+    @property
+    def command(self) -> str:
+        """Last call, as typed."""
+        return sweep_command(self.name, self.size, self.typed)
+
+
+def sweep_command(name: str, size: str, typed: Sequence[str]) -> str:
+    """Command that launches a study."""
+    return shlex.join(["titan-exp", "sweep", name, *([f"size={size}"] if size else []), *typed])
+
+
+class StudyFolder:
+    """Folder of a study and its runs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.yaml = path / "study.yaml"
+        """Study file as of the last launch."""
+        self.json = path / "study.json"
+        self.history = path / "history"
+        """Earlier versions of study.yaml and study.json."""
+        self.stop = path / "stop"
+        """Stop flag: no further run is started."""
+        self.lock = path / ".lock"
+        """Lock of the process that runs the study on this machine."""
+
+    def run(self, point: StudyRun) -> RunFolder:
+        """Run folder of a point; may not exist yet."""
+        return RunFolder(self.path / point.run_id)
+
+    def read(self) -> StudyRecord | None:
+        """Read study.json; None if missing. Raises UserError if it is not a study record."""
+        return read_json(self.json, StudyRecord)
+
+    def write(self, record: StudyRecord, text: str) -> StudyRecord:
+        """Write study.yaml and study.json, archiving earlier versions; returns the record as it is then.
+
+        `text` is the study file. Each file is replaced atomically.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        before = self.read()
+        now = replace(record, time=time.time())
+        if before is not None:
+            same = self.yaml.exists() and read_text(self.yaml) == text
+            if same and replace(before, time=now.time) == now:
+                return before
+            # A later round adds points, which does not make a new version.
+            if not same or now.points[: len(before.points)] != before.points:
+                self._archive()
+        write_atomically(self.yaml, text)
+        write_atomically(self.json, json.dumps(asdict(now), indent=1) + "\n")
+        return now
+
+    def with_earlier(self, record: StudyRecord, is_in_file: Callable[[StudyRun], bool]) -> StudyRecord:
+        """Record with the points of earlier calls that it does not ask for: those in the study's file, and removed
+        ones."""
+        before, kept = self.read(), {point.run_id for point in record.points}
+        runs = () if before is None else (*before.removed, *before.others, *before.points)
+        earlier = [point for point in {run.run_id: run for run in runs}.values() if point.run_id not in kept]
+        removed = tuple(point for point in earlier if not is_in_file(point))
+        return replace(record, others=tuple(filter(is_in_file, earlier)), removed=removed)
+
+    def holder(self) -> LockHolder | None:
+        """Process that currently runs the study; None without one."""
+        return FileLock(self.lock).holder() if is_held(self.lock) else None
+
+    def request_stop(self, reason: str) -> None:
+        """Set the stop flag."""
+        write_atomically(self.stop, reason + "\n")
+
+    def _archive(self) -> None:
+        self.history.mkdir(exist_ok=True)
+        number = len(list(self.history.glob("*.json"))) + 1
+        for path in (self.yaml, self.json):
+            if path.exists():
+                write_atomically(self.history / f"{number:03d}{path.suffix}", read_text(path))
+
+
+NAMED = "Name a run by its path, the beginning of its id, STUDY/LABEL or its URL, and a study by its name."
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """Run found by name."""
+
+    folder: RunFolder
+    """Run folder; may not exist if its study has not started it."""
+    label: str
+    """Display name."""
+    group: str
+    """Name of the parent folder: a study or an `experiment.name`."""
+    point: StudyRun | None = None
+    """Point of the study; None outside a study."""
+    asked: bool = True
+    """False if the study's last call did not ask for this point."""
+    removed: bool = False
+    """True if the study's file no longer has this point."""
+    rungs: int = 0
+    """Number of rungs of its study; 0 without successive halving."""
+
+    @cached_property
+    def run(self) -> Run:
+        """Reader of its files."""
+        return Run(self.folder)
+
+    @property
+    def train_arguments(self) -> list[str]:
+        """Arguments of `titan-exp train` that continue the run, even if its paths.runs is relative to another
+        folder."""
+        path = self.folder.path
+        return ["--config-path", str(path), *([f"paths.runs={path.parents[1]}"] if path.is_absolute() else [])]
+
+    @property
+    def start_command(self) -> str:
+        """Command that starts or continues the run, with others of its study."""
+        words = ["train", *self.train_arguments] if self.point is None else ["sweep", self.group]
+        return shlex.join(["titan-exp", *words])
+
+
+def runs_folder(typed: str | Path = "") -> Path:
+    """Folder of runs as typed; by default, the folder that `train` uses."""
+    from titan_exp.config.extension import CONF_DIR
+
+    if not typed and (CONF_DIR / "local" / "default.yaml").is_file():
+        from titan_exp.config.hydra.compose import compose
+
+        typed = compose().paths.runs
+    return Path(typed or "runs").expanduser()
+
+
+def named_runs(words: Sequence[str]) -> list[str]:
+    """Check that the words are names of runs. Raises UserError if one is an override."""
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if equals and re.fullmatch(r"[\w.]+", key) and not Path(word).exists():
+            raise UserError(f"{word}: a run that exists takes no overrides other than paths.runs=FOLDER.")
+    return list(words)
+
+
+def find_runs(names: Sequence[str], runs: Path) -> list[RunEntry]:
+    """Find runs by name, without duplicates; all runs, newest first, without names. Raises UserError if a name matches
+    no run, or is a prefix of several ids."""
+    found = [entry for name in names for entry in _find(name, runs)] if names else _all(runs)
+    return list({entry.folder.path: entry for entry in found}.values())
+
+
+def require_one(found: Sequence[RunEntry], name: str) -> RunEntry:
+    """The single run among those found. Raises UserError if there are several."""
+    if len(found) > 1:
+        labels = "\n".join(f"  {entry.label}  {entry.folder.path.name}" for entry in found[:8])
+        raise UserError(f"{name}: this matches {len(found)} runs. Name one of them:\n{labels}")
+    return found[0]
+
+
+def run_path(name: str, runs: Path | str = "") -> str:
+    """Folder of a run that is named by label, id prefix, or the folder of an experiment with one run. Other existing
+    paths and URLs are returned as they are.
+
+    So is a name with a slash that is not a run; the reader of weights explains it. Raises UserError if another name
+    matches no run, or several.
+    """
+    path = Path(name).expanduser()
+    if not name or is_url(name) or (path.exists() and not _is_group(path)):
+        return name
+    try:
+        found = find_runs([name], runs_folder(runs))
+    except UserError:
+        if "/" in name or name.endswith((".pt", ".pth")):
+            return name
+        raise
+    return str(require_one(found, name).folder.path)
+
+
+def _is_group(path: Path) -> bool:
+    """True for a folder of runs (a study or an experiment) that is not itself a run."""
+    return path.is_dir() and not (path / "config.yaml").exists() and any(readable_runs(path))
+
+
+def find_study_folder(word: str, runs: Path) -> StudyFolder | None:
+    """Find a study folder by path or name; None if there is none."""
+    for path in (Path(word).expanduser(), runs / word):
+        folder = StudyFolder(path)
+        if folder.json.is_file():
+            return folder
+    return None
+
+
+def run_groups(runs: Path) -> list[str]:
+    """Studies and experiment names with runs, newest first."""
+    if not runs.is_dir():
+        return []
+    found = [
+        path for path in runs.iterdir() if path.is_dir() and not path.name.startswith(".") and any(readable_runs(path))
+    ]
+    return [path.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
+
+
+def _all(runs: Path) -> list[RunEntry]:
+    for name in run_groups(runs):
+        try:
+            StudyFolder(runs / name).read()
+        except UserError as error:
+            print(error, file=sys.stderr)
+    found = [
+        entry for name in run_groups(runs) for entry in _in_group(runs / name) if is_readable_run(entry.folder.path)
+    ]
+    return sorted(found, key=lambda entry: -_mtime(entry.folder))
+
+
+def _find(word: str, runs: Path) -> list[RunEntry]:
+    if is_url(word):
+        return [_entry(_folder_of_url(word, runs))]
+    path = Path(word).expanduser()
+    for place in (path, runs / word):
+        if (place / "config.yaml").is_file():
+            return [_entry(place)]
+        if place.is_dir() and any(_in_group(place)) and word not in ("", "."):
+            return _in_group(place)
+    if any(mark in word for mark in "*?["):
+        places = dict.fromkeys(place for folder in (Path(), runs) for place in _matches(folder, word))
+        found = [run for place in places for run in ([place] if is_readable_run(place) else readable_runs(place))]
+        if found:
+            return [_entry(run) for run in found]
+    name, slash, label = word.partition("/")
+    if slash and (runs / name).is_dir():
+        found = _labelled(label, _in_group(runs / name))
+        if found:
+            return found
+        labels = [entry.label for entry in _in_group(runs / name)]
+        offer = did_you_mean(label, labels) or f"its runs are {listed(labels[:6], 'and')}"
+        raise UserError(f"{word}: {name} has no such run ({offer})")
+    if re.fullmatch(r"[0-9a-f]{3,12}", word):
+        found = [_entry(place) for place in runs.glob(f"*/{word}*") if is_readable_run(place)]
+        if len({entry.folder.path.name for entry in found}) > 1:
+            paths = listed([str(entry.folder.path) for entry in found[:4]], "and")
+            raise UserError(f"{word}: {len(found)} ids begin like this: {paths}")
+        if found:
+            return found
+    known = run_groups(runs)
+    offer = did_you_mean(word, known) or (f"Those in {runs}/ are {listed(known[:8], 'and')}." if known else "")
+    nothing = "" if known else f"There is no run under {runs}/. To look elsewhere, add paths.runs=FOLDER. "
+    raise UserError(f"{word}: unknown run or study. {nothing}{offer[:1].upper()}{offer[1:]}\n  {NAMED}")
+
+
+def _matches(folder: Path, pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.is_absolute():
+        folder, pattern = Path(path.anchor), str(path.relative_to(path.anchor))
+    return sorted(folder.glob(pattern))
+
+
+def _folder_of_url(url: str, runs: Path) -> Path:
+    """Folder on this machine of the run at a URL: its remote copy `.../NAME/ID`, its W&B page, or `file://`."""
+    *_, name, run_id = ["", *url.partition("://")[2].rstrip("/").split("/")]
+    for place in (Path(url.removeprefix("file://")), runs / name / run_id, *_matches(runs, f"*/{escape(run_id)}")):
+        if is_readable_run(place):
+            return place
+    raise UserError(
+        f"{url}: this verb reads the folder of a run, and {runs}/ has none of this one. To look elsewhere, add "
+        "paths.runs=FOLDER. titan-exp generate, evaluate, convert and checkpoint.continue_from read its checkpoints "
+        "there."
+    )
+
+
+def _entry(path: Path) -> RunEntry:
+    """Entry of a run folder, with its label if it belongs to a study."""
+    for entry in _in_group(path.parent):
+        if entry.folder.path == path:
+            return entry
+    return RunEntry(RunFolder(path), f"{path.parent.name}/{path.name}", path.parent.name)
+
+
+def _in_group(path: Path) -> list[RunEntry]:
+    """Runs of a study's last call in order, then those of earlier calls, its removed runs, other runs in its folder."""
+    study = StudyFolder(path)
+    record: StudyRecord | None = None
+    found: dict[Path, RunEntry] = {}
+    with suppress(UserError):  # damaged: its runs count as outside any study
+        record = study.read()
+    if record is not None:
+        rungs = len(record.rounds.get("rungs", ()))
+        for point in record.points:
+            folder = study.run(point)
+            found.setdefault(folder.path, RunEntry(folder, point.label, path.name, point, rungs=rungs))
+        for number, point in enumerate((*record.others, *record.removed)):
+            folder, removed = study.run(point), number >= len(record.others)
+            if folder.path.is_dir():
+                entry = RunEntry(folder, point.label, path.name, point, asked=False, removed=removed, rungs=rungs)
+                found.setdefault(folder.path, entry)
+    others = [RunEntry(RunFolder(place), f"{path.name}/{place.name}", path.name) for place in readable_runs(path)]
+    for entry in sorted(others, key=lambda entry: -_mtime(entry.folder)):
+        found.setdefault(entry.folder.path, entry)
+    return list(found.values())
+
+
+def _labelled(label: str, among: Sequence[RunEntry]) -> list[RunEntry]:
+    """Find runs by label, those of the study's last call before others of the same label; by some words of it, by id
+    prefix, or by values of their configuration. Words have any order and spelling."""
+    some = [entry for entry in among if names_all(label, words_of(entry.label))]
+    exact = [entry for entry in some if names_all(entry.label, words_of(label))]
+    found = [entry for entry in exact if entry.asked] or exact or some
+    found = found or [entry for entry in among if len(label) >= 3 and entry.folder.path.name.startswith(label)]
+    return found or [entry for entry in among if "=" in label and names_all(label, _values(entry))]
+
+
+def _values(entry: RunEntry) -> list[str]:
+    """Overrides of a run as typed, and all values of its configuration; none if that cannot be read."""
+    with suppress(UserError):
+        values = flatten(entry.run.config).items()
+        return [*(entry.run.overrides or ()), *(f"{key}={shown(value)}" for key, value in values)]
+    return []
+
+
+def _mtime(folder: RunFolder) -> float:
+    for path in (folder.state, folder.config):
+        try:
+            return path.stat().st_mtime
+        except OSError:
+            continue
+    return 0.0

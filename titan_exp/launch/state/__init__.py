@@ -1,1 +1,0 @@
-"""State of runs and studies, read from their folders."""

@@ -1,1 +1,0 @@
-"""Verdicts of studies by pairs of runs: registration, evidence, standing."""

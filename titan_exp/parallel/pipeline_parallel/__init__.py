@@ -1,1 +1,0 @@
-"""Pipeline parallelism: stage split, schedule, runtime."""

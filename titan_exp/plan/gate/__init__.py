@@ -1,1 +1,0 @@
-"""Memory gate: check a run before it is launched."""

@@ -1,1 +1,0 @@
-"""Layout search: enumeration, estimates from the nearest traces, best-first extrapolation."""

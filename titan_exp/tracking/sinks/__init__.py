@@ -1,1 +1,0 @@
-"""Metric sinks: console, JSON lines, TensorBoard, W&B."""

@@ -92,7 +92,7 @@ MUTATIONS: dict[str, Mutation] = {
         f"{SCORES}::test_documents_are_ratios_of_sums",
     ),
     "seeds count as items": (
-        f"{PACKAGE}.scores.crossed",
+        f"{PACKAGE}.compare.crossed",
         lambda original: lambda differences: (*original(differences)[:2], 1e6),
         f"{SCORES}::test_false_positives_of_seeds_and_items",
     ),

@@ -8,9 +8,10 @@ import pytest
 from scipy import stats
 
 from titan_exp.data.tokenizers import ByteTokenizer
+from titan_exp.extensions.tasks.compare import crossed
 from titan_exp.extensions.tasks.encoding import encode
 from titan_exp.extensions.tasks.formats import Item, Kind, Task
-from titan_exp.extensions.tasks.scores import TaskScores, crossed, metrics_of, score, values_of
+from titan_exp.extensions.tasks.scores import TaskScores, metrics_of, score, values_of
 
 BIT = math.log(2)
 

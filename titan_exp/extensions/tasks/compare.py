@@ -1,5 +1,6 @@
 """Tasks in `titan-exp compare`: scores by row, with intervals over items and seeds."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from titan_exp.compare.runs import ComparedRun
 from titan_exp.compare.statistics import LEVEL, Delta, holm
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.study.study import FEWEST_PAIRS
-from titan_exp.extensions.tasks.scores import FOLDER, Evaluated, TaskScores, crossed, read_evaluation
+from titan_exp.extensions.tasks.scores import FOLDER, Evaluated, TaskScores, read_evaluation
 
 BITS = "bits_per_byte"
 
@@ -93,6 +94,17 @@ class Line:
 
 def _version(one: TaskScores) -> tuple[str, tuple[str, ...]]:
     return one.digest, one.ids
+
+
+def crossed(differences: np.ndarray) -> tuple[float, float, float]:
+    """Mean, standard error and degrees of freedom (Satterthwaite) of differences [seeds, items], at least 2 of each;
+    both are samples."""
+    n, m = differences.shape
+    mean, rows, columns = differences.mean(), differences.mean(axis=1), differences.mean(axis=0)
+    rest = ((differences - rows[:, None] - columns + mean) ** 2).sum() / ((n - 1) * (m - 1))
+    a, b, c = rows.var(ddof=1) / n, columns.var(ddof=1) / m, rest / (n * m)
+    variance, divisor = max(a + b - c, a, b), a**2 / (n - 1) + b**2 / (m - 1) + c**2 / ((n - 1) * (m - 1))
+    return float(mean), math.sqrt(variance), float(variance**2 / divisor) if divisor else n - 1.0
 
 
 def _delta(table: np.ndarray) -> Delta:

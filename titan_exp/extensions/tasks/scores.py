@@ -129,17 +129,6 @@ def mean_and_error(values: np.ndarray, weights: np.ndarray) -> tuple[float, floa
     return mean, math.sqrt(number / (number - 1) * float(residuals @ residuals)) if number > 1 else math.nan
 
 
-def crossed(differences: np.ndarray) -> tuple[float, float, float]:
-    """Mean, standard error and degrees of freedom (Satterthwaite) of differences [seeds, items], at least 2 of each;
-    both are samples."""
-    n, m = differences.shape
-    mean, rows, columns = differences.mean(), differences.mean(axis=1), differences.mean(axis=0)
-    rest = ((differences - rows[:, None] - columns + mean) ** 2).sum() / ((n - 1) * (m - 1))
-    a, b, c = rows.var(ddof=1) / n, columns.var(ddof=1) / m, rest / (n * m)
-    variance, divisor = max(a + b - c, a, b), a**2 / (n - 1) + b**2 / (m - 1) + c**2 / ((n - 1) * (m - 1))
-    return float(mean), math.sqrt(variance), float(variance**2 / divisor) if divisor else n - 1.0
-
-
 FOLDER = "tasks"
 """Folder of a run with these files."""
 
@@ -149,9 +138,8 @@ Evaluated = tuple[int, dict[str, TaskScores]]
 
 def read_evaluation(path: Path) -> Evaluated:
     """Read the scores of an evaluation. Raises UserError if the file is damaged."""
-    content = read_file(path)
     with placed(path):
-        found = parse_json(content)
+        found = parse_json(read_file(path))
         return int(found["tokens"]), {name: _scores(name, one) for name, one in found["tasks"].items()}
 
 
@@ -176,11 +164,14 @@ def values_of(found: Sequence[TaskScores]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     match value:
-        case Score() | dict():
-            named = value if isinstance(value, dict) else vars(value)
-            return {name: _plain(one) for name, one in named.items()}
-        case np.ndarray() | tuple():
-            return [_plain(one) for one in (value.tolist() if isinstance(value, np.ndarray) else value)]
+        case Score():
+            return _plain(vars(value))
+        case dict():
+            return {name: _plain(one) for name, one in value.items()}
+        case np.ndarray():
+            return _plain(tuple(value.tolist()))
+        case tuple():
+            return [_plain(one) for one in value]
         case float():
             return value if math.isfinite(value) else None
     return value
@@ -213,8 +204,7 @@ def write_evaluation(folder: Path, tasks: Mapping[str, Any], *, step: int, token
     """Write the `values_of` an evaluation into the folder of its run."""
     path = evaluation_file(folder, step)
     mkdir_below(folder, path.parent)
-    about = {"step": step, "tokens": tokens, "tasks": tasks}
-    write_atomically(path, f"{json.dumps(about, ensure_ascii=False)}\n")
+    write_atomically(path, f"{json.dumps({'step': step, 'tokens': tokens, 'tasks': tasks}, ensure_ascii=False)}\n")
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -168,10 +168,8 @@ def _plain(value: Any) -> Any:
             return _plain(vars(value))
         case dict():
             return {name: _plain(one) for name, one in value.items()}
-        case np.ndarray():
-            return _plain(tuple(value.tolist()))
-        case tuple():
-            return [_plain(one) for one in value]
+        case np.ndarray() | tuple():
+            return [_plain(one) for one in (value.tolist() if isinstance(value, np.ndarray) else value)]
         case float():
             return value if math.isfinite(value) else None
     return value

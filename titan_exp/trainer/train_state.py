@@ -38,7 +38,7 @@ from titan_exp.parallel.meta_init import (
     materialize_parameters,
     require_modules,
 )
-from titan_exp.parallel.pipeline_runtime import Pipeline, build_schedule
+from titan_exp.parallel.pipeline_runtime import Pipeline, build_pipeline, build_schedule
 from titan_exp.parallel.tensor_parallel.styles import vocab_shard
 from titan_exp.quantization.quantize import describe, quantize
 from titan_exp.tracking.logging import get_logger

@@ -29,7 +29,9 @@ MODELS = {
 }
 BY_NIGHT = [
     ("ramp", "async_process", 2),
-    *(("dense", *case) for case in (("sync", 1), ("sync", 2), ("async", 1), ("async_process", 1), ("async_process", 2))),
+    *(("dense", "sync", world) for world in (1, 2)),
+    *(("dense", "async_process", world) for world in (1, 2)),
+    ("dense", "async", 1),
     *(("experts", *case) for case in (("sync", 1), ("async", 2), ("async_process", 2))),
 ]
 KILLED = [

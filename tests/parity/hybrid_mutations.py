@@ -240,10 +240,10 @@ MUON = f"{KIMI} optimizer=muon"
 IN_THE_TRAINER = {
     "states go on": ("next_documents", "parallelism.tp=2"),
     "windows cross documents": ("kimi_documents", "parallelism.dp_shard=2"),
-    "decays in bf16": ("olmo", "parallelism.pp=2"),
+    "decays in bf16": ("kimi", "parallelism.tp=2"),
     "the gate before the norm": ("dense", "parallelism.tp=2"),
     "filters as matrices": ("muon", "parallelism.dp_shard=2"),
-    "numbers of another head": ("kimi", "parallelism.tp=2"),
+    "numbers of another head": ("olmo", "parallelism.pp=2 parallelism.tp=2"),
     "a state too late": ("next_documents", "parallelism.cp=2 parallelism.cp_method=ring"),
 }
 """Experiment and layout in which a curve shows the mutation."""

@@ -13,12 +13,10 @@ from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
 EP4 = "parallelism.dp_shard=4 parallelism.ep=4"
 EP2_TP2 = "parallelism.tp=2 parallelism.ep=2"
+CP2, PP2 = "parallelism.cp=2 parallelism.cp_method=ring", "parallelism.pp=2"
 # Biases, and the load of the step before: the state of both kinds of balance.
 BIASED = ["model=qwen3_moe_debug", "model.moe.router_bias=true", "model.moe.balance.bias_rate=1e-2"]
 SAVING = ["checkpoint.mode=sync", "checkpoint.every=2", "checkpoint.keep=5"]
-
-
-CP2, PP2 = "parallelism.cp=2 parallelism.cp_method=ring", "parallelism.pp=2"
 
 
 @pytest.mark.night

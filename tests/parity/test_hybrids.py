@@ -12,7 +12,7 @@ from tests.parity.test_quantized import assert_same_recipe
 from tests.patching import patch
 
 NEXT, DENSE, OLMO, KIMI = (
-    f"model={name}_debug optimizer.lr=1e-3" for name in ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear")
+    f"model={name}_debug optimizer.lr=1e-3 model.init_std=0.05" for name in ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear")
 )
 LINED = " ".join(LINES)
 EXPERIMENTS = {
@@ -20,7 +20,7 @@ EXPERIMENTS = {
     "next_documents": f"{NEXT} {LINED}",
     "dense": f"{DENSE} model.layers=2 model.linear_attention.full_every=2",
     "dense_documents": f"{DENSE} {LINED}",
-    "experts_documents": f"model=qwen3_5_moe_debug optimizer.lr=1e-3 {LINED}",
+    "experts_documents": f"model=qwen3_5_moe_debug optimizer.lr=1e-3 model.init_std=0.05 {LINED}",
     "olmo": OLMO,
     "olmo_documents": f"{OLMO} {LINED}",
     "kimi": KIMI,

@@ -191,11 +191,13 @@ def measured(name: str, tiny: bool = False, rank: int = 0) -> dict[str, int | No
 
     from titan_exp.config.devices import allocator_environment
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
+
+    experiment = experiment_of(name, tiny=tiny)
+    # Torch reads its allocator's settings once, at the latest when the trainer is imported.
+    os.environ.update(allocator_environment(experiment.cluster, experiment.compile, os.environ))
     from titan_exp.plan.trace.trace_step import FakeRank, fake_batches
     from titan_exp.trainer.train_state import assemble
 
-    experiment = experiment_of(name, tiny=tiny)
-    os.environ.update(allocator_environment(experiment.cluster, experiment.compile, os.environ))
     layout, cuda = ResolvedLayout.of(experiment), torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     number = rank * layout.world_size // layout.parallelism.pp

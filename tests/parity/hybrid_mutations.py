@@ -175,8 +175,8 @@ def test_a_mutation_of_the_rule_is_noticed(kind: str, mutate: Callable[[], None]
 
 @pytest.mark.parametrize(("order", "mutate"), OF_SHARDS, ids=lambda case: getattr(case, "__name__", case))
 def test_a_mutation_of_shards_is_noticed(order: str, mutate: Callable[[], None]):
-    layouts = [(layout("cp=2", order), ())]
-    for found in zip(*run_ranks(2, errors, layouts, ["head"], "plainly", mutate), strict=True):
+    layouts = [(layout("cp=2", order), (), "plainly")]
+    for found in zip(*run_ranks(2, errors, layouts, ["head"], mutate), strict=True):
         assert not max(found) < 1e-12
 
 

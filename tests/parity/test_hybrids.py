@@ -12,7 +12,8 @@ from tests.parity.test_quantized import assert_same_recipe
 from tests.patching import patch
 
 NEXT, DENSE, OLMO, KIMI = (
-    f"model={name}_debug optimizer.lr=1e-3 model.init_std=0.05" for name in ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear")
+    f"model={name}_debug optimizer.lr=1e-3 model.init_std=0.05"
+    for name in ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear")
 )
 LINED = " ".join(LINES)
 EXPERIMENTS = {
@@ -94,11 +95,19 @@ def test_decays_stay_in_fp32_under_data_parallelism(tmp_path: Path, layout: str)
     assert found.disputed == []
 
 
-@pytest.mark.proves("qwen3_next", "fp8")
 @pytest.mark.night
-@pytest.mark.parametrize("recipe", ["float8_rowwise", "mxfp8"])
-def test_quantized_linears_are_those_of_one_device(tmp_path: Path, recipe: str):
-    words = [*NEXT.split(), f"quantization={recipe}", "training.steps=2", "optimizer.lr=5e-4"]
-    words.remove("optimizer.lr=1e-3")
-    expected = train(tmp_path / "one", *words)
-    assert_same_recipe(train(tmp_path / "many", *words, "parallelism.tp=2"), expected)
+@pytest.mark.parametrize(
+    ("words", "recipe"),
+    [
+        pytest.param(NEXT, "float8_rowwise", marks=pytest.mark.proves("qwen3_next", "fp8")),
+        pytest.param(NEXT, "mxfp8", marks=pytest.mark.proves("qwen3_next", "fp8")),
+        pytest.param(DENSE, "float8_rowwise_gw_hp", marks=pytest.mark.proves("qwen3_5", "fp8")),
+        pytest.param(OLMO, "mxfp8", marks=pytest.mark.proves("olmo_hybrid", "fp8")),
+        pytest.param(KIMI, "float8_tensorwise", marks=pytest.mark.proves("kimi_linear", "fp8")),
+    ],
+)
+def test_quantized_linears_are_those_of_one_device(tmp_path: Path, words: str, recipe: str):
+    own = [*words.split(), f"quantization={recipe}", "training.steps=2", "optimizer.lr=5e-4"]
+    own.remove("optimizer.lr=1e-3")
+    expected = train(tmp_path / "one", *own)
+    assert_same_recipe(train(tmp_path / "many", *own, "parallelism.tp=2"), expected)

@@ -171,7 +171,7 @@ def short_convolution(
     """
     reach = weight.shape[1] - 1
     links = None
-    if documents is not None:
+    if documents is not None and reach:
         if before_documents is None:
             before_documents = documents[:, :1].expand(-1, reach)
         ids = torch.cat((before_documents, documents), dim=1)

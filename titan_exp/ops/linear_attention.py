@@ -111,10 +111,12 @@ def gated_delta_step(  # noqa: PLR0917  # as of `gated_delta`
     return (query @ state)[:, :, 0].to(v.dtype), state
 
 
-def l2_normalized(x: Float[Tensor, "*heads width"], eps: float = 1e-6) -> Float[Tensor, "*heads width"]:
-    """x / sqrt(sum of x² + eps), computed in fp32 or fp64, in the dtype of `x`."""
+def l2_normalized(
+    x: Float[Tensor, "*heads width"], scale: float = 1.0, eps: float = 1e-6
+) -> Float[Tensor, "*heads width"]:
+    """scale · x / sqrt(sum of x² + eps), computed in fp32 or fp64, in the dtype of `x`."""
     wide = x.to(_wide(x.dtype))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps))).to(x.dtype)
 
 
 class GatedDeltaCore(nn.Module):

@@ -102,12 +102,12 @@ def test_decays_stay_in_fp32_under_data_parallelism(tmp_path: Path, layout: str)
         pytest.param(NEXT, "float8_rowwise", marks=pytest.mark.proves("qwen3_next", "fp8")),
         pytest.param(NEXT, "mxfp8", marks=pytest.mark.proves("qwen3_next", "fp8")),
         pytest.param(DENSE, "float8_rowwise_gw_hp", marks=pytest.mark.proves("qwen3_5", "fp8")),
-        pytest.param(OLMO, "mxfp8", marks=pytest.mark.proves("olmo_hybrid", "fp8")),
+        pytest.param(OLMO, "float8_rowwise", marks=pytest.mark.proves("olmo_hybrid", "fp8")),
         pytest.param(KIMI, "float8_tensorwise", marks=pytest.mark.proves("kimi_linear", "fp8")),
     ],
 )
 def test_quantized_linears_are_those_of_one_device(tmp_path: Path, words: str, recipe: str):
-    own = [*words.split(), f"quantization={recipe}", "training.steps=2", "optimizer.lr=5e-4"]
-    own.remove("optimizer.lr=1e-3")
+    # Larger weights and steps would enlarge what roundings of sums flip.
+    own = [words.split()[0], f"quantization={recipe}", "training.steps=2", "optimizer.lr=5e-4"]
     expected = train(tmp_path / "one", *own)
     assert_same_recipe(train(tmp_path / "many", *own, "parallelism.tp=2"), expected)

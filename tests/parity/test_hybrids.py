@@ -108,6 +108,6 @@ def test_decays_stay_in_fp32_under_data_parallelism(tmp_path: Path, layout: str)
 )
 def test_quantized_linears_are_those_of_one_device(tmp_path: Path, words: str, recipe: str):
     # Larger weights and steps would enlarge what roundings of sums flip.
-    own = [words.split()[0], f"quantization={recipe}", "training.steps=2", "optimizer.lr=5e-4"]
+    own = [words.split(maxsplit=1)[0], f"quantization={recipe}", "training.steps=2", "optimizer.lr=5e-4"]
     expected = train(tmp_path / "one", *own)
     assert_same_recipe(train(tmp_path / "many", *own, "parallelism.tp=2"), expected)

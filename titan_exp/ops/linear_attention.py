@@ -326,7 +326,7 @@ def linear_attention_backward(  # noqa: PLR0917  # custom ops take positional ar
     if backend == "fla":
         return _fla_backward(out_grad, state_grad, q, k, v, g, beta, state, runs)
     if _is_planned(v, chunk):
-        _states = state.new_empty((len(_slices(v.shape[1], chunk)), *state.shape))  # as long as the call
+        _states = [state.new_empty(state.shape) for _ in _slices(v.shape[1], chunk)]  # as long as the call
         return _empty_gradients(out_grad, state_grad, q, k, v, g, beta, state)
     of_q, of_k, of_v, of_g, of_beta, _ = _empty_gradients(out_grad, state_grad, q, k, v, g, beta, state)
     places, states, state_grad = _slices(v.shape[1], chunk), [state], state_grad.clone()

@@ -12,7 +12,7 @@ SPACE := $() $()
 WORDS = $(filter-out $(addsuffix =%,ARGS PYTHON VENV BIN TORCH),$(subst \$(SPACE),<space>,$(MAKEOVERRIDES)))
 OVERRIDES = $(subst <space>,\$(SPACE),$(WORDS))
 
-.PHONY: train test quick night other-torch stub-gpu tools peer gpu gpu-wheels check compiled slurm golden docs clean
+.PHONY: train test every quick night other-torch stub-gpu tools peer gpu gpu-wheels check lint types compiled slurm golden docs clean
 
 ## Train a small language model on this machine, draw its loss curve and let it write.
 train: $(STAMP)
@@ -24,8 +24,11 @@ train: $(STAMP)
 WORKERS := $(shell cores=$$(nproc); echo $$((cores > 4 ? 5 : cores + 1)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations 15
 
-## Format, lint, types and every test.
-test: $(TESTS) check slurm compiled
+## Format, lint, types and every test. Types are checked beside the first tests, which leave a core idle at times.
+test: $(TESTS) lint slurm compiled
+	$(MAKE) --jobs=2 types every
+
+every:
 	$(PYTEST) -m "slow or not slow"
 
 ## The tests without the minutes-long ones.
@@ -35,7 +38,7 @@ quick: $(TESTS) compiled
 ## Every layout of tests/parity and other cases that the tests by day leave out, hundreds of layouts drawn at random, and
 ## things broken on purpose that must be noticed.
 night: $(TESTS) peer compiled
-	$(PYTEST) -m night
+	TITAN_EXP_TESTS_COLD=1 $(PYTEST) -m night
 	$(PYTEST) tests/parity/*mutations.py tests/launch/*mutations.py tests/extensions/*/*mutations.py tests/parity/test_drawn.py --layouts 300
 	$(MAKE) tools
 	$(MAKE) docs
@@ -91,9 +94,13 @@ gpu-wheels:
 compiled: $(TESTS)
 	$(BIN)/python -m compileall -q titan_exp hydra_plugins tests
 
-check: $(TESTS)
+check: lint types
+
+lint: $(TESTS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(TESTS)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 ## A SLURM for tests/cluster, which skips without one.

@@ -78,6 +78,10 @@ MICRO4 = "training.global_batch_size=32 training.micro_batch_size=1"
 DEEPSEEK = f"model=deepseek_v3_671b model.layers=4 {EXPERTS}"
 DEEPSEEK_STAGES = f"{DEEPSEEK} parallelism.pp=2 {MICRO4}"
 LLAMA4 = f"model=llama4_scout model.layers=4 {EXPERTS}"
+NEXT = f"model=qwen3_next_80b_a3b {FLASH} model.layers=4 {EXPERTS}"
+KIMI = f"model=kimi_linear_48b_a3b model.layers=4 {EXPERTS}"
+OLMO = f"model=olmo_hybrid_7b {FLASH} model.layers=4 parallelism.dp_shard=8 training.global_batch_size=8"
+QWEN3_5 = f"model=qwen3_5_9b {FLASH} model.layers=4 training.global_batch_size=8"
 FLOAT8 = "quantization=float8_"
 LAYOUTS = {
     "fsdp 8, 2 sequences, selective": f"{EIGHT} training.global_batch_size=16 activation_checkpoint=selective",
@@ -137,6 +141,17 @@ LAYOUTS = {
     "Llama 4 Scout, fsdp 8 x ep 8": f"{LLAMA4} training.seq_len=8192",
     "Llama 4 Scout, fsdp 8 x ep 8, selective, 16k tokens": f"{LLAMA4} activation_checkpoint=selective "
     "training.seq_len=16384 model.context=16384",
+    "Qwen3-Next 80B-A3B, fsdp 8 x ep 8": NEXT,
+    "Qwen3-Next 80B-A3B, fsdp 8 x ep 8, selective": f"{NEXT} activation_checkpoint=selective",
+    "Qwen3-Next 80B-A3B, fsdp 8 x ep 8, compiled": f"{NEXT} compile=blocks",
+    "Qwen3.5 9B, fsdp 8, full recomputation": f"{QWEN3_5} parallelism.dp_shard=8 activation_checkpoint=full",
+    "Qwen3.5 9B, tp 4 x fsdp 4": f"{QWEN3_5} parallelism.tp=4 parallelism.dp_shard=4",
+    "Qwen3.5 9B, cp 4 x fsdp 2, ring": f"{QWEN3_5} parallelism.cp=4 parallelism.dp_shard=2 parallelism.cp_method=ring",
+    "OLMo Hybrid 7B, fsdp 8": OLMO,
+    "OLMo Hybrid 7B, fsdp 8, compiled": f"{OLMO} compile=blocks",
+    "OLMo Hybrid 7B, pp 2 x fsdp 8, 1F1B, last": f"rank=1 {OLMO} parallelism.pp=2 {MICRO4}",
+    "Kimi Linear 48B-A3B, fsdp 8 x ep 8": KIMI,
+    "Kimi Linear 48B-A3B, fsdp 8 x ep 8, selective": f"{KIMI} activation_checkpoint=selective",
     **{f"{name}, 32 layers": f"{FLASH} {overrides}" for name, overrides in CASES.items()},
 }
 """Overrides of Llama 3 8B by name; `rank` is a pipeline rank. Those with all layers are of `make gpu`."""
@@ -176,11 +191,13 @@ def measured(name: str, tiny: bool = False, rank: int = 0) -> dict[str, int | No
 
     from titan_exp.config.devices import allocator_environment
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
+
+    experiment = experiment_of(name, tiny=tiny)
+    # Torch reads its allocator's settings once, at the latest when the trainer is imported.
+    os.environ.update(allocator_environment(experiment.cluster, experiment.compile, os.environ))
     from titan_exp.plan.trace.trace_step import FakeRank, fake_batches
     from titan_exp.trainer.train_state import assemble
 
-    experiment = experiment_of(name, tiny=tiny)
-    os.environ.update(allocator_environment(experiment.cluster, experiment.compile, os.environ))
     layout, cuda = ResolvedLayout.of(experiment), torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     number = rank * layout.world_size // layout.parallelism.pp

@@ -93,24 +93,36 @@ def verdict(plan: Plan) -> str:
 
 def planned_here(*words: str, room: int = 80 * GIB) -> Plan:
     """Plan for a GPU on which a run's tensors have `room` bytes."""
-    experiment = to_experiment(compose([*SMALL, "parallelism.dp_shard=4", "training.micro_batch_size=2", *words]))
+    fixed = [
+        "parallelism.dp_shard=4",
+        "training.micro_batch_size=2",
+        "training.global_batch_size=16",
+        "evaluation.every=0",
+    ]
+    experiment = to_experiment(compose([*SMALL, *fixed, *words]))
     experiment, device = resolve_layout(check(experiment), offered_devices(experiment.cluster)), device_named("h100")
     return predict(experiment, replace(device, memory=room + overhead_of(ResolvedLayout.of(experiment), None, device)))
 
 
 def test_a_batch_ramp_is_planned_with_its_largest_batch():
-    plain = planned_here("training.steps=100")
-    ramp = planned_here("training.steps=100", "training.batch_ramp=[[10,8],[20,32]]")
+    plain = planned_here("training.steps=100", "training.global_batch_size=24")
+    ramp = planned_here("training.steps=100", "training.batch_ramp=[[10,8],[20,16]]", "training.global_batch_size=24")
     assert ramp.ranks[0].bytes == plain.ranks[0].bytes
     assert plain.tokens == 100 * plain.tokens_per_step
-    assert ramp.tokens * 64 == (10 * 8 + 20 * 32 + 70 * 64) * ramp.tokens_per_step
+    assert ramp.tokens * 24 == (10 * 8 + 20 * 16 + 70 * 24) * ramp.tokens_per_step
     console = Console(record=True, width=1000, file=io.StringIO())
     print_plan(ramp, console)
-    assert "training.global_batch_size=64, the largest batch of the ramp" in console.export_text()
+    assert "training.global_batch_size=24, the largest batch of the ramp" in console.export_text()
 
 
 def test_a_plan_of_some_pipeline_ranks_says_that_others_are_not_checked():
-    words = [*SMALL, "parallelism.dp_shard=4", "parallelism.pp=2"]
+    words = [
+        *SMALL,
+        "parallelism.dp_shard=4",
+        "parallelism.pp=2",
+        "training.global_batch_size=16",
+        "evaluation.every=0",
+    ]
     experiment = resolve_layout(to_experiment(compose(words)), 8)
     for ranks, fits in ((None, "Fits, with "), ((1,), "The planned ranks fit, with ")):
         console = Console(record=True, width=1000, file=io.StringIO())
@@ -242,14 +254,18 @@ def test_an_unknown_device_is_refused_with_the_other_mistakes(capsys: pytest.Cap
 
 def test_a_plan_without_a_time_says_why():
     fp32 = ("training.mixed_precision=fp32", "model.attention_backend=math")
-    for words, why in (((), ""), (fp32, "no speed model for fp32 on GPUs. Use training.mixed_precision=bf16")):
-        plan, console = planned_here(*words), Console(record=True, width=1000, file=io.StringIO())
+    slow = planned_here(*fp32)
+    for plan, why in (
+        (planned_here(), ""),
+        (slow, "no speed model for fp32 on GPUs. Use training.mixed_precision=bf16"),
+    ):
+        console = Console(record=True, width=1000, file=io.StringIO())
         print_plan(plan, console)
         assert why in plan.why_no_time
         assert (f"no time: {plan.why_no_time}." in console.export_text()) is bool(why)
     machine = resolve_layout(to_experiment(compose(["model=llama_debug", "cluster.device=cpu"])), 1)
     remote = replace(machine, cluster=replace(machine.cluster, kind="slurm"))
-    reasons = [replace(planned_here(*fp32), experiment=run).why_no_time for run in (machine, remote)]
+    reasons = [replace(slow, experiment=run).why_no_time for run in (machine, remote)]
     assert ["titan-exp doctor" in reasons[0], "CPUs of a cluster" in reasons[1]] == [True, True]
 
 

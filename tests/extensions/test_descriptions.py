@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.parity.runs import train
 from titan_exp.config.extension import FOLDER, PROVIDED, extensions, help_line, load, provided_words
 
 OWN = {name: found for name, found in extensions().items() if found.folder.is_relative_to(FOLDER)}
@@ -30,11 +31,28 @@ def test_a_description_is_true(name: str):
     assert (found.name, found.summary[-1]) == (found.folder.name, ".")
     for what in ("families", "objectives", "sources", "parts", "generators", "resolvers", "reports"):
         assert all(load(path) is not None for path in getattr(found, what).values())
-    alone = (found.rules, found.commit, found.updates, found.exchange, found.worlds, found.sections, found.unfinished)
-    assert all(load(path) is not None for path in alone if path)
+    alone = (found.asked, found.rules, found.commit, found.updates, found.exchange, found.evaluations, found.worlds)
+    assert all(load(path) is not None for path in (*alone, found.sections, found.unfinished) if path)
     for path in (*found.verbs.values(), *found.observations.values()):
         assert load(path) is not None
         assert help_line(path).endswith(".")
+
+
+class _Refused:
+    """Modules of extensions beside what describes them, and checks a configuration."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name.startswith("titan_exp.extensions.") and name.count(".") > 2:
+            assert name.rpartition(".")[2] in {"extension", "config", "rules"}, f"{name} is imported"
+
+
+def _refuse() -> None:
+    assert not [name for name in sys.modules if name.startswith("titan_exp.extensions.") and name.endswith("part")]
+    sys.meta_path.insert(0, _Refused())
+
+
+def test_ranks_import_no_extension_that_their_run_does_not_ask_for(tmp_path: Path):
+    assert len(train(tmp_path, "training.steps=1", mutate=_refuse).loss) == 1
 
 
 @pytest.mark.parametrize("name", [name for name, found in OWN.items() if found.rules])

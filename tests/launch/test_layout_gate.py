@@ -1,6 +1,7 @@
 """Layout gate of every launch: which runs are checked, refusals with ways that work, warnings, and the cache."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,28 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.doctor.layout.cases import Verdict
+from titan_exp.doctor.layout.check import Verdict
 from titan_exp.launch import memory_gate
 from titan_exp.launch.memory_gate import cache_key, is_checked, layout_refusal, layout_verdicts
+from titan_exp.plan.planner_processes import PlannerProcesses
 
 OWN = "model.architecture=tests.models.own_planted"
 SMALL = ["model=llama_debug", "cluster.device=cpu", "training.steps=1"]
 TWO = "parallelism.dp_shard=2"
 SHIFT = [OWN, "+model.planted=token_shift", "parallelism.dp_shard=1", "parallelism.tp=2"]
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[PlannerProcesses]:
+    """One process for the checks of this file, since most of a check's time is the import of torch."""
+    with PlannerProcesses(1, alone=True) as pool:
+        yield pool
+
+
+@pytest.fixture
+def warm(worker: PlannerProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks begin in that process, in place of one of their own."""
+    monkeypatch.setattr(memory_gate, "PlannerProcesses", lambda *_, **__: nullcontext(worker))
 
 
 def resolved(*overrides: str) -> Experiment:
@@ -94,10 +109,11 @@ def test_what_could_not_be_checked_is_not_cached(tmp_path: Path):
 
 
 def test_a_refused_run_starts_as_the_refusal_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    warm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     words = ["train", "--dry-run", *SMALL, *SHIFT, f"paths.runs={tmp_path}"]
-    assert main(words) == 2
+    without_plan = ["plan.gate=off", "plan.layout_check=on"]  # a plan of the memory takes longer than the check
+    assert main([*words, *without_plan]) == 2
     said = capsys.readouterr().err
     assert "This run would not train like the same run on one device." in said
     assert "blocks.0 is the first module whose output differs" in said
@@ -105,12 +121,16 @@ def test_a_refused_run_starts_as_the_refusal_says(
     assert "use parallelism.sequence_parallel=false, or correct the model. plan.layout_check=off starts" in said
     assert "Traceback" not in said
     assert not list(tmp_path.glob("*/*/config.yaml"))
-    for remedy in ("parallelism.sequence_parallel=false", "plan.layout_check=off", "plan.gate=warn"):
-        assert main([*words, remedy]) == 0, remedy
-        assert ("would not train like" in capsys.readouterr().out) is (remedy == "plan.gate=warn")
+    for remedy in (
+        ["parallelism.sequence_parallel=false", *without_plan],
+        ["plan.layout_check=off"],
+        ["plan.gate=warn"],
+    ):
+        assert main([*words, *remedy]) == 0, remedy
+        assert ("would not train like" in capsys.readouterr().out) is (remedy == ["plan.gate=warn"])
 
 
-def test_doctor_checks_any_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_doctor_checks_any_model(warm: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["doctor", "--layout", "model=llama_debug", "cluster.device=cpu", f"paths.runs={tmp_path}"]
     assert main([*words, "parallelism.dp_shard=1"]) == 2
     assert "nothing to compare" in capsys.readouterr().err

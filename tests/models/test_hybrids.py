@@ -215,9 +215,9 @@ def test_greedy_text_equals_that_of_transformers(tmp_path: Path, family: str):
     session.next_logits(ids)
     torch.testing.assert_close(session.next_logits([*ids, int(IDS[0, 70])]), whole, atol=1e-3, rtol=1e-4)
     session.reset()
-    for _ in range(20):
+    for _ in range(10):
         ids.append(int(session.next_logits(ids).argmax()))
-    wanted = theirs.generate(IDS[:1, :70], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    wanted = theirs.generate(IDS[:1, :70], max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert ids == wanted[0].tolist()
     assert len(set(ids[70:])) > 3
 

@@ -12,7 +12,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.models.build import build_model, init_specs
-from titan_exp.models.parametrization.parameter_scale import UNSCALED, ParameterScale, multiplier, scales_of
+from titan_exp.models.parametrization.standard import UNSCALED, ParameterScale, multiplier, scales_of
 from titan_exp.models.spec.lookup import model_spec, parameter_roles
 from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.optim.optimizer import build_optimizer

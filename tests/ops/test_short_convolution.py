@@ -81,6 +81,12 @@ def test_the_inputs_before_belong_to_their_documents():
     assert_same(short_convolution(x, weight, ids, before, known), expected, x, weight, before)
 
 
+def test_a_single_tap_scales_its_token():
+    x, weight, _ = operands()
+    single = weight[:, -1:]
+    assert_same(short_convolution(x, single, documents()), F.silu(x * weight[:, -1]), x, weight)
+
+
 def test_one_token_at_a_time_is_the_convolution():
     x, weight, before = (tensor.detach() for tensor in operands())
     window, outs = before, []

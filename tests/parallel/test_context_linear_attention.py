@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any, cast
 
 import pytest
@@ -28,8 +29,10 @@ KEYS, VALUES = KEY_HEADS * WIDTH, HEADS * WIDTH
 DOCUMENTS = ([0, 1, 13, 14, 33, SEQ], [0, 24, 30, SEQ])
 """Starts of each row's documents, and its end: across the ends of segments, at them, and one of a single token."""
 
-Layout = tuple[ParallelismConfig, tuple[int, ...]]
-"""Degrees, and places at which the sequence is cut."""
+Layout = tuple[ParallelismConfig, tuple[int, ...], str]
+"""Degrees, places at which the sequence is cut, and how a block runs: plainly, compiled, checkpointed."""
+REFUSED = "segments are as long as the filter reaches"
+"""Layouts with others are refused."""
 
 
 class Mixer(nn.Module):
@@ -75,28 +78,33 @@ def passes(call: Callable[..., Tensor], mixer: nn.Module, x: Tensor, documents: 
     return [out.detach(), *torch.autograd.grad(out, [x, *mixer.parameters()], gradient)]
 
 
-def errors(
-    layouts: list[Layout],
-    kinds: list[str],
-    how: str,
-    mutate: Callable[[], None] | None = None,
-) -> list[float]:
-    """Largest error of outputs and gradients over kinds, with and without documents, by layout."""
+def errors(layouts: list[Layout], kinds: list[str], mutate: Callable[[], None] | None = None) -> list[Any]:
+    """Largest error of outputs and gradients over kinds, with and without documents, or a refusal, by layout."""
     if mutate is not None:
         mutate()
     with joined_process_group(CPU):
         found = []
-        for layout, cuts in layouts:
+        for layout, cuts, how in layouts:
             mesh = build_mesh(layout, CPU, cuts=cuts)
-            found.append(max(_error(mesh, kind, how, packed=packed) for kind in kinds for packed in (True, False)))
+            cases = [(kind, packed) for kind in kinds for packed in (True, False)]
+            try:
+                found.append(max(_error(mesh, *case, how) for case in (cases[:1] if "compile" in how else cases)))
+            except AssertionError as error:
+                found.append(str(error))
         dist.barrier()  # none leaves before all have joined
         return found
 
 
-def _error(mesh: Mesh, kind: str, how: str, *, packed: bool) -> float:
+@cache
+def on_one_rank(kind: str, packed: bool) -> list[Tensor]:
     x, gradient, documents = whole_inputs()
-    one, mixer, ids = Mixer(kind), Mixer(kind), documents if packed else None
-    expected = passes(one, one, x, ids, gradient)
+    one = Mixer(kind)
+    return passes(one, one, x, documents if packed else None, gradient)
+
+
+def _error(mesh: Mesh, kind: str, packed: bool, how: str) -> float:
+    x, gradient, documents = whole_inputs()
+    mixer, expected = Mixer(kind), on_one_rank(kind, packed)
     shard_linear_attention(mixer, mesh)
     call: Callable[..., Tensor] = mixer
     if "checkpoint" in how:
@@ -122,20 +130,24 @@ CONTIGUOUS, ZIGZAG = "cp_method=ulysses", "cp_method=ring"
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_sharded_sequence_is_the_whole_one(world: int):
-    layouts: list[Layout] = [(layout(f"cp={world}", CONTIGUOUS), ()), (layout(f"cp={world}", ZIGZAG), ())]
+    layouts: list[Layout] = [(layout(f"cp={world}", order), (), "plainly") for order in (CONTIGUOUS, ZIGZAG)]
     if world == 2:
-        layouts.append((layout("cp=2", ZIGZAG), (16, 32)))
+        layouts += [(layout("cp=2", ZIGZAG), (16, 32), how) for how in ("plainly", "compile and checkpoint")]
+        layouts.append((layout("cp=2", ZIGZAG), (8, 12), "plainly"))
     if world == 4:
         # Two groups of two ranks: each group's head and tail pieces are cut once more.
-        layouts.append((layout("cp=4", ZIGZAG, "cp_ulysses=2"), ()))
-    for found in run_ranks(world, errors, layouts, ["head", "channel"], "plainly"):
+        layouts.append((layout("cp=4", ZIGZAG, "cp_ulysses=2"), (), "plainly"))
+    for found in run_ranks(world, errors, layouts, ["head", "channel"]):
+        if world == 2:
+            assert REFUSED in found.pop()
         assert max(found) < 1e-12, found
 
 
-@pytest.mark.parametrize("how", ["compile", "checkpoint", "compile and checkpoint"])
+@pytest.mark.night
+@pytest.mark.parametrize("how", ["compile", "checkpoint"])
 def test_compiled_and_checkpointed_too(how: str):
-    layouts = [(layout("cp=2", ZIGZAG), ())]
-    for found in run_ranks(2, errors, layouts, ["head"], how):
+    layouts = [(layout("cp=2", ZIGZAG), (), how)]
+    for found in run_ranks(2, errors, layouts, ["channel"]):
         assert max(found) < 1e-12, found
 
 
@@ -156,8 +168,3 @@ def test_segments_cover_the_sequence_once_and_in_order():
                 assert segments.order[place] == rank * segments.slots + index
                 covered[place] = tokens[at]
         assert torch.equal(torch.cat([covered[place] for place in range(len(covered))]), torch.arange(SEQ))
-
-
-def test_segments_shorter_than_the_filter_are_refused():
-    with pytest.raises(AssertionError, match="as long as the filter reaches"):
-        run_ranks(2, errors, [(layout("cp=2", ZIGZAG), (8, 12))], ["head"], "plainly")

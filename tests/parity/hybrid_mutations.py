@@ -1,21 +1,27 @@
-"""Mutations of linear attention, alone and over a sharded sequence, each of which its tests must notice.
+"""Mutations of linear attention, alone, over a sharded sequence and in a trained hybrid. Tests must notice each.
 
 python -m pytest tests/parity/hybrid_mutations.py
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.ops import test_linear_attention as alone
 from tests.parallel.test_context_linear_attention import CONTIGUOUS, ZIGZAG, errors, layout
-from tests.patching import patch
+from tests.parity.runs import assert_noticed, remembered
+from tests.parity.test_hybrids import EXPERIMENTS, KIMI
+from tests.patching import Mutation, noticed, patch
 from tests.ranks import run_ranks
 
 OPS, CONTEXT = "titan_exp.ops.linear_attention", "titan_exp.parallel.context_parallel.linear_attention"
+BLOCK = "titan_exp.models.blocks.linear_attention"
 
 
 def states_are_not_reset() -> None:
@@ -73,11 +79,12 @@ def gradients_of_decays_skip_the_last_state() -> None:
     patch(f"{OPS}.chunk_backward", make)
 
 
+def without_documents(convolve: Any) -> Any:
+    return lambda x, weight, documents, before=None, *_, **how: convolve(x, weight, None, before, **how)
+
+
 def inputs_cross_documents() -> None:
-    patch(
-        f"{CONTEXT}.short_convolution",
-        lambda original: lambda x, weight, _, before, __, **how: original(x, weight, None, before, **how),
-    )
+    patch(f"{CONTEXT}.short_convolution", without_documents)
 
 
 def inputs_before_a_segment_are_zeros() -> None:
@@ -91,13 +98,14 @@ def inputs_before_a_segment_get_no_gradient() -> None:
     patch(f"{CONTEXT}.neighbours", lambda original: lambda ends, *how: original(ends.detach(), *how))
 
 
-def states_come_one_segment_late() -> None:
-    def make(original: Any) -> Any:
-        return lambda maps, width, order, own, *groups: original(
-            maps, width, order, [max(0, place - 1) for place in own], *groups
-        )
+def one_segment_late(states_before: Any) -> Any:
+    return lambda maps, width, order, own, *groups: states_before(
+        maps, width, order, [max(0, place - 1) for place in own], *groups
+    )
 
-    patch(f"{CONTEXT}.states_before", make)
+
+def states_come_one_segment_late() -> None:
+    patch(f"{CONTEXT}.states_before", one_segment_late)
 
 
 def states_get_no_gradient() -> None:
@@ -167,6 +175,93 @@ def test_a_mutation_of_the_rule_is_noticed(kind: str, mutate: Callable[[], None]
 
 @pytest.mark.parametrize(("order", "mutate"), OF_SHARDS, ids=lambda case: getattr(case, "__name__", case))
 def test_a_mutation_of_shards_is_noticed(order: str, mutate: Callable[[], None]):
-    layouts = [(layout("cp=2", order), ())]
-    for found in zip(*run_ranks(2, errors, layouts, ["head"], "plainly", mutate), strict=True):
+    layouts = [(layout("cp=2", order), (), "plainly")]
+    for found in zip(*run_ranks(2, errors, layouts, ["head"], mutate), strict=True):
         assert not max(found) < 1e-12
+
+
+def before_the_norm(forward: Any) -> Any:
+    """norm(out · gate) in place of norm(out) · gate."""
+
+    def gated(self: Any, x: Any, rope: Any, mask: Any) -> Any:
+        gate = self._gates(x, self.gather(x))[1].unflatten(-1, (-1, self.spec.value_dim))
+        gate = F.silu(gate) if self.spec.gate == "silu" else gate.sigmoid()
+        hooks = (
+            self.out_norm.register_forward_pre_hook(lambda _, inputs: (inputs[0] * gate,)),
+            self.out_norm.register_forward_hook(lambda _, inputs, out: out / gate),
+        )
+        try:
+            return forward(self, x, rope, mask)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    return gated
+
+
+def of_the_neighbouring_head(of_rank: Any) -> Any:
+    """Under tensor parallelism, a rank gives its heads each other's numbers."""
+
+    def rolled(self: Any, name: str) -> Any:
+        found = of_rank(self, name)
+        return found if found.shape == getattr(self, name).shape else found.roll(1, 0)
+
+    return rolled
+
+
+MODEL = "tests/models/test_hybrids.py::test_"
+ALONE, EQUAL = f"{MODEL}documents_of_a_row_do_not_see_each_other", f"{MODEL}logits_choices_and_gradients_equal"
+ROLES, RANKS = f"{MODEL}initial_decays_and_roles", ""
+MUTATIONS: dict[str, Mutation] = {
+    "states go on": (f"{OPS}._runs", lambda _: lambda *given: None, ALONE),
+    "windows cross documents": (f"{OPS}.short_convolution", without_documents, ALONE),
+    "decays in bf16": (
+        f"{BLOCK}.ForgetGate.forward",
+        lambda original: lambda self, x: original(self, x).bfloat16().to(torch.float32),
+        EQUAL,
+    ),
+    "rates in bf16": (
+        f"{BLOCK}.ForgetGate.keeps_fp32",
+        lambda _: False,
+        f"{MODEL}decays_stay_in_fp32_under_mixed_precision",
+    ),
+    "the gate before the norm": (f"{BLOCK}.LinearAttention.forward", before_the_norm, EQUAL),
+    "filters as matrices": (f"{BLOCK}.Filters.parameter_role", lambda _: "matrix", ROLES),
+    "numbers of another head": (
+        "titan_exp.models.blocks.transformer.HeadNumbers.of_rank",
+        of_the_neighbouring_head,
+        RANKS,
+    ),
+    "a state too late": (f"{CONTEXT}.states_before", one_segment_late, RANKS),
+}
+"""Mutations of a hybrid, each with a test by day that notices it. Those of ranks show in the curves below and in
+`OF_SHARDS` alone, whose layouts run by day."""
+MUON = f"{KIMI} optimizer=muon"
+IN_THE_TRAINER = {
+    "states go on": ("next_documents", "parallelism.tp=2"),
+    "windows cross documents": ("kimi_documents", "parallelism.dp_shard=2"),
+    "decays in bf16": ("kimi", "parallelism.tp=2"),
+    "the gate before the norm": ("dense", "parallelism.tp=2"),
+    "filters as matrices": ("muon", "parallelism.dp_shard=2"),
+    "numbers of another head": ("olmo", "parallelism.pp=2 parallelism.tp=2"),
+    "a state too late": ("next_documents", "parallelism.cp=2 parallelism.cp_method=ring"),
+}
+"""Experiment and layout in which a curve shows the mutation."""
+
+test_a_test_by_day_notices = noticed(__name__, {name: found for name, found in MUTATIONS.items() if found[2]})
+
+
+def mutate_model(name: str) -> None:
+    patch(*MUTATIONS[name][:2])
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    return remembered(lambda: tmp_path_factory.mktemp("one"), {**EXPERIMENTS, "muon": MUON})
+
+
+@pytest.mark.parametrize("name", IN_THE_TRAINER)
+def test_a_curve_shows_it(tmp_path: Path, one_device, name: str):
+    experiment, layout = IN_THE_TRAINER[name]
+    words = [*{**EXPERIMENTS, "muon": MUON}[experiment].split(), *layout.split()]
+    assert_noticed(tmp_path / "many", words, partial(mutate_model, name), one_device(experiment))

@@ -12,7 +12,8 @@ from tests.parity.test_quantized import assert_same_recipe
 from tests.patching import patch
 
 NEXT, DENSE, OLMO, KIMI = (
-    f"model={name}_debug optimizer.lr=1e-3" for name in ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear")
+    f"model={name}_debug optimizer.lr=1e-3 model.init_std=0.05"
+    for name in ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear")
 )
 LINED = " ".join(LINES)
 EXPERIMENTS = {
@@ -20,7 +21,7 @@ EXPERIMENTS = {
     "next_documents": f"{NEXT} {LINED}",
     "dense": f"{DENSE} model.layers=2 model.linear_attention.full_every=2",
     "dense_documents": f"{DENSE} {LINED}",
-    "experts_documents": f"model=qwen3_5_moe_debug optimizer.lr=1e-3 {LINED}",
+    "experts_documents": f"model=qwen3_5_moe_debug optimizer.lr=1e-3 model.init_std=0.05 {LINED}",
     "olmo": OLMO,
     "olmo_documents": f"{OLMO} {LINED}",
     "kimi": KIMI,
@@ -94,11 +95,19 @@ def test_decays_stay_in_fp32_under_data_parallelism(tmp_path: Path, layout: str)
     assert found.disputed == []
 
 
-@pytest.mark.proves("qwen3_next", "fp8")
 @pytest.mark.night
-@pytest.mark.parametrize("recipe", ["float8_rowwise", "mxfp8"])
-def test_quantized_linears_are_those_of_one_device(tmp_path: Path, recipe: str):
-    words = [*NEXT.split(), f"quantization={recipe}", "training.steps=2", "optimizer.lr=5e-4"]
-    words.remove("optimizer.lr=1e-3")
-    expected = train(tmp_path / "one", *words)
-    assert_same_recipe(train(tmp_path / "many", *words, "parallelism.tp=2"), expected)
+@pytest.mark.parametrize(
+    ("words", "recipe"),
+    [
+        pytest.param(NEXT, "float8_rowwise", marks=pytest.mark.proves("qwen3_next", "fp8")),
+        pytest.param(NEXT, "mxfp8", marks=pytest.mark.proves("qwen3_next", "fp8")),
+        pytest.param(DENSE, "float8_rowwise_gw_hp", marks=pytest.mark.proves("qwen3_5", "fp8")),
+        pytest.param(OLMO, "float8_rowwise", marks=pytest.mark.proves("olmo_hybrid", "fp8")),
+        pytest.param(KIMI, "float8_tensorwise", marks=pytest.mark.proves("kimi_linear", "fp8")),
+    ],
+)
+def test_quantized_linears_are_those_of_one_device(tmp_path: Path, words: str, recipe: str):
+    # Larger weights and steps would enlarge what roundings of sums flip.
+    own = [words.split(maxsplit=1)[0], f"quantization={recipe}", "training.steps=2", "optimizer.lr=5e-4"]
+    expected = train(tmp_path / "one", *own)
+    assert_same_recipe(train(tmp_path / "many", *own, "parallelism.tp=2"), expected)

@@ -18,8 +18,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.component import locate
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.config.schema.typed_config import to_dict
-from titan_exp.doctor.layout.cases import Verdict, asked_axes
-from titan_exp.doctor.layout.check import check_layouts
+from titan_exp.doctor.layout.check import Verdict, asked_axes, check_layouts
 from titan_exp.launch.git import mask_override
 from titan_exp.launch.rank.rank_env import VISIBLE_GPUS, environment, loopback
 from titan_exp.launch.run_plan import RunPlan
@@ -218,6 +217,8 @@ def gate_warnings(memory_checks: Sequence[MemoryCheck]) -> list[str]:
     """Distinct warnings about accepted runs, with the number of runs."""
     counts = Counter(filter(None, map(_warning, memory_checks)))
     counts.update(note for memory_check in memory_checks for note in memory_check.layout_notes)
+    predictions = [memory_check.prediction for memory_check in memory_checks if memory_check.prediction is not None]
+    counts.update(filter(None, (prediction.without_unknown for prediction in predictions)))
     return [f"{text} ({count} runs)" if count > 1 else text for text, count in counts.items()]
 
 

@@ -12,7 +12,7 @@ from titan_exp.config.schema.component import component, is_builtin
 from titan_exp.config.secrets import revealed
 from titan_exp.models.blocks.linear import InitSpec
 from titan_exp.models.decoder import Decoder
-from titan_exp.models.parametrization.parameter_scale import ParameterScale
+from titan_exp.models.parametrization.standard import ParameterScale
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.ops.attention.sdpa import AttentionBackend, choose_backend

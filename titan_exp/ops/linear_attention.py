@@ -111,10 +111,12 @@ def gated_delta_step(  # noqa: PLR0917  # as of `gated_delta`
     return (query @ state)[:, :, 0].to(v.dtype), state
 
 
-def l2_normalized(x: Float[Tensor, "*heads width"], eps: float = 1e-6) -> Float[Tensor, "*heads width"]:
-    """x / sqrt(sum of x² + eps), computed in fp32 or fp64, in the dtype of `x`."""
+def l2_normalized(
+    x: Float[Tensor, "*heads width"], scale: float = 1.0, eps: float = 1e-6
+) -> Float[Tensor, "*heads width"]:
+    """scale · x / sqrt(sum of x² + eps), computed in fp32 or fp64, in the dtype of `x`."""
     wide = x.to(_wide(x.dtype))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps))).to(x.dtype)
 
 
 class GatedDeltaCore(nn.Module):
@@ -171,7 +173,7 @@ def short_convolution(
     """
     reach = weight.shape[1] - 1
     links = None
-    if documents is not None:
+    if documents is not None and reach:
         if before_documents is None:
             before_documents = documents[:, :1].expand(-1, reach)
         ids = torch.cat((before_documents, documents), dim=1)
@@ -324,7 +326,7 @@ def linear_attention_backward(  # noqa: PLR0917  # custom ops take positional ar
     if backend == "fla":
         return _fla_backward(out_grad, state_grad, q, k, v, g, beta, state, runs)
     if _is_planned(v, chunk):
-        _states = state.new_empty((len(_slices(v.shape[1], chunk)), *state.shape))  # as long as the call
+        _states = [state.new_empty(state.shape) for _ in _slices(v.shape[1], chunk)]  # as long as the call
         return _empty_gradients(out_grad, state_grad, q, k, v, g, beta, state)
     of_q, of_k, of_v, of_g, of_beta, _ = _empty_gradients(out_grad, state_grad, q, k, v, g, beta, state)
     places, states, state_grad = _slices(v.shape[1], chunk), [state], state_grad.clone()

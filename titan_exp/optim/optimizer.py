@@ -11,7 +11,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.schema.component import component, is_builtin
 from titan_exp.config.secrets import revealed
-from titan_exp.models.parametrization.parameter_scale import ParameterScale
+from titan_exp.models.parametrization.standard import ParameterScale
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.parameter_groups import NamedParameter, named_parameters, remember_groups
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_exp.config.groups.optimizer import OptimizerConfig, Role
-from titan_exp.models.parametrization.parameter_scale import UNSCALED, ParameterScale
+from titan_exp.models.parametrization.standard import UNSCALED, ParameterScale
 from titan_exp.models.spec.lookup import is_vector
 from titan_exp.models.spec.tp_plan import FusedRows
 

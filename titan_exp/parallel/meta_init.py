@@ -286,10 +286,15 @@ def _blocks(
 
 def _tied_weights(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violation]:
     """Check that tied weights have one precision and one FSDP group: each block is a group, and everything else
-    together."""
+    together. A block that several layers share is one group."""
     shards = layout.world_size > 1 or layout.parallelism.cpu_offload
     groups: dict[nn.Parameter, dict[str, str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    named = (
+        (f"{path}.{name}" if path else name, parameter)
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    )
+    for name, parameter in named:
         group = _fp32_module(name, layout.training.fp32_modules) or (_fsdp_group(model, name) if shards else "the rest")
         groups.setdefault(parameter, {})[name] = group
     for names in groups.values():

@@ -329,6 +329,8 @@ class _Recorder(TorchDispatchMode):
         self.tensors: list[Any] = []
         """Traced tensors, so that no storage's address is used twice."""
         self._reached, self._read = 0, set[int]()
+        self._made, self._changed = dict[int, int](), set[int]()
+        """Index of the call that made a storage, and of calls whose outputs are written to later."""
 
     def pack(self, tensor: Tensor) -> None:
         """Hook on a tensor that autograd saves. There is no backward pass, and a saved output would hold its own
@@ -341,17 +343,20 @@ class _Recorder(TorchDispatchMode):
         return tuple(
             replace(call, reached=index < self._reached, read=index in self._read)
             for index, call in enumerate(self._calls)
+            if index not in self._changed  # what is saved must be what the call has returned
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call the operator and record it if its output may be saved."""
         out = func(*args, **(kwargs or {}))
         name, sources = str(func), self._sources_of((args, kwargs))
+        self._changed |= {self._made[storage] for storage in _written(func, args) if storage in self._made}
         always = is_attention(name) or "topk" in name or name.startswith(ROUTING) or _reduces(name, args, out)
         flops = 0 if always else matmul_flops(func, args, kwargs or {}, out) or 0
         if always or flops:
             call = (name, self._counts[name])
             sources = frozenset() if always else sources | {len(self._calls)}
+            self._made |= dict.fromkeys(_storages(out), len(self._calls))
             self._calls.append(TracedCall(call, self._module(name), _bytes(out), flops, always, True, True))
         self._counts[name] += 1
         self.tensors.append(out)
@@ -377,6 +382,14 @@ def _reduces(name: str, args: tuple[Any, ...], out: Any) -> bool:
     """True for collectives whose result is no larger than their input; an all-gather is not, so backward repeats it."""
     is_collective = name.startswith("_c10d_functional.") or "all_to_all" in name
     return is_collective and "wait_tensor" not in name and _bytes(out) <= _bytes(args)
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> Iterator[int]:
+    """Storages that a call writes to."""
+    schema = getattr(func, "_schema", None)  # higher-order operators have none
+    for value, argument in zip(args, schema.arguments if schema is not None else (), strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _storages(value)
 
 
 def _storages(values: Any) -> Iterator[int]:

@@ -33,7 +33,7 @@ from titan_exp.data.source_check import check_source
 from titan_exp.models.build import build_model
 from titan_exp.models.convert.hf_config import to_huggingface
 from titan_exp.models.convert.state_dict_map import state_dict_map
-from titan_exp.models.parametrization.parameter_scale import ParameterScale, scales_of
+from titan_exp.models.parametrization.standard import ParameterScale, scales_of
 from titan_exp.models.spec.lookup import block_count, model_spec
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.ops.cross_entropy import VocabShard

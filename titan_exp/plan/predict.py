@@ -171,7 +171,8 @@ class Plan:
         """Prediction, without its traces."""
         ranks = tuple(rank.prediction for rank in self.ranks)
         passes = {one.kind.name: one.pass_seconds for one in self.evaluations if one.pass_seconds is not None}
-        return Prediction(ranks, self.bubble, self.step_seconds, self.tokens_per_second, self.mfu, passes)
+        unknown = tuple(dict.fromkeys(name for rank in self.ranks for name in rank.trace.costs.unknown))
+        return Prediction(ranks, self.bubble, self.step_seconds, self.tokens_per_second, self.mfu, passes, unknown)
 
     @property
     def weights(self) -> dict[int, int]:

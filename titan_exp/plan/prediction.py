@@ -91,6 +91,19 @@ class Prediction:
     """Model FLOPs over the bf16 peak; None on a CPU or if rates are unknown."""
     pass_seconds: Mapping[str, float] = field(default_factory=dict)
     """Time of a pass of each evaluation, by its name; empty if rates are unknown."""
+    unknown: tuple[str, ...] = ()
+    """Operators that the planner does not know."""
+
+    @property
+    def without_unknown(self) -> str:
+        """Sentence about what the prediction lacks; empty if it lacks nothing."""
+        if not self.unknown:
+            return ""
+        return (
+            f"The planner does not know {listed(self.unknown, 'and')}. It counts the results as memory, and no FLOPs, "
+            "messages or memory within a call. So memory and time are at least these. Measure a few steps "
+            "(training.steps=5)."
+        )
 
     @property
     def largest(self) -> RankPrediction:
@@ -120,13 +133,19 @@ def merge_ranks(parts: Sequence[Prediction]) -> Prediction:
     whole = pipeline_seconds(totals, len(ranks), slowest.bubble)
     passes = {name: max(part.pass_seconds[name] for part in parts) for name in slowest.pass_seconds}
     return Prediction(
-        ranks, slowest.bubble, whole, *(speed and speed * step / whole for speed in speeds), pass_seconds=passes
+        ranks,
+        slowest.bubble,
+        whole,
+        *(speed and speed * step / whole for speed in speeds),
+        pass_seconds=passes,
+        unknown=tuple(dict.fromkeys(name for part in parts for name in part.unknown)),
     )
 
 
 def from_json(values: Mapping[str, Any]) -> Prediction:
     """Inverse of `asdict`. Raises TypeError or KeyError if the values do not form a prediction."""
-    return Prediction(**{**values, "ranks": tuple(RankPrediction(**rank) for rank in values["ranks"])})
+    ranks = tuple(RankPrediction(**rank) for rank in values["ranks"])
+    return Prediction(**{**values, "ranks": ranks, "unknown": tuple(values.get("unknown", ()))})
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def print_plan(plan: Plan, console: Console | None = None, *, kernels: bool = Fa
     print_unwrapped(console, _messages(plan))
     if kernels:
         print_unwrapped(console, _kernels(plan))
-    print_lines(console, [*_emulated(plan), *_speed(plan)])
+    print_lines(console, [*_emulated(plan), *_speed(plan), *filter(None, [plan.prediction.without_unknown])])
     full = f", every layer traced, because {plan.why_full}" if plan.why_full else ""
     console.print(f"planned in {plan.planning_seconds:.1f} s{full}", style="dim", highlight=False, soft_wrap=True)
 

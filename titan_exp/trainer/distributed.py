@@ -16,7 +16,7 @@ from titan_exp.config import devices
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import COLLECTIVE_SECONDS, ClusterConfig
-from titan_exp.parallel.mesh import LOOPBACK, loopback_store
+from titan_exp.parallel.mesh import LOOPBACK, Mesh, loopback_store
 from titan_exp.tracking.logging import configure_logging
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import write_atomically
@@ -211,9 +211,15 @@ def serve(run: Run, function: Callable[[Experiment, Any, torch.device], Any]) ->
             write_atomically(folder.path / RESPONSE, json.dumps(response))
 
 
-def seed_step(seed: int, step: int, dp_rank: int, device: torch.device) -> None:
-    """Seed the default generators of the CPU and the device for a step."""
-    digest = hashlib.sha256(f"{seed}/step/{step}/{dp_rank}".encode()).digest()
+def seed_step(seed: int, step: int, mesh: Mesh) -> None:
+    """Seed the default generators of the CPU and the device for a step.
+
+    Data ranks and pipeline stages draw numbers of their own. Tensor- and context-parallel ranks draw the same ones: a
+    dropout of the residual stream, or the choice to skip a block, must be that of the ranks beside them.
+    """
+    stage, device = mesh.world["pp"].get_local_rank(), mesh.device
+    share = f"{mesh.dp_rank}/{stage}" if stage else f"{mesh.dp_rank}"
+    digest = hashlib.sha256(f"{seed}/step/{step}/{share}".encode()).digest()
     number = int.from_bytes(digest[:7], "little")
     # torch.manual_seed would probe every device type in each step.
     torch.default_generator.manual_seed(number)

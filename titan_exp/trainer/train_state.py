@@ -17,7 +17,7 @@ from titan_exp.config.layout.pipeline_schedules import timeline
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.models.build import build_model, choose_attention_backend, flops_per_token, init_specs, parameter_count
-from titan_exp.models.parametrization.parameter_scale import scales_of
+from titan_exp.models.parametrization.standard import scales_of
 from titan_exp.models.spec.lookup import block_count, has_experts, model_spec, mtp_depth
 from titan_exp.optim.grad_clip import GradientClipper, NormClipper
 from titan_exp.optim.optimizer import HasGradientPoint, UpdatesComputeWeights, build_optimizer

@@ -206,7 +206,7 @@ class Trainer:
 
     def seed(self) -> None:
         """Seed the generators for the next step."""
-        seed_step(self.experiment.experiment.seed, self.step + 1, self.mesh.dp_rank, self.mesh.device)
+        seed_step(self.experiment.experiment.seed, self.step + 1, self.mesh)
 
     @property
     def lr(self) -> float:

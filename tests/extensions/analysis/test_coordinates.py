@@ -18,7 +18,7 @@ from titan_exp.extensions.analysis.coordinates import (
     measure_coordinates,
     slope,
 )
-from titan_exp.models.parametrization.parameter_scale import ParameterScale
+from titan_exp.models.parametrization.standard import ParameterScale
 from titan_exp.optim.schedule_free_adamw import ScheduleFreeAdamW
 
 TINY = [

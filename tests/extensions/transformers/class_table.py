@@ -206,10 +206,10 @@ def first_line(error: Exception) -> str:
 
 def compared(folder: str, columns: Mapping[str, str]) -> dict[str, str]:
     """Cells of columns with their overrides: `yes` if two steps in fp64 are those of one rank."""
-    from titan_exp.doctor.layout.cases import Axis, Case, _changed
+    from titan_exp.doctor.layout.check import Axis, Case, _changed
     from titan_exp.doctor.layout.compare import _what, first_difference
     from titan_exp.doctor.layout.probe import probe
-    from titan_exp.doctor.layout.ranks import call, record
+    from titan_exp.doctor.layout.ranks import call, record, sets
     from titan_exp.doctor.layout.shrink import shrink
 
     small = shrink(experiment_of(folder, ""))
@@ -224,7 +224,7 @@ def compared(folder: str, columns: Mapping[str, str]) -> dict[str, str]:
         if column not in ("trains", "documents"):
             cases.append(Case((Axis(column, changes, ""),), _changed(small, changes)))
     deadline = time.monotonic() + SECONDS
-    results = {case.name: (case, found) for case, found in record(cases, deadline)}
+    results = {case.name: (case, found) for case, found in record(sets(cases), deadline)}
     one = results["one rank"][1]
     if isinstance(one, str):
         return dict.fromkeys(columns, one)

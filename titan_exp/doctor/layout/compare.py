@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from titan_exp.config.errors.user_error import listed
-from titan_exp.doctor.layout.cases import Case, Verdict
+from titan_exp.doctor.layout.check import Case, Verdict
 from titan_exp.doctor.layout.probe import Probed, probe
-from titan_exp.doctor.layout.ranks import Recorded, call, record
+from titan_exp.doctor.layout.ranks import Recorded, call, record, sets
 
 TOLERANCE = 1e-9
 """Largest relative difference of layouts that is rounding; in fp64 it is about 1e-15."""
@@ -103,8 +103,8 @@ def _found_causes(difference: Difference, keys: set[str], probed: Probed) -> Ite
         )
     if probed.random:
         yield (
-            f"{probed.random[0]} draws random numbers, and each rank and micro-batch draws others. With a rate of 0 "
-            "there is nothing to differ."
+            f"{probed.random[0]} draws random numbers beside torch's dropout, and each rank and micro-batch draws "
+            "others."
         )
     if probed.rows and keys & {"dp_shard", "dp_replicate", "micro_batch_size"}:
         yield (
@@ -174,20 +174,32 @@ def remedies(differing: Sequence[Difference]) -> list[str]:
 
 def compare(asked: Sequence[Case], deadline: float) -> Verdict:
     """Train the cases, of which the first is one rank, and compare them with it."""
-    results = {case.name: (case, found) for case, found in record(asked, deadline)}
-    one, notes, agreeing, differing = results[asked[0].name][1], list[str](), list[str](), list[Difference]()
+    results, notes, agreeing, differing = dict[str, Recorded | str](), list[str](), list[str](), list[Difference]()
+    for case, found in record(sets(asked), deadline):
+        results[case.name] = found
+        if case is asked[0] and isinstance(found, str):
+            break
+    one = results[asked[0].name]
     if not isinstance(one, str) and not all(map(math.isfinite, one.losses)):
         one = "its loss is not finite"
     if isinstance(one, str):
         return Verdict(notes=(f"We did not check its layouts, because the shrunken model fails on one rank: {one}.",))
+    # What your code keeps in a process must not refuse a run, whose ranks begin anew.
+    later = [case for first, *rest in sets(asked) for case in rest if not _agrees(case, results[case.name], one)]
+    results |= {case.name: found for case, found in record([[case] for case in later], deadline)}
     for case in asked[1:]:
-        found = results[case.name][1]
+        found = results[case.name]
         if isinstance(found, str):
             notes.append(f"Not checked: {case.name}, since its shrunken model fails: {found}.")
         elif (difference := first_difference(case, found, one)) is not None:
             differing.append(difference)
         else:
             agreeing.append(case.name)
+    if one.dropped:
+        notes.append(
+            f"This model drops {one.dropped:g} of some activations, which the check leaves out. In a run each layout "
+            "draws other numbers, so curves of two layouts agree on average only."
+        )
     probed = Probed()
     if differing or asked[0].experiment.data.document_mask:
         answer = call(probe, asked[0].experiment, deadline)
@@ -202,6 +214,10 @@ def compare(asked: Sequence[Case], deadline: float) -> Verdict:
         return Verdict(agreeing=tuple(agreeing), notes=tuple(notes))
     text, remedies = _explained(asked[0], differing, one, probed, deadline)
     return Verdict(text, remedies, tuple(agreeing), tuple(notes))
+
+
+def _agrees(case: Case, found: Recorded | str, one: Recorded) -> bool:
+    return not isinstance(found, str) and first_difference(case, found, one) is None
 
 
 def _explained(
@@ -246,8 +262,5 @@ def _working(found: Sequence[str], differing: Sequence[Difference], one: Recorde
         if run.parallelism.tp > 1:
             parallelism = replace(run.parallelism, sequence_parallel=False)
             tried.append(replace(difference.case, experiment=replace(run, parallelism=parallelism)))
-    works = all(
-        not isinstance(recorded, str) and first_difference(case, recorded, one) is None
-        for case, recorded in record(tried, deadline)
-    )
+    works = all(_agrees(case, recorded, one) for case, recorded in record([[case] for case in tried], deadline))
     return [word if works or word != key else "parallelism.tp=1" for word in found]

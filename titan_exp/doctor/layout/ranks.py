@@ -4,6 +4,7 @@
 code names is fp64, in forward, backward and recomputation, in bodies of custom operators, and in your code.
 """
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -11,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -20,8 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.distributed.tensor import debug
+from torch.nn import functional
 
-from titan_exp.doctor.layout.cases import MOST_RANKS, Case
+from titan_exp.config.devices import usable_cores
+from titan_exp.doctor.layout.check import MOST_RANKS, Case
 
 RANK_SECONDS = 30.0
 """Seconds that a case may take from the start of its ranks on."""
@@ -35,6 +40,32 @@ def in_double() -> None:
         setattr(torch, name, torch.float64)
     for name in ("float", "bfloat16", "half"):
         setattr(torch.Tensor, name, torch.Tensor.double)
+
+
+dropped = list[float]()
+"""Rates of the dropout that this process left out."""
+_attend = functional.scaled_dot_product_attention
+
+
+def without_dropout() -> None:
+    """Let torch's dropout drop nothing in this process, since each layout would draw other numbers, and keep its rates
+    in `dropped`. Call it before your code is imported."""
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+        setattr(functional, name, _keep)
+    functional.scaled_dot_product_attention = _attend_to_all
+
+
+def _keep(x: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Tensor:
+    if training:
+        dropped.append(p)
+    return x
+
+
+def _attend_to_all(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **options: Any
+) -> Tensor:
+    dropped.append(dropout_p)
+    return _attend(query, key, value, attn_mask, 0.0, *rest, **options)
 
 
 @dataclass
@@ -51,26 +82,49 @@ class Recorded:
     """Each module's first output in the first step, as in `steps.Output`, in forward order."""
     disputed: list[str] = field(default_factory=list)
     """Names of parameters and buffers of which ranks hold different values after the last step."""
+    dropped: float = 0.0
+    """Largest rate of dropout that was left out."""
 
 
-def record(cases: Sequence[Case], deadline: float) -> Iterator[tuple[Case, Recorded | str]]:
-    """Numbers of each case, or a sentence why there are none, in the order in which they end; at most `MOST_RANKS`
-    processes run at a time, until the deadline on the monotonic clock."""
+def sets(cases: Sequence[Case]) -> list[list[Case]]:
+    """Cases that the same processes train one after another, since a process that has trained once is twice as fast.
+
+    A rank has the same pipeline stage in all of them: what your code keeps from one stage must not help another.
+    """
+    found: dict[tuple[int, int], list[Case]] = {}
+    for case in cases:
+        found.setdefault((case.ranks, case.experiment.parallelism.pp), []).append(case)
+    return list(found.values())
+
+
+def record(cases: Iterable[Sequence[Case]], deadline: float) -> Iterator[tuple[Case, Recorded | str]]:
+    """Numbers of the cases of some sets, or a sentence why there are none, in the order in which they end; as many
+    processes run at a time as there are cores, until the deadline on the monotonic clock."""
     from titan_exp.doctor.layout.steps import train_steps
 
-    waiting, running = deque(cases), list[tuple[Case, _Running]]()
+    waiting, running = deque(map(deque, cases)), list[tuple[deque[Case], _Running]]()
     try:
         while waiting or running:
-            busy = sum(case.ranks for case, _ in running)
-            while waiting and busy + waiting[0].ranks <= MOST_RANKS:
-                case = waiting.popleft()
-                running.append((case, _Running(case.ranks, train_steps, case.experiment)))
-                busy += case.ranks
+            busy = sum(one.ranks for _, one in running)
+            while waiting and busy + waiting[0][0].ranks <= max(MOST_RANKS, usable_cores()):
+                chosen = waiting.popleft()
+                runs = [case.experiment for case in chosen]
+                running.append((chosen, _Running(chosen[0].ranks, train_steps, runs)))
+                busy += chosen[0].ranks
             wait([pipe for _, one in running for pipe in one.missing.values()], timeout=1.0)
-            for case, one in list(running):
-                if (found := one.poll(deadline)) is not None:
-                    running.remove((case, one))
-                    yield case, found if isinstance(found, str) else _joined(found)
+            for entry in list(running):
+                chosen, one = entry
+                while chosen and (found := one.poll(deadline)) is not None:
+                    yield chosen.popleft(), found if isinstance(found, str) else _joined(found)
+                    if isinstance(found, str):
+                        break
+                else:
+                    if chosen:
+                        continue
+                one.end()
+                running.remove(entry)
+                if chosen:
+                    waiting.append(chosen)
     finally:
         for _, one in running:
             one.end()
@@ -78,7 +132,7 @@ def record(cases: Sequence[Case], deadline: float) -> Iterator[tuple[Case, Recor
 
 def call(function: Callable[[Any], Any], argument: object, deadline: float) -> Any:
     """Call a function on one rank in a process of its own; returns what it returns, or a sentence why it failed."""
-    running = _Running(1, function, argument)
+    running = _Running(1, function, [argument])
     try:
         while (found := running.poll(deadline)) is None:
             wait(running.missing.values(), timeout=1.0)
@@ -88,29 +142,29 @@ def call(function: Callable[[Any], Any], argument: object, deadline: float) -> A
 
 
 class _Running:
-    """Ranks that call a function."""
+    """Ranks that call a function with each of some arguments."""
 
-    def __init__(self, ranks: int, function: Callable[[Any], Any], argument: object) -> None:
-        self.ranks, self.missing = ranks, dict[int, Connection]()
+    def __init__(self, ranks: int, function: Callable[[Any], Any], arguments: Sequence[object]) -> None:
+        self.ranks, self._pipes, self._processes = ranks, dict[int, Connection](), list[Any]()
         self._folder = tempfile.TemporaryDirectory()
-        self._found, self._limit = list[Any](), time.monotonic() + RANK_SECONDS
-        self._processes = list[Any]()
         for rank in range(ranks):
             receive, send = FORK.Pipe(duplex=False)
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "TITAN_EXP_RENDEZVOUS": str(Path(self._folder.name) / "meet"),
-            }
-            process = FORK.Process(target=_rank, args=(send, environment, function, argument), daemon=True)
+            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            given = (send, environment, Path(self._folder.name), function, arguments)
+            process = FORK.Process(target=_rank, args=given, daemon=True)
             process.start()
             send.close()
-            self.missing[rank] = receive
+            self._pipes[rank] = receive
             self._processes.append(process)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Wait for the results of the next argument."""
+        self.missing = dict(self._pipes)
+        self._found, self._limit = list[Any](), time.monotonic() + RANK_SECONDS
 
     def poll(self, deadline: float) -> list[Any] | str | None:
-        """What all ranks returned, or why one failed; None while they run."""
+        """What all ranks returned for an argument, or why one failed; None while they run."""
         for rank, pipe in list(self.missing.items()):
             if not pipe.poll():
                 continue
@@ -119,15 +173,14 @@ class _Running:
             except EOFError:
                 failed, value = True, "a rank died"
             if failed:
-                self.end()
                 return str(value)
             self._found.append(value)
             del self.missing[rank]
         if not self.missing:
-            self.end()
-            return self._found
+            found = self._found
+            self._begin()
+            return found
         if time.monotonic() > min(deadline, self._limit):
-            self.end()
             return "its ranks did not finish in time"
         return None
 
@@ -142,7 +195,8 @@ class _Running:
 
 def _joined(ranks: Sequence[Any]) -> Recorded:
     """Put whole tensors together from the windows that ranks hold."""
-    found = Recorded(losses=[sum(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)])
+    losses = [math.fsum(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    found = Recorded(losses, dropped=max(rank["dropped"] for rank in ranks))
     for kind in ("gradients", "weights"):
         whole: dict[str, np.ndarray] = getattr(found, kind)
         for rank in ranks:
@@ -163,17 +217,27 @@ def _joined(ranks: Sequence[Any]) -> Recorded:
     return found
 
 
-def _rank(send: Connection, environment: dict[str, str], function: Callable[[Any], Any], argument: object) -> None:
+def _rank(
+    send: Connection,
+    environment: dict[str, str],
+    folder: Path,
+    function: Callable[[Any], Any],
+    arguments: Sequence[object],
+) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None, "called in a child process"
     Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
-    os.environ.update(environment)
-    try:
-        outcome = (False, function(argument))
-    except BaseException as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        reason = " ".join(str(error).split())[:300]
-        outcome = (True, f"{type(error).__name__} in {Path(where.filename).name}, line {where.lineno}: {reason}")
-    send.send_bytes(pickle.dumps(outcome))
+    for number, argument in enumerate(arguments):
+        os.environ.update(environment, TITAN_EXP_RENDEZVOUS=str(folder / f"meet{number}"))
+        debug._clear_sharding_prop_cache()  # it would return shardings on the last layout's groups
+        try:
+            outcome = (False, function(argument))
+        except BaseException as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            reason = " ".join(str(error).split())[:300]
+            outcome = (True, f"{type(error).__name__} in {Path(where.filename).name}, line {where.lineno}: {reason}")
+        send.send_bytes(pickle.dumps(outcome))
+        if outcome[0]:
+            break
     send.close()
     os._exit(0)

@@ -14,8 +14,9 @@ from titan_exp.optim.sgd import Config as SGD
 
 SEQ_LEN = 24
 """Tokens of a sequence: a size that no dim of a shrunken model has, and that every axis of degree 2 divides."""
-ROWS = 8
-"""Sequences of a global batch: four data ranks have two micro-batches each."""
+ROWS = 4
+"""Sequences of a global batch: two data ranks have two micro-batches each. Schedules with a least number of
+micro-batches get twice as many."""
 MOST_LAYERS = 16
 """Maximum number of layers of a shrunken model."""
 MOST_PARAMETERS = 2**22
@@ -41,16 +42,17 @@ SIZES: Mapping[str, int] = {
 
 def shrink(experiment: Experiment) -> Experiment | str:
     """The run with a small model, in fp32 on one rank of a CPU; a sentence if the model cannot be shrunk."""
-    spec = model_spec(experiment.model)
+    spec, schedule = model_spec(experiment.model), SCHEDULES.get(experiment.parallelism.pp_schedule)
     if spec is not None and spec.inputs is not None:
         return "it reads other inputs than tokens"
+    rows = ROWS if experiment.parallelism.pp == 1 or schedule is None or not schedule.fill else 2 * ROWS
     training = replace(
         experiment.training,
         steps=2,
         stop_after=None,
         seq_len=SEQ_LEN,
-        global_batch_size=ROWS,
-        micro_batch_size=ROWS,
+        global_batch_size=rows,
+        micro_batch_size=rows,
         batch_ramp=(),
         max_grad_norm=None,
         mixed_precision="fp32",
@@ -75,7 +77,7 @@ def shrink(experiment: Experiment) -> Experiment | str:
         experiment,
         training=training,
         parallelism=parallelism,
-        optimizer=SGD("sgd", lr=0.1, weight_decay=0.0, decay_vectors=False, momentum=0.9, nesterov=False),
+        optimizer=SGD("sgd", lr=0.1, weight_decay=0.0, decay_vectors=False, momentum=0.0, nesterov=False),
         grad_clip=GradClipConfig(),
         weight_average=WeightAverageConfig(),
         quantization=QuantizationConfig(),

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch, collate
+from titan_exp.doctor.layout.ranks import dropped
 from titan_exp.models.blocks.linear import LinearImpl
 from titan_exp.models.spec.lookup import mtp_depth
 from titan_exp.ops.autograd import local_tensor
@@ -56,11 +58,11 @@ def train_steps(run: Experiment) -> dict[str, Any]:
         batches = [_rows(batch, at, at + rows) for at in range(first, first + share, rows)]
         tokens, parts = token_counts(state.model.objective, batch), [*acting_parts(run, state)]
         for step in range(1, STEPS + 1):
-            seed_step(run.experiment.seed, step, state.mesh.dp_rank, device)
+            seed_step(run.experiment.seed, step, state.mesh)
             kept = Parts([*parts, _Gradients(gradients if step == 1 else {})])
             with watched(state.model.parts, outputs if step == 1 else {}):
-                found = train_step(state, kept, batches, step=step, tokens=tokens, lr=run.optimizer.lr)
-            losses.append(float(found.metrics["loss"]) / state.mesh.loss_replicas)
+                row = train_step(state, kept, batches, step=step, tokens=tokens, lr=run.optimizer.lr)
+            losses.append(float(row.metrics["loss"]) / state.mesh.loss_replicas)
         weights = {
             _unwrapped(name): _window(value)
             for part in state.model.parts
@@ -68,7 +70,8 @@ def train_steps(run: Experiment) -> dict[str, Any]:
             # A number of calls, as batch normalization keeps, depends on micro-batches and computes nothing.
             if isinstance(value, Tensor) and value.is_floating_point()
         }
-    return {"losses": losses, "gradients": gradients, "weights": weights, "outputs": outputs}
+    found = {"losses": losses, "gradients": gradients, "weights": weights, "outputs": outputs}
+    return {**found, "dropped": max(dropped, default=0.0)}
 
 
 def global_batch(run: Experiment) -> Batch:
@@ -130,7 +133,7 @@ def watched(parts: Iterable[nn.Module], found: dict[str, Output]) -> Iterator[No
 
     def note(name: str, module: nn.Module, output: Any) -> None:
         tensor = next((leaf for leaf in tree_leaves(output) if _is_vectors(leaf)), None)
-        if tensor is None:
+        if tensor is None or isinstance(tensor, FakeTensor):  # a block is traced to choose what it recomputes
             return
         width = tensor.shape[-1]
         direction = torch.randn(width, generator=torch.Generator().manual_seed(width))

@@ -33,7 +33,7 @@ from titan_exp.data.train_loader import TrainLoader
 from titan_exp.extensions.analysis.usage import COORDINATES, LARGEST_SLOPE, LLAMA_WIDTHS, SMALL_LLAMA, STEPS, WIDTH
 from titan_exp.models.blocks.transformer import RMSNorm, iter_blocks
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
-from titan_exp.models.parametrization.parameter_scale import scales_of
+from titan_exp.models.parametrization.standard import scales_of
 from titan_exp.models.spec.lookup import with_mtp_depth
 from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.optim.optimizer import HasGradientPoint, build_optimizer

@@ -149,7 +149,7 @@ class LinearAttention(nn.Module):
         mixed = self.convolution_core(inputs, filters, mask) if cache is None else cache.convolve(inputs, filters)
         widths = (spec.key_dim, spec.key_dim, spec.group * spec.value_dim)
         query, key, value = mixed.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
-        query, key = l2_normalized(query) * spec.key_dim**-0.5, l2_normalized(key)
+        query, key = l2_normalized(query, spec.key_dim**-0.5), l2_normalized(key)
         value = value.unflatten(-1, (spec.group, spec.value_dim)).flatten(2, 3)
         forget, gate = self._gates(x, whole)
         beta = self.beta(whole).to(forget.dtype).sigmoid() * spec.strongest_write

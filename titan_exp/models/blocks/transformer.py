@@ -358,11 +358,14 @@ def iter_blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def iter_numbered_blocks(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """Iterate over pairs of layer index in the whole model and block; a pipeline stage yields its own blocks."""
-    blocks = getattr(model, "blocks", None)
+    """Iterate over pairs of layer index in the whole model and block; a pipeline stage yields its own blocks. A block
+    that several layers share comes once, as the first of them."""
+    blocks, seen = getattr(model, "blocks", None), set[nn.Module]()
     if isinstance(blocks, nn.ModuleDict):
         for index, (key, block) in enumerate(blocks.items()):
-            yield int(key) if key.isdecimal() else index, block
+            if block not in seen:
+                yield int(key) if key.isdecimal() else index, block
+            seen.add(block)
 
 
 Rope = tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 2 half"]]

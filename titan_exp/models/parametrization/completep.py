@@ -16,7 +16,7 @@ from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.training import BaseShapeConfig
 from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models.parametrization.mup import block_parameters, width_scales
-from titan_exp.models.parametrization.parameter_scale import ParameterScale, multiplier
+from titan_exp.models.parametrization.standard import ParameterScale, multiplier
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.training import BaseShapeConfig
-from titan_exp.models.parametrization.parameter_scale import ParameterScale, multiplier
+from titan_exp.models.parametrization.standard import ParameterScale, multiplier
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, ModelSpec
 

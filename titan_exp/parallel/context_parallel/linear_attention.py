@@ -137,6 +137,8 @@ class ContextShortConvolution(nn.Module):
     def forward(self, x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
         """Convolve this rank's tokens [batch, part, channels]; the inputs before a segment come from another rank."""
         segments, reach = self.exchange.segments(x.shape[1]), weight.shape[1] - 1
+        if not reach:
+            return short_convolution(x, weight, None, silu=self.silu)
         # Otherwise inputs would come from more than one segment.
         assert min(at.stop - at.start for at in segments.slices) >= reach, "segments are as long as the filter reaches"
         before = self.exchange.previous(segments, [x[:, at.stop - reach : at.stop] for at in segments.slices])

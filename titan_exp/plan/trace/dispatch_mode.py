@@ -30,6 +30,7 @@ from titan_exp.plan.trace.op_costs import (
     decomposed_workspace,
     exchanged_rows,
     filled_share,
+    is_unknown,
     kernel_class,
     kernel_kind,
     parse_message,
@@ -69,6 +70,8 @@ class OpCosts:
     kernels: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     """Counts of kernels, by `KERNEL_CLASSES` and `MEASURES`. FLOPs that overlap with a message also count under its
     kind."""
+    unknown: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Calls by name of operators whose FLOPs, messages and memory within a call are missing here."""
 
 
 class CostMode(TorchDispatchMode):
@@ -279,6 +282,8 @@ class CostMode(TorchDispatchMode):
 
     def _count(self, func: Any, flops: int, bytes_moved: int, *, on_host: bool, beside: str = "") -> None:
         costs = self.costs
+        if not flops and is_unknown(func):
+            costs.unknown[str(func._overloadpacket)] += 1
         if on_host:
             costs.host_bytes += 0 if flops else bytes_moved
             return

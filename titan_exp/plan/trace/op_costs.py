@@ -1,4 +1,4 @@
-"""Operator costs: FLOPs, bytes, classes of kernels, and messages. Unknown operators raise an error.
+"""Operator costs: FLOPs, bytes, classes of kernels, and messages.
 
 The rows that a rank receives for its experts depend on the data; we assume uniform routing, in which every rank of an
 expert-parallel group receives as many rows as it sends. Async tensor parallelism fuses messages with matmuls. torch's
@@ -8,6 +8,7 @@ compiler decides which, on fake tensors too if it believes that there are NCCL a
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.ops.matmul_flops import GROUPED, matmul_flops
@@ -137,7 +139,7 @@ def _exchange(args: Sequence[Any], out: Any) -> SymmetricMessage:
 
 
 KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_exp")
-"""Namespaces of traceable operators; operators of other libraries may allocate untraced memory."""
+"""Namespaces of known operators; those of other libraries may allocate untraced memory."""
 COMPUTING = ("mm", "bmm", "baddbmm", "addmm", "conv", "attention", "lstm", "gru", "linalg", "fft", "flex")
 """Parts of names of aten operators that FLOPs bound, not bytes."""
 
@@ -176,11 +178,7 @@ _LARGER_SIDE = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "alltoall_bas
 
 
 def count_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-    """FLOPs of a call, 2 per multiply-add; 0 if it is bound by bytes.
-
-    Raises:
-        UserError: the operator is unknown.
-    """
+    """FLOPs of a call, 2 per multiply-add; 0 if it is bound by bytes or unknown."""
     packet = operator._overloadpacket
     if packet in _ATTENTION:
         return _attention(args, _ATTENTION[packet])
@@ -194,10 +192,17 @@ def count_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
         return 9 * args[0].numel() * args[0].shape[-1]  # tridiagonal form, its eigenvectors, and these rotated back
     if packet is _aten.linalg_solve_triangular:
         return args[1].numel() * args[0].shape[-1]  # half a square matrix for each column
-    namespace, _, name = str(packet).partition(".")
-    if namespace not in KNOWN_NAMESPACES or (namespace == "aten" and _computes(name)):
-        raise unknown_operator(str(operator))
     return 0
+
+
+@lru_cache
+def is_unknown(operator: Any) -> bool:
+    """True if we know neither the FLOPs of an operator whose count is 0, nor the memory that it takes within a call."""
+    packet = operator._overloadpacket
+    namespace, _, name = str(packet).partition(".")
+    if str(packet) in (*SYMMETRIC_EXCHANGES, *GATHERS, *SCATTERS, *GROUPED) or packet in flop_registry:
+        return False
+    return namespace not in KNOWN_NAMESPACES or (namespace == "aten" and _computes(name))
 
 
 def count_bytes(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> int:

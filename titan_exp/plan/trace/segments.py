@@ -362,6 +362,9 @@ def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:
         for kernel, count in costs.kernels.items():
             if count:
                 total.kernels[kernel] += times * count
+        for name, count in costs.unknown.items():
+            if count:
+                total.unknown[name] += times * count
     return total
 
 

@@ -1,37 +1,49 @@
-"""Promise 1 for experts in a chain of runs: each continues the one before in another layout, or from its export."""
+"""Promise 1 in a chain of runs of experts and of hybrids: each continues the one before in another layout, or from its
+export."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.parity import test_hybrids as hybrids
 from tests.parity.runs import assert_same_curve, train
 from titan_exp.cli.convert import run as convert_command
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
 EP4 = "parallelism.dp_shard=4 parallelism.ep=4"
 EP2_TP2 = "parallelism.tp=2 parallelism.ep=2"
+CP2, PP2 = "parallelism.cp=2 parallelism.cp_method=ring", "parallelism.pp=2"
 # Biases, and the load of the step before: the state of both kinds of balance.
 BIASED = ["model=qwen3_moe_debug", "model.moe.router_bias=true", "model.moe.balance.bias_rate=1e-2"]
 SAVING = ["checkpoint.mode=sync", "checkpoint.every=2", "checkpoint.keep=5"]
 
 
 @pytest.mark.night
-def test_a_chain_of_layouts_is_one_curve(tmp_path: Path):
-    whole = train(tmp_path / "whole", *BIASED)
-    first = train(tmp_path / "first", *BIASED, *SAVING, *EP4.split())
-    second = train(tmp_path / "second", *BIASED, *SAVING, *continues(tmp_path / "first", 2), *EP2_TP2.split())
-    third = train(tmp_path / "third", *BIASED, *SAVING, *continues(tmp_path / "second", 4))
-    assert_same_curve(first, whole)
-    for found, begins in ((second, 2), (third, 4)):
+@pytest.mark.parametrize(
+    ("words", "layouts"),
+    [
+        pytest.param(BIASED, (EP4, EP2_TP2, ""), id="experts"),
+        pytest.param(hybrids.EXPERIMENTS["next_documents"].split(), ("parallelism.tp=2", CP2, PP2), id="qwen3_next"),
+        pytest.param(hybrids.DENSE.split(), ("", f"{CP2} parallelism.tp=2", "parallelism.dp_shard=4"), id="qwen3_5"),
+        pytest.param(hybrids.OLMO.split(), (PP2, "parallelism.tp=2 parallelism.dp_shard=2", CP2), id="olmo_hybrid"),
+        pytest.param(hybrids.EXPERIMENTS["kimi_documents"].split(), (CP2, EP2_TP2, PP2), id="kimi_linear"),
+    ],
+)
+def test_a_chain_of_layouts_is_one_curve(tmp_path: Path, words: list[str], layouts: tuple[str, ...]):
+    whole = train(tmp_path / "whole", *words)
+    for place, layout in enumerate(layouts):
+        begins, parent = 2 * place, [] if place == 0 else continues(tmp_path / str(place - 1), 2 * place)
+        found = train(tmp_path / str(place), *words, *SAVING, *parent, *layout.split())
+        assert found.disputed == []
         assert [row["step"] for row in found.rows] == [*range(begins + 1, 7)]
         assert found.loss == pytest.approx(whole.loss[begins:], rel=2e-6)
         assert found.grad_norm == pytest.approx(whole.grad_norm[begins:], rel=2e-5)
         for name, weight in whole.weights.items():
             torch.testing.assert_close(found.weights[name], weight, atol=2e-5, rtol=1e-4)
     biases = [weight for name, weight in whole.weights.items() if name.endswith("router.bias")]
-    assert len(biases) == 4
     assert all(bias.any() for bias in biases)
+    assert biases or words is not BIASED
 
 
 @pytest.mark.night

@@ -339,7 +339,8 @@ def _reader(group: str, kind: Any) -> Any:
     # A dataclass inherits the settings of the enclosing model. `unknown_keys` has already found unknown keys.
     settings = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="ignore", protected_namespaces=())
     default: Any = Field(default_factory=kind) if group in optional_fields(Experiment) else ...
-    return create_model("Reader", __config__=settings, **{group: (kind, default)})
+    fields: dict[str, Any] = {group: (kind, default)}
+    return create_model("Reader", __config__=settings, **fields)
 
 
 def _drop_consequences(found: dict[str, Violation], uncomputed: Sequence[Uncomputed]) -> None:

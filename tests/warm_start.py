@@ -349,7 +349,7 @@ def _start_interpreter(command: Command) -> None:
             line_buffering=number == 2 or tty,
             write_through=unbuffered and number > 0,
         )
-        stream.mode = before.mode
+        stream.mode = before.mode  # type: ignore[misc]
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     own = [path for path in sys.path if path not in ("", str(REPOSITORY))]

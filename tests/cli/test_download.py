@@ -144,6 +144,24 @@ def test_an_archive_is_unpacked(tmp_path: Path, hub: str, monkeypatch: pytest.Mo
     assert list((tmp_path / "other").iterdir()) == []
 
 
+def test_the_files_of_a_package_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """As pip finds it, here in a folder."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    with zipfile.ZipFile("some_tasks-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("some_tasks/core.yaml", "icl_tasks: []")
+        wheel.writestr("some_tasks-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: some-tasks\nVersion: 1.0\n")
+        wheel.writestr("some_tasks-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+        wheel.writestr("some_tasks-1.0.dist-info/RECORD", "")
+    assert main(["download", "pip:some-tasks==1.0", "target=here"]) == 0
+    assert capsys.readouterr().out.startswith("here: 4 files")
+    assert (tmp_path / "here" / "some_tasks" / "core.yaml").is_file()
+    assert main(["download", "pip:other-tasks==1.0"]) == 2
+    assert "pip could not download other-tasks==1.0: " in capsys.readouterr().err
+    assert main(["download", "pip:-r=file"]) == 2
+
+
 def test_existing_files_are_not_downloaded_again(tmp_path: Path, hub: str):
     assert download(tmp_path, hub, "some/model", "files=tokenizer", "target=here").returncode == 0
     assert fetched(tmp_path / "here") == {"tokenizer.json"}

@@ -10,7 +10,7 @@ from torch import nn
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.doctor.layout.check import cases
+from titan_exp.doctor.layout.cases import cases
 from titan_exp.doctor.layout.shrink import MOST_LAYERS, MOST_PARAMETERS, shrink
 from titan_exp.models import llama
 from titan_exp.models.spec.lookup import model_spec

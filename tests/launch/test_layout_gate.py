@@ -11,7 +11,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.doctor.layout.check import Verdict
+from titan_exp.doctor.layout.cases import Verdict
 from titan_exp.launch import memory_gate
 from titan_exp.launch.memory_gate import cache_key, is_checked, layout_refusal, layout_verdicts
 from titan_exp.plan.planner_processes import PlannerProcesses

@@ -115,7 +115,7 @@ def batches_of_tasks_are_half() -> None:
     def make(original: Any) -> Any:
         return lambda *given: (batch._replace(size=batch.size // 2) for batch in original(*given))
 
-    patch("titan_exp.extensions.tasks.encoding.row_batches", make)
+    patch("titan_exp.extensions.tasks.planned.row_batches", make)
 
 
 def gradients_are_kept() -> None:

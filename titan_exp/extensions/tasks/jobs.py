@@ -151,7 +151,7 @@ class Jobs:
         return False
 
     def _write(self, request: Request, *, trust: bool) -> None:
-        from titan_exp.extensions.tasks.part import score_checkpoint
+        from titan_exp.extensions.tasks.checkpoint_scores import score_checkpoint
 
         asked = {"tasks": request.paths, "most": request.most, "trust": trust, "averaged": False, "lm_eval": False}
         precision = load_group(self.folder.config, "training", ()).mixed_precision

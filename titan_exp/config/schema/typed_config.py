@@ -83,7 +83,8 @@ def readable_part(cfg: DictConfig, faults: Collection[str] = ()) -> tuple[list[V
     beside = consequences(cfg, faults)
     wrong = {*faults, *(violation.field for violation in found)}
     wrong |= consequences(cfg, wrong)
-    groups = {name: _readable_group(name, resolve(cfg)[0].get(name), wrong) for name in hints(Experiment)}
+    values = resolve(cfg)[0]
+    groups = {name: _readable_group(name, values.get(name), wrong) for name in hints(Experiment)}
     return [violation for violation in found if violation.field not in beside], Experiment(**groups)
 
 
@@ -115,19 +116,23 @@ def _readable_group(name: str, values: object, wrong: Collection[str]) -> Any:
         return with_gaps(kind, {})
     try:
         kind = config_class(name, values)
-        declared = [
-            (
-                one.name,
-                hints(kind)[one.name],
-                dataclasses.field(default=one.default, default_factory=one.default_factory),
-            )
-            for one in dataclasses.fields(kind)
-            if not any(key == f"{name}.{one.name}" or key.startswith(f"{name}.{one.name}.") for key in wrong)
-        ]
-        part = dataclasses.make_dataclass(kind.__name__, declared, kw_only=True)
+        own = [one.name for one in dataclasses.fields(kind)]
+        left = tuple(one for one in own if not any(f"{key}.".startswith(f"{name}.{one}.") for key in wrong))
+        part = _with_fields(kind, left)
         return with_gaps(kind, vars(getattr(_reader(name, part).model_validate({name: values}), name)))
     except (UserError, ValidationError):
         return with_gaps(kind, {})
+
+
+@cache
+def _with_fields(kind: Any, names: tuple[str, ...]) -> Any:
+    """Dataclass with these fields of another."""
+    declared = [
+        (one.name, hints(kind)[one.name], dataclasses.field(default=one.default, default_factory=one.default_factory))
+        for one in dataclasses.fields(kind)
+        if one.name in names
+    ]
+    return dataclasses.make_dataclass(kind.__name__, declared, kw_only=True)
 
 
 def load_experiment(path: str | Path, trust: Trust = False) -> Experiment:

@@ -211,8 +211,10 @@ def _read_at_start(environment: Environment) -> Environment:
 def _first_template() -> _Template:
     """A new interpreter that has imported what commands import. It ends with this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    code = f"from tests import warm_start; warm_start.serve({theirs.fileno()}); warm_start.run()"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    code = f"import sys; sys.path[0] = {str(REPOSITORY)!r}; from tests import warm_start; "
+    code += f"warm_start.serve({theirs.fileno()}); warm_start.run()"
     files = [theirs.fileno()]
     room = {"TITAN_EXP_TESTS_ROOM": " " * ROOM}
     with open(os.devnull, "r+b") as nothing:
@@ -352,9 +354,8 @@ def _start_interpreter(command: Command) -> None:
         stream.mode = before.mode  # type: ignore[misc]
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    own = [path for path in sys.path if path not in ("", str(REPOSITORY))]
     paths = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = [*paths, *own]
+    sys.path[:] = [*paths, *(path for path in sys.path[1:] if path not in paths)]
     sys.orig_argv[:] = command.words
     tempfile.tempdir = None
     importlib.invalidate_caches()

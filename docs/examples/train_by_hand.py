@@ -96,7 +96,7 @@ def train(experiment: Experiment, layout: ResolvedLayout, mesh: Mesh, module: nn
     losses = []
     with closing(loader):
         for step in range(1, training.steps + 1):
-            seed_step(seed, step, mesh.dp_rank, mesh.device)
+            seed_step(seed, step, mesh)
             batches = [next(loader) for _ in range(layout.gradient_accumulation_at(step))]
 
             # The loss is a mean over the tokens of the global batch, so ranks count them first.

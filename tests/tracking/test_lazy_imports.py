@@ -9,11 +9,10 @@ HEAVY = ("torch", "wandb", "tensorboard", "matplotlib.pyplot")
 @pytest.mark.parametrize(
     "module",
     [
-        "tracking.sinks.build_sinks",
-        "tracking.sinks.console",
+        "tracking.sinks",
+        "tracking.console",
         "tracking.throughput",
         "tracking.run_folder.run_folder",
-        "tracking.sinks.wandb_sink",
         "compare.output.plots",
     ],
 )

@@ -1,4 +1,4 @@
-"""Local copies of remote checkpoints: a cache that commands and ranks share, uploads of exports, and downloads.
+"""Local copies of remote checkpoints: a cache that commands and ranks share, and uploads of exports.
 
 Downloads are whole files: for a run, all files of the requested checkpoint, including optimizer state; for a Hugging
 Face folder, configuration, tokenizer and the safetensors in its index; for any other folder, all files. Ranks download
@@ -7,25 +7,16 @@ different files into one cache.
 
 import contextlib
 import hashlib
-import os
-import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Any
-from urllib.request import urlopen
-from zipfile import BadZipFile, ZipFile
 
 import torch.distributed as dist
 from rich.filesize import decimal
 
-from titan_exp.checkpoint.background_upload import CONFIG, RemoteRun
+from titan_exp.checkpoint.background_upload import CONFIG
 from titan_exp.checkpoint.remote_folder import RemoteError, RemoteFile, RemoteFolder
-from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.storage_writer import find_file_damage
 from titan_exp.config.checkpoint_files import (
     CHECKSUMS_FILE,
@@ -43,7 +34,6 @@ from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
 from titan_exp.models.convert.hf_config import FILE
 from titan_exp.parallel.mesh import new_cpu_group
 from titan_exp.tracking.logging import PROGRESS, ProgressCallback, byte_progress, get_logger
-from titan_exp.tracking.run_folder.files import mkdir_below, sync_file, temporary_folder
 
 CACHE = Path("runs/.cache/remote")
 """Cache of commands outside runs; may be deleted while no command is running."""
@@ -284,224 +274,3 @@ def _as_user_error() -> Iterator[None]:
         yield
     except RemoteError as error:
         raise UserError(str(error)) from error
-
-
-def download(
-    repo: str, target: Path, patterns: Sequence[str], revision: str | None = None, kind: str = "model"
-) -> None:
-    """Download the files of a repository of a kind (`model` or `dataset`) that match the patterns, or resume.
-
-    Raises UserError if the repository or the hub is unreachable, or access is denied.
-    """
-    from huggingface_hub import HfApi, errors, snapshot_download
-
-    token = os.environ.get("HF_TOKEN") or False
-    try:
-        # Checked first: without network, `snapshot_download` accepts an existing folder with any content.
-        revision = HfApi(token=token).repo_info(repo, revision=revision, repo_type=kind).sha
-        options = {"local_dir": target, "allow_patterns": list(patterns), "token": token}
-        snapshot_download(repo, repo_type=kind, revision=revision, **options)
-    except errors.GatedRepoError as error:
-        raise UserError(f"{repo} is gated. {_access(token)}") from error
-    except errors.RepositoryNotFoundError as error:
-        raise UserError(f"{repo} is not on the hub, or is private. {_access(token)}") from error
-    except errors.RevisionNotFoundError as error:
-        raise UserError(f"{repo} has no revision {revision}.") from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
-        raise UserError(_unreachable(repo, error)) from error
-    except Exception as error:
-        # The library does not wrap its HTTP client's errors.
-        if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "huggingface_hub")):
-            raise
-        raise UserError(_unreachable(repo, error)) from error
-
-
-def download_wheel(requirement: str, target: Path) -> None:
-    """Download a package such as `name==1.0` as your pip finds it, and unpack its files into a folder. Raises UserError
-    if pip or the disk fails."""
-    with temporary_folder() as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
-        done = subprocess.run([*command, str(scratch), requirement], capture_output=True, text=True, check=False)
-        if done.returncode:
-            last = done.stderr.strip().rpartition("\n")[2]
-            raise UserError(f"pip could not download {requirement}: {last}. Type the same command again.")
-        (wheel,) = scratch.glob("*.whl")
-        try:
-            with wheel.open("rb") as file:
-                _unpack(file, target)
-        except OSError as error:
-            raise UserError(f"Could not unpack {requirement} in {target}: {error.strerror or error}.") from error
-
-
-def _unpack(file: IO[bytes], target: Path) -> None:
-    with ZipFile(file) as archive:
-        archive.extractall(target)
-
-
-def download_archive(url: str, target: Path) -> None:
-    """Download a zip archive, and unpack it into a folder. Raises UserError if the server or
-    the disk fails, or it sends anything else."""
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=target) as file:
-            with urlopen(url, timeout=60) as answer:
-                shutil.copyfileobj(answer, file)
-            _unpack(file, target)
-    except (BadZipFile, HTTPException) as error:
-        raise UserError(f"{url} is no complete zip archive: {error}. Type the same command again.") from error
-    except OSError as error:
-        reason = getattr(error, "reason", None) or error.strerror or error
-        raise UserError(f"Could not download {url} to {target}: {reason}. Type the same command again.") from error
-
-
-def _access(token: Any) -> str:
-    if token:
-        return "The token in HF_TOKEN has no access. Accept the licence on the hub with its account."
-    return "Set the environment variable HF_TOKEN to a token (we use it for this command, and do not store it)."
-
-
-def _unreachable(repo: str, error: BaseException) -> str:
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    if isinstance(cause, OSError) and cause.errno in (28, 122):
-        return (
-            f"The disk is full, so we could not store {repo}. Free space and type the same command again: it "
-            "keeps complete files."
-        )
-    reason = str(cause).partition("\n")[0] or type(cause).__name__
-    return (
-        f"Could not download {repo}: the hub does not answer ({reason}).\n"
-        "  To resume, type the same command again. Without a network, copy the folder from a machine that has one.\n"
-        "  We use HTTPS_PROXY and HF_ENDPOINT. HF_HUB_OFFLINE=1 must not be set."
-    )
-
-
-DOWNLOADING = ".fetching"
-"""Suffix of a checkpoint folder during download; unlike a partial one, it is kept for the next start."""
-
-
-def download_newer(
-    run: RemoteRun, folder: CheckpointFolder, than: int | None, group: dist.ProcessGroup | None
-) -> int | None:
-    """Download the newest intact checkpoint after step `than`; returns its step, or None. Collective over the group.
-
-    A damaged remote checkpoint is logged and quarantined, and the previous one is tried. If the store is unreachable,
-    this is logged and the run continues from the local checkpoint. Raises UserError if there is no local checkpoint
-    either, so that the run would start over, or if the disk is full.
-    """
-    leader = dist.get_rank(group) == 0
-    remote_steps = _on_rank_0(lambda: [step for step in run.complete_steps() if than is None or step > than], group)
-    if isinstance(remote_steps, RemoteError):
-        return _continue_without(remote_steps, than)
-    for step in reversed(remote_steps):
-        checksums = _on_rank_0(lambda step=step: run.checksums(step), group)
-        if isinstance(checksums, RemoteError):
-            return _continue_without(checksums, than)
-        if checksums is None:
-            continue
-        get_logger().info("downloading the checkpoint of step %d from %s", step, run.url)
-        target = folder.path_of(step).with_name(step_name(step) + DOWNLOADING)
-        damage = _download_files(run, step, checksums, target, group)
-        if damage is None:
-            _publish(run, folder, step, target, group)
-            return step
-        if isinstance(damage, RemoteError):
-            return _continue_without(damage, than)
-        get_logger().error(
-            "the checkpoint of step %d in %s is damaged: %s. We quarantine it there, and use an older one",
-            step,
-            run.url,
-            damage,
-        )
-        if leader:
-            run.quarantine(step)
-            shutil.rmtree(target, ignore_errors=True)
-    return None
-
-
-def _download_files(
-    run: RemoteRun, step: int, checksums: dict[str, FileChecksum], target: Path, group: dist.ProcessGroup | None
-) -> str | RemoteError | None:
-    """Download all files of a checkpoint; returns the damage found, or the store's failure. Raises UserError if the
-    local disk is not writable."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    shard = {name: checksums[name] for name in sorted(checksums)[rank::world]}
-    found: list[Any] = [None] * world
-    dist.all_gather_object(found, _download_shard(run, step, shard, target), group=group)
-    failures: dict[str, str] = dict(reversed([failure for failure in found if failure is not None]))
-    if "disk" in failures:
-        raise UserError(
-            f"The checkpoint of step {step} from {run.url} cannot be written here: {failures['disk']}. Free disk "
-            "space and start again: complete files are kept."
-        )
-    if "store" in failures:
-        return RemoteError(failures["store"])
-    return failures.get("damage")
-
-
-def _download_shard(
-    run: RemoteRun, step: int, checksums: dict[str, FileChecksum], target: Path
-) -> tuple[str, str] | None:
-    name = ""
-    try:
-        mkdir_below(target.parents[1], target)
-        for name, expected in checksums.items():
-            PROGRESS.keep_alive()
-            file = target / name
-            find_damage = lambda file=file, expected=expected: find_file_damage(file, expected)  # noqa: E731
-            damage = find_damage() and run.folder.download_verified(f"{step_name(step)}/{name}", file, find_damage)
-            if damage is not None:
-                file.unlink(missing_ok=True)
-                return "damage", damage
-            sync_file(file)
-    except RemoteError as error:
-        missing = isinstance(error.__cause__, FileNotFoundError)
-        return ("damage", f"{name} is missing") if missing else ("store", str(error))
-    except OSError as error:
-        return "disk", f"{error.filename or target}: {error.strerror or error}"
-    return None
-
-
-def _publish(
-    run: RemoteRun, folder: CheckpointFolder, step: int, target: Path, group: dist.ProcessGroup | None
-) -> None:
-    def publish() -> None:
-        text = run.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
-        (target / CHECKSUMS_FILE).write_bytes(text or b"")
-        sync_file(target / CHECKSUMS_FILE)
-        shutil.rmtree(folder.partial_path(step), ignore_errors=True)
-        os.rename(target, folder.partial_path(step))
-        folder.publish(step)
-        for stale in folder.path.glob(f"*{DOWNLOADING}"):
-            shutil.rmtree(stale, ignore_errors=True)
-
-    failure = _on_rank_0(publish, group)
-    if isinstance(failure, RemoteError):
-        raise UserError(f"Could not download the checkpoint of step {step}: {failure}")
-
-
-def _continue_without(error: RemoteError, than: int | None) -> None:
-    if than is None or error.permanent:
-        raise UserError(
-            f"checkpoint.remote: {error}\nIt is unknown whether a newer checkpoint is there. Try again when the store "
-            "can be reached, or train without it: checkpoint.remote=null"
-        )
-    get_logger().error("continuing from the local checkpoint of step %d: %s", than, error)
-
-
-def _on_rank_0(call: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Broadcast the result of `call` on rank 0; a RemoteError is returned. Raises UserError on every rank if rank 0
-    cannot write to the local disk."""
-    result: list[Any] = [None]
-    if dist.get_rank(group) == 0:
-        try:
-            result[0] = call()
-        except RemoteError as error:
-            result[0] = error
-        except OSError as error:
-            result[0] = UserError(f"{error.filename or 'the run folder'}: {error.strerror or error}")
-    dist.broadcast_object_list(result, src=0, group=group)
-    if isinstance(result[0], UserError):
-        raise result[0]
-    return result[0]

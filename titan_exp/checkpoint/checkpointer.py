@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from titan_exp.checkpoint.async_save import AsyncSaver
 from titan_exp.checkpoint.background_upload import CONFIG, STOP_SECONDS, BackgroundUploader, RemoteRun, steps_to_upload
-from titan_exp.checkpoint.checkpoint_cache import download_newer
+from titan_exp.checkpoint.download import download_newer
 from titan_exp.checkpoint.load_state import (
     PROGRESS_KEY,
     WEIGHTS_ONLY_KEY,

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
-from titan_exp.checkpoint.checkpoint_cache import download, download_archive, download_wheel
+from titan_exp.checkpoint.download import download, download_archive, download_wheel
 from titan_exp.config.command_line.options import HELP, options_help, parse_options
 from titan_exp.config.command_line.verb_options import DownloadOptions
 from titan_exp.config.errors.user_error import UserError, listed

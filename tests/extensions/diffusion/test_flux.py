@@ -34,7 +34,7 @@ from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_we
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.cli.convert import run
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.extensions.diffusion import flux as diffusion_state_dict
+from titan_exp.extensions.diffusion import state_dict as diffusion_state_dict
 from titan_exp.extensions.diffusion.flux import Config
 from titan_exp.inference.evaluate import evaluate_command
 from titan_exp.inference.generate import generate_command

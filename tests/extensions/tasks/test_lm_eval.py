@@ -90,4 +90,4 @@ def test_both_give_the_same_scores(
 def test_a_backend_that_is_not_there(capsys: pytest.CaptureFixture[str]):
     for words in (["backend=other"], ["--backend", "other"], ["--backend=other"]):
         assert main(["evaluate", "run", "--tasks", "a.yaml", *words]) == 2
-        assert "backend=other: there is no such backend. Use backend=lm-eval" in capsys.readouterr().err
+        assert "backend=other: unknown choice\n    choose titan_exp or lm-eval" in capsys.readouterr().err

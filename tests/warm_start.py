@@ -249,11 +249,11 @@ def _serve(connection: socket.socket, interpreter: Environment) -> None:
             return
         for file in files:
             os.close(file)
-        connection.send(str(pid).encode())
+        connection.send(str(max(pid, 0)).encode())  # 0 where the system refuses such a fork
 
 
 def _fork_beside() -> int:
-    """A fork whose parent is the parent of this process."""
+    """A fork whose parent is the parent of this process; -1 where there is none."""
     libc, python = ctypes.PyDLL(None), ctypes.pythonapi
     python.PyOS_BeforeFork()
     pid = libc.syscall(CLONE[os.uname().machine], CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
@@ -261,7 +261,7 @@ def _fork_beside() -> int:
         python.PyOS_AfterFork_Parent()
     else:
         python.PyOS_AfterFork_Child()
-    return max(pid, 0)
+    return pid
 
 
 def _become(command: Command, files: Sequence[int], interpreter: Environment) -> None:

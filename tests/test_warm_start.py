@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests import warm_start
+from titan_exp.tracking.logging import PROGRESS
 
 SELF = [sys.executable, "-m", "tests.test_warm_start"]
 
@@ -55,6 +56,7 @@ def state() -> dict[str, Any]:
             int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")
         ),
         "streams": [repr(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)],
+        "quiet": PROGRESS.snapshot().seconds < 5,
         "threads": threading.active_count(),
         "faults": __import__("faulthandler").is_enabled(),
     }

@@ -121,6 +121,8 @@ class _Template:
 
 
 execute = _posixsubprocess.fork_exec
+_at_first: Environment = {}
+"""Environment in which this was installed."""
 _template: _Template | None = None
 _words: Sequence[str] = ()
 """Command that this process has become."""
@@ -128,6 +130,7 @@ _words: Sequence[str] = ()
 
 def install() -> None:
     """Let commands of this process, and of those forked for it, start warm, where this system can."""
+    _at_first.update(os.environ)
     if os.environ.get(COLD) != "1" and sys.platform == "linux" and os.uname().machine in CLONE:
         subprocess._fork_exec = _posixsubprocess.fork_exec = _fork_or_execute  # type: ignore[attr-defined]
 
@@ -211,7 +214,7 @@ def _read_at_start(environment: Environment) -> Environment:
 def _first_template() -> _Template:
     """A new interpreter that has imported what commands import. It ends with this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**_at_first, "OMP_NUM_THREADS": "1"}  # not what the test at hand has set
     environment.pop("PYTHONPATH", None)
     code = f"import sys; sys.path[0] = {str(REPOSITORY)!r}; from tests import warm_start; "
     code += f"warm_start.serve({theirs.fileno()}); warm_start.run()"
@@ -358,6 +361,7 @@ def _start_interpreter(command: Command) -> None:
     sys.path[:] = [*paths, *(path for path in sys.path[1:] if path not in paths)]
     sys.orig_argv[:] = command.words
     tempfile.tempdir = None
+    sys.modules["titan_exp.tracking.logging"].PROGRESS.keep_alive()  # or it seems to hang since the template began
     importlib.invalidate_caches()
     sys.modules["numpy"].random.seed()
     sys.modules["torch"].set_num_threads(int(variables.get("OMP_NUM_THREADS") or 1))

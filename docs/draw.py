@@ -26,10 +26,10 @@ from PIL import Image
 
 from titan_exp.compare.output.plots import OCTAVES, heat_map, read_load
 from titan_exp.config.layout.axes import AXES
-from titan_exp.tracking import number_format
+from titan_exp.tracking import display
 
 IMAGES = Path(__file__).parent / "images"
-BASE = (Path(number_format.__file__).parent / "page" / "base.css").read_text(encoding="utf-8")
+BASE = (Path(display.__file__).parent / "page" / "base.css").read_text(encoding="utf-8")
 COLORS = BASE[: BASE.index(':root[data-theme="dark"]')]
 """Variables of colours in light and dark, which pages of plan and compare have too."""
 STYLE = """
@@ -157,7 +157,7 @@ def memory(page: str) -> None:
     # Tenths of a pixel would be a third of the file.
     body = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\d)\.\d", r"\1", path[0]), body)
     names = re.findall(r"var\(--c\d\)", body)
-    script = (Path(number_format.__file__).parents[1] / "plan" / "page" / "numbers.js").read_text(encoding="utf-8")
+    script = (Path(display.__file__).parents[1] / "plan" / "page" / "numbers.js").read_text(encoding="utf-8")
     block = script[script.index("CATEGORY_COLORS = {") : script.index("AXIS_COLORS")]
     kinds = [(color, name.strip('"')) for name, color in re.findall(r'("[a-z ]+"|[a-z]+): "(var\(--c\d\))"', block)]
     words, more = legend([entry for entry in kinds if entry[0] in names], width, height + 6)

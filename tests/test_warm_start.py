@@ -56,7 +56,7 @@ def state() -> dict[str, Any]:
             int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")
         ),
         "streams": [repr(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)],
-        "quiet": PROGRESS.snapshot().seconds < 5,
+        "reported since it began": PROGRESS.snapshot().seconds < time.time() - process.create_time() + 0.5,
         "threads": threading.active_count(),
         "faults": __import__("faulthandler").is_enabled(),
     }

@@ -159,6 +159,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         {"event": "started", "group": 0},
         {"event": "quorum", "step": 1, "quorum": 1, "groups": [0], "joined": []},
     )
+    late = {"step": 4, "tokens": 100, "sums/bits_per_byte": 1.5}
+    (group / BAD / "tasks.jsonl").write_text(json.dumps(late) + "\n")
     (group / BAD / "groups.jsonl").write_text("".join(f"{json.dumps(begin | event)}\n" for event in events))
     folder.stop.write_text("a test\n")
     point = {"label": "a", "variant": "a", "seed": 1, "experiment_id": "", "processes": 1, "steps": 4, "kind": "local"}

@@ -25,7 +25,7 @@ from titan_exp.plan.devices import DEVICES, device_named, overhead_of
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.tables import plan_to_json, print_plan, print_unwrapped
 from titan_exp.rules import check
-from titan_exp.tracking.number_format import GIB
+from titan_exp.tracking.display import GIB
 from titan_exp.tracking.throughput import PEAK_TFLOPS
 
 CLUSTER = ["cluster=slurm_h100", "compile=none", "training.seq_len=512", "training.mixed_precision=bf16"]

@@ -27,7 +27,7 @@ from titan_exp.plan.layouts import (
     with_values,
 )
 from titan_exp.rules import violations
-from titan_exp.tracking.number_format import GIB
+from titan_exp.tracking.display import GIB
 
 OVERHEAD = 1.06
 """Reserved memory over that of tensors."""

@@ -26,7 +26,7 @@ from titan_exp.plan.devices import device_named
 from titan_exp.plan.layout_search import interrupt_after
 from titan_exp.plan.layouts import KEYS, REFINED, Candidate, SearchSpace, fixed_keys, moves, train_command, with_values
 from titan_exp.rules import violations
-from titan_exp.tracking.number_format import GIB
+from titan_exp.tracking.display import GIB
 
 if TYPE_CHECKING:
     from titan_exp.plan.layout_search import LayoutCost

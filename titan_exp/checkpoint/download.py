@@ -66,7 +66,8 @@ def download_wheel(requirement: str, target: Path) -> None:
         done = subprocess.run([*pip, str(scratch), requirement], capture_output=True, text=True, check=False)
         if done.returncode:
             last = done.stderr.strip().rpartition("\n")[2]
-            raise UserError(f"pip could not download {requirement}: {last}. Type the same command again.")
+            more = f"Check name and version. For more, type pip download {requirement}"
+            raise UserError(f"pip could not download {requirement}: {last}\n  {more}")
         (wheel,) = scratch.glob("*.whl")
         try:
             with wheel.open("rb") as file:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_exp.config.checkpoint_files import COMPLETE_NAME, step_name
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.number_format import format_time
+from titan_exp.tracking.display import format_time
 from titan_exp.tracking.run_folder.files import sync_folder
 
 _REPLACED = ".replaced"

@@ -13,7 +13,7 @@ from titan_exp.launch.executor import typed_path
 from titan_exp.launch.rank.rank_env import read_record
 from titan_exp.launch.run_lookup import RunEntry, find_runs, named_runs, require_one, runs_folder
 from titan_exp.launch.run_status import run_status, run_statuses
-from titan_exp.tracking.number_format import format_bytes, format_duration, format_items, format_time
+from titan_exp.tracking.display import format_bytes, format_duration, format_items, format_time
 from titan_exp.tracking.run_folder.files import FileTail, last_lines
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 

@@ -21,7 +21,7 @@ from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.axes import DEGREES, ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.schema import OTHER_NAMES
-from titan_exp.tracking.number_format import format_bytes
+from titan_exp.tracking.display import format_bytes
 
 if TYPE_CHECKING:
     from titan_exp.config.groups.parallelism import QuantizationConfig

@@ -21,7 +21,7 @@ from titan_exp.config.errors.user_error import listed
 from titan_exp.launch.executor import worlds_launch
 from titan_exp.launch.run_lookup import find_runs, find_study_folder, named_runs, runs_folder
 from titan_exp.launch.run_status import StatusRow, count_states, rung_lines, status_rows
-from titan_exp.tracking.number_format import format_duration, format_items
+from titan_exp.tracking.display import format_duration, format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import Value
 
 USAGE = """\

@@ -15,7 +15,7 @@ from titan_exp.config.study.study_file import OWN_DIR, study_files
 from titan_exp.launch.evidence import e_bh, e_lond
 from titan_exp.launch.ledger import Question, read_ledger
 from titan_exp.launch.run_lookup import StudyFolder, sweep_command
-from titan_exp.tracking.number_format import format_items
+from titan_exp.tracking.display import format_items
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from titan_exp.launch.executor import summarize_worlds
 from titan_exp.launch.registration import Registration
 from titan_exp.launch.run_lookup import LadderRecord, find_runs, sweep_command
 from titan_exp.launch.run_status import run_statuses
-from titan_exp.tracking.number_format import format_items
+from titan_exp.tracking.display import format_items
 from titan_exp.tracking.run_folder import run_folder
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows
 from titan_exp.tracking.run_folder.metrics_jsonl import Row as MetricRow

@@ -18,7 +18,7 @@ from titan_exp.compare.runs import ComparedRun, Row, StudyRecord
 from titan_exp.compare.statistics import Multiplier, Rung, ScalingLaw, compute_multiplier, fit, hold_out
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.training import sequences_after
-from titan_exp.tracking.number_format import format_count, format_items
+from titan_exp.tracking.display import format_count, format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
 from titan_exp.tracking.run_folder.run_folder import has_diverged
 

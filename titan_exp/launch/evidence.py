@@ -17,7 +17,7 @@ from titan_exp.config.errors.user_error import listed
 from titan_exp.config.study.study import FEWEST_PAIRS as FEWEST
 from titan_exp.config.study.study import MOST_PAIRS as MOST
 from titan_exp.launch.registration import Outcome
-from titan_exp.tracking.number_format import format_items
+from titan_exp.tracking.display import format_items
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -27,7 +27,7 @@ from titan_exp.plan.changes import explain_changes
 from titan_exp.plan.gate import MemoryCheck, check_memory, explain_oom, explain_retries, plan_record
 from titan_exp.plan.planner_processes import PlannerProcesses
 from titan_exp.plan.predictions import FOLDER, code_digest
-from titan_exp.tracking.number_format import format_bytes
+from titan_exp.tracking.display import format_bytes
 from titan_exp.tracking.run_folder.files import write_atomically
 
 Echo = Callable[[str], None]

@@ -28,7 +28,7 @@ from titan_exp.launch.code_snapshot import CodeSnapshot, is_installed, scope, us
 from titan_exp.launch.executor import RunPlan
 from titan_exp.launch.git import checksums, mask, read_code_version, read_files, read_repository, repository_of
 from titan_exp.rules.checkpoint import local_checkpoint, recorded_data
-from titan_exp.tracking.number_format import format_bytes, format_items, format_time
+from titan_exp.tracking.display import format_bytes, format_items, format_time
 from titan_exp.tracking.run_folder.run import CodeRecord, CodeVersion, Run, read_code
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.study.study import Direction
-from titan_exp.tracking.number_format import format_count
+from titan_exp.tracking.display import format_count
 
 Outcome = Literal["better", "worse", "undecided", "continue"]
 """Outcome about the candidate; `continue` while a look is still to come."""

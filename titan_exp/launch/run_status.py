@@ -21,7 +21,7 @@ from titan_exp.launch.executor import (
     trusted_executor,
 )
 from titan_exp.launch.run_lookup import RunEntry, StudyFolder, StudyRecord
-from titan_exp.tracking.number_format import format_duration
+from titan_exp.tracking.display import format_duration
 from titan_exp.tracking.run_folder.metrics_jsonl import REPORTED, Value
 from titan_exp.tracking.run_folder.run import ENDED, Run, RunStatus
 from titan_exp.tracking.run_folder.run_folder import PREEMPTED, RunFolder, shown_state

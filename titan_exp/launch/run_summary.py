@@ -16,7 +16,7 @@ from titan_exp.launch.provenance import code_changes, patched_files
 from titan_exp.launch.run_console import known_metrics
 from titan_exp.launch.run_lookup import RunEntry
 from titan_exp.launch.run_status import StatusRow, status_rows
-from titan_exp.tracking.number_format import format_bytes, format_duration, format_items, format_time
+from titan_exp.tracking.display import format_bytes, format_duration, format_items, format_time
 from titan_exp.tracking.run_folder.run import CodePart, Run, children, for_shell
 from titan_exp.tracking.run_folder.run_folder import ENDED_STATES, Attempt, shown_state
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from titan_exp.launch.evidence import Rule, Verdict, decide, falls_behind, paired_differences
 from titan_exp.launch.registration import Outcome, Registration
-from titan_exp.tracking.number_format import format_count, format_items
+from titan_exp.tracking.display import format_count, format_items
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 from titan_exp.plan.gate import MemoryCheck, check_memory, explain_oom, explain_retries, staged
 from titan_exp.plan.layouts import KEYS, LOSS_CHUNK, MICRO_BATCH, MODE, Move, further_moves, moves, with_values
 from titan_exp.rules import check
-from titan_exp.tracking.number_format import format_bytes
+from titan_exp.tracking.display import format_bytes
 
 MAX_SUGGESTIONS = 3
 TIME_LIMIT = 60.0

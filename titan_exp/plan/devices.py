@@ -20,7 +20,7 @@ from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.parallel.symmetric_room import symmetric_bytes
-from titan_exp.tracking.number_format import GIB
+from titan_exp.tracking.display import GIB
 from titan_exp.tracking.throughput import DeviceRates, read_rates
 
 TABLE = Path(__file__).with_name("device_table")

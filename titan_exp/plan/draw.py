@@ -31,7 +31,7 @@ from titan_exp.plan.predict import Plan, RankPlan, traced_rank
 from titan_exp.plan.roofline import schedule_and_bubble
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
 from titan_exp.plan.trace.trace_step import FakeRank
-from titan_exp.tracking.number_format import format_bytes, format_items, format_seconds, render_page
+from titan_exp.tracking.display import format_bytes, format_items, format_seconds, render_page
 
 
 def _explanation(degree: str) -> str:

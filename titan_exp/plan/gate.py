@@ -24,7 +24,7 @@ from titan_exp.plan.layouts import with_values
 from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, exchange_of
 from titan_exp.plan.predictions import PredictionRequest, predict_many
 from titan_exp.rules import check
-from titan_exp.tracking.number_format import GIB, format_bytes
+from titan_exp.tracking.display import GIB, format_bytes
 
 BYTES_PER_PARAMETER = 128
 """Bytes per parameter in the upper bound: 20 for weight, gradient and three elements of optimizer state; 28 for FSDP's

@@ -27,7 +27,7 @@ from titan_exp.plan.prediction import check_supported
 from titan_exp.plan.roofline import pipeline_bubble
 from titan_exp.rules import every_rule
 from titan_exp.rules.rule import find_violations
-from titan_exp.tracking.number_format import format_bytes
+from titan_exp.tracking.display import format_bytes
 
 NEARLY_FULL = 0.03
 """Share of the memory that must be left over for the search to skip pipeline ranks in the middle, which need less."""

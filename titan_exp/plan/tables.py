@@ -26,7 +26,7 @@ from titan_exp.plan.roofline import message_seconds
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
 from titan_exp.plan.trace.torch_patches import uses_inductor
 from titan_exp.quantization.recipes import MIN_CAPABILITY
-from titan_exp.tracking.number_format import GIB, MIB, format_bytes, format_si
+from titan_exp.tracking.display import GIB, MIB, format_bytes, format_si
 
 COMPILED = " We traced compiled regions with inductor's CPU code, and have not compared that with a GPU."
 AT_MOST = " This is an upper bound, which counts attention's backward with its largest workspace."

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.extension import extensions
-from titan_exp.tracking.number_format import format_count, format_duration, format_items
+from titan_exp.tracking.display import format_count, format_duration, format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import Row, Value
 
 EVALUATED = ("validation_loss", "validation_bits_per_byte")

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.secrets import concealed
-from titan_exp.tracking.number_format import format_duration
+from titan_exp.tracking.display import format_duration
 
 
 def get_logger() -> logging.Logger:

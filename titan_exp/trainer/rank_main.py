@@ -16,7 +16,7 @@ from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.secrets import require_variables
 from titan_exp.tracking.logging import PROGRESS, configure_logging, get_logger
-from titan_exp.tracking.number_format import format_bytes
+from titan_exp.tracking.display import format_bytes
 from titan_exp.tracking.run_folder.files import LockedError
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import STOPPED, RunFolder, RunState

@@ -46,7 +46,7 @@ from titan_exp.compare.runs import ComparedRun
 from titan_exp.config.command_line.output import plain
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.schema.identity_keys import flatten
-from titan_exp.tracking.number_format import format_count, format_items, render_page
+from titan_exp.tracking.display import format_count, format_items, render_page
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of, last_fiftieth
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 

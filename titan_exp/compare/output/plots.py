@@ -17,7 +17,7 @@ from titan_exp.compare.statistics import moving_average
 from titan_exp.compare.study_outcome import LadderOutcome, Learnt, Parameter
 from titan_exp.compare.tuning import Tuning
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.number_format import format_count, format_items
+from titan_exp.tracking.display import format_count, format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, last_fiftieth, layer_counts, load_statistics
 from titan_exp.tracking.run_folder.run import ancestors, read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder

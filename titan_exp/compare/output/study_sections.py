@@ -15,7 +15,7 @@ from titan_exp.compare.statistics import Estimate
 from titan_exp.compare.study_outcome import Cost, LadderOutcome, Learnt, Marginal, times
 from titan_exp.compare.tuning import Group, Reached, Tuning
 from titan_exp.config.schema.identity_keys import LAYOUT, flatten, is_among
-from titan_exp.tracking.number_format import format_count, format_duration, format_items
+from titan_exp.tracking.display import format_count, format_duration, format_items
 
 ROUNDING = 1e-4
 """Relative loss difference that counts as equal, since layouts round differently."""

@@ -18,7 +18,7 @@ from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.plan.devices import Device
 from titan_exp.plan.prediction import Beside, Exchange
-from titan_exp.tracking.number_format import format_bytes
+from titan_exp.tracking.display import format_bytes
 
 if TYPE_CHECKING:
     from titan_exp.plan.trace.memory_tracker import Moment

@@ -35,7 +35,7 @@ from titan_exp.launch.rank import rank_env
 from titan_exp.launch.rank.host_agent import join_attempt
 from titan_exp.launch.watchdog import HangFiles, Watchdog
 from titan_exp.tracking.logging import PROGRESS
-from titan_exp.tracking.number_format import format_items
+from titan_exp.tracking.display import format_items
 from titan_exp.tracking.run_folder import files
 from titan_exp.tracking.run_folder.folder_owner import FolderWatch
 from titan_exp.tracking.run_folder.run import Run

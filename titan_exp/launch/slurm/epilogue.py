@@ -19,7 +19,7 @@ from titan_exp.launch.attempt_end import AttemptResult, RankFailure, close_attem
 from titan_exp.launch.rank.rank_env import TOKEN, RankRecord, read_record
 from titan_exp.launch.slurm.squeue import SrunLog, parse_srun_log
 from titan_exp.launch.watchdog import HangFiles
-from titan_exp.tracking.number_format import format_items
+from titan_exp.tracking.display import format_items
 from titan_exp.tracking.run_folder.run_folder import DONE, FAILED, HUNG, STOPPED, Attempt, RunFolder, shown_state
 
 CANCELLED = "cancelled"

@@ -31,7 +31,7 @@ from titan_exp.models.spec.lookup import family_violations, model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.transformer import WIDTHS
 from titan_exp.plan.gate import check_memory
-from titan_exp.tracking.number_format import format_count, format_duration, format_items
+from titan_exp.tracking.display import format_count, format_duration, format_items
 
 Compose = Callable[[Point], Experiment]
 TOLERANCE = 0.1

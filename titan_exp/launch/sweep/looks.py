@@ -20,7 +20,7 @@ from titan_exp.launch.standing import PairedRun, Standing, losing, standing_of
 from titan_exp.launch.sweep.rounds import Finished, Rounds, common_set
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.tracking.number_format import format_items
+from titan_exp.tracking.display import format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of, read_last_values
 from titan_exp.tracking.run_folder.run import read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder

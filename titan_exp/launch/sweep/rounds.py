@@ -20,7 +20,7 @@ from titan_exp.config.study.study import Choice, Direction, Halving, Range, Sear
 from titan_exp.launch.registration import Registration
 from titan_exp.launch.run_lookup import RoundsRecord
 from titan_exp.launch.sweep.sweep_plan import SweepPlan
-from titan_exp.tracking.number_format import format_items
+from titan_exp.tracking.display import format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
 from titan_exp.tracking.run_folder.run import read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder, has_diverged

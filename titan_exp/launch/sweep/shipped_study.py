@@ -30,7 +30,7 @@ from titan_exp.launch.run_status import run_statuses
 from titan_exp.launch.sweep.ladder import PARENT, RUNG, LadderRounds
 from titan_exp.launch.sweep.rounds import Batches, Rounds, Rungs, drawn_choices, require_logged
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan
-from titan_exp.tracking.number_format import format_items
+from titan_exp.tracking.display import format_items
 from titan_exp.tracking.run_folder.files import FileLock
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder, has_diverged

@@ -11,7 +11,7 @@ from titan_exp.config.study.points import Point
 from titan_exp.launch import memory_gate
 from titan_exp.launch.run_plan import RunPlan, plan_run
 from titan_exp.plan.gate import MemoryCheck
-from titan_exp.tracking.number_format import format_items
+from titan_exp.tracking.display import format_items
 
 
 @dataclass(frozen=True)

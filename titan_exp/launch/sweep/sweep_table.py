@@ -27,7 +27,7 @@ from titan_exp.launch.run_status import count_states, run_statuses
 from titan_exp.launch.sweep.shipped_study import StudySweep
 from titan_exp.launch.sweep.sweep_plan import SkippedPoint, SweepPlan, labels_by_reason, reasons_with_points
 from titan_exp.plan.gate import MemoryCheck
-from titan_exp.tracking.number_format import GIB, format_items
+from titan_exp.tracking.display import GIB, format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import Value
 from titan_exp.tracking.run_folder.run_folder import has_diverged
 from titan_exp.trainer.profiling.slow_options import repeated_reading

@@ -23,7 +23,7 @@ from yaml import YAMLError
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import provided
 from titan_exp.config.foreign_file import load_node, of_kind, read_file, read_text
-from titan_exp.tracking.number_format import format_duration
+from titan_exp.tracking.display import format_duration
 from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, Value, read_last_values, read_metrics
 from titan_exp.tracking.run_folder.run_folder import (

@@ -17,7 +17,7 @@ from titan_exp.config.torch_features import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.models.spec.lookup import attention_backend, block_count, model_spec
 from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.number_format import GIB
+from titan_exp.tracking.display import GIB
 
 if TYPE_CHECKING:
     import torch

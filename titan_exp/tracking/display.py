@@ -1,4 +1,4 @@
-"""Formats for people: bytes, seconds and counts with a unit, times of day, and self-contained HTML pages.
+"""Display for people: bytes, seconds and counts with a unit, times of day, and self-contained HTML pages.
 
 Text is escaped, data is embedded as script-safe JSON, and a content security policy blocks all loading.
 """

@@ -15,7 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch.distributed.checkpoint", "titan_exp.trainer.trainer", "tests.warm"]
+PRELOAD = [
+    "torch.distributed.checkpoint",
+    "titan_exp.trainer.trainer",
+    "titan_exp.optim.adamw",
+    "tests.parity.runs",
+    "tests.warm",
+]
 """A rank would spend more time importing these than training."""
 
 

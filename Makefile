@@ -24,8 +24,9 @@ train: $(STAMP)
 WORKERS := $(shell cores=$$(nproc); echo $$((cores > 4 ? 5 : cores + 1)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations 15
 
-## Format, lint, types and every test. Types are checked beside the first tests, which leave a core idle at times.
-test: $(TESTS) lint slurm compiled
+## Format, lint, types and every test. SLURM is installed beside the packages, types are checked beside the first tests.
+test:
+	$(MAKE) --jobs=2 slurm lint compiled
 	$(MAKE) --jobs=2 types every
 
 every:

@@ -84,7 +84,7 @@ def family_of(preset: str) -> str:
 
 def _architectures(file: Path) -> list[str]:
     """Architectures that a YAML and those that it extends set, the last one in effect."""
-    values, found = yaml.safe_load(file.read_text()), list[str]()
+    values, found = yaml.load(file.read_text(), yaml.CSafeLoader), list[str]()
     for entry in values.get("defaults", ()):
         if entry != "_self_":
             found += _architectures(file.parent / f"{entry.partition('@')[0]}.yaml")

@@ -62,8 +62,9 @@ def composed(path: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys([*(file for option in first for file in composed(option)), path]))
 
 
+@cache
 def _read(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text()) or {}
+    return yaml.load(path.read_text(), yaml.CSafeLoader) or {}  # ten times as fast as safe_load, for each collection
 
 
 def places(text: str) -> dict[str, Place]:

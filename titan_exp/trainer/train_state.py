@@ -41,8 +41,8 @@ from titan_exp.parallel.meta_init import (
 from titan_exp.parallel.pipeline_runtime import Pipeline, build_pipeline, build_schedule
 from titan_exp.parallel.tensor_parallel.styles import vocab_shard
 from titan_exp.quantization.quantize import describe, quantize
-from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.display import format_count
+from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.experts import ExpertLoad
 from titan_exp.trainer.forward_backward import CudaRecorder, EagerModel, GraphedModel, Model, PipelineModel, Recorder
 from titan_exp.trainer.objective import build_objective

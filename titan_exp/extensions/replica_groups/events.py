@@ -17,8 +17,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.foreign_file import of_kind, parse_json, read_lines
 from titan_exp.config.secrets import concealed
 from titan_exp.launch.executor import WorldsSummary
-from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.display import format_duration
+from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.files import FileTail
 from titan_exp.tracking.run_folder.metrics_jsonl import read_all_rows, read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder, World

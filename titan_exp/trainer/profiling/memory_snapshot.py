@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from titan_exp.config.groups.run import ProfilingConfig
 from titan_exp.ops.autograd import local_tensor
-from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.display import format_bytes
+from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.trainer.part import Part, Run, Step
 from titan_exp.trainer.train_state import TrainState

@@ -16,8 +16,8 @@ from titan_exp.config.schema.foreign_code import sources
 from titan_exp.config.torch_features import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.models.spec.lookup import attention_backend, block_count, model_spec
 from titan_exp.models.spec.tp_plan import Colwise
-from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.display import GIB
+from titan_exp.tracking.logging import get_logger
 
 if TYPE_CHECKING:
     import torch

@@ -65,6 +65,7 @@ class Decoder(nn.Module):
         if rope is not None and self.temperature is not None:
             rope = (*rope, self.temperature(seq, positions))
         masks = self._masks(documents, positions if self.positions_restart else None, seq, x.device)
+        layers = len(self.spec.layers)
         embedded: Sequence[Tensor] = ()
         # The last stage of a tied model holds the embedding too, for its head.
         if further is not None and not x.is_floating_point():
@@ -74,15 +75,17 @@ class Decoder(nn.Module):
             embedded = self.embed(further.flatten(0, 1)).chunk(len(further))
         elif not x.is_floating_point():
             x = self.embed(x)
-        for block in self._blocks(mtp=False):
-            x = block(x, rope, masks.get(_core(block)[0]))
+        for number, block in self.blocks.items():
+            if int(number) < layers:
+                x = block(x, rope, masks[number])
         if self.norm is None:
             return x
         x = self.norm(x)
         if embedded:
             depths = [x]
-            for module, following in zip(self._blocks(mtp=True), embedded, strict=True):
-                depths.append(module(depths[-1], rope, masks.get(_core(module)[0]), following))
+            for depth, following in enumerate(embedded):
+                number = str(layers + depth)
+                depths.append(self.blocks[number](depths[-1], rope, masks[number], following))
             # A single call of the head, so that FSDP gathers its weight once.
             x = torch.cat(depths)
         return self.embedding(x, self.head, loss) if self.spec.tied else self.head(x, loss=loss)
@@ -105,24 +108,20 @@ class Decoder(nn.Module):
         """FLOPs of a training step per token, as executed."""
         return self.spec.flops_per_token(seq_len)
 
-    def _blocks(self, *, mtp: bool) -> list[nn.Module]:
-        """Blocks of this stage: the model's, or the modules of multi-token prediction."""
-        layers = len(self.spec.layers)
-        return [block for number, block in self.blocks.items() if (int(number) >= layers) is mtp]
-
     def _masks(
         self,
         documents: Int[Tensor, "batch seq"] | None,
         positions: Int[Tensor, "batch seq"] | None,
         seq: int,
         device: Any,
-    ) -> dict[Hashable, Any]:
-        """Masks by the pattern of a mixer; each is built once."""
-        cores = {pattern: core for pattern, core in map(_core, self.blocks.values()) if core is not None}
-        return {
-            pattern: core.mask(documents, positions, seq=seq, device=device)  # type: ignore[operator]  # its method
-            for pattern, core in cores.items()
+    ) -> dict[str, Any]:
+        """Mask of each block, None without one; masks of the same pattern are built once."""
+        cores = {number: _core(block) for number, block in self.blocks.items()}
+        masks = {
+            pattern: None if core is None else core.mask(documents, positions, seq=seq, device=device)  # type: ignore[operator]  # its method
+            for pattern, core in dict(cores.values()).items()
         }
+        return {number: masks[pattern] for number, (pattern, _) in cores.items()}
 
 
 def _core(block: nn.Module) -> tuple[Hashable, nn.Module | None]:

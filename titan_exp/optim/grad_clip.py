@@ -102,16 +102,6 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
     return [norms[place] for place in range(len(gradients))]
 
 
-def clip_gradients(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], norm: Tensor, max_norm: float
-) -> None:
-    """Clip gradients of the global norm `norm` to `max_norm`: by the optimizer if it can, else in place."""
-    if isinstance(optimizer, ScalesGradients):
-        optimizer.set_grad_scale(clip_factor(norm, max_norm))
-    else:
-        scale_gradients(parameters, norm, max_norm)
-
-
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """min(1, max_norm / norm), a scalar on the device."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -134,12 +124,18 @@ class NormClipper:
     """True if gradients must have the dtype of their parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], max_norm: float | None) -> None:
-        self._optimizer, self._parameters, self._max_norm = optimizer, list(parameters), max_norm
+        self._scaling = optimizer if isinstance(optimizer, ScalesGradients) else None
+        self._parameters, self._max_norm = list(parameters), max_norm
 
     def clip(self, grad_norm: Tensor, *, step: int) -> Mapping[str, Tensor]:
-        """Clip gradients with the global norm `grad_norm`. Returns no metrics."""
-        if self._max_norm is not None:
-            clip_gradients(self._optimizer, self._parameters, grad_norm, self._max_norm)
+        """Clip gradients with the global norm `grad_norm`, by the optimizer if it can, else in place. Returns no
+        metrics."""
+        if self._max_norm is None:
+            return {}
+        if self._scaling is None:
+            scale_gradients(self._parameters, grad_norm, self._max_norm)
+        else:
+            self._scaling.set_grad_scale(clip_factor(grad_norm, self._max_norm))
         return {}
 
     def keep(self) -> None:

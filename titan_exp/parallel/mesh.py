@@ -299,6 +299,11 @@ class Mesh:
         return self.batch_replicas // self.sequence_shard.degree // self.world["pp"].size()
 
     @cached_property
+    def pp_rank(self) -> int:
+        """Index of this rank in its pipeline."""
+        return self.world.get_local_rank("pp")
+
+    @cached_property
     def pp_group(self) -> dist.ProcessGroup | None:
         """Ranks of this rank's pipeline, in order; None without pipeline parallelism."""
         return self.world.get_group("pp") if self.world["pp"].size() > 1 else None

@@ -217,8 +217,7 @@ def seed_step(seed: int, step: int, mesh: Mesh) -> None:
     Data ranks and pipeline stages draw numbers of their own. Tensor- and context-parallel ranks draw the same ones: a
     dropout of the residual stream, or the choice to skip a block, must be that of the ranks beside them.
     """
-    # Indexing the mesh by the axis would build another mesh in each step.
-    stage, device = mesh.world.get_local_rank("pp"), mesh.device
+    stage, device = mesh.pp_rank, mesh.device
     share = f"{mesh.dp_rank}/{stage}" if stage else f"{mesh.dp_rank}"
     digest = hashlib.sha256(f"{seed}/step/{step}/{share}".encode()).digest()
     number = int.from_bytes(digest[:7], "little")

@@ -128,5 +128,5 @@ def _core(block: nn.Module) -> tuple[Hashable, nn.Module | None]:
     """Mask pattern of a block's mixer, and the module that builds its mask: the mixer itself or its core; None for a
     block without."""
     attention = getattr(block, "attention", None)
-    core = attention if hasattr(attention, "mask") else getattr(attention, "core", None)
+    core = attention if hasattr(type(attention), "mask") else getattr(attention, "core", None)
     return (None, None) if core is None else (getattr(core, "pattern", CAUSAL), core)

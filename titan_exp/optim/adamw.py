@@ -33,8 +33,46 @@ def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.O
         return FusedClipAdamW(groups, lr=lr, betas=betas, eps=eps, moments=moments)
     if precision != "fp32":
         return LowPrecisionAdamW(groups, lr=lr, betas=betas, eps=eps, precision=precision)
-    fused, foreach = implementation == "fused", implementation == "foreach"
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused, foreach=foreach)
+    if implementation == "fused":
+        return FusedAdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=False, foreach=implementation == "foreach")
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW with a shorter way to its kernel, which takes this rank's shards.
+
+    torch examines options, devices and dtypes again in every step, which takes the host as long as the kernel of a
+    small model; and it hands DTensors to the kernel.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient, of its dtype."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for dtype in {parameter.dtype for parameter in parameters}:
+                self._update([parameter for parameter in parameters if parameter.dtype == dtype], group)
+        return loss
+
+    def _update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        states = [adamw_state(self.state[parameter], parameter) for parameter in parameters]
+        steps, (beta1, beta2) = [state["step"] for state in states], group["betas"]
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            [local_tensor(parameter) for parameter in parameters],
+            [local_tensor(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]  # not None
+            *([local_tensor(state[name]) for state in states] for name in MOMENTS),
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 class FusedClipAdamW(GroupOptimizer):

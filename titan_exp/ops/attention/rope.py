@@ -110,8 +110,8 @@ def rotate(
     sin: Float[Tensor, "batch_or_1 seq *ones 2 half"],
 ) -> Float[Tensor, "batch seq *heads head_dim"]:
     """Rotate each pair by its position's angle, in fp32; returns the input dtype."""
-    # Multiplied by sign and swapped rather than concatenated, which the compiler would not fuse. Where nothing is fused,
-    # a roll is faster than a flip; the compiler would read more for a roll that it differentiates.
+    # Multiplied by sign and swapped rather than concatenated, which the compiler would not fuse. Without fusion, a roll
+    # is faster than a flip; the compiler would read more for a roll that it differentiates.
     pairs = heads.float().unflatten(-1, (2, -1))
     flips = torch.compiler.is_compiling() and torch.is_grad_enabled()
     swapped = pairs.flip(-2) if flips else pairs.roll(1, -2)

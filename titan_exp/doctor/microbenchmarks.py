@@ -83,15 +83,12 @@ class Measurement:
     kind: str
     """`gemm`, `attention`, `copy`, `host copy`, `launch`, `memory`, `link` or `disk`."""
     name: str
-    """Dtype, shape, backend, direction."""
     value: float | None
     """Median rate in `unit`; None if it cannot be measured on this machine."""
     unit: str
     """`TFLOP/s`, `GB/s` with 10⁹ bytes, `M/s` (10⁶) or `GiB`."""
     seconds: float | None = None
-    """Median time of a call."""
     expected: float | None = None
-    """Data-sheet peak in `unit`, if known."""
     note: str = ""
     """Reason for a missing value, or a remark."""
 

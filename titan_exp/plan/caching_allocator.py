@@ -43,7 +43,6 @@ class Event(NamedTuple):
 
 
 Numbers = tuple[int, int, int]
-"""Tuple of an `Event`'s values."""
 
 
 class Events:

@@ -24,7 +24,6 @@ MAX_SUGGESTIONS = 3
 TIME_LIMIT = 60.0
 """Time limit in seconds; no further combination is predicted after it."""
 BATCH = 2
-"""Number of combinations predicted together."""
 COPY = "copy of the state"
 """Category of the memory that an asynchronous save holds on a CPU."""
 RECOMPUTATION = {"selective": (2.0, 0.25), "full": (5.0, 0.02)}
@@ -47,7 +46,6 @@ class Offer:
     categories: tuple[str, ...] | None = ()
     """Memory categories that shrink; None means all."""
     factor: float = 1.0
-    """Best-case factor of these categories."""
     growth: float = 1.0
     """Factor of activations, which more sequences in a micro-batch enlarge."""
 
@@ -67,7 +65,6 @@ class Changes:
     found: list[Suggestion]
     """Cheapest suggestions, each predicted; empty if none is found in time."""
     tried: list[tuple[str, ...]]
-    """Overrides of each predicted combination."""
     is_cut_off: bool
     """True if the time limit left combinations untried before any was found to fit."""
 

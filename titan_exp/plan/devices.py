@@ -44,9 +44,7 @@ class Device:
     """Sustained bandwidth of copies, TB/s read plus written. Passes over all weights (casts, norm, optimizer) reach it
     too."""
     elementwise_tbs: float
-    """Sustained bandwidth of other elementwise kernels, TB/s."""
     link_gbs: float
-    """Link to other devices of a node, GB/s."""
     network_gbs: float
     """Network, GB/s: the device's share of a node's adapters."""
     host_gbs: float = 64.0
@@ -77,18 +75,12 @@ class Device:
     watts: int | None = None
     """Power limit at which these rates hold."""
     bandwidth_tbs: float | None = None
-    """Peak memory bandwidth, TB/s."""
     driver_names: tuple[str, ...] = ()
-    """Names of the device as reported by drivers and torch."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Source of each group of values."""
 
     recipe: str = "float8_tensorwise"
-    """Quantization recipe of the run's fp8 matmuls."""
     kernel: str = "cudnn"
-    """Attention kernel of the run."""
     head_dim: int = 128
-    """Head size of the run."""
 
     @property
     def matmul_rate(self) -> float:
@@ -141,7 +133,6 @@ def _read(path: Path) -> Device:
 
 
 DEVICES = {path.stem: _read(path) for path in sorted(TABLE.glob("*.yaml"))}
-"""Devices by command-line name."""
 
 
 def device_named(name: str) -> Device:
@@ -169,13 +160,11 @@ class DeviceMemory:
     """Device and memory capacity of a run."""
 
     device: Device | None
-    """Device with its rates; None if unknown."""
     capacity: int | None
     """Bytes shared by `sharing` processes; None if unknown."""
     sharing: int
     """Number of processes that share the memory: one on a GPU, all of a node on a CPU."""
     overhead: int
-    """Bytes of a process beside its predicted tensors."""
     name: str
     """Name of the device: `H100 80GB SXM`, `this machine`."""
     unknown: str = ""

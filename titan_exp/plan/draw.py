@@ -82,11 +82,9 @@ class ShardedWeight:
 
     stage: int
     name: str
-    """Name of the weight, within its block."""
     layers: tuple[int, ...]
     """Blocks with this weight; empty for a weight outside blocks."""
     shape: tuple[int, ...]
-    """Shape of the whole weight."""
     itemsize: int
     cuts: tuple[tuple[str, int], ...]
     """Mesh axes that divide the weight, each with its dim, in the order of division. Each axis makes one piece per
@@ -160,7 +158,6 @@ def _unwrapped(name: str) -> str:
 
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
-"""Names of actions by kind."""
 UNIT_US = 1000.0
 """Microseconds of a forward pass if no rates are known."""
 MIN_GAP = 1e-6
@@ -172,11 +169,8 @@ class PipelineSchedule:
     """Schedule of one pass of micro-batches."""
 
     orders: Schedule
-    """Actions of each pipeline rank."""
     placement: list[int]
-    """Pipeline rank of each stage."""
     passes: int
-    """Passes through the pipeline per step."""
 
     def timeline(self, plan: Plan) -> tuple[Timeline, list[float]]:
         """Timeline of a pass, and seconds of each stage's forward pass, which is 1 if the device's rates are
@@ -268,7 +262,6 @@ SCRIPTS = ("numbers.js", "layout.js", "ranks.js", "rank.js", "pipeline.js", "mem
 POINTS = 8000
 """Number of points in memory timelines, for all pipeline ranks together."""
 MIN_POINTS = 100
-"""Minimum number of points for one rank."""
 
 
 def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:

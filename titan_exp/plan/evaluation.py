@@ -36,7 +36,6 @@ class Evaluated:
     experiment: Experiment
     """Run with a resolved layout, and the data and sequence length of this evaluation."""
     name: str = VALIDATION
-    """Name in a plan."""
     holds_out: bool = True
     """True if only held-out documents are read."""
 
@@ -104,11 +103,9 @@ class EvaluationTrace:
     """Second pass of an evaluation on a rank."""
 
     name: str
-    """Name of the evaluation."""
     passing: "Moment"
     """Peak memory without what the rank holds before and after."""
     costs: "OpCosts"
-    """Costs of the pass."""
     axes: Mapping[str, Sequence[int]]
     """Ranks of this rank's groups, by mesh axis of its messages."""
     events: Sequence[tuple[int, int, int]]

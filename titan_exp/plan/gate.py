@@ -79,13 +79,11 @@ class MemoryCheck:
     """Memory check of a run before its launch."""
 
     experiment: Experiment
-    """Run with a resolved layout."""
     device_memory: DeviceMemory | None
     """Memory of the device; None with plan.gate=off."""
     bound: int | None = None
     """Upper bound per process in bytes; None if it is too loose to decide."""
     prediction: Prediction | None = None
-    """Predicted peaks, if needed or requested."""
     why_not: str = ""
     """Reason why there is neither bound nor prediction; else empty."""
     user_error: str = ""

@@ -32,7 +32,6 @@ from titan_exp.tracking.display import format_bytes
 NEARLY_FULL = 0.03
 """Share of the memory that must be left over for the search to skip pipeline ranks in the middle, which need less."""
 DESCENTS = 2
-"""Number of seeds from which the search descends."""
 CERTAIN = 0.95
 """Share of a bound by compute or state that holds whatever else a move changes."""
 LONGEST_SCHEDULE = 2**13
@@ -54,13 +53,10 @@ class LayoutCost:
     """Peak of allocated tensors on the fullest rank."""
     peak_rank: int
     peak_where: str
-    """Phase of the peak, e.g. `forward, block 3`."""
     room: int
     """Device memory without the CUDA context and NCCL's buffers."""
     reserved: int
-    """Peak of the allocator's reserved memory."""
     retries: int
-    """Number of allocations that find the device full and free cached memory first."""
     compute: float = 0.0
     """Seconds of kernels in a step, on the pipeline rank with the least."""
     state: int = 0
@@ -143,20 +139,16 @@ class SearchResult:
     missed: list[LayoutCost]
     """Planned layouts that do not fit, those that need the least more memory first."""
     tried: int
-    """Number of layouts tried, as seeds or neighbours."""
     left_out: list[tuple[int, Violation]]
     """Number of tried layouts that break a rule, by key, with an example; most frequent first."""
     planned: int
-    """Number of planned layouts."""
     too_large: int
-    """Number of planned layouts that do not fit."""
     floor: int
     """Number of layouts whose state alone does not fit."""
     slower: int
     """Number of layouts that were not planned, because their compute alone takes as long as the best step, or the
     search was stopped."""
     unknown: list[tuple[str, int]]
-    """Number of layouts that cannot be extrapolated, by reason."""
     seconds: float
     stopped: bool = False
     """True if Ctrl-C, SIGTERM or the time limit ended the search; rows are then the fastest so far."""

@@ -21,7 +21,6 @@ from titan_exp.models.spec.model_spec import ModelSpec
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 """Searched schedules. GPipe and LoopedBFS have the same bubbles with more micro-batches in flight."""
 MAX_MICRO_BATCH = 8
-"""Largest searched micro-batch in sequences."""
 SCHEDULE, EP, ETP = "parallelism.pp_schedule", "parallelism.ep", "parallelism.etp"
 MICRO_BATCH, MODE = "training.micro_batch_size", "activation_checkpoint.mode"
 DEGREE_KEYS = (*(f"parallelism.{degree}" for degree in DEGREES), EP, ETP)
@@ -97,9 +96,7 @@ class SearchSpace:
     """Typed run, with its kernels resolved."""
     gpus: int
     fixed: frozenset[str] = frozenset()
-    """Keys that keep the run's values."""
     recipes: Mapping[str, QuantizationConfig] = field(default_factory=dict)
-    """Recipes to choose from, by name."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run", resolve_kernels(self.run))
@@ -230,14 +227,12 @@ T = TypeVar("T")
 BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Searched values of activation_checkpoint.budget; a move goes to the next one."""
 MAX_EVERY = 8
-"""Largest value of activation_checkpoint.every."""
 LOSS_CHUNK = "training.loss_chunk_tokens"
 LEAST_CHUNK = 2048
 """Fewest searched tokens of `LOSS_CHUNK`; further values double, up to a micro-batch's tokens."""
 RESHARDED = ("always", "all_but_last", "never")
 """Values of parallelism.reshard_after_forward, least memory first."""
 CP_METHODS = ("ring", "allgather", "ulysses")
-"""Values of parallelism.cp_method."""
 
 IDLE_AFTER = {MODE: ("every", "budget"), SCHEDULE: ("pp_layers_per_stage",)}
 """Keys of the same group that lose their meaning when a key gets a new value."""
@@ -252,7 +247,6 @@ class Move:
     values: Mapping[str, Any]
     """New values of keys; the value of `RECIPE` is the recipe's name."""
     experiment: Experiment
-    """Run after the move, which may break rules."""
     direction: int = 0
     """1 for more memory and no more time, -1 for the opposite, 0 if neither is known."""
 

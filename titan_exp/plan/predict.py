@@ -48,7 +48,6 @@ class RankPlan:
     """Prediction for one pipeline rank, identical on all ranks of its stage."""
 
     pipeline_rank: int
-    """Rank along pp."""
     trace: Trace
     time: RankTime | None
     """Step time; None if rates are unknown."""
@@ -56,11 +55,8 @@ class RankPlan:
     """Statistics of the caching allocator with the run's kind of segments; within the device's memory if it fits; None
     on a CPU."""
     expandable: bool
-    """True if the run allocates in expandable segments."""
     kernels: Sequence[ClassTime]
-    """Kernels of the step by class."""
     saved: int
-    """Bytes of parameters and optimizer state, as a checkpoint holds them."""
     evaluations: Sequence[evaluation.EvaluationTrace] = ()
     """Evaluations of the run, whose memory `trace` counts; empty if they are not planned."""
 
@@ -105,13 +101,11 @@ class EvaluationPlan:
     """Prediction of one kind of evaluation."""
 
     kind: evaluation.Evaluated
-    """Kind."""
     pass_seconds: float | None
     """Time of a pass; None if rates are unknown."""
     bytes: int
     """Peak of allocated memory, of the rank that needs the most."""
     where: str
-    """Phase of the peak."""
 
     @cached_property
     def passes(self) -> int | str:
@@ -131,18 +125,13 @@ class Plan:
     """Prediction of a run with the traces of its ranks."""
 
     experiment: Experiment
-    """Run with a resolved layout."""
     device: Device | None
     """Device; None for a CPU of unknown speed."""
     ranks: list[RankPlan]
     bubble: float
-    """Pipeline bubble as a share of the step."""
     step_seconds: float | None
-    """Step time; None if rates are unknown."""
     flops_per_token: float
-    """Model FLOPs of a training step per token."""
     checkpoint_bytes: int
-    """Size of a checkpoint with the optimizer's state."""
     planning_seconds: float
     why_full: str = ""
     """Reason why a large run is traced in full; empty if it is extrapolated, or if a full trace was as fast or
@@ -154,7 +143,6 @@ class Plan:
     not requested, or if it changes nothing."""
 
     evaluations: Sequence["EvaluationPlan"] = ()
-    """Evaluations of the run; empty if they are not planned."""
 
     @cached_property
     def exchange(self) -> Exchange:

@@ -37,7 +37,6 @@ from titan_exp.plan.prediction import NotPredicted, Prediction, check_supported,
 from titan_exp.tracking.run_folder.files import write_atomically
 
 FOLDER = "plan"
-"""Folder below `.cache` of the runs."""
 IRRELEVANT_KEYS = {
     "model": ("name", "init_std", "norm_eps"),
     "training": ("steps", "stop_after", "gc_every", "deterministic", "stop_on_nonfinite"),
@@ -109,8 +108,7 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-MAX_PROCESSES = 8
-"""Maximum number of child processes; torch alone takes a third of a GiB in each."""
+MAX_PROCESSES = 8  # torch alone takes a third of a GiB in each
 FAILED = "Your own code fails in the first training step:"
 """Beginning of the message about user code that fails on fake tensors."""
 
@@ -120,7 +118,6 @@ class PredictionRequest:
     """Run to predict."""
 
     experiment: Experiment
-    """Run with a resolved layout."""
     device: Device | None
     """Device; None for a CPU of unknown speed."""
     answer: Prediction | NotPredicted | None = None

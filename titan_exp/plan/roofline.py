@@ -64,15 +64,12 @@ class ClassTime:
     """Kernels of one class in a step."""
 
     name: str
-    """One of `KERNEL_CLASSES`."""
     launches: int
     """Number of kernels; a multi-tensor operator is one."""
     flops: int
-    """FLOPs of matmuls and attention."""
     bytes: int
     """Bytes moved by other kernels, and by experts' matmuls."""
     seconds: float | None
-    """Estimated time; None if rates are unknown."""
 
 
 def class_times(costs: OpCosts, device: Device | None) -> list[ClassTime]:

@@ -35,7 +35,6 @@ class Float8Matrix(NamedTuple):
     """A matrix in float8 with its scales. `t()` transposes it without a copy."""
 
     data: Tensor
-    """Float8 numbers."""
     scale: Tensor
     """Factors applied before the cast: a scalar, one per row [rows, 1], or one per column [1, columns]."""
     inverse: Tensor
@@ -130,9 +129,7 @@ class Float8:
     rowwise: bool
     """True for one scale per row of the left and per column of the right matrix; False for one scale per matrix."""
     high_precision_weight_gradient: bool
-    """Compute the weight gradient from unquantized matrices."""
     power_of_two: bool
-    """Round scales to powers of two."""
     emulated: bool
     """Multiply in fp32."""
     input_amax_reduce: AmaxReduce | None = None

@@ -93,7 +93,6 @@ class NVFP4:
     """NVFP4 recipe, with the sharding of a linear."""
 
     power_of_two: bool
-    """Round tensor scales to powers of two."""
     stochastic: bool
     """Round output gradients stochastically."""
     input_amax_reduce: AmaxReduce | None = None

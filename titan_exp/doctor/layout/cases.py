@@ -20,7 +20,6 @@ class Axis:
     """What a run asks for beside one rank with all rows at once."""
 
     name: str
-    """Name in messages."""
     changes: Mapping[str, Any]
     """Changes of the shrunken run, by key."""
     without: str
@@ -61,11 +60,9 @@ class Verdict:
     remedies: tuple[str, ...] = ()
     """Overrides without which the run asks for no layout that differs."""
     agreeing: tuple[str, ...] = ()
-    """Layouts that agree with one rank."""
     notes: tuple[str, ...] = ()
     """Sentences about what was not checked, and about documents that see each other."""
     seconds: float = 0.0
-    """Time of the check, without imports."""
 
 
 def asked_axes(run: Experiment) -> list[Axis]:

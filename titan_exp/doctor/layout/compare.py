@@ -23,13 +23,11 @@ class Difference:
     """First difference between a layout and one rank."""
 
     case: Case
-    """Layout."""
     kind: str
     """`forward`: a loss of the first step differs, `backward`: only gradients do, `state`: only later steps do."""
     place: str
     """Path of the module, or name of the parameter or buffer, that is the first to differ; empty if none does."""
     size: float
-    """Relative difference."""
     before: str = ""
     """A module of yours before that place whose vectors ranks hold in parts; empty if there is none."""
 

@@ -18,7 +18,6 @@ from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.train_state import assemble
 
 ROWS = 2
-"""Rows of the probed batch."""
 LEAST = 1e-11
 """Smallest change of an output, relative to its largest number, that counts."""
 

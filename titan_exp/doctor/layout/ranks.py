@@ -32,7 +32,6 @@ class Recorded:
     """Numbers of a case, put together from all of its ranks."""
 
     losses: list[float] = field(default_factory=list)
-    """Loss of each step."""
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     """Whole gradient of each parameter in the first step, in the order of the model."""
     weights: dict[str, np.ndarray] = field(default_factory=dict)

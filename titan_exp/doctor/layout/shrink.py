@@ -18,7 +18,6 @@ ROWS = 4
 """Sequences of a global batch: two data ranks have two micro-batches each. Schedules with a least number of
 micro-batches get twice as many."""
 MOST_LAYERS = 16
-"""Maximum number of layers of a shrunken model."""
 MOST_PARAMETERS = 2**22
 """Maximum number of parameters of a model that can be checked: a step of it in fp64 takes about a second on a core."""
 SIZES: Mapping[str, int] = {

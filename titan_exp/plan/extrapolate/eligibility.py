@@ -28,7 +28,6 @@ class LayerKind:
     """Everything that distinguishes a layer from others."""
 
     layer: LayerSpec
-    """Shapes and attention."""
     unquantized: tuple[str, ...] = ()
     """Linears in high precision, by their name in the block."""
     fp32: tuple[str, ...] = ()
@@ -206,7 +205,6 @@ SAMPLED_MICRO_BATCHES = 3
 MIN_SPEEDUP = 2
 """Minimum ratio of block passes in the full step to those in the samples."""
 SAMPLED_BLOCKS = 8
-"""Blocks of the sampled pipeline rank."""
 
 
 def unsupported_reason(experiment: Experiment) -> str | None:

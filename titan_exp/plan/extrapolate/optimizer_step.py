@@ -25,7 +25,6 @@ from titan_exp.plan.trace.segments import (
     GradientKey,
     Segment,
     SegmentTracker,
-    category_bytes,
     sum_costs,
 )
 from titan_exp.plan.trace.trace_step import fake_rank, trace_step
@@ -35,9 +34,7 @@ class Token(NamedTuple):
     """Element of a sequence."""
 
     kind: tuple[Any, ...]
-    """Part of the element that does not depend on the depth."""
     numbers: tuple[int, ...] = ()
-    """Numbers that depend on the depth."""
 
 
 def unroll(sequences: Sequence[Sequence[Token]], periods: int) -> list[Token]:
@@ -146,7 +143,6 @@ class OptimizerStepTrace:
     costs: OpCosts
     """Costs of the second step, without the exchange between worlds."""
     parameters: int
-    """Parameters of the whole model."""
     flops_per_token: float
     """FLOPs of a training step per token, of the whole model."""
     on_host: dict[str, int] | None
@@ -235,8 +231,7 @@ def _segments(tokens: Sequence[Token], place: int) -> Iterator[Segment]:
     for token in tokens:
         what, at, *rest = token.kind
         if at == place and what == "segment":
-            (position, where, begins_phase, category), none = rest, category_bytes({})
-            yield Segment(none, none, OpCosts(), position, where, begins_phase, category, events := [])
+            yield Segment(OpCosts(), *rest, events := [])
         elif at == place and what == "event":
             allocation, size = token.numbers
             events.append(AllocationEvent(allocation, size, *rest[1:]))

@@ -60,8 +60,6 @@ from titan_exp.plan.trace.segments import (
     Segment,
     SegmentTracker,
     StepPosition,
-    Totals,
-    join_segments,
     sum_costs,
 )
 from titan_exp.plan.trace.torch_patches import uses_inductor
@@ -97,7 +95,6 @@ class Sample:
     """Two traced steps of a small model."""
 
     segments: Mapping[StepPosition, Sequence[Segment]]
-    """Segments by position, in order."""
     layers: Mapping[str, int]
     """Number of blocks by kind of stage."""
     distinct: int
@@ -109,25 +106,15 @@ class Sample:
     last: int
     """Number of last blocks of the model that differ from the rest, as in `eligibility.last_blocks`."""
     micro_batches: int
-    """Number of sampled micro-batches."""
-    backward: Sequence[str]
-    """Kinds of backward passes in a pipeline, by micro-batch, as in `backward_ways`."""
     hidden: Sequence[tuple[int, str]]
     """Bytes and category of hidden states, by kind, as in `ScheduleSimulation`."""
     sends_complete: bool
-    """True if sends complete immediately."""
     message: OpCosts
     """Costs of one send and one receive."""
-    update: OpCosts
-    """Costs of the optimizer step."""
-    persistent: Mapping[str, int]
-    """Bytes allocated between steps, by category."""
     gradients: Sequence[Mapping[GradientKey, int]]
-    """Allocations of reduced gradients, for each step."""
     hidden_states: frozenset[int]
     """Allocations of hidden states passed between stages."""
     results: Mapping[StepPosition, int]
-    """Allocations of action results, by position."""
     saved_calls: tuple[str, ...]
     """Automatic lists of saved calls in selective activation checkpointing, in words."""
 
@@ -140,10 +127,6 @@ class Sample:
     def stages(self) -> list[int]:
         """Stage numbers of the sampled rank."""
         return [stage for stage in self.blocks if stage != OTHER_RANK]
-
-    def ways(self, micro: int) -> tuple[str, str]:
-        """Kinds of actions in a micro-batch's forward and backward pass."""
-        return "F", "B" if WHOLE in self.layers else self.backward[micro]
 
     def last_of(self, stage: int) -> int:
         """Number of last blocks that differ from the rest in a stage."""
@@ -236,11 +219,6 @@ class Sample:
             name for name, site in self.sites.items() if site.position == PROLOGUES[step] and name not in freed
         )
 
-    def joined(self, kind: str, micro: int, *parts: str, block: int | None = None) -> Totals:
-        """Totals of parts of the second step, in a stage of kind `kind`."""
-        at = [StepPosition(1, SAMPLED_STAGES[kind], micro, part, block) for part in parts]
-        return join_segments([segment for position in at for segment in self.segments.get(position, ())])
-
 
 Samples = Mapping[SampleKey, Sequence[Sample]]
 """One sample per activation checkpointing mode, for stages of each key."""
@@ -279,7 +257,6 @@ def take_sample(
     positions, between = _segments_of_passes(segments, _blocks(layers, period))
     hidden_states = _allocations_of_hidden_states(tracker.action_results.values(), between)
     _check_hidden_states_last(positions, hidden_states)
-    later = [segment for segment in segments if segment.position.step == 1]
     return Sample(
         segments=positions,
         layers=layers,
@@ -288,11 +265,8 @@ def take_sample(
         edge=sampled_edge(experiment),
         last=last_blocks(experiment),
         micro_batches=micro_batches,
-        backward=key.ways,
         hidden=_hidden_states(tracker, small) if pipeline else (),
         message=_message(sum_costs(segment.costs for segment in between if segment.position.step == 1)),
-        update=sum_costs(segment.costs for segment in later if segment.position.part == OPTIMIZER_STEP),
-        persistent=trace.persistent,
         sends_complete=sends_complete,
         gradients=tracker.reduced_gradients,
         hidden_states=hidden_states,

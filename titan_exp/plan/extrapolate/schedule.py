@@ -60,15 +60,11 @@ class StageShape:
     """Kind and blocks of a stage."""
 
     number: int
-    """Stage number."""
     kind: str
-    """`WHOLE`, `FIRST`, `MIDDLE` or `LAST`."""
     layers: tuple[int, ...]
     """Number of each block in the model."""
     modes: tuple[int, ...]
-    """Index of each block's activation checkpointing mode."""
     sample: SampleKey
-    """Key of its samples."""
 
     def mode(self, place: int) -> int:
         """Index of a block's activation checkpointing mode; 0 for a stage without blocks."""
@@ -90,9 +86,7 @@ class SampledPart(NamedTuple):
     mode: int
     """Index of the activation checkpointing mode whose sample it repeats."""
     stage: int
-    """Stage in that sample."""
     block: int | None
-    """Block of that stage."""
     part: str
     """Part of the step, as in `StepPosition`."""
     place: int | None

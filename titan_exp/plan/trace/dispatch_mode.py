@@ -53,18 +53,15 @@ class OpCosts:
     """FLOPs, memory traffic and messages of a part of a step."""
 
     flops: int = 0
-    """FLOPs of matmuls and attention."""
     fp8_flops: int = 0
-    """FLOPs of float8 matmuls, included in `flops`."""
     bytes_moved: int = 0
     """Bytes read and written by all other operators."""
     host_bytes: int = 0
     """Bytes read and written by operators on the host (gradient clipping and the optimizer), with offloaded
     parameters."""
     messages: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    """Message bytes by mesh axis and kind."""
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    """Message count by mesh axis and kind."""
+    """Bytes and number of messages by mesh axis and kind."""
     operators: int = 0
     """Number of operators that the host launches: those that compute, move bytes or send messages; views are none."""
     kernels: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))

@@ -81,18 +81,15 @@ class SymmetricMessage(NamedTuple):
     kind: str
     """`all-gather beside 4096 x 1536`, `all-to-all`."""
     group: str
-    """Name of the process group."""
     size: int
     """Bytes gathered, scattered or sent."""
     flops: int
-    """FLOPs of its matmuls."""
     temporary: int
     """Bytes allocated and freed within the call: pieces received but not returned."""
     moved: int
     """Bytes read and written outside of matmuls and messages: sums of received pieces, and copies to and from symmetric
     memory."""
     launches: int
-    """Number of matmuls and copies."""
 
 
 @contextmanager
@@ -144,7 +141,6 @@ COMPUTING = ("mm", "bmm", "baddbmm", "addmm", "conv", "attention", "lstm", "gru"
 """Parts of names of aten operators that FLOPs bound, not bytes."""
 
 SCALED_MATMULS = ("aten._scaled_mm", "aten._scaled_grouped_mm", GATHERS[1], SCATTERS[1])
-"""Float8 matmuls."""
 MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", SCALED_MATMULS[0], *GATHERS, *SCATTERS)
 """Operators computed by cuBLAS."""
 

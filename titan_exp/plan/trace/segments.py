@@ -1,16 +1,14 @@
-"""Segments of a traced step: net allocation, peak, costs and allocation events of each.
+"""Segments of a traced step: costs and allocation events of each.
 
 A segment does not depend on earlier allocations, so segments of a small model can be repeated in a large one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
@@ -18,7 +16,7 @@ from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.models.blocks.transformer import iter_numbered_blocks
 from titan_exp.parallel.step_observer import StepObserver
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
-from titan_exp.plan.trace.memory_tracker import CATEGORIES, Change, MemoryTracker, local
+from titan_exp.plan.trace.memory_tracker import Change, MemoryTracker, local
 from titan_exp.plan.trace.op_costs import COMPUTE_WEIGHTS, EMBEDDING, GRADIENTS, LOSS, NORM, OPTIMIZER
 
 NOWHERE = -1
@@ -42,7 +40,6 @@ class StepPosition(NamedTuple):
     step: int
     """Number of the step: -1 is the build, 0 the first step, 1 the second."""
     stage: int
-    """Pipeline stage."""
     micro: int | None
     """Micro-batch; None for parts that run once per step."""
     part: str
@@ -69,15 +66,6 @@ PROLOGUES = [StepPosition(step, NOWHERE, None, PROLOGUE, None) for step in (0, 1
 """Position before the first action, for each step."""
 
 
-CategoryBytes = NDArray[np.int64]
-"""Bytes by category, in the order of `CATEGORIES`."""
-
-
-def category_bytes(by_category: Mapping[str, int]) -> CategoryBytes:
-    """Bytes by category as a vector."""
-    return np.array([by_category.get(name, 0) for name in CATEGORIES], dtype=np.int64)
-
-
 class AllocationEvent(NamedTuple):
     """Allocation or release of a storage, or the first matmul of a segment."""
 
@@ -97,7 +85,6 @@ FORWARD_MATMUL, BACKWARD_MATMUL = -1, -2
 """Allocation numbers for a segment's first matmul in each thread; the matmul library allocates a workspace at its first
 call."""
 NOT_TRACKED = -3
-"""Allocation number of a tensor that is not tracked."""
 
 
 class GradientKey(NamedTuple):
@@ -106,35 +93,21 @@ class GradientKey(NamedTuple):
     part: int
     """Index of its pipeline stage on this rank."""
     block: int | None
-    """Index of its block in the stage; None outside blocks."""
     name: str
     """Name within the block, or in the model."""
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Totals of a part of a step."""
-
-    net: CategoryBytes
-    """Net bytes allocated on the device."""
-    peak: CategoryBytes
-    """Bytes added on the device at its first peak; zeros if it only frees."""
-    costs: OpCosts
-    """FLOPs, memory traffic and messages."""
-
-
-@dataclass(frozen=True)
-class Segment(Totals):
+class Segment:
     """Part of a step at one position."""
 
+    costs: OpCosts
     position: StepPosition
     """Position in the step; blocks are numbered in the model, parameter groups from 0."""
     where: str
-    """Phase of the step."""
     begins_phase: bool
     """True if the segment begins its phase."""
     category: str
-    """Default category of the phase."""
     events: Sequence[AllocationEvent] = ()
     """Allocations and releases in order, if recorded."""
 
@@ -143,13 +116,11 @@ class _Cut(NamedTuple):
     """Start of a segment."""
 
     start: int
-    """Number of the next change."""
     position: StepPosition
     where: str
     begins_phase: bool
     category: str
     costs: OpCosts
-    """Costs of the step so far."""
 
 
 class SegmentTracker(MemoryTracker):
@@ -213,20 +184,10 @@ class SegmentTracker(MemoryTracker):
         return [self._segment(cut, following) for cut, following in pairwise(self._cuts)]
 
     def _segment(self, cut: _Cut, following: _Cut) -> Segment:
-        net: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-        peak, total, highest = dict(net), 0, 0
-        changes = self._changes[cut.start : following.start]
-        for storage, _, size, _, _ in changes:
-            if storage is None or storage.on_host:
-                continue
-            net[storage.category] += size
-            total += size
-            if total > highest:
-                highest, peak = total, dict(net)
         # The outer sum drops keys of messages that the segment does not send.
         costs = sum_costs([sum_costs([following.costs, sum_costs([cut.costs], -1)])])
-        totals = category_bytes(net), category_bytes(peak), costs
-        return Segment(*totals, cut.position, cut.where, cut.begins_phase, cut.category, [*map(self._event, changes)])
+        events = [*map(self._event, self._changes[cut.start : following.start])]
+        return Segment(costs, cut.position, cut.where, cut.begins_phase, cut.category, events)
 
     def _event(self, change: Change) -> AllocationEvent:
         storage, number, size, stream, _ = change
@@ -366,17 +327,6 @@ def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:
             if count:
                 total.unknown[name] += times * count
     return total
-
-
-def join_segments(segments: Sequence[Totals]) -> Totals:
-    """Totals of consecutive parts of a step."""
-    net, peak, height = category_bytes({}), category_bytes({}), 0
-    for segment in segments:
-        if net.sum() + segment.peak.sum() > height:
-            peak = net + segment.peak
-            height = int(peak.sum())
-        net = net + segment.net
-    return Totals(net, peak, sum_costs([segment.costs for segment in segments]))
 
 
 @contextmanager

@@ -228,9 +228,7 @@ class OpResult:
     """One result of an operator."""
 
     argument: int
-    """Index of the returned argument; -1 for another tensor."""
     base: int
-    """Index of the viewed argument; -1 for a new storage."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -247,13 +245,10 @@ class CachedOp:
     device: torch.device | None
     """Fake device of the results."""
     results: tuple[OpResult, ...]
-    """Results in order."""
     kind: type | None
     """Type of the returned container, or NoneType; None for a tensor."""
     flops: int
-    """FLOPs of matmuls and attention."""
     bytes_moved: int
-    """Bytes read and written."""
 
     def replay(self, args: Sequence[Any]) -> tuple[Any, list[tuple[Tensor, bool]]]:
         """Results for these arguments: the return value, and each tensor with True if its storage existed before."""

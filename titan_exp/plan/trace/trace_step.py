@@ -90,15 +90,10 @@ class FakeRank:
     """One rank of a fake process group."""
 
     experiment: Experiment
-    """Run with a resolved layout."""
     state: TrainState
-    """Mesh, model and optimizer of this rank."""
     batches: Sequence[MicroBatch]
-    """Micro-batches of a step."""
     recorder: FakeRecorder | None = None
-    """Recorder of the model's captured passes, if any."""
     parts: Parts = field(default_factory=Parts)
-    """Parts that follow the optimizer's update."""
 
     @property
     def exchanges(self) -> Sequence[Beside]:
@@ -283,7 +278,6 @@ class HostUsage:
     peak: Moment
     """Peak of host memory, with pinned blocks rounded up."""
     persistent: dict[str, int]
-    """Bytes of tensors on the host between steps, by category."""
 
 
 @dataclass(frozen=True)
@@ -291,21 +285,17 @@ class Trace:
     """Costs of a rank's second step, with optimizer state allocated."""
 
     peak: Moment
-    """Peak memory."""
     persistent: dict[str, int]
     """Bytes allocated between steps, by category."""
     gradients: int
     """Bytes of this rank's reduced gradients."""
     costs: OpCosts
-    """FLOPs, memory traffic and messages of the step."""
     axes: dict[str, list[int]]
     """Ranks of this rank's groups, by mesh axis."""
     timeline: list[Moment]
-    """Memory from the beginning to the end of the step."""
     setup_events: Events
     """Allocations and releases before the step, from the model's build on."""
     step_events: Events
-    """Allocations and releases in the step."""
     host: HostUsage | None = None
     """Memory of the host, with offloaded parameters."""
     saved_calls: tuple[str, ...] = ()

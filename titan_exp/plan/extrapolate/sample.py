@@ -33,7 +33,6 @@ from titan_exp.plan.extrapolate.eligibility import (
 )
 from titan_exp.plan.extrapolate.schedule import (
     FIRST,
-    KINDS,
     LAST,
     MIDDLE,
     OTHER_RANK,
@@ -65,8 +64,6 @@ from titan_exp.plan.trace.segments import (
 from titan_exp.plan.trace.torch_patches import uses_inductor
 from titan_exp.plan.trace.trace_step import DEVICE, fake_rank, trace_step
 from titan_exp.tracking.run_folder.files import temporary_folder
-
-_CATEGORY = {"received": "communication", "made": "activations", "objective": "loss"}
 
 
 class StorageKey(NamedTuple):
@@ -255,8 +252,7 @@ def take_sample(
             sends_complete = pipeline and not cuda and _sends_complete()
     segments = tracker.segments()
     positions, between = _segments_of_passes(segments, _blocks(layers, period))
-    hidden_states = _allocations_of_hidden_states(tracker.action_results.values(), between)
-    _check_hidden_states_last(positions, hidden_states)
+    hidden_states = _allocations_of_hidden_states(tracker.action_results.values(), between, positions)
     return Sample(
         segments=positions,
         layers=layers,
@@ -336,13 +332,24 @@ def _segments_of_passes(
     return {in_stage(position): found for position, found in passes.items()}, between
 
 
-def _allocations_of_hidden_states(results: Collection[int], between: Iterable[Segment]) -> frozenset[int]:
-    """Allocations of hidden states: results of actions, and allocations by messages between actions, which release
-    nothing else."""
+def _allocations_of_hidden_states(
+    results: Collection[int], between: Iterable[Segment], passes: Mapping[StepPosition, Sequence[Segment]]
+) -> frozenset[int]:
+    """Allocations of hidden states: results of actions, and allocations by messages between actions. As the simulation
+    assumes, messages release nothing else, and actions release them last."""
     events = [event for segment in between for event in segment.events]
     hidden = frozenset((*results, *(event.allocation for event in events if event.size)))
     if any(not event.size and event.allocation > 0 and event.allocation not in hidden for event in events):
         raise ExtrapolationError("more than hidden states is released between actions")
+    over: set[StepPosition] = set()
+    for position, found in passes.items():
+        action = position._replace(part=position.part[:1], block=None)
+        for event in (event for segment in found for event in segment.events):
+            is_hidden = not event.size and event.allocation in hidden
+            if action in over and not is_hidden:
+                raise ExtrapolationError("an action releases other storages after hidden states")
+            if is_hidden:
+                over.add(action)
     return hidden
 
 
@@ -350,29 +357,13 @@ def _is_group(position: StepPosition) -> bool:
     return position.part == GROUP or position.part.endswith(SUM)
 
 
-def _check_hidden_states_last(
-    segments: Mapping[StepPosition, Sequence[Segment]], hidden_states: Collection[int]
-) -> None:
-    """Check that an action releases hidden states last, as the simulation assumes."""
-    over: set[StepPosition] = set()
-    for position, found in segments.items():
-        action = position._replace(part=position.part[:1], block=None)
-        for event in (event for segment in found for event in segment.events):
-            is_hidden = not event.size and event.allocation in hidden_states
-            if action in over and not is_hidden:
-                raise ExtrapolationError("an action releases other storages after hidden states")
-            if is_hidden:
-                over.add(action)
-
-
 def _hidden_states(tracker: SegmentTracker, experiment: Experiment) -> list[tuple[int, str]]:
-    """Bytes and category of hidden states, by kind."""
+    """Bytes and category of hidden states, by kind as in `schedule.KINDS`."""
     spec = model_spec(experiment.model)
     hidden = ActivationSpec.of(ResolvedLayout.of(experiment), DEVICE, spec.pipeline.extra_tokens if spec else 0)
-    whole = torch.Size(hidden.shape).numel() * hidden.dtype.itemsize
-    size = {"received": whole, "made": whole, "objective": torch.float32.itemsize}
-    grain = tracker.granularity
-    return [(-(-size[kind] // grain) * grain, _CATEGORY[kind]) for kind in KINDS]
+    whole, grain = torch.Size(hidden.shape).numel() * hidden.dtype.itemsize, tracker.granularity
+    sizes = {"communication": whole, "activations": whole, "loss": torch.float32.itemsize}
+    return [(-(-size // grain) * grain, category) for category, size in sizes.items()]
 
 
 def _message(costs: OpCosts) -> OpCosts:

@@ -31,7 +31,7 @@ from titan_exp.plan.extrapolate import eligibility, optimizer_step, sample, sche
 from titan_exp.plan.extrapolate.extrapolated_trace import EventComposer
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError, _SampledActions
 from titan_exp.plan.layout_search import LayoutCost, LayoutSearch
-from titan_exp.plan.trace import dispatch_mode
+from titan_exp.plan.trace import dispatch_mode, op_costs
 from titan_exp.plan.trace.dispatch_mode import CostMode
 from titan_exp.plan.trace.segments import SegmentObserver
 from titan_exp.plan.trace.trace_step import FakeRecorder
@@ -215,7 +215,7 @@ def experts_in_float8() -> None:
 
 
 def all_room_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch_mode, "filled_share", lambda *_: None)
+    monkeypatch.setattr(op_costs, "filled_share", lambda *_: None)
 
 
 def replays_are_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 MIB = 2**20
 
@@ -32,17 +31,9 @@ ADDRESSES = 2**21 * LARGE_BUFFER
 """Address range of an expandable segment, larger than any device's memory."""
 
 
-class Event(NamedTuple):
-    """Allocation or release of a storage."""
-
-    storage: int
-    """Number of the storage; a released storage may be allocated again."""
-    size: int
-    """Bytes allocated; 0 for a release."""
-    stream: int
-
-
-Numbers = tuple[int, int, int]
+Event = tuple[int, int, int]
+"""Allocation or release of a storage: its number, which may be allocated again after a release; bytes allocated, or 0
+for a release; and the stream."""
 
 
 class Events:
@@ -55,15 +46,11 @@ class Events:
         """Add an event."""
         self.packed.extend((storage, size, stream))
 
-    def numbers(self) -> list[Numbers]:
-        """Unpack the values of all events."""
-        return list(zip(*[iter(self.packed)] * 3, strict=True))
-
     def __len__(self) -> int:
         return len(self.packed) // 3
 
     def __iter__(self) -> Iterator[Event]:
-        return map(Event._make, self.numbers())
+        return zip(*[iter(self.packed)] * 3, strict=True)
 
 
 @dataclass(frozen=True)
@@ -85,16 +72,16 @@ STEPS = 3
 
 
 def steady_reserved(
-    before: Iterable[Numbers], step: Iterable[Numbers], *, expandable: bool, capacity: int | None = None
+    before: Iterable[Event], step: Iterable[Event], *, expandable: bool, capacity: int | None = None
 ) -> Reserved:
     """Replay setup and `STEPS` steps. If they do not fit in `capacity`, replay without that limit, to tell how much
     they need."""
-    setup, work = (events.numbers() if isinstance(events, Events) else list(events) for events in (before, step))
+    setup, work = list(before), list(step)
     found = replay(repeated(setup, work, STEPS), expandable=expandable, capacity=capacity)
     return found if found.fits else replay(repeated(setup, work, STEPS), expandable=expandable)
 
 
-def repeated(before: Sequence[Numbers], step: Sequence[Numbers], times: int) -> Iterator[list[Numbers]]:
+def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> Iterator[list[Event]]:
     """Events of `times` equal steps as in training, one list per step; the first includes the setup.
 
     If a step releases a storage that it did not allocate, the next step releases an equal one (size, stream) that this
@@ -116,7 +103,7 @@ def repeated(before: Sequence[Numbers], step: Sequence[Numbers], times: int) -> 
         names = following
 
 
-def _successors(before: Sequence[Numbers], step: Sequence[Numbers]) -> dict[int, int] | None:
+def _successors(before: Sequence[Event], step: Sequence[Event]) -> dict[int, int] | None:
     """Map from earlier storages that a step releases to equal storages that it keeps; None if they do not match."""
     allocated = {storage: (size, stream) for storage, size, stream in before if size}
     left = {storage: (size, stream) for storage, size, stream in step if size}
@@ -134,7 +121,7 @@ def _successors(before: Sequence[Numbers], step: Sequence[Numbers]) -> dict[int,
     return None if left else successors
 
 
-def replay(steps: Iterable[Iterable[Numbers]], *, expandable: bool, capacity: int | None = None) -> Reserved:
+def replay(steps: Iterable[Iterable[Event]], *, expandable: bool, capacity: int | None = None) -> Reserved:
     """Replay equal steps until the block layout is stable; arguments as in `CachingAllocator`."""
     allocator = CachingAllocator(expandable=expandable, capacity=capacity)
     blocks: dict[int, Block] = {}

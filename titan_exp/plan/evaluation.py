@@ -144,9 +144,8 @@ def _of_trace(name: str, trace: "Trace") -> EvaluationTrace:
     where = re.sub(r"block \d+", "a block", trace.peak.where)
     passing = {category: size - trace.persistent[category] for category, size in trace.peak.by_category.items()}
     peak = Moment(sum(passing.values()), passing, where)
-    events, own = trace.step_events.numbers(), set[int]()
-    kept = list[tuple[int, int, int]]()
-    for number, size, stream in events:
+    kept, own = list[tuple[int, int, int]](), set[int]()
+    for number, size, stream in trace.step_events:
         if size or number in own:  # not what was there before
             kept.append((number, size, stream))
             own.symmetric_difference_update({number})

@@ -20,23 +20,8 @@ from torch.utils._pytree import tree_leaves
 from titan_exp.ops.matmul_flops import GROUPED, matmul_flops
 from titan_exp.parallel.mesh import Mesh, group_named
 from titan_exp.plan.caching_allocator import GRAPH
+from titan_exp.plan.trace import op_costs
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
-from titan_exp.plan.trace.op_costs import (
-    MATMULS,
-    MEASURES,
-    SCALED_MATMULS,
-    count_bytes,
-    count_flops,
-    decomposed_workspace,
-    exchanged_rows,
-    filled_share,
-    is_unknown,
-    kernel_class,
-    kernel_kind,
-    parse_message,
-    symmetric_message,
-    unknown_operator,
-)
 from titan_exp.plan.trace.torch_patches import AXIS, TO_GPU, TO_HOST, WAITED_FOR, CachedOp, OpCache, replaced_attributes
 
 WORLD = "world"
@@ -129,7 +114,7 @@ class CostMode(TorchDispatchMode):
             return NotImplemented
         if self._paused or func.namespace in ("prim", "profiler"):
             return args[0].device if func is _DEVICE and type(args[0]) is FakeTensor else func(*args, **kwargs)
-        exchanged = exchanged_rows(func, args)
+        exchanged = op_costs.exchanged_rows(func, args)
         body = _python_body(func) if exchanged is None else None
         if body is not None:
             # Custom operators are opaque to the compiler; here we record the operators inside.
@@ -142,7 +127,7 @@ class CostMode(TorchDispatchMode):
                     self._count(func, flops, 0, on_host=False)
                 else:
                     tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-                    self.kernel(count_bytes(func, args, kwargs, tensors))
+                    self.kernel(op_costs.count_bytes(func, args, kwargs, tensors))
             return out
         if func is torch.ops.aten._local_scalar_dense.default and self.tracker.category == "optimizer":
             # Optimizers read their step count; no size depends on it.
@@ -155,8 +140,8 @@ class CostMode(TorchDispatchMode):
                 return self._replay(func, args, known)
             out = args[0].add_(args[1]) if alone else _call(func, args, kwargs) if exchanged is None else exchanged
         except (UnsupportedOperatorException, DynamicOutputShapeException) as error:
-            raise unknown_operator(str(func)) from error
-        self._filled = filled_share(func, args) or self._filled
+            raise op_costs.unknown_operator(str(func)) from error
+        self._filled = op_costs.filled_share(func, args) or self._filled
         flops, bytes_moved, is_copy = self._record(func, args, kwargs, out)
         if key is not None and not is_copy:
             _OP_CACHE.put(key, args, out, flops, bytes_moved)
@@ -182,7 +167,7 @@ class CostMode(TorchDispatchMode):
 
     def _add_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
         kernel = () if self._workspaces is None else self._workspaces(func, args)
-        self._allocate_within(decomposed_workspace(func, args), *kernel)
+        self._allocate_within(op_costs.decomposed_workspace(func, args), *kernel)
 
     def _allocate_within(self, *sizes: int) -> None:
         """Record memory that is freed before the operator returns, last first."""
@@ -192,7 +177,7 @@ class CostMode(TorchDispatchMode):
 
     def _first_matmul(self, func: Any) -> None:
         """Record the workspace that the matmul library allocates at its first call in a thread and keeps."""
-        if str(func._overloadpacket) in MATMULS:
+        if str(func._overloadpacket) in op_costs.MATMULS:
             # Backward runs in a separate thread.
             thread = torch._C._current_graph_task_id() != -1
             self.tracker.mark_matmul(backward=thread)
@@ -240,8 +225,8 @@ class CostMode(TorchDispatchMode):
             kind, size = copied
             self.costs.messages[AXIS, kind] += size
             self.costs.calls[AXIS, kind] += 1
-        symmetric = symmetric_message(func, args, out)
-        sent = parse_message(func, args, out) if symmetric is None else symmetric[:3]
+        symmetric = op_costs.symmetric_message(func, args, out)
+        sent = op_costs.parse_message(func, args, out) if symmetric is None else symmetric[:3]
         if sent is not None:
             kind, group, size = sent
             axis = self._axes.get(group, "itself")
@@ -252,13 +237,13 @@ class CostMode(TorchDispatchMode):
                 self.tracker.set_category(buffers, "communication")
         elif func.namespace == "fsdp":
             self._categorize_fsdp(str(func._overloadpacket), args, kwargs, out)
-        flops = count_flops(func, args, kwargs, out) if symmetric is None else symmetric.flops
+        flops = op_costs.count_flops(func, args, kwargs, out) if symmetric is None else symmetric.flops
         self._first_matmul(func)
         bytes_moved = 0
         grouped = str(func._overloadpacket) in GROUPED
         unbound = not flops and not sent and not copied and not func.is_view
         if grouped or (unbound and (new or func._schema.is_mutable)):
-            bytes_moved = count_bytes(func, args, kwargs, outputs)
+            bytes_moved = op_costs.count_bytes(func, args, kwargs, outputs)
         self._launch(sent is not None or copied is not None)
         if symmetric is not None:
             self._launch(symmetric.launches)
@@ -279,19 +264,19 @@ class CostMode(TorchDispatchMode):
 
     def _count(self, func: Any, flops: int, bytes_moved: int, *, on_host: bool, beside: str = "") -> None:
         costs = self.costs
-        if not flops and is_unknown(func):
+        if not flops and op_costs.is_unknown(func):
             costs.unknown[str(func._overloadpacket)] += 1
         if on_host:
             costs.host_bytes += 0 if flops else bytes_moved
             return
-        fp8 = flops if str(func._overloadpacket) in SCALED_MATMULS else 0
+        fp8 = flops if str(func._overloadpacket) in op_costs.SCALED_MATMULS else 0
         costs.flops += flops
         costs.fp8_flops += fp8
         costs.bytes_moved += 0 if flops else bytes_moved
         if flops or bytes_moved:
             self._launch()
-            self._count_kernel(costs, kernel_kind(func, flops), flops, fp8, bytes_moved)
-        for measure, count in zip(MEASURES[:2], (flops, fp8), strict=True):
+            self._count_kernel(costs, op_costs.kernel_kind(func, flops), flops, fp8, bytes_moved)
+        for measure, count in zip(op_costs.MEASURES[:2], (flops, fp8), strict=True):
             if count and beside:
                 costs.kernels[beside, measure] += count
 
@@ -300,8 +285,8 @@ class CostMode(TorchDispatchMode):
         self.costs.operators += 0 if self.tracker.stream() == GRAPH else operators
 
     def _count_kernel(self, costs: OpCosts, kind: str, *counts: int) -> None:
-        name = kernel_class(kind, self.tracker.where, self.tracker.outside_passes)
-        for measure, count in zip(MEASURES, (*counts, 1), strict=True):
+        name = op_costs.kernel_class(kind, self.tracker.where, self.tracker.outside_passes)
+        for measure, count in zip(op_costs.MEASURES, (*counts, 1), strict=True):
             if count:
                 costs.kernels[name, measure] += count
 
@@ -410,5 +395,5 @@ def _python_body(func: Any) -> Callable[..., Any] | None:
         return None
     definition = OPDEFS.get(f"{func.namespace}::{func._schema.name.partition('::')[2]}")
     if definition is None:
-        raise unknown_operator(str(func))
+        raise op_costs.unknown_operator(str(func))
     return definition._init_fn

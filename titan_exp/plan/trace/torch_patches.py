@@ -55,13 +55,12 @@ def restored_compiler_settings() -> Iterator[None]:
 
     They are global, so a run's memory budget or rounding would decide how later runs are compiled.
     """
-    originals: list[tuple[Any, dict[str, Any]]] = [
-        (settings, settings.get_config_copy()) for settings in (dynamo, functorch, inductor)
-    ]
+    modules: list[Any] = [dynamo, functorch, inductor]
+    originals = [settings.get_config_copy() for settings in modules]
     try:
         yield
     finally:
-        for settings, values in originals:
+        for settings, values in zip(modules, originals, strict=True):
             for name, value in settings.get_config_copy().items():
                 if value != values[name]:
                     setattr(settings, name, values[name])
@@ -117,12 +116,9 @@ def reset_dynamo() -> Iterator[None]:
 def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -> Iterator[None]:
     """Skip inductor's kernels in the `with` block, so that its wrapper code runs on fake tensors. Nothing is cached.
 
-    `called` gets the bytes read and written by each skipped kernel; buffers are on `device`.
-
-    Raises:
-        UserError: inductor fails to generate CPU code.
+    `called` gets the bytes read and written by each skipped kernel; buffers are on `device`. Raises UserError if
+    inductor fails to generate CPU code.
     """
-    import torch._inductor.config as inductor
     from torch._C._dynamo import guards
     from torch._inductor import cpp_builder, cpu_vec_isa
     from torch._inductor.async_compile import AsyncCompile
@@ -145,6 +141,12 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
+    def reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tensor:
+        # Autograd must not see a view, as in torch: FSDP would warn of blocks that return one.
+        with torch._C._ExcludeDispatchKeyGuard(views):
+            return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+    views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     settings: dict[str, Any] = {"compile_threads": 1, "fx_graph_cache": False}
     replacements = (
         # Skip inductor's detection of compiler and vector instructions, which runs a C++ compiler.
@@ -152,7 +154,7 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
         (cpp_builder, "is_gcc", lambda: True),
         (cpp_builder, "is_msvc_cl", lambda: False),
         (guards, "_empty_strided_cpu", empty),
-        (guards, "_reinterpret_tensor", _reinterpreted),
+        (guards, "_reinterpret_tensor", reinterpreted),
         (AsyncCompile, "cpp_pybinding", kernel),
     )
     types = dict(DTYPE_TO_CPP)
@@ -204,15 +206,6 @@ def compile_as_for_cuda(*, beside: bool) -> Iterator[None]:
     finally:
         flop_registry.clear()
         flop_registry.update(counted)
-
-
-def _reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tensor:
-    # Autograd must not see a view, as in torch: FSDP would warn of blocks that return one.
-    with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
-        return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
-
-
-_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 Key = tuple[Hashable, ...]
@@ -285,14 +278,8 @@ class OpCache:
             cacheable = self._cacheable[func] = _is_cacheable(func)
         if not cacheable:
             return None
-        values: list[Hashable] = [func]
-        if not _add_key(args, values):
-            return None
-        for name, value in kwargs.items():
-            values.append(name)
-            if not _add_key((value,), values):
-                return None
-        return tuple(values)
+        values: list[Hashable] = [func, *kwargs]
+        return tuple(values) if _add_key((*args, *kwargs.values()), values) else None
 
     def get(self, key: Key) -> CachedOp | None:
         """Cached call, or None."""
@@ -346,7 +333,10 @@ def _cached_op(args: tuple[Any, ...], out: Any, flops: int, bytes_moved: int) ->
     if kind is _NOTHING:
         return CachedOp(None, None, (), kind, flops, bytes_moved)
     made = [out] if kind is None else list(out)
-    if not made or not all(type(tensor) is FakeTensor and _is_plain(tensor) for tensor in made):
+    if not made or any(
+        type(tensor) is not FakeTensor or tensor.constant is not None or tensor.requires_grad or tensor.dtype.is_complex
+        for tensor in made
+    ):
         return None
     if len({(tensor.fake_mode, tensor.fake_device) for tensor in made}) > 1:
         return None
@@ -357,10 +347,6 @@ def _cached_op(args: tuple[Any, ...], out: Any, flops: int, bytes_moved: int) ->
     if len(set(own)) < len(own):
         return None
     return CachedOp(made[0].fake_mode, made[0].fake_device, results, kind, flops, bytes_moved)
-
-
-def _is_plain(tensor: FakeTensor) -> bool:
-    return tensor.constant is None and not tensor.requires_grad and not tensor.dtype.is_complex
 
 
 def _result(args: tuple[Any, ...], made: FakeTensor) -> OpResult | None:

@@ -103,16 +103,16 @@ class FakeRank:
     @property
     def preallocated(self) -> list[torch.Tensor]:
         """Batch tensors, which a CPU holds for the whole step; CUDA holds copies of one micro-batch at a time."""
-        return batch_tensors(batch for batch in self.batches if not isinstance(batch, _CopiedBatch))
+        return [tensor for batch in self.batches if not isinstance(batch, _CopiedBatch) for tensor in batch.tensors]
 
     def step(self) -> None:
         """Run one optimizer step of the trainer."""
-        self._step(self.batches)
+        self._step(self.batches, self.state)
 
     def warmup_step(self) -> None:
         """Run an optimizer step with the fewest micro-batches; it creates the same optimizer state."""
-        model = self.state.model
-        self._step(self.batches[: model.eval_microbatches if self.state.mesh.pp_group is not None else 1])
+        few = 1 if self.state.mesh.pp_group is None else self.state.model.eval_microbatches
+        self._step(self.batches[:few], self.state)
 
     def optimizer_step(self) -> None:
         """Run an optimizer step on empty gradients, without forward and backward; it creates the same optimizer
@@ -127,19 +127,13 @@ class FakeRank:
                 pipeline.sum_tied_gradients()
             return sums.values
 
-        without_passes: Any = SimpleNamespace(
-            parts=model.parts,
-            weights=model.weights,
-            parameters=model.parameters,
-            unique_parameters=model.unique_parameters,
-            forward_backward=no_passes,
-            load=model.load,
-        )
-        self._step([], without_passes)
+        kept = {name: getattr(model, name) for name in ("parts", "weights", "parameters", "unique_parameters", "load")}
+        without_passes: Any = SimpleNamespace(**kept, forward_backward=no_passes)
+        self._step([], replace(self.state, model=without_passes))
 
-    def _step(self, batches: Sequence[MicroBatch], model: Any = None) -> None:
+    def _step(self, batches: Sequence[MicroBatch], state: TrainState) -> None:
         train_step(
-            self.state if model is None else replace(self.state, model=model),
+            state,
             self.parts,
             batches,
             # As in the costliest steps, those with a tail average.
@@ -160,11 +154,7 @@ class _CopiedBatch(Batch):
 
 @contextmanager
 def fake_rank(experiment: Experiment, rank: int) -> Iterator[FakeRank]:
-    """Build a global rank of a resolved layout on fake tensors, in the `with` block.
-
-    Raises:
-        UserError: from the trainer's build.
-    """
+    """Build a global rank of a resolved layout on fake tensors, in the `with` block. Raises the build's UserError."""
     assert not dist.is_initialized(), "a process of a real job cannot be a fake rank"
     layout = ResolvedLayout.of(experiment)
     parallelism = layout.parallelism
@@ -216,20 +206,13 @@ def fake_batches(experiment: Experiment, *, copied: bool = True) -> Sequence[Mic
         return [spec.inputs.example(*shape) for _ in range(layout.gradient_accumulation)]
     kind = _CopiedBatch if copied and layout.device_type == "cuda" else Batch
 
-    def tokens() -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int64)
-
     def batch() -> Batch:
+        tokens = functools.partial(torch.zeros, shape, dtype=torch.int64)
         positions, documents = (tokens() if has else None for has in (data.reset_positions, data.document_mask))
         further = tuple(Batch(tokens(), tokens(), None, None) for _ in range(mtp_depth(experiment.model)))
         return kind(tokens(), tokens(), positions, documents, further)
 
     return [batch() for _ in range(layout.gradient_accumulation)]
-
-
-def batch_tensors(batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
-    """Tensors of all micro-batches."""
-    return [tensor for batch in batches for tensor in batch.tensors]
 
 
 @dataclass(frozen=True)
@@ -264,10 +247,9 @@ def _readable_meshes() -> Iterator[None]:
 
         return call
 
-    asked = [name for name in _MESH_METHODS if hasattr(DeviceMesh, name)]
-    with torch_patches.replaced_attributes(
-        *((DeviceMesh, name, without_modes(getattr(DeviceMesh, name))) for name in asked)
-    ):
+    methods = ((name, getattr(DeviceMesh, name, None)) for name in _MESH_METHODS)
+    replacements = ((DeviceMesh, name, without_modes(method)) for name, method in methods if method is not None)
+    with torch_patches.replaced_attributes(*replacements):
         yield
 
 
@@ -322,10 +304,8 @@ def trace_step(
     are tensors allocated before it, besides the model. Work `beside` the second step adds no costs. A captured model
     has a `recorder`. With `cuda`, sizes follow CUDA's kernels and allocator, and the matmul library keeps
     `matmul_workspace` bytes per calling thread; without `rounds`, sizes are the tensors' own. With `inductor`, compiled
-    kernels are skipped. `segments` is an empty tracker, from which the caller reads the step's segments.
-
-    Raises:
-        UserError: the step calls an unknown operator.
+    kernels are skipped. `segments` is an empty tracker, from which the caller reads the step's segments. Raises
+    UserError if the step calls an unknown operator.
     """
     tracker, offloaded = segments or SegmentTracker(), state.mesh.device == torch_patches.GPU
     tracker.device = torch_patches.GPU if offloaded else None

@@ -155,10 +155,8 @@ class Float8:
         )
 
     def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> "Float8":
-        """Return the recipe for ranks that share inputs or outputs; `amax_reduce` takes the maximum over them."""
-        if input_sharded:
-            return replace(self, input_amax_reduce=amax_reduce)
-        return replace(self, output_amax_reduce=amax_reduce)
+        """Recipe for ranks that share inputs or outputs; `amax_reduce` takes the maximum over them."""
+        return replace(self, **{"input_amax_reduce" if input_sharded else "output_amax_reduce": amax_reduce})
 
     @property
     def gradient_type(self) -> torch.dtype:
@@ -270,21 +268,16 @@ class _Float8Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         recipe: Float8 = ctx.recipe
         weight, scale, inverse, *x = ctx.saved_tensors
-        gradient, ranks = gradients[0], recipe.scatters_output
-        by_rows = by_columns = None
-        x_grad = weight_grad = None
+        gradient, ranks, kind = gradients[0], recipe.scatters_output, recipe.gradient_type
+        by_rows = by_columns = x_grad = weight_grad = None
         needs_x_grad, needs_weight_grad = needs_input_grad(ctx)
         if ranks is None and recipe.dual_cast and needs_x_grad and needs_weight_grad:
             flat = gradient.reshape(-1, gradient.shape[-1])
-            by_rows, by_columns = recipe.quantize_dual(flat, recipe.gradient_type, recipe.output_amax_reduce)
+            by_rows, by_columns = recipe.quantize_dual(flat, kind, recipe.output_amax_reduce)
         elif not recipe.rowwise:
-            by_rows = by_columns = recipe.quantize_tokens(
-                gradient, recipe.gradient_type, None, recipe.output_amax_reduce, ranks
-            )
+            by_rows = by_columns = recipe.quantize_tokens(gradient, kind, None, recipe.output_amax_reduce, ranks)
         if needs_x_grad:
-            left = by_rows or recipe.quantize_tokens(
-                gradient, recipe.gradient_type, -1, recipe.output_amax_reduce, ranks
-            )
+            left = by_rows or recipe.quantize_tokens(gradient, kind, -1, recipe.output_amax_reduce, ranks)
             if ctx.quantized:
                 right = Float8Matrix(weight, scale, inverse)
             elif recipe.column_scales:
@@ -299,10 +292,8 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _gradient_of_weight(gradient: Tensor, by_columns: Float8Matrix | None, x: list[Tensor], recipe: Float8) -> Tensor:
-    """Weight gradient, which contracts all tokens.
-
-    `x` is the input, followed by a known scale and its inverse, or its `Float8Matrix`.
-    """
+    """Weight gradient, which contracts all tokens. `x` is the input, followed by a known scale and its inverse, or its
+    `Float8Matrix`."""
     rows = x[0].reshape(-1, x[0].shape[-1])
     if recipe.high_precision_weight_gradient:
         return torch.mm(gradient.reshape(-1, gradient.shape[-1]).t(), rows)

@@ -45,15 +45,8 @@ def float8_rowwise_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     All three matmuls of forward and backward are quantized; dims are multiples of 16.
     """
-    out = _to_fp8_rowwise_then_scaled_grouped_mm(
-        x,
-        weight.contiguous().mT,
-        ends,
-        out_dtype=torch.bfloat16,
-        float8_dtype=E4M3,
-        pad_token_groups_for_grouped_mm=False,
-    )
-    return out.to(x.dtype)
+    options = {"out_dtype": torch.bfloat16, "float8_dtype": E4M3, "pad_token_groups_for_grouped_mm": False}
+    return _to_fp8_rowwise_then_scaled_grouped_mm(x, weight.contiguous().mT, ends, **options).to(x.dtype)
 
 
 def float8_rowwise_of_tokens(tokens: Tensor, weight: Tensor, order: PaddedOrder) -> Tensor:
@@ -69,15 +62,8 @@ def mxfp8_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     All three matmuls of forward and backward are quantized; dims are multiples of 128.
     """
-    out = _to_mxfp8_then_scaled_grouped_mm(
-        x,
-        weight.contiguous().mT,
-        offs=ends,
-        out_dtype=torch.bfloat16,
-        wgrad_with_hp=False,
-        pad_token_groups_for_grouped_mm=False,
-    )
-    return out.to(x.dtype)
+    options = {"out_dtype": torch.bfloat16, "wgrad_with_hp": False, "pad_token_groups_for_grouped_mm": False}
+    return _to_mxfp8_then_scaled_grouped_mm(x, weight.contiguous().mT, offs=ends, **options).to(x.dtype)
 
 
 class _Float8OfTokens(torch.autograd.Function):
@@ -115,15 +101,8 @@ def _cast(name: str, *tensors: Tensor) -> Any:
 
 
 def _multiply(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, ends: Tensor) -> Tensor:
-    return torch._scaled_grouped_mm(
-        left,
-        right,
-        left_scales.reciprocal(),
-        right_scales.reciprocal(),
-        ends,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-    )
+    scales = left_scales.reciprocal(), right_scales.reciprocal()
+    return torch._scaled_grouped_mm(left, right, *scales, ends, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {

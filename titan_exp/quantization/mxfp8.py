@@ -75,11 +75,6 @@ def rounded(tensor: Tensor) -> Tensor:
 
 
 def _quantized(tensor: Tensor) -> Tensor:
-    return MXTensor.to_mx(
-        tensor,
-        torch.float8_e4m3fn,
-        BLOCK,
-        ScaleCalculationMode.RCEIL,
-        KernelPreference.AUTO,
-        mxfp8_dim0_cast_kernel_choice=MXFP8Dim0CastKernelChoice.TRITON,
-    )
+    choices = ScaleCalculationMode.RCEIL, KernelPreference.AUTO
+    kernel = MXFP8Dim0CastKernelChoice.TRITON
+    return MXTensor.to_mx(tensor, torch.float8_e4m3fn, BLOCK, *choices, mxfp8_dim0_cast_kernel_choice=kernel)

@@ -34,10 +34,8 @@ _NEGATIVE = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
 
 
 def tensor_scale(amax: Tensor, *, power_of_two: bool) -> Tensor:
-    """fp32 scales from amax values of any shape, chosen so that blocks use e4m3's whole range.
-
-    `power_of_two` rounds up to a power of two.
-    """
+    """fp32 scales from amax values of any shape, chosen so that blocks use e4m3's whole range; `power_of_two` rounds
+    up."""
     scale = (amax.float() / (LARGEST * E4M3.max)).clamp(min=SMALLEST_SCALE)
     if not power_of_two:
         return scale
@@ -106,10 +104,8 @@ class NVFP4:
         return NVFP4(power_of_two=config.power_of_two_scales, stochastic=config.stochastic_rounding)
 
     def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> "NVFP4":
-        """Return the recipe for ranks that share inputs or outputs; `amax_reduce` takes the maximum over them."""
-        if input_sharded:
-            return replace(self, input_amax_reduce=amax_reduce)
-        return replace(self, output_amax_reduce=amax_reduce)
+        """Recipe for ranks that share inputs or outputs; `amax_reduce` takes the maximum over them."""
+        return replace(self, **{"input_amax_reduce" if input_sharded else "output_amax_reduce": amax_reduce})
 
     def scale_of(self, matrix: Tensor, amax_reduce: AmaxReduce | None) -> Tensor:
         """Scale of a matrix of which other ranks may hold parts."""

@@ -212,11 +212,8 @@ def assume_hardware(hardware: Hardware) -> Iterator[None]:
 
 
 def needs_emulation(config: QuantizationConfig, device: torch.device) -> bool:
-    """True if the recipe is emulated on this device.
-
-    Raises:
-        UserError: emulation is forbidden, and the device lacks the instructions.
-    """
+    """True if the recipe is emulated on this device. Raises UserError if emulation is forbidden, and the device lacks
+    the instructions."""
     has = _HARDWARE.get().has_instructions(config.recipe, device)
     if config.emulate is False and not has:
         major, minor = MIN_CAPABILITY[config.recipe]

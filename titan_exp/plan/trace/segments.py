@@ -4,7 +4,7 @@ A segment does not depend on earlier allocations, so segments of a small model c
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -331,22 +331,17 @@ def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:
 
 @contextmanager
 def track_phases(
-    tracker: MemoryTracker,
-    parts: Sequence[nn.Module],
-    compute_weights: Iterable[Tensor] = (),
+    tracker: MemoryTracker, parts: Sequence[nn.Module], compute_weights: Iterable[Tensor] = ()
 ) -> Iterator[None]:
     """Set a tracker's phase and categories by hooks on modules, for the `with` block."""
-    hooks: list[Any] = []
-    for part in parts:
-        tracker.set_category(part.parameters(), "parameters")
-        tracker.set_category(part.buffers(), "other")
-        hooks += _on_part(tracker, part)
-    tracker.set_category(compute_weights, "gathered parameters")
-    try:
+    with ExitStack() as hooks:
+        for part in parts:
+            tracker.set_category(part.parameters(), "parameters")
+            tracker.set_category(part.buffers(), "other")
+            for hook in _on_part(tracker, part):
+                hooks.enter_context(hook)
+        tracker.set_category(compute_weights, "gathered parameters")
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _on_part(tracker: MemoryTracker, part: nn.Module) -> list[Any]:

@@ -298,7 +298,6 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> Block | None:
-        """Map memory at the beginning of an unmapped range; returns it, merged with the free block before it."""
         size = -(-size // block.pool.page) * block.pool.page
         if not self._reserve(size):
             return None
@@ -342,7 +341,6 @@ class CachingAllocator:
                     self.reserved -= block.size
 
     def _unmap(self, block: Block) -> None:
-        """Unmap the whole pages of a free block."""
         pool = block.pool
         first = -(-block.address // pool.page) * pool.page
         last = (block.address + block.size) // pool.page * pool.page

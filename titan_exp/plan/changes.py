@@ -107,7 +107,6 @@ def explain_changes(
 
 
 def _no_change(memory_check: MemoryCheck, changes: Changes, typed: Sequence[str]) -> Iterator[str]:
-    """Sentences about a run for which no change was found."""
     run, layout = memory_check.experiment, ResolvedLayout.of(memory_check.experiment)
     values = defaultdict[str, dict[str, None]](dict)
     for key, _, value in (word.partition("=") for overrides in changes.tried for word in overrides):
@@ -209,7 +208,6 @@ def _may_fit(memory_check: MemoryCheck, offers: Sequence[Offer]) -> bool:
 
 
 def _offers(memory_check: MemoryCheck) -> Iterator[Offer]:
-    """Moves that save memory, with their costs and best cases."""
     run = memory_check.experiment
     layout, on_cpu = ResolvedLayout.of(run), ResolvedLayout.of(run).device_type == "cpu"
     now, tokens = layout.micro_batch_size, layout.micro_batch_size * layout.training.seq_len

@@ -193,7 +193,6 @@ def _lost_attributes(
 
 
 def _sharded_violations(named: Sequence[NamedParameter], experiment: Experiment) -> Iterator[Violation]:
-    """Violations by steps on sharded parameters, whose results mean nothing here."""
     degrees = experiment.parallelism.dp_shard, experiment.parallelism.tp
     if max(degrees) == 1:
         return

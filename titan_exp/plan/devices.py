@@ -91,8 +91,7 @@ class Device:
     def fp8_rate(self) -> float:
         """Sustained FLOP/s of the recipe's fp8 matmuls. Recipes without a rate use tensorwise float8's, devices without
         fp8 bf16's."""
-        tflops = self.gemm.get(self.recipe, self.gemm.get("float8_tensorwise", self.gemm["bf16"]))
-        return tflops * 1e12
+        return 1e12 * self.gemm.get(self.recipe, self.gemm.get("float8_tensorwise", self.gemm["bf16"]))
 
     @property
     def attention_rates(self) -> tuple[float, float]:
@@ -259,10 +258,8 @@ def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
 
 
 def gpu_memory(cluster: ClusterConfig, cache: Path, layout: ResolvedLayout, spec: ModelSpec | None) -> DeviceMemory:
-    """Device and memory of a run on GPUs; `cache` is `.cache` of the runs.
-
-    The driver tells the capacity of GPUs in this machine; for others, the device table does.
-    """
+    """Device and memory of a run on GPUs; `cache` is `.cache` of the runs. The driver tells the capacity of GPUs that are
+    here, the device table that of others."""
     installed = gpu_names() if not cluster.is_remote and cluster.gpu_type is None else []
     key = (cluster.gpu_type or "").lower()
     if len(set(installed)) == 1:
@@ -284,7 +281,6 @@ def memory_of_gpu(device: Device, layout: ResolvedLayout, spec: ModelSpec | None
 
 
 def _given(source: object, *names: str) -> dict[str, Any]:
-    """Attributes of these names that are not None."""
     return {name: value for name in names if (value := getattr(source, name)) is not None}
 
 

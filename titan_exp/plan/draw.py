@@ -153,7 +153,6 @@ def sharded_dims(weight: Tensor) -> tuple[tuple[str, int], ...]:
 
 
 def _unwrapped(name: str) -> str:
-    """Parameter name without wrapper modules."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
@@ -283,7 +282,6 @@ def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:
 
 
 def _page_data(plan: Plan) -> dict[str, Any]:
-    """Numbers of the page's scripts."""
     layout, shards_by_rank = plan.layout, dict[int, RankShards]()
     with no_garbage_collection():
         for rank in plan.ranks:

@@ -219,7 +219,6 @@ def plan_record(memory_check: MemoryCheck) -> dict[str, Any] | None:
 
 
 def _check_by_bound(experiment: Experiment, runs: Path) -> MemoryCheck:
-    """Memory check without a prediction."""
     if experiment.plan.gate == "off":
         return MemoryCheck(experiment, None, why_not="plan.gate=off")
     memory = device_memory_of(ResolvedLayout.of(experiment), model_spec(experiment.model), runs)
@@ -240,7 +239,6 @@ def fits_unsharded(experiment: Experiment, runs: Path) -> bool:
 
 
 def _request(memory_check: MemoryCheck) -> PredictionRequest | None:
-    """Request for a run that needs a prediction or has user code."""
     experiment, memory = memory_check.experiment, memory_check.device_memory
     if memory is None:
         return None

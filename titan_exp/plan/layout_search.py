@@ -229,11 +229,9 @@ class LayoutSearch:
         return min(filter(self._is_valid, found), key=self._need, default=seed)
 
     def _need(self, candidate: layouts.Candidate) -> float:
-        """Estimated share of the device's memory that a layout needs."""
         return layouts.least_bytes(candidate) / room_of(candidate.layout, candidate.spec, self._device)
 
     def _is_valid(self, candidate: layouts.Candidate) -> bool:
-        """True if a layout breaks no rule and can be planned."""
         known = self._valid.get(candidate.identity)
         if known is None:
             wrong = next(iter(find_violations(every_rule(), candidate.experiment)), None)
@@ -246,7 +244,6 @@ class LayoutSearch:
         return known
 
     def _reason(self, candidate: layouts.Candidate) -> str | None:
-        """Reason against planning a layout; None if there is none."""
         layout = candidate.layout
         if layout.parallelism.pp > 1 and layout.stage_count * layout.gradient_accumulation > LONGEST_SCHEDULE:
             return f"a schedule has more than {LONGEST_SCHEDULE:,} forward passes"
@@ -343,7 +340,6 @@ def interrupt_after(seconds: float | None) -> Iterator[None]:
 
 
 def _plan(candidate: layouts.Candidate, device: Device) -> LayoutCost | str:
-    """Plan a layout: its cost, or the reason why it cannot be extrapolated."""
     try:
         return planned_cost(candidate, device)
     except ExtrapolationError as error:

@@ -190,7 +190,6 @@ def micro_batches(sequences: int, most: int = MAX_MICRO_BATCH) -> list[int]:
 
 
 def _degrees(parallelism: ParallelismConfig, gpus: int, fixed: Collection[str]) -> Iterator[dict[str, int]]:
-    """Factorizations of the number of GPUs into degrees that keep the fixed ones."""
     typed = {degree: getattr(parallelism, degree) for degree in DEGREES if f"parallelism.{degree}" in fixed}
     *searched, last = sorted(DEGREES, key=lambda degree: degree not in typed)
     # -1 takes the remaining factor.
@@ -320,7 +319,6 @@ def _degree_moves(run: Experiment, fixed: Collection[str]) -> Iterator[Move]:
 
 
 def _values(run: Experiment) -> dict[str, Iterable[tuple[int, Any]]]:
-    """Directions and new values of moves, by key."""
     layout, compiled = ResolvedLayout.of(share_of_world(run)), run.compile
     own, checkpointing, mode = layout.parallelism, run.activation_checkpoint, run.activation_checkpoint.mode
     modes = ["none", "selective", "every_n", "full", *(["budget"] if compiled.compiles("blocks") else [])]

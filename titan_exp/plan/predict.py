@@ -360,7 +360,6 @@ def _evaluations(
 
 
 def _state(trace: Trace) -> tuple[int, int]:
-    """Bytes of parameters and of optimizer state, on device and host."""
     device, host = trace.persistent, {} if trace.host is None else trace.host.persistent
     return device["parameters"] + host.get("parameters", 0), device["optimizer"] + host.get("optimizer", 0)
 
@@ -445,7 +444,6 @@ def traced_rank(experiment: Experiment, device: Device | None, pipeline_rank: in
 
 @contextmanager
 def _assumptions(experiment: Experiment, device: Device | None) -> Iterator[None]:
-    """Assume a device's capability and attention kernels in the `with` block."""
     capability = nullcontext() if device is None else fake_cuda_capability(device.capability)
     deterministic = experiment.training.deterministic
     with capability, deterministic_attention(device.multiprocessors if device and deterministic else None):

@@ -156,7 +156,6 @@ def _memory(plan: Plan) -> Table:
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    """Sentences below the memory table."""
     yield _fit_sentence(plan)
     if not plan.is_whole:
         some, last = listed([rank.pipeline_rank for rank in plan.ranks], "and"), plan.layout.parallelism.pp - 1
@@ -222,7 +221,6 @@ def _evaluations(plan: Plan) -> Iterator[str]:
 
 
 def _sent_activations(plan: Plan) -> Iterator[str]:
-    """Line on the activations in flight, which a pipeline on GPUs may free earlier than predicted."""
     if plan.largest.sent and plan.layout.device_type == "cuda":
         passes = plan.layout.gradient_accumulation // plan.layout.pipeline_microbatches
         yield (
@@ -232,7 +230,6 @@ def _sent_activations(plan: Plan) -> Iterator[str]:
 
 
 def _experts(plan: Plan) -> Iterator[str]:
-    """Lines about the assumed load of experts."""
     spec, layout = model_spec(plan.experiment.model), plan.layout
     experts = None if spec is None else next(iter(spec.expert_linears), None)
     if experts is None:
@@ -310,7 +307,6 @@ def _of_largest(plan: Plan) -> str:
 
 
 def _emulated(plan: Plan) -> Iterator[str]:
-    """Line on a recipe that this GPU emulates."""
     config, device = plan.experiment.quantization, plan.device
     if plan.layout.device_type == "cpu" or config.recipe == "none" or device is None:
         return

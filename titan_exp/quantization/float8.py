@@ -317,7 +317,6 @@ def unflatten(rows: Tensor, like: Tensor, ranks: TensorParallelCollectives | Non
 
 
 def _whole(weight: Tensor, scale: Tensor | None, recipe: Float8) -> Float8Matrix:
-    """Cast the weight with a single scale."""
     if isinstance(weight, Float8TrainingTensor):
         return Float8Matrix.of(weight._data, weight._scale)
     if scale is not None:

@@ -76,7 +76,6 @@ def _tokens(
 
 
 def _weight(weight: Tensor, scale: Tensor) -> tuple[Operand, Operand]:
-    """Quantize a weight in square blocks, and its transpose."""
     codes, scales, transposed, transposed_scales = triton_weight_quantize_2d(weight.contiguous(), _reach(scale))
     return (codes, scales, scale), (transposed, transposed_scales, scale)
 

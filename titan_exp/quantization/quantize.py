@@ -279,7 +279,6 @@ def _amax(weights: list[Tensor], recipe: Float8, *, fused: bool) -> list[Tensor]
 
 
 def _linears_of_kind(parts: Sequence[nn.Module], kind: type[Impl]) -> Iterator[tuple[nn.Module, Impl]]:
-    """Linears with this kind of implementation."""
     for part in parts:
         for module in part.modules():
             if isinstance(impl := getattr(module, "linear_impl", None), kind):

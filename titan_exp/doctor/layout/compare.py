@@ -93,7 +93,6 @@ def cause(difference: Difference, probed: Probed, *, of_tokens: bool = False) ->
 
 
 def _found_causes(difference: Difference, keys: set[str], probed: Probed) -> Iterator[str]:
-    """Causes that the probe has found, the likeliest first."""
     parallelism, place = difference.case.experiment.parallelism, difference.place
     if probed.stateful:
         yield (
@@ -129,8 +128,8 @@ def _found_causes(difference: Difference, keys: set[str], probed: Probed) -> Ite
 
 CAUSES = {
     "ep": "the router or the experts compute something over the tokens of a rank, and each rank has other tokens.",
-    "cp forward": "something takes the tokens of a rank for all of the sequence, in their number or in their places (the "
-    "argument `positions` has a token's position).",
+    "cp forward": "something takes the tokens of a rank for all of the sequence, in their number or in their places "
+    "(the argument `positions` has a token's position).",
     "tp forward": "something is computed over all heads or features while a rank holds a part of them, or is added on "
     "every rank to outputs that are summed over ranks (titan-exp help own-model: a norm over all heads).",
     "tp backward": "each rank computes a part of this gradient, and nothing sums the parts. Set tp_style of the "

@@ -97,7 +97,6 @@ def shrink(experiment: Experiment) -> Experiment | str:
 
 
 def _parameters(model: ModelConfig) -> int:
-    """Number of parameters of a plain class."""
     import torch
 
     from titan_exp.models.build import build_model, parameter_count
@@ -113,7 +112,6 @@ def stages(parallelism: ParallelismConfig) -> int:
 
 
 def _smaller(model: ModelConfig, spec: ModelSpec | None, multiple: int) -> Iterator[ModelConfig]:
-    """Shrunken models, the smallest first."""
     small = with_attention_backend(with_mtp_depth(model, min(1, 0 if spec is None else len(spec.mtp_layers))), "auto")
     for sizes in (SIZES, {name: SIZES[name] for name in ("vocab_size", "experts", "num_experts")}):
         try:

@@ -134,7 +134,6 @@ def small_run(
 
 
 def _layer_kinds(experiment: Experiment, spec: ModelSpec) -> list[LayerKind]:
-    """Kind of each block, modules of multi-token prediction last."""
     quantization, patterns = experiment.quantization, experiment.training.fp32_modules
     kinds, grouped = [], _groups(experiment, spec)
     for number, layer in enumerate(spec.blocks):
@@ -153,7 +152,6 @@ def _layer_kinds(experiment: Experiment, spec: ModelSpec) -> list[LayerKind]:
 
 
 def _groups(experiment: Experiment, spec: ModelSpec) -> dict[str, str]:
-    """Parameter group of each parameter that is in one of `optimizer.groups`."""
     groups = experiment.optimizer.groups
     roles = parameter_roles(spec).items() if groups else ()
     found = ((name, [key for key, group in groups.items() if group.has(name, role)]) for name, role in roles)

@@ -345,7 +345,6 @@ class _Rank:
         self._composer.replay(self._samples[at.stage][part.mode], source, at, layer)
 
     def _result(self, step: int, scheduled: ScheduledAction) -> int:
-        """Storage of an action's result."""
         number, kind, micro = scheduled.action
         stage = self._stages[number]
         sample = self._samples[number][stage.last_mode(kind)]
@@ -356,7 +355,6 @@ class _Rank:
         return self._composer.locate(sample, sample.results[source], source, at)
 
     def _gradient(self, step: int, key: GradientKey) -> int:
-        """Storage of a parameter's reduced gradient."""
         stage = [*self._stages.values()][key.part]
         samples, sampled, block = self._samples[stage.number], stage.sampled, None
         sample = samples[0 if key.block is None else stage.modes[key.block]]

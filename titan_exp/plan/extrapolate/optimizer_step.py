@@ -193,7 +193,6 @@ def _unrolled(experiment: Experiment, depths: range, *, cuda: bool) -> Optimizer
 
 
 def _tokens(trace: OptimizerStepTrace) -> list[Token]:
-    """Flatten the segments, gradients and others of a trace into one sequence."""
     found = list[Token]()
     for place, segments in enumerate((trace.setup, *trace.ends)):
         for segment in segments:

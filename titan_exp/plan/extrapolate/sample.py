@@ -299,7 +299,6 @@ def _small_model(
 
 
 def _blocks(layers: Mapping[str, int], period: int) -> dict[int, int]:
-    """Number of blocks by stage number, from the number of layers by kind of stage."""
     blocks = {SAMPLED_STAGES[kind]: count for kind, count in layers.items()}
     return blocks if WHOLE in layers else {**blocks, OTHER_RANK: period}
 

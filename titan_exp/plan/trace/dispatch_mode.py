@@ -155,7 +155,6 @@ class CostMode(TorchDispatchMode):
         self._count_kernel(self.costs, "elementwise", 0, 0, bytes_moved)
 
     def _replay(self, func: Any, args: tuple[Any, ...], known: CachedOp) -> Any:
-        """Create and record the results of a cached call."""
         out, made = known.replay(args)
         for tensor, alias in made:
             self.tracker.track(tensor, "other" if alias else None)
@@ -170,7 +169,6 @@ class CostMode(TorchDispatchMode):
         self._allocate_within(op_costs.decomposed_workspace(func, args), *kernel)
 
     def _allocate_within(self, *sizes: int) -> None:
-        """Record memory that is freed before the operator returns, last first."""
         blocks = [self.tracker.allocate(size, self.tracker.category) for size in sizes if size]
         for block in reversed(blocks):
             self.tracker.free(block)
@@ -291,7 +289,6 @@ class CostMode(TorchDispatchMode):
                 costs.kernels[name, measure] += count
 
     def _categorize_fsdp(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Set the categories of buffers that FSDP2's own operators read and write."""
         if name.endswith("split_with_sizes_copy"):
             self.tracker.set_category(tree_leaves(kwargs["out"]), "gathered parameters")
         elif name.endswith("all_gather_copy_in"):

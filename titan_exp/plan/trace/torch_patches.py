@@ -309,7 +309,6 @@ def _is_cacheable(func: Any) -> bool:
 
 
 def _add_key(args: Sequence[Any], values: list[Hashable]) -> bool:
-    """Append each argument's part of the key; returns False if an argument has none."""
     for arg in args:
         kind = type(arg)
         if kind is FakeTensor:

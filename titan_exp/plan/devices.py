@@ -258,7 +258,7 @@ def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
 
 
 def gpu_memory(cluster: ClusterConfig, cache: Path, layout: ResolvedLayout, spec: ModelSpec | None) -> DeviceMemory:
-    """Device and memory of a run on GPUs; `cache` is `.cache` of the runs. The driver tells the capacity of GPUs that are
+    """Device and memory of a run on GPUs; `cache` is `.cache` of the runs. The driver tells the capacity of GPUs
     here, the device table that of others."""
     installed = gpu_names() if not cluster.is_remote and cluster.gpu_type is None else []
     key = (cluster.gpu_type or "").lower()

@@ -131,7 +131,8 @@ def _weights(stage: int, module: nn.Module) -> Iterator[ShardedWeight]:
     layers: dict[tuple[str, tuple[int, ...], int, tuple[tuple[str, int], ...]], list[int]] = {}
     for full_name, weight in module.named_parameters():
         number, name = in_blocks.get(id(weight), (None, full_name))
-        key = (_unwrapped(name), tuple(weight.shape), weight.element_size(), sharded_dims(weight))
+        name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+        key = (name, tuple(weight.shape), weight.element_size(), sharded_dims(weight))
         layers.setdefault(key, []).extend([] if number is None else [number])
     for (name, shape, itemsize, cuts), numbers in layers.items():
         yield ShardedWeight(stage, name, tuple(numbers), shape, itemsize, cuts)
@@ -150,10 +151,6 @@ def sharded_dims(weight: Tensor) -> tuple[tuple[str, int], ...]:
     # A strided shard divides the shards of the axes after it.
     divided.sort(key=lambda division: isinstance(division[1], _StridedShard))
     return tuple((axis, placement.dim) for axis, placement in divided)
-
-
-def _unwrapped(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
@@ -299,7 +296,15 @@ def _page_data(plan: Plan) -> dict[str, Any]:
         },
         "stages": [_pieces(layers) for layers in layout.stage_layers],
         "layers": layout.layers,
-        "batch": _batch(layout) | {"pieces": token_ranges(plan.experiment)},
+        "batch": {
+            "sequences": layout.training.global_batch_size,
+            "tokens": layout.training.seq_len,
+            "shares": layout.dp_degree,
+            "micro": layout.micro_batch_size,
+            "microbatches": layout.gradient_accumulation,
+            "divided": layout.parallelism.tp > 1 and layout.parallelism.sequence_parallel,
+            "pieces": token_ranges(plan.experiment),
+        },
         "passes": schedule_data(plan),
         "categories": CATEGORIES,
         "room": None if plan.device is None else plan.device.memory,
@@ -326,17 +331,6 @@ def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
     return found
 
 
-def _batch(layout: ResolvedLayout) -> dict[str, Any]:
-    return {
-        "sequences": layout.training.global_batch_size,
-        "tokens": layout.training.seq_len,
-        "shares": layout.dp_degree,
-        "micro": layout.micro_batch_size,
-        "microbatches": layout.gradient_accumulation,
-        "divided": layout.parallelism.tp > 1 and layout.parallelism.sequence_parallel,
-    }
-
-
 def _rank(rank: RankPlan, shards: RankShards, moments: int) -> dict[str, Any]:
     trace = rank.trace
     return {
@@ -352,7 +346,10 @@ def _rank(rank: RankPlan, shards: RankShards, moments: int) -> dict[str, Any]:
 
 def _memory(timeline: list[Moment], peak: Moment, most: int) -> dict[str, Any]:
     """Memory over a step: a column per category, in a unit that leaves five digits, and phases as indices."""
-    moments = _downsample(timeline, most)
+    # The first moment, and the maximum of each of equal spans.
+    span = max(1, -(-(len(timeline) - 1) // (most - 1)))
+    spans = [timeline[start : start + span] for start in range(1, len(timeline), span)]
+    moments = [*timeline[:1], *(max(span, key=lambda moment: moment.bytes) for span in spans)]
     unit = max(1, peak.bytes // 20_000)
     phases = list(dict.fromkeys(moment.where for moment in moments))
     return {
@@ -366,13 +363,6 @@ def _memory(timeline: list[Moment], peak: Moment, most: int) -> dict[str, Any]:
         "where": [phases.index(moment.where) for moment in moments],
         "peak": max(range(len(moments)), key=lambda index: moments[index].bytes),
     }
-
-
-def _downsample(moments: list[Moment], most: int) -> list[Moment]:
-    """The first moment, and the maximum of each of equal spans."""
-    span = max(1, -(-(len(moments) - 1) // (most - 1)))
-    spans = [moments[start : start + span] for start in range(1, len(moments), span)]
-    return [*moments[:1], *(max(span, key=lambda moment: moment.bytes) for span in spans)]
 
 
 def _pieces(numbers: Iterable[int]) -> list[tuple[int, int]]:

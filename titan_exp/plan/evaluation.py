@@ -71,10 +71,9 @@ class Evaluated:
         def batches() -> Sequence[Any]:
             return fake_batches(run, copied=state.mesh.device == DEVICE)[: model.eval_microbatches]
 
-        if ResolvedLayout.of(run).device_type == "cpu":  # a batch on the host is in the memory that we plan
-            return lambda: model.loss_sum(batches())
-        made = batches()
-        return lambda: model.loss_sum(made)
+        # A batch on the host is in the memory that we plan, if that is the host's.
+        made = None if ResolvedLayout.of(run).device_type == "cpu" else batches()
+        return lambda: model.loss_sum(batches() if made is None else made)
 
 
 def evaluated(experiment: Experiment) -> list[Evaluated]:
@@ -159,18 +158,25 @@ def extrapolate_evaluations(
     last stage share them if they have as many layers."""
     from titan_exp.plan.trace.trace_step import fake_rank, pipeline_ranks
 
-    layout, period = ResolvedLayout.of(experiment), repetition(experiment)[1]
+    layout, (distinct, period), end = ResolvedLayout.of(experiment), repetition(experiment), last_layers(experiment)
     counts, owners, known = layout.layer_counts, layout.stage_placement, dict[object, list[EvaluationTrace]]()
-    cuda = layout.device_type == "cuda"
-    small, found = _small_counts(experiment), dict[int, list[EvaluationTrace]]()
+    cuda, found = layout.device_type == "cuda", dict[int, list[EvaluationTrace]]()
+    # Layers of each stage of the small model: as few as behave like more, and whole periods fewer than the run's.
+    few, last = 2 * sampled_edge(experiment) + period, len(counts) - 1
+    ends = [distinct * (stage == 0) + end * (stage == last) for stage in range(len(counts))]
+    small = [count - max(0, count - own - few) // period * period for count, own in zip(counts, ends, strict=True)]
 
     def traced(number: int, of: Sequence[int]) -> list[EvaluationTrace]:
-        with fake_rank(_small(experiment, of), pipeline_ranks(layout)[number]) as rank:
+        own = experiment.parallelism
+        without = replace(experiment.activation_checkpoint, mode="none")
+        run = small_run(experiment, of, layout.gradient_accumulation, without, pp=own.pp, schedule=own.pp_schedule)
+        run = replace(run, parallelism=replace(run.parallelism, pp_microbatches=own.pp_microbatches))
+        with fake_rank(run, pipeline_ranks(layout)[number]) as rank:
             return trace_evaluations(rank, kinds, tracer)
 
     for number in numbers:
         own = [stage for stage, owner in enumerate(owners) if owner == number]
-        key = tuple(counts[stage] for stage in own), 0 in own, len(counts) - 1 in own
+        key = tuple(counts[stage] for stage in own), 0 in own, last in own
         if key not in known:
             known[key] = traced(number, small)
             missing = sum(counts[stage] - small[stage] for stage in own) // period
@@ -183,21 +189,6 @@ def extrapolate_evaluations(
                 known[key] = [_with_layers(*group, periods=missing) for group in groups]
         found[number] = known[key]
     return found
-
-
-def _small_counts(experiment: Experiment) -> list[int]:
-    """Layers of each stage of the small model: as few as behave like more, and whole periods fewer than the run's."""
-    (distinct, period), counts = repetition(experiment), ResolvedLayout.of(experiment).layer_counts
-    few, end = 2 * sampled_edge(experiment) + period, len(counts) - 1
-    ends = [distinct * (stage == 0) + last_layers(experiment) * (stage == end) for stage in range(len(counts))]
-    return [count - max(0, count - own - few) // period * period for count, own in zip(counts, ends, strict=True)]
-
-
-def _small(experiment: Experiment, counts: Sequence[int]) -> Experiment:
-    layout, own = ResolvedLayout.of(experiment), experiment.parallelism
-    without = replace(experiment.activation_checkpoint, mode="none")
-    run = small_run(experiment, counts, layout.gradient_accumulation, without, pp=own.pp, schedule=own.pp_schedule)
-    return replace(run, parallelism=replace(run.parallelism, pp_microbatches=own.pp_microbatches))
 
 
 def _with_layers(one: EvaluationTrace, more: EvaluationTrace, *most: EvaluationTrace, periods: int) -> EvaluationTrace:

@@ -34,10 +34,8 @@ ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 
 
 def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device, node: int) -> RankTime:
-    """Estimate the time of a traced step on nodes of `node` devices.
-
-    `axes` maps every mesh axis with messages to the ranks of this rank's process group.
-    """
+    """Estimate the time of a traced step on nodes of `node` devices; `axes` maps every mesh axis with messages to the
+    ranks of this rank's process group."""
     exposed, behind = 0.0, 0.0
     for (axis, kind), size in costs.messages.items():
         if axis == AXIS:
@@ -140,18 +138,13 @@ def pipeline_bubble(layout: ResolvedLayout) -> float:
 
 
 def message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, node: int, *, calls: int = 0) -> float:
-    """Seconds of one rank's messages of one kind: by ring algorithms, or all-to-all directly to each rank.
-
-    `calls` messages have `size` bytes in total; each adds the latency of its hops around the ring.
-    """
+    """Seconds of one rank's messages of one kind: by ring algorithms, or all-to-all directly to each rank. `calls`
+    messages have `size` bytes in total; each adds the latency of its hops around the ring."""
     if kind == "receive" or len(ranks) < 2:
         return 0.0  # the sender counts them
     nodes = Counter(rank // node for rank in ranks)
-    rate, others, rounds = (
-        device.link_gbs,
-        (len(ranks) - 1) / len(ranks),
-        ROUNDS.get(kind.partition(op_costs.BESIDE)[0], 0),
-    )
+    rate, others = device.link_gbs, (len(ranks) - 1) / len(ranks)
+    rounds = ROUNDS.get(kind.partition(op_costs.BESIDE)[0], 0)
     hops = (len(ranks) - len(nodes), len(nodes) - 1) if rounds else (len(nodes) == 1, len(nodes) > 1)
     microseconds = device.message_us + max(1, rounds) * (hops[0] * device.link_hop_us + hops[1] * device.network_hop_us)
     latency = calls * microseconds / 1e6

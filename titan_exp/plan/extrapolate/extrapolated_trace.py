@@ -20,7 +20,7 @@ from titan_exp.plan.extrapolate.sample import AllocationSite, Sample, Samples, S
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError, SampledPart, ScheduledAction, StageShape
 from titan_exp.plan.planner_processes import Call
 from titan_exp.plan.roofline import axis_ranks
-from titan_exp.plan.trace import segments
+from titan_exp.plan.trace import segments as step_parts
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.memory_tracker import HOST, MemoryTracker
 from titan_exp.plan.trace.segments import NOWHERE, PROLOGUES, RESULT, GradientKey, Segment, StepPosition, sum_costs
@@ -363,8 +363,8 @@ class _Rank:
         allocation = sample.gradients[step].get(GradientKey(sample.stages.index(sampled), block, key.name))
         if allocation is None or allocation not in sample.sites:
             raise ExtrapolationError(f"{key.name} has no gradient in the sample")
-        source = StepPosition(step, sampled, None, segments.END, block)
-        at = StepPosition(step, stage.number, None, segments.END, key.block)
+        source = StepPosition(step, sampled, None, step_parts.END, block)
+        at = StepPosition(step, stage.number, None, step_parts.END, key.block)
         return self._composer.locate(sample, allocation, source, at)
 
 

@@ -17,16 +17,9 @@ from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, small_run
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 from titan_exp.plan.prediction import exchange_of
+from titan_exp.plan.trace import segments as step_parts
 from titan_exp.plan.trace.dispatch_mode import OpCosts
-from titan_exp.plan.trace.segments import (
-    OPTIMIZER_STEP,
-    TIED_SUM,
-    AllocationEvent,
-    GradientKey,
-    Segment,
-    SegmentTracker,
-    sum_costs,
-)
+from titan_exp.plan.trace.segments import AllocationEvent, GradientKey, Segment, SegmentTracker, sum_costs
 from titan_exp.plan.trace.trace_step import fake_rank, trace_step
 
 
@@ -256,7 +249,8 @@ def _trace(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTra
     ends, others = list[Sequence[Segment]](), list[Sequence[int]]()
     for step, gradients in enumerate(tracker.reduced_gradients):
         own = [segment for segment in segments if segment.position.step == step]
-        first = next(place for place, segment in enumerate(own) if segment.position.part in (TIED_SUM, OPTIMIZER_STEP))
+        parts, last = [segment.position.part for segment in own], (step_parts.TIED_SUM, step_parts.OPTIMIZER_STEP)
+        first = next(place for place, part in enumerate(parts) if part in last)
         made = {event.allocation for segment in own[:first] for event in segment.events if event.size}
         others.append(sorted(made - set(gradients.values())))
         ends.append(own[first:])

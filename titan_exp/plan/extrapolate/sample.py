@@ -20,47 +20,11 @@ from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.parallel.pipeline_runtime import ActivationSpec
-from titan_exp.plan.extrapolate.eligibility import (
-    SAMPLED_MICRO_BATCHES,
-    last_blocks,
-    last_layers,
-    recompute_modes,
-    repetition,
-    sampled_edge,
-    sampled_layers,
-    sampled_stages,
-    small_run,
-)
-from titan_exp.plan.extrapolate.schedule import (
-    FIRST,
-    LAST,
-    MIDDLE,
-    OTHER_RANK,
-    SAMPLED_STAGES,
-    WHOLE,
-    ExtrapolationError,
-    SampledPart,
-    SampleKey,
-    StageShape,
-    first_layer,
-    sample_keys,
-)
+from titan_exp.plan.extrapolate import eligibility, schedule
+from titan_exp.plan.extrapolate.schedule import ExtrapolationError, SampledPart, SampleKey, StageShape
+from titan_exp.plan.trace import segments as step_parts
 from titan_exp.plan.trace.dispatch_mode import OpCosts
-from titan_exp.plan.trace.segments import (
-    BETWEEN,
-    GROUP,
-    OPTIMIZER_STEP,
-    PROLOGUES,
-    REDUCE,
-    REST,
-    SUM,
-    TIED_SUM,
-    GradientKey,
-    Segment,
-    SegmentTracker,
-    StepPosition,
-    sum_costs,
-)
+from titan_exp.plan.trace.segments import PROLOGUES, GradientKey, Segment, SegmentTracker, StepPosition, sum_costs
 from titan_exp.plan.trace.torch_patches import uses_inductor
 from titan_exp.plan.trace.trace_step import DEVICE, fake_rank, trace_step
 from titan_exp.tracking.run_folder.files import temporary_folder
@@ -123,7 +87,7 @@ class Sample:
     @cached_property
     def stages(self) -> list[int]:
         """Stage numbers of the sampled rank."""
-        return [stage for stage in self.blocks if stage != OTHER_RANK]
+        return [stage for stage in self.blocks if stage != schedule.OTHER_RANK]
 
     def last_of(self, stage: int) -> int:
         """Number of last blocks that differ from the rest in a stage."""
@@ -147,7 +111,7 @@ class Sample:
         middle = self.edge + (alike - self.edge) % self.period
         if self.blocks[sampled] - last - self.distinct_of(sampled) >= 2 * self.edge + self.period:
             return sampled, self.distinct_of(sampled) + middle
-        return SAMPLED_STAGES[MIDDLE], middle
+        return schedule.SAMPLED_STAGES[schedule.MIDDLE], middle
 
     def action_parts(self, stage: StageShape, kind: str) -> Iterator[SampledPart]:
         """Parts of a stage's action in execution order."""
@@ -157,22 +121,22 @@ class Sample:
             yield SampledPart(stage.modes[place], *self.block_like(stage, place), f"{kind} block", place)
         yield SampledPart(stage.last_mode(kind), stage.sampled, None, f"{kind} after", None)
         if kind in "IW":
-            yield SampledPart(stage.last_mode(kind), stage.sampled, -1, kind + SUM, -1)
+            yield SampledPart(stage.last_mode(kind), stage.sampled, -1, kind + step_parts.SUM, -1)
             for place in places:
-                yield SampledPart(stage.modes[place], *self.block_like(stage, place), kind + SUM, place)
+                yield SampledPart(stage.modes[place], *self.block_like(stage, place), kind + step_parts.SUM, place)
 
     def reduction_parts(self, stage: StageShape) -> Iterator[SampledPart]:
         """Parts of a stage's gradient reduction, in order. A sample has groups only if FSDP shards parameters."""
-        yield SampledPart(0, stage.sampled, None, REDUCE, None)
-        yield SampledPart(0, stage.sampled, -1, GROUP, -1)
+        yield SampledPart(0, stage.sampled, None, step_parts.REDUCE, None)
+        yield SampledPart(0, stage.sampled, -1, step_parts.GROUP, -1)
         for place in range(len(stage.modes)):
-            yield SampledPart(0, *self.block_like(stage, place), GROUP, place)
-        yield SampledPart(0, stage.sampled, None, REST, None)
+            yield SampledPart(0, *self.block_like(stage, place), step_parts.GROUP, place)
+        yield SampledPart(0, stage.sampled, None, step_parts.REST, None)
 
     @property
     def last_micro(self) -> int | None:
         """Last micro-batch; None in a pipeline, where it may be a repeated one."""
-        return self.micro_batches - 1 if WHOLE in self.layers else None
+        return self.micro_batches - 1 if schedule.WHOLE in self.layers else None
 
     @cached_property
     def roles(self) -> dict[tuple[int, int], int]:
@@ -223,8 +187,8 @@ Samples = Mapping[SampleKey, Sequence[Sample]]
 
 def trace_samples(experiment: Experiment, *, cuda: bool) -> Samples:
     """Trace the samples of a run."""
-    modes, _ = recompute_modes(experiment.activation_checkpoint, experiment.model.layers)
-    keys = dict.fromkeys(sample_keys(experiment))
+    modes, _ = eligibility.recompute_modes(experiment.activation_checkpoint, experiment.model.layers)
+    keys = dict.fromkeys(schedule.sample_keys(experiment))
     return {key: [take_sample(experiment, mode, key, cuda=cuda) for mode in modes] for key in keys}
 
 
@@ -233,7 +197,7 @@ def take_sample(
 ) -> Sample:
     """Trace a small model in a run's layout, with the same activation checkpointing for all blocks."""
     pipeline, tracker = experiment.parallelism.pp > 1, SegmentTracker()
-    distinct, period = repetition(experiment)
+    distinct, period = eligibility.repetition(experiment)
     with temporary_folder() as folder:
         small, layers = _small_model(experiment, checkpointing, folder / "schedule.csv", key)
         with fake_rank(small, 0) as fake:
@@ -258,8 +222,8 @@ def take_sample(
         layers=layers,
         distinct=distinct,
         period=period,
-        edge=sampled_edge(experiment),
-        last=last_blocks(experiment),
+        edge=eligibility.sampled_edge(experiment),
+        last=eligibility.last_blocks(experiment),
         micro_batches=micro_batches,
         hidden=_hidden_states(tracker, small) if pipeline else (),
         message=_message(sum_costs(segment.costs for segment in between if segment.position.step == 1)),
@@ -272,35 +236,35 @@ def take_sample(
 
 
 def _small_model(
-    experiment: Experiment, checkpointing: ActivationCheckpointConfig, schedule: Path, key: SampleKey
+    experiment: Experiment, checkpointing: ActivationCheckpointConfig, path: Path, key: SampleKey
 ) -> tuple[Experiment, dict[str, int]]:
     """Small variant of a run, and its number of blocks by kind of stage.
 
     A pipeline's schedule, with forward and backward of single micro-batches, is written to a file.
     """
-    _, period = repetition(experiment)
+    _, period = eligibility.repetition(experiment)
     if experiment.parallelism.pp == 1:
-        few = min(ResolvedLayout.of(experiment).gradient_accumulation, SAMPLED_MICRO_BATCHES)
-        number = sampled_layers(experiment)
-        return small_run(experiment, [number], few, checkpointing), {WHOLE: number + mtp_depth(experiment.model)}
-    layers: dict[str, int] = dict(zip((FIRST, MIDDLE, LAST), sampled_stages(experiment, key.size), strict=True))
-    ends, placement = layers[LAST] + last_layers(experiment), [0, 0, 1, 0]
-    counts = [layers[FIRST], layers[MIDDLE], period, ends]
+        few = min(ResolvedLayout.of(experiment).gradient_accumulation, eligibility.SAMPLED_MICRO_BATCHES)
+        number = eligibility.sampled_layers(experiment)
+        whole = {schedule.WHOLE: number + mtp_depth(experiment.model)}
+        return eligibility.small_run(experiment, [number], few, checkpointing), whole
+    first, middle, last = eligibility.sampled_stages(experiment, key.size)
+    placement, counts = [0, 0, 1, 0], [first, middle, period, last + eligibility.last_layers(experiment)]
     orders: Schedule = []
     for rank in (0, 1):
         own, order = [stage for stage, owner in enumerate(placement) if owner == rank], list[Action]()
         for kind, number in key.order:
             order += [Action(stage, kind, number) for stage in (own if kind == "F" else reversed(own))]
         orders.append(order)
-    schedule.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
-    small = small_run(experiment, counts, len(key.ways), checkpointing, pp=2, schedule=str(schedule))
-    layers[LAST] += last_blocks(experiment)
-    return small, layers
+    path.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
+    small = eligibility.small_run(experiment, counts, len(key.ways), checkpointing, pp=2, schedule=str(path))
+    last += eligibility.last_blocks(experiment)
+    return small, {schedule.FIRST: first, schedule.MIDDLE: middle, schedule.LAST: last}
 
 
 def _blocks(layers: Mapping[str, int], period: int) -> dict[int, int]:
-    blocks = {SAMPLED_STAGES[kind]: count for kind, count in layers.items()}
-    return blocks if WHOLE in layers else {**blocks, OTHER_RANK: period}
+    blocks = {schedule.SAMPLED_STAGES[kind]: count for kind, count in layers.items()}
+    return blocks if schedule.WHOLE in layers else {**blocks, schedule.OTHER_RANK: period}
 
 
 def _segments_of_passes(
@@ -314,16 +278,16 @@ def _segments_of_passes(
     passes, between = defaultdict[StepPosition, list[Segment]](list), list[Segment]()
     for segment in segments:
         part = segment.position.part
-        if part.endswith(BETWEEN):
+        if part.endswith(step_parts.BETWEEN):
             between.append(segment)
-        elif segment.position.step >= 0 and part not in (TIED_SUM, OPTIMIZER_STEP):
+        elif segment.position.step >= 0 and part not in (step_parts.TIED_SUM, step_parts.OPTIMIZER_STEP):
             passes[segment.position].append(segment)
     groups = Counter(position._replace(block=None) for position in passes if _is_group(position))
 
     def in_stage(position: StepPosition) -> StepPosition:
         if position.block is None:
             return position
-        before = first_layer(blocks, position.stage)
+        before = schedule.first_layer(blocks, position.stage)
         if _is_group(position):
             before = groups[position._replace(block=None)] - blocks[position.stage]
         return position._replace(block=position.block - before)
@@ -353,7 +317,7 @@ def _allocations_of_hidden_states(
 
 
 def _is_group(position: StepPosition) -> bool:
-    return position.part == GROUP or position.part.endswith(SUM)
+    return position.part == step_parts.GROUP or position.part.endswith(step_parts.SUM)
 
 
 def _hidden_states(tracker: SegmentTracker, experiment: Experiment) -> list[tuple[int, str]]:

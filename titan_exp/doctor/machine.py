@@ -77,9 +77,7 @@ def measure(
     device: torch.device, runs: Path, seconds: float, run_on_ranks: RunOnRanks, report: Callable[[str], None]
 ) -> DeviceRates:
     """Measure a device (the first GPU), the links between all devices and the disk of `runs`, in about `seconds`.
-
-    `report` receives progress lines.
-    """
+    `report` receives progress lines."""
     start = time.perf_counter()
     rates = list[Measurement]()
 

@@ -116,11 +116,8 @@ def measure_rate(
 def median_seconds(
     call: Callable[[], object], device: torch.device, limit: float, agree: Callable[[int], int] = lambda calls: calls
 ) -> float:
-    """Median seconds per call of samples that end with a synchronization, after one warm-up call.
-
-    The first timed call determines the size and number of samples; `agree` makes them equal on all ranks if the call
-    is a collective.
-    """
+    """Median seconds per call of samples that end with a synchronization, after one warm-up call. The first timed call
+    determines the size and number of samples; `agree` makes them equal on all ranks if the call is a collective."""
 
     def timed(calls: int = 1) -> float:
         begin = time.perf_counter()

@@ -82,11 +82,9 @@ def steady_reserved(
 
 
 def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> Iterator[list[Event]]:
-    """Events of `times` equal steps as in training, one list per step; the first includes the setup.
-
-    If a step releases a storage that it did not allocate, the next step releases an equal one (size, stream) that this
-    step kept. A step that keeps other storages is not repeated.
-    """
+    """Events of `times` equal steps as in training, one list per step; the first includes the setup. If a step releases
+    a storage that it did not allocate, the next step releases an equal one (size, stream) that this step kept. A step
+    that keeps other storages is not repeated."""
     yield [*before, *step]
     successors = _successors(before, step)
     if successors is None:
@@ -192,10 +190,8 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Torch's caching allocator of one device: best fit, splitting and merging, per stream and pool.
-
-    `expandable` is `PYTORCH_ALLOC_CONF=expandable_segments:True`. A `capacity` of None is unlimited.
-    """
+    """Torch's caching allocator of one device: best fit, splitting and merging, per stream and pool. `expandable` is
+    `PYTORCH_ALLOC_CONF=expandable_segments:True`. A `capacity` of None is unlimited."""
 
     def __init__(self, *, expandable: bool = False, capacity: int | None = None) -> None:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0

@@ -262,10 +262,8 @@ def check_user_code(experiment: Experiment) -> None:
 
 @contextmanager
 def failing_user_code(experiment: Experiment, what: str) -> Iterator[None]:
-    """Convert an exception of the run's user code into a UserCodeError that begins with `what`.
-
-    Exceptions without a frame in your code, and exceptions that only fake tensors raise, pass unchanged.
-    """
+    """Convert an exception of the run's user code into a UserCodeError that begins with `what`. Exceptions without a
+    frame in your code, and exceptions that only fake tensors raise, pass unchanged."""
     # Torch logs a traceback of every fake kernel that fails.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True

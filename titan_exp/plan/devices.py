@@ -207,10 +207,8 @@ def symmetric_memory(layout: ResolvedLayout, spec: ModelSpec | None) -> int:
 
 
 def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: int) -> Device | None:
-    """CPU as the device of one of several processes; None if `titan-exp doctor` has not measured it.
-
-    Matmuls run in `dtype` (`fp32` or `bf16`) on the process's `threads` cores; `processes` share the bandwidth.
-    """
+    """CPU as the device of one of several processes; None if `titan-exp doctor` has not measured it. Matmuls run in
+    `dtype` (`fp32` or `bf16`) on the process's `threads` cores; `processes` share the bandwidth."""
     measured = read_rates(cache, name)
     if measured is None or dtype not in measured.tflops or measured.copy is None:
         return None

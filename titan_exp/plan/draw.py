@@ -192,9 +192,7 @@ def schedule_of(layout: ResolvedLayout) -> PipelineSchedule:
 
 def schedule_data(plan: Plan) -> dict[str, Any]:
     """Schedule as JSON: actions and idle times of each rank as text, in units of a forward pass if times are unknown.
-
-    Every stage takes equally long, so that the last action ends with the plan's step.
-    """
+    Every stage takes equally long, so that the last action ends with the plan's step."""
     schedule = schedule_of(plan.layout)
     line, costs = schedule.timeline(plan)
     return {

@@ -273,10 +273,8 @@ _MULTIPROCESSORS: ContextVar[int | None] = ContextVar("multiprocessors", default
 
 @contextmanager
 def fake_cuda_kernels(*, beside: bool = False) -> Iterator[None]:
-    """Replace torch functions that have separate CUDA kernels in the `with` block.
-
-    `beside` is True if host tensors exist in addition to those of the fake GPU.
-    """
+    """Replace torch functions that have separate CUDA kernels in the `with` block. `beside` is True if host tensors
+    exist in addition to those of the fake GPU."""
     replacements: list[tuple[Any, str, Any]] = [
         (F, "rms_norm", _rms_norm),
         # This selects code paths with CUDA-only kernels.
@@ -345,9 +343,7 @@ def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | 
 
 class _Norm(torch.autograd.Function):
     """Fused RMSNorm: saves its input and one fp32 value per row. Its operators move as many bytes as the real kernels.
-
-    Both kernels first copy an input that is not contiguous, such as the queries among projected heads.
-    """
+    Both kernels first copy an input that is not contiguous, such as the queries among projected heads."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:

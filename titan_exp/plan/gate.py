@@ -136,10 +136,8 @@ def staged(experiment: Experiment, rank: RankPrediction) -> int:
 def check_memory(
     experiments: Sequence[Experiment], runs: Path, say: Callable[[str], None] = lambda _: None
 ) -> list[MemoryCheck]:
-    """Check the memory of runs with resolved layouts, in order.
-
-    `runs/.cache` holds predictions and measured rates; `say` is called with a line before slow work.
-    """
+    """Check the memory of runs with resolved layouts, in order. `runs/.cache` holds predictions and measured rates;
+    `say` is called with a line before slow work."""
     checks = [_check_by_bound(experiment, runs) for experiment in experiments]
     found = {number: request for number, check in enumerate(checks) if (request := _request(check)) is not None}
     for number, answer in zip(found, predict_many(list(found.values()), runs / ".cache", say), strict=True):

@@ -155,10 +155,7 @@ class SearchResult:
 
 
 class LayoutSearch:
-    """Search for the fastest `limit` layouts, with one process per core.
-
-    `show` is called with progress lines.
-    """
+    """Search for the fastest `limit` layouts, with one process per core. `show` is called with progress lines."""
 
     def __init__(self, space: layouts.SearchSpace, device: Device, limit: int, show: Callable[[str], None]) -> None:
         self._space, self._device, self._limit, self._show = space, device, limit, show

@@ -109,11 +109,9 @@ class SearchSpace:
         return Candidate(experiment, model_spec(experiment.model), (*refined.items(), *more))
 
     def seeds(self, mode: str) -> Iterator[Iterator[Candidate]]:
-        """For each seed of a search, layouts by similarity to it, the most similar first; they may break rules.
-
-        Seeds are FSDP alone, and FSDP with tensor parallelism in a node, replicas, context, pipeline or expert
-        parallelism. Raises UserError if no product of degrees is the number of GPUs.
-        """
+        """For each seed of a search, layouts by similarity to it, the most similar first; they may break rules. Seeds
+        are FSDP alone, and FSDP with tensor parallelism in a node, replicas, context, pipeline or expert parallelism.
+        Raises UserError if no product of degrees is the number of GPUs."""
         layouts = list(self._layouts(mode))
         if not layouts:
             given = [key for key in sorted(self.fixed) if key.partition(".")[2] in DEGREES]

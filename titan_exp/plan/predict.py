@@ -62,10 +62,8 @@ class RankPlan:
 
     @property
     def sent(self) -> int:
-        """Bytes of activations sent in a step.
-
-        Sends count as live until their pass ends, because the host frees them and may run that far ahead of the GPU.
-        """
+        """Bytes of activations sent in a step. Sends count as live until their pass ends, because the host frees them
+        and may run that far ahead of the GPU."""
         messages = self.trace.costs.messages.items()
         return sum(size for (axis, kind), size in messages if kind == "send" and "pp" in axis.split("="))
 
@@ -206,10 +204,8 @@ class Plan:
 
     @property
     def host_bytes_per_node(self) -> int | None:
-        """Largest host memory of offloaded tensors on any node.
-
-        None without offload, or if some pipeline ranks were not predicted.
-        """
+        """Largest host memory of offloaded tensors on any node. None without offload, or if some pipeline ranks were
+        not predicted."""
         sizes = [rank.trace.host.peak.bytes for rank in self.ranks if rank.trace.host is not None]
         if len(sizes) < self.experiment.parallelism.pp:
             return None
@@ -386,9 +382,7 @@ def _traces(
     falls_back: bool,
 ) -> Iterator[tuple[int, _Traced]]:
     """Yield pipeline ranks with their traces, each as soon as it is ready; all come anew if one cannot be extrapolated.
-
-    `processes` trace optimizer steps while this one traces samples.
-    """
+    `processes` trace optimizer steps while this one traces samples."""
     traced, why_full = as_traced(experiment, device), ""
     layout = ResolvedLayout.of(traced)
     cuda = layout.device_type == "cuda"

@@ -127,10 +127,8 @@ class PredictionRequest:
 def predict_many(
     requests: Sequence[PredictionRequest], cache: Path, say: Callable[[str], None] = lambda _: None
 ) -> list[Prediction | NotPredicted]:
-    """Predict runs, in order; equal runs are predicted once and cached in `cache`.
-
-    `say` is called with a line before slow work.
-    """
+    """Predict runs, in order; equal runs are predicted once and cached in `cache`. `say` is called with a line before
+    slow work."""
     keys: list[str] = []
     answers: dict[str, Prediction | NotPredicted] = {}
     pending: dict[str, PredictionRequest] = {}

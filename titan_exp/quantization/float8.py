@@ -51,11 +51,9 @@ class Float8Matrix(NamedTuple):
 
 
 def amax_of(tensor: Tensor, over: int | None) -> Tensor:
-    """Largest magnitude of a matrix, or of each row or column; `over` is the reduced dim, kept with size 1.
-
-    A norm reads the matrix only once even in eager mode. Inductor fuses reductions of rows into the kernel that
-    computes the matrix, but not a reduction of the whole matrix.
-    """
+    """Largest magnitude of a matrix, or of each row or column; `over` is the reduced dim, kept with size 1. A norm
+    reads the matrix only once even in eager mode. Inductor fuses reductions of rows into the kernel that computes the
+    matrix, but not a reduction of the whole matrix."""
     if over is not None:
         return torch.linalg.vector_norm(tensor, torch.inf, dim=over, keepdim=True)
     return torch.linalg.vector_norm(tensor, torch.inf, dim=-1).amax()
@@ -64,11 +62,9 @@ def amax_of(tensor: Tensor, over: int | None) -> Tensor:
 def scale_of(
     tensor: Tensor, dtype: torch.dtype, *, over: int | None, power_of_two: bool, amax_reduce: AmaxReduce | None = None
 ) -> Tensor:
-    """fp32 scales that map the amax of a matrix [rows, columns] to the largest value of a float8 dtype.
-
-    `over` is the dim whose numbers share a scale, kept with size 1; None gives one scalar scale. `power_of_two` rounds
-    down. `amax_reduce` covers ranks whose numbers share these scales.
-    """
+    """fp32 scales that map the amax of a matrix [rows, columns] to the largest value of a float8 dtype. `over` is the
+    dim whose numbers share a scale, kept with size 1; None gives one scalar scale. `power_of_two` rounds down.
+    `amax_reduce` covers ranks whose numbers share these scales."""
     amax = amax_of(tensor, over)
     return scale_of_amax(amax if amax_reduce is None else amax_reduce(amax), dtype, power_of_two=power_of_two)
 
@@ -86,11 +82,9 @@ def cast(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def multiply(
     left: Float8Matrix, right: Float8Matrix, dtype: torch.dtype, *, emulated: bool, fast: bool = False
 ) -> Tensor:
-    """Multiply left [m, k] by right [k, n], in `dtype`; scales are scalars, or [m, 1] and [1, n].
-
-    `fast` accumulates in fewer bits, which is faster on Hopper. The matmul itself applies rowwise scales (cuBLAS 12.9
-    on Hopper), even without `fast`, in which case torchao multiplies the output by them in separate passes.
-    """
+    """Multiply left [m, k] by right [k, n], in `dtype`; scales are scalars, or [m, 1] and [1, n]. `fast` accumulates in
+    fewer bits, which is faster on Hopper. The matmul itself applies rowwise scales (cuBLAS 12.9 on Hopper), even
+    without `fast`, in which case torchao multiplies the output by them in separate passes."""
     if emulated:
         return in_type(torch.mm(left.data.float() / left.scale, right.data.float() / right.scale), dtype)
     left_inverse, right_inverse = left.inverse, right.inverse
@@ -206,11 +200,8 @@ class Float8:
         self, tensor: Tensor, dtype: torch.dtype, amax_reduce: AmaxReduce | None
     ) -> tuple[Float8Matrix, Float8Matrix]:
         """Cast a matrix [tokens, channels] to float8 twice: with row scales, and with column scales in transposed
-        memory.
-
-        With one scale per matrix, both have the same numbers. `amax_reduce` covers ranks that hold other channels of
-        these tokens.
-        """
+        memory. With one scale per matrix, both have the same numbers. `amax_reduce` covers ranks that hold other
+        channels of these tokens."""
         tensor = tensor.contiguous()
         if self.rowwise:
             of_rows, of_columns = dual_amax(tensor).split(list(tensor.shape))
@@ -228,11 +219,9 @@ class Float8:
 def float8_linear(
     x: Tensor, weight: Tensor, scale: Tensor | None, recipe: Float8, quantized: Float8Weight | None = None
 ) -> Tensor:
-    """Compute x · weightᵀ, [..., inputs] and [outputs, inputs]; `scale` is the whole weight's, if precomputed.
-
-    The weight may already be quantized, by a float8 all-gather or as `quantized`; then `weight` only receives its
-    gradient.
-    """
+    """Compute x · weightᵀ, [..., inputs] and [outputs, inputs]; `scale` is the whole weight's, if precomputed. The
+    weight may already be quantized, by a float8 all-gather or as `quantized`; then `weight` only receives its
+    gradient."""
     matrices = () if quantized is None else (*quantized.rows, *quantized.columns)
     return _Float8Linear.apply(x, weight, scale, recipe, *matrices)  # type: ignore[return-value]  # a Tensor
 

@@ -234,10 +234,7 @@ class EmulatedGroupedLinear(GroupedLinearImpl):
 
 class NativeGroupedLinear(GroupedLinearImpl):
     """Native grouped linear: `float8_rowwise` or `mxfp8` by torchao's kernels, with scales from this rank's channels
-    only.
-
-    Scales are powers of two, so another scale changes only values below 2^-14 of the amax.
-    """
+    only. Scales are powers of two, so another scale changes only values below 2^-14 of the amax."""
 
     def __init__(self, recipe: str) -> None:
         super().__init__()

@@ -44,11 +44,9 @@ def tensor_scale(amax: Tensor, *, power_of_two: bool) -> Tensor:
 
 
 def rounded(matrix: Tensor, scale: Tensor, *, square: bool = False, stochastic: bool = False) -> Tensor:
-    """Round matrix [rows, columns] / scale to NVFP4: e2m1 times the block's e4m3 scale, exact in fp32.
-
-    `square` blocks are 16 by 16, else 16 numbers of a row; affected dims are multiples of 16. `stochastic` rounds up
-    with the probability that keeps the mean, using the device's generator; block scales always round to nearest.
-    """
+    """Round matrix [rows, columns] / scale to NVFP4: e2m1 times the block's e4m3 scale, exact in fp32. `square` blocks
+    are 16 by 16, else 16 numbers of a row; affected dims are multiples of 16. `stochastic` rounds up with the
+    probability that keeps the mean, using the device's generator; block scales always round to nearest."""
     rows, columns = matrix.shape
     height = BLOCK if square else 1
     blocks = matrix.float().reshape(rows // height, height, columns // BLOCK, BLOCK)
@@ -64,20 +62,15 @@ def rounded(matrix: Tensor, scale: Tensor, *, square: bool = False, stochastic: 
 
 def transformed(matrix: Tensor) -> Tensor:
     """Apply a randomized Hadamard transform to groups of 16 rows of a matrix [tokens, columns], and transpose:
-    [columns, tokens], same dtype.
-
-    It spreads outliers before rounding, and is orthogonal, so a matmul over transformed tokens is unchanged. One fixed
-    sign vector serves all layers, ranks and runs, so there is no state.
-    """
+    [columns, tokens], same dtype. It spreads outliers before rounding, and is orthogonal, so a matmul over transformed
+    tokens is unchanged. One fixed sign vector serves all layers, ranks and runs, so there is no state."""
     groups = matrix.t().reshape(-1, BLOCK)
     return torch.mm(groups, transform(matrix.device, matrix.dtype)).view(matrix.shape[1], matrix.shape[0])
 
 
 def transform(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """diag(signs) · H / 4, [16, 16], with H[i, j] = (-1)^popcount(i & j) (Sylvester).
-
-    It is computed on the device, since a copy from the host would synchronize.
-    """
+    """diag(signs) · H / 4, [16, 16], with H[i, j] = (-1)^popcount(i & j) (Sylvester). It is computed on the device,
+    since a copy from the host would synchronize."""
     place = torch.arange(BLOCK, device=device)
     shared = place[:, None] & place
     shared = shared ^ (shared >> 2)
@@ -122,10 +115,7 @@ class NVFP4:
 
 def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
     """Compute x · weightᵀ, [..., inputs] and [outputs, inputs], emulated; `scale` is the whole weight's, if
-    precomputed.
-
-    Tokens and both weight dims are multiples of 16.
-    """
+    precomputed. Tokens and both weight dims are multiples of 16."""
     return _NVFP4Linear.apply(x, weight, scale, recipe)  # type: ignore[return-value]  # a Tensor
 
 

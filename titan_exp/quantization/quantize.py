@@ -144,10 +144,8 @@ Impl = TypeVar("Impl", bound=LinearImpl)
 
 
 class WeightScales:
-    """Precomputed scales of the quantized weights of this rank's modules, which compute in `dtype`.
-
-    `groups` are ranks that hold other shards of the same weights, and possibly some of the same shards.
-    """
+    """Precomputed scales of the quantized weights of this rank's modules, which compute in `dtype`. `groups` are ranks
+    that hold other shards of the same weights, and possibly some of the same shards."""
 
     def __init__(self, parts: Sequence[nn.Module], groups: Sequence[dist.ProcessGroup], dtype: torch.dtype) -> None:
         found = _linears_of_kind(parts, recipes.ScaledLinearImpl)
@@ -202,10 +200,8 @@ def float8_all_gather_format(module: nn.Module) -> Form | None:
 
 
 def allocate_float8_weights(model: nn.Module) -> None:
-    """Allocate the float8 weights of a materialized model that FSDP does not shard.
-
-    Skips weights replicated by tensor-parallel ranks, which quantize the rows that they use.
-    """
+    """Allocate the float8 weights of a materialized model that FSDP does not shard. Skips weights replicated by
+    tensor-parallel ranks, which quantize the rows that they use."""
     for module, linear_impl in _linears_of_kind([model], recipes.Float8LinearImpl):
         if getattr(module, "rows", None) is None:
             linear_impl.allocate_weight(local_tensor(module.get_parameter("weight")))

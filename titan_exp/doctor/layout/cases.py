@@ -147,11 +147,8 @@ def _changed(small: Experiment, changes: Mapping[str, Any]) -> Experiment:
 
 def check_layouts(experiment: Experiment, seconds: float) -> Verdict:
     """Train a shrunken model of a run with a resolved layout for two steps, on one rank and in each axis and pair of
-    axes that the run asks for, and compare. It stops after `seconds`, with a note.
-
-    It makes fp64 of every dtype of torch in this process, and nothing of dropout, so that only a process of its own
-    may call it.
-    """
+    axes that the run asks for, and compare. It stops after `seconds`, with a note. It makes fp64 of every dtype of
+    torch in this process, and nothing of dropout, so that only a process of its own may call it."""
     from titan_exp.doctor.layout.exact_torch import in_double, without_dropout
 
     in_double()

@@ -282,10 +282,8 @@ def sampled_layers(experiment: Experiment) -> int:
 
 
 def sampled_stages(experiment: Experiment, size: int | None) -> tuple[int, int, int]:
-    """Layers of a sampled pipeline's first, middle and last stage, in whole periods, without `last_layers`.
-
-    `size` comes from `stage_sizes`.
-    """
+    """Layers of a sampled pipeline's first, middle and last stage, in whole periods, without `last_layers`. `size`
+    comes from `stage_sizes`."""
     (distinct, period), edge = repetition(experiment), sampled_edge(experiment)
     if size is not None:
         return distinct + size, max(size, period), size

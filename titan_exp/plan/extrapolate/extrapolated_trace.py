@@ -28,11 +28,9 @@ from titan_exp.plan.trace.trace_step import HostUsage, Trace, pipeline_ranks
 
 
 class EventComposer:
-    """Composes the allocation events of a full step, segment by segment.
-
-    `blocks` has the number of blocks by stage; sizes are rounded up to `granularity`; the matmul library allocates
-    `workspace` at its first call in each thread and keeps it.
-    """
+    """Composes the allocation events of a full step, segment by segment. `blocks` has the number of blocks by stage;
+    sizes are rounded up to `granularity`; the matmul library allocates `workspace` at its first call in each thread and
+    keeps it."""
 
     def __init__(self, blocks: Mapping[int, int], granularity: int, workspace: int = 0) -> None:
         self._blocks, self._workspace = blocks, workspace
@@ -45,10 +43,8 @@ class EventComposer:
         self._step_allocations: dict[int, int] = {}
 
     def replay(self, sample: Sample, source: StepPosition, at: StepPosition, block: int | None = None) -> None:
-        """Repeat the events of a sample's position `source` at position `at` of the full step.
-
-        `block` is the number of the block in the full model.
-        """
+        """Repeat the events of a sample's position `source` at position `at` of the full step. `block` is the number of
+        the block in the full model."""
         passed = self._passed[at.step, at.stage, at.part[:1]]
         if at.micro is not None and (not passed or passed[-1] != at.micro):
             passed.append(at.micro)
@@ -128,11 +124,9 @@ class EventComposer:
         gradients: Mapping[GradientKey, int],
         metrics: Sequence[int],
     ) -> int:
-        """Add an optimizer step of a rank with the same layers; returns the bytes of reduced gradients.
-
-        `gradients` has the storages of gradients, which parameters may share; `metrics` has the storages of the step's
-        metrics, in order. Raises ExtrapolationError if the optimizer step reads more than these.
-        """
+        """Add an optimizer step of a rank with the same layers; returns the bytes of reduced gradients. `gradients` has
+        the storages of gradients, which parameters may share; `metrics` has the storages of the step's metrics, in
+        order. Raises ExtrapolationError if the optimizer step reads more than these."""
         others = optimizer_step.others[step]
         if len(others) != len(metrics):
             raise ExtrapolationError("the optimizer step reads more than gradients and metrics")

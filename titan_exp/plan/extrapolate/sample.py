@@ -98,10 +98,8 @@ class Sample:
         return 0 if stage else self.distinct
 
     def block_like(self, stage: StageShape, place: int) -> tuple[int, int]:
-        """Sampled stage and block that a stage's block repeats.
-
-        Where possible, blocks count from the nearer end, because blocks prefetch and reduce for their neighbours.
-        """
+        """Sampled stage and block that a stage's block repeats. Where possible, blocks count from the nearer end,
+        because blocks prefetch and reduce for their neighbours."""
         sampled, last, count = stage.sampled, self.last_of(stage.sampled), len(stage.modes)
         left, alike = count - last - place, place - self.distinct_of(sampled)
         if alike <= 0 or self.blocks[sampled] == count or (alike < self.edge < left):
@@ -238,10 +236,8 @@ def take_sample(
 def _small_model(
     experiment: Experiment, checkpointing: ActivationCheckpointConfig, path: Path, key: SampleKey
 ) -> tuple[Experiment, dict[str, int]]:
-    """Small variant of a run, and its number of blocks by kind of stage.
-
-    A pipeline's schedule, with forward and backward of single micro-batches, is written to a file.
-    """
+    """Small variant of a run, and its number of blocks by kind of stage. A pipeline's schedule, with forward and
+    backward of single micro-batches, is written to a file."""
     _, period = eligibility.repetition(experiment)
     if experiment.parallelism.pp == 1:
         few = min(ResolvedLayout.of(experiment).gradient_accumulation, eligibility.SAMPLED_MICRO_BATCHES)
@@ -270,11 +266,9 @@ def _blocks(layers: Mapping[str, int], period: int) -> dict[int, int]:
 def _segments_of_passes(
     segments: Iterable[Segment], blocks: Mapping[int, int]
 ) -> tuple[dict[StepPosition, list[Segment]], list[Segment]]:
-    """Segments before the optimizer step, by position, and the segments of messages between actions.
-
-    Blocks are numbered within their stage; `blocks` has their number per stage. Parameter groups are numbered likewise;
-    the group of a stage's other parameters comes first, as -1.
-    """
+    """Segments before the optimizer step, by position, and the segments of messages between actions. Blocks are
+    numbered within their stage; `blocks` has their number per stage. Parameter groups are numbered likewise; the group
+    of a stage's other parameters comes first, as -1."""
     passes, between = defaultdict[StepPosition, list[Segment]](list), list[Segment]()
     for segment in segments:
         part = segment.position.part

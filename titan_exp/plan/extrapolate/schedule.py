@@ -45,11 +45,9 @@ class SampleKey(NamedTuple):
 
     @property
     def order(self) -> Iterator[tuple[str, int]]:
-        """Kinds and micro-batches of a sampled stage's actions.
-
-        With `resharded`, a pass finds parameters as the previous pass left them. So there are forward passes after no
-        pass, after a forward and after a backward pass, and later backward passes after either.
-        """
+        """Kinds and micro-batches of a sampled stage's actions. With `resharded`, a pass finds parameters as the
+        previous pass left them. So there are forward passes after no pass, after a forward and after a backward pass,
+        and later backward passes after either."""
         if self.resharded:
             return zip("FFBFBB", (0, 1, 0, 2, 1, 2), strict=True)
         return ((kind, micro) for micro, way in enumerate(self.ways) for kind in "F" + way)
@@ -127,10 +125,8 @@ def sample_keys(experiment: Experiment) -> list[SampleKey]:
 
 
 def backward_ways(orders: Schedule) -> dict[int, tuple[str, ...]]:
-    """Kinds of backward passes of a sample's micro-batches, by stage: `B` is full, `IW` split.
-
-    The first is the stage's first pass, which allocates its gradients; each kind in the schedule follows, repeated.
-    """
+    """Kinds of backward passes of a sample's micro-batches, by stage: `B` is full, `IW` split. The first is the stage's
+    first pass, which allocates its gradients; each kind in the schedule follows, repeated."""
     ways = {"B": "B", "I": "IW"}
     found = [(action.stage, ways[action.kind]) for order in orders for action in order if action.kind in ways]
     later = sorted({way for _, way in found})
@@ -252,10 +248,8 @@ class _Stage:
 
 
 class _SampledActions:
-    """Chooses, for each action of a stage, the sampled micro-batch that does the same.
-
-    `ways` and `resharded` are as in `SampleKey`.
-    """
+    """Chooses, for each action of a stage, the sampled micro-batch that does the same. `ways` and `resharded` are as in
+    `SampleKey`."""
 
     def __init__(self, ways: Sequence[str], resharded: bool) -> None:
         self._ways, self._resharded, self._seen = ways, resharded, list[str]()
@@ -303,11 +297,9 @@ class _Transport:
 def simulate_rank(
     layout: ResolvedLayout, rank: int, *, sends_complete: bool, passes: int | None = None
 ) -> ScheduleSimulation:
-    """Simulate a pipeline rank's step, or a given number of `passes` of micro-batches through the pipeline.
-
-    Sends complete immediately if `sends_complete`. On CUDA the host queries a GPU event (`WorkNCCL::isCompleted`)
-    queued behind several micro-batches of kernels, so sent tensors are held until the wait at the end of the pass.
-    """
+    """Simulate a pipeline rank's step, or a given number of `passes` of micro-batches through the pipeline. Sends
+    complete immediately if `sends_complete`. On CUDA the host queries a GPU event (`WorkNCCL::isCompleted`) queued
+    behind several micro-batches of kernels, so sent tensors are held until the wait at the end of the pass."""
     passes = passes or layout.gradient_accumulation // layout.pipeline_microbatches
     schedule = layout.parallelism.pp_schedule, layout.parallelism.pp, layout.stage_count, layout.pipeline_microbatches
     flags = {"sends_complete": sends_complete, "resharded": layout.reshard_policy != "never"}
@@ -339,10 +331,8 @@ def _simulate(
 
 
 def microbatch_loop(micro_batches: int, sampled: int) -> ScheduleSimulation:
-    """Simulation of a step without a pipeline: forward and backward of each micro-batch, no hidden states.
-
-    `sampled` is the number of micro-batches in the sample: first, repeated and last, or fewer.
-    """
+    """Simulation of a step without a pipeline: forward and backward of each micro-batch, no hidden states. `sampled` is
+    the number of micro-batches in the sample: first, repeated and last, or fewer."""
     assert micro_batches >= sampled, "no fewer micro-batches than in the sample"
     order = [0, *[1] * (micro_batches - sampled + 1), *range(2, sampled)] if sampled > 1 else [0] * micro_batches
     actions = [ScheduledAction(Action(0, kind, number), like) for number, like in enumerate(order) for kind in "FB"]

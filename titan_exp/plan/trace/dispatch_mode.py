@@ -57,11 +57,9 @@ class OpCosts:
 
 
 class CostMode(TorchDispatchMode):
-    """Records memory, FLOPs and messages of every operator.
-
-    `workspaces` returns sizes that a call allocates and frees beyond its tensors. The matmul library allocates
-    `matmul_workspace` at its first call in each thread and keeps it.
-    """
+    """Records memory, FLOPs and messages of every operator. `workspaces` returns sizes that a call allocates and frees
+    beyond its tensors. The matmul library allocates `matmul_workspace` at its first call in each thread and keeps
+    it."""
 
     def __init__(
         self,
@@ -202,10 +200,8 @@ class CostMode(TorchDispatchMode):
         return kind, outputs[0].numel() * outputs[0].element_size()
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, int, bool]:
-        """Record an operator's results and messages.
-
-        Returns its FLOPs, the bytes that it moved, and True if it copies between host and device.
-        """
+        """Record an operator's results and messages. Returns its FLOPs, the bytes that it moved, and True if it copies
+        between host and device."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         before = {tensor.untyped_storage()._cdata for tensor in inputs}
@@ -349,10 +345,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _summand_counts(func: Any, args: tuple[Any, ...]) -> tuple[int, ...] | None:
-    """Reference counts of the first gradient if the autograd engine is adding two, else None.
-
-    They are only comparable with the counts of `_sole_owner_counts`.
-    """
+    """Reference counts of the first gradient if the autograd engine is adding two, else None. They are only comparable
+    with the counts of `_sole_owner_counts`."""
     if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return None
     caller: Any = sys._getframe(2)

@@ -197,10 +197,8 @@ class MemoryTracker:
         return found
 
     def timeline(self, limit: int = MOMENTS) -> list[Moment]:
-        """Memory timeline of the step in at most `limit` moments: the maximum of each of equal spans of changes.
-
-        Starts with the moment before the step and includes the peak.
-        """
+        """Memory timeline of the step in at most `limit` moments: the maximum of each of equal spans of changes. Starts
+        with the moment before the step and includes the peak."""
         changes, current = [*self._on_device(self._begun)], self._held(self._begun)
         total = largest = sum(current.values())
         moments = [Moment(total, dict(current), self._where_before)]

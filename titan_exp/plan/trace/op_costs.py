@@ -223,10 +223,8 @@ def count_bytes(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], outp
 
 
 def decomposed_workspace(operator: Any, args: Sequence[Any]) -> int:
-    """Bytes allocated and freed inside a call that CUDA and CPU decompose below the dispatcher.
-
-    `_safe_softmax` compares scores with -inf, reduces the result over rows, and masks these rows with a zero.
-    """
+    """Bytes allocated and freed inside a call that CUDA and CPU decompose below the dispatcher. `_safe_softmax`
+    compares scores with -inf, reduces the result over rows, and masks these rows with a zero."""
     if operator is not _aten._safe_softmax.default:
         return 0
     scores = args[0]
@@ -234,11 +232,8 @@ def decomposed_workspace(operator: Any, args: Sequence[Any]) -> int:
 
 
 def parse_message(operator: Any, args: Sequence[Any], out: Any) -> tuple[str, str, int] | None:
-    """Kind, process group name and bytes of a communication operator, else None.
-
-    Bytes are counted on the larger side: the gathered tensor, the tensor to scatter, the sent tensor. Raises UserError
-    if the operator is unknown.
-    """
+    """Kind, process group name and bytes of a communication operator, else None. Bytes are counted on the larger side:
+    the gathered tensor, the tensor to scatter, the sent tensor. Raises UserError if the operator is unknown."""
     if str(operator._overloadpacket) in EXCHANGES:
         return "all-to-all", args[-1], _bytes(args[0])
     namespace, _, name = str(operator._overloadpacket).partition(".")
@@ -309,10 +304,8 @@ def kernel_kind(operator: Any, flops: int) -> str:
 
 
 def kernel_class(kind: str, where: str, outside_passes: str) -> str:
-    """Class of a kernel of a kind in a phase of the step.
-
-    `outside_passes` is the class of elementwise kernels outside forward and backward passes, else empty.
-    """
+    """Class of a kernel of a kind in a phase of the step. `outside_passes` is the class of elementwise kernels outside
+    forward and backward passes, else empty."""
     in_block = ", block" in where
     if kind in KERNEL_CLASSES:
         found = kind

@@ -204,10 +204,8 @@ class SegmentTracker(MemoryTracker):
 
 
 class SegmentObserver(StepObserver):
-    """Ends a segment at the start of each micro-batch, pipeline action, gradient reduction and optimizer step.
-
-    Also sets the class of kernels outside passes, and the category of batches.
-    """
+    """Ends a segment at the start of each micro-batch, pipeline action, gradient reduction and optimizer step. Also
+    sets the class of kernels outside passes, and the category of batches."""
 
     def __init__(self, tracker: SegmentTracker) -> None:
         self._tracker = tracker
@@ -226,10 +224,8 @@ class SegmentObserver(StepObserver):
             self._tracker.begin_phase("loss", "backward, head and loss", LOSS)
 
     def action_end(self, action: Action, result: Tensor | None) -> None:
-        """Begin the segment between two pipeline actions.
-
-        Hidden states and gradients between stages are activations, even if a collective writes or reads them.
-        """
+        """Begin the segment between two pipeline actions. Hidden states and gradients between stages are activations,
+        even if a collective writes or reads them."""
         tracker = self._tracker
         # The last stage's objective is a scalar.
         if result is not None and result.dim():

@@ -51,10 +51,8 @@ def replaced_attributes(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
 
 @contextmanager
 def restored_compiler_settings() -> Iterator[None]:
-    """Restore the compiler's settings at the end of the `with` block.
-
-    They are global, so a run's memory budget or rounding would decide how later runs are compiled.
-    """
+    """Restore the compiler's settings at the end of the `with` block. They are global, so a run's memory budget or
+    rounding would decide how later runs are compiled."""
     modules: list[Any] = [dynamo, functorch, inductor]
     originals = [settings.get_config_copy() for settings in modules]
     try:
@@ -115,10 +113,8 @@ def reset_dynamo() -> Iterator[None]:
 @contextmanager
 def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -> Iterator[None]:
     """Skip inductor's kernels in the `with` block, so that its wrapper code runs on fake tensors. Nothing is cached.
-
     `called` gets the bytes read and written by each skipped kernel; buffers are on `device`. Raises UserError if
-    inductor fails to generate CPU code.
-    """
+    inductor fails to generate CPU code."""
     from torch._C._dynamo import guards
     from torch._inductor import cpp_builder, cpu_vec_isa
     from torch._inductor.async_compile import AsyncCompile
@@ -177,10 +173,7 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
 def compile_as_for_cuda(*, beside: bool) -> Iterator[None]:
     """Compile for a GPU in the `with` block: dynamo takes CUDA's branches. The partitioner takes the CPU's flash
     attention for a GPU's, counts its FLOPs, and does not recompute it at will. Activation functions have no buffers
-    that only a CPU needs.
-
-    `beside` is True if host tensors exist in addition to those of the fake GPU.
-    """
+    that only a CPU needs. `beside` is True if host tensors exist in addition to those of the fake GPU."""
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._functorch import partitioners

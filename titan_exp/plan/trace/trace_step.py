@@ -196,10 +196,8 @@ def _mode() -> FakeTensorMode:
 
 
 def fake_batches(experiment: Experiment, *, copied: bool = True) -> Sequence[MicroBatch]:
-    """Micro-batches of one data-parallel rank, as the loader makes them.
-
-    `copied` is False if the fake GPU is a different device from the host's, so that torch copies them itself.
-    """
+    """Micro-batches of one data-parallel rank, as the loader makes them. `copied` is False if the fake GPU is a
+    different device from the host's, so that torch copies them itself."""
     layout, data, spec = ResolvedLayout.of(experiment), experiment.data, model_spec(experiment.model)
     shape = (layout.micro_batch_size, layout.training.seq_len)
     if spec is not None and spec.inputs is not None:

@@ -174,7 +174,11 @@ class LayoutSearch:
             pool.submit(os.getpid)
             try:
                 with interrupt_after(None if seconds is None else began + seconds - time.perf_counter()):
-                    self._search(pool)
+                    seeds = sorted(self._planned(pool, self._seeds()), key=lambda cost: cost.priced_rank)
+                    for seed in seeds[:DESCENTS]:
+                        # Layouts that are fast and nearly fit lie between slow layouts and those that are fast and fit.
+                        priced = self._descend(pool, seed, lambda cost: cost.priced_rank)
+                        self._descend(pool, priced, lambda cost: cost.rank)
             except KeyboardInterrupt:
                 stopped = True
         rows, costs = self._fastest()[: self._limit], list(self._costs.values())
@@ -187,13 +191,6 @@ class LayoutSearch:
         took = time.perf_counter() - began
         unknown = self._unknown.most_common()
         return SearchResult(rows, front, missed, len(self._valid), left_out, *counts, unknown, took, stopped)
-
-    def _search(self, pool: PlannerProcesses) -> None:
-        seeds = sorted(self._planned(pool, self._seeds()), key=lambda cost: cost.priced_rank)
-        for seed in seeds[:DESCENTS]:
-            # Layouts that are fast and nearly fit lie between slow layouts and those that are fast and fit.
-            priced = self._descend(pool, seed, lambda cost: cost.priced_rank)
-            self._descend(pool, priced, lambda cost: cost.rank)
 
     def _seeds(self) -> list[layouts.Candidate]:
         """Valid layouts that are most similar to the seeds of the space. Those that cannot fit recompute in full and

@@ -413,15 +413,7 @@ def _traces(
             why_full = f"we cannot extrapolate it: {error}"
     for number in numbers:
         with fake_rank(traced, pipeline_ranks(layout)[number]) as rank:
-            trace = trace_step(
-                rank.state,
-                rank.step,
-                warmup_step=rank.warmup_step,
-                beside=rank.exchanges,
-                recorder=rank.recorder,
-                preallocated=rank.preallocated,
-                **options,
-            )
+            trace = rank.trace(beside=rank.exchanges, **options)
             own, model = evaluation.trace_evaluations(rank, kinds, of_evaluation), rank.state.built
         whole = model.parameters, model.flops_per_token, why_full, None
         yield number, _Traced(evaluation.with_evaluations(trace, own), *whole, own)

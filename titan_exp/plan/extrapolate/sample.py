@@ -26,7 +26,7 @@ from titan_exp.plan.trace import segments as step_parts
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.segments import PROLOGUES, GradientKey, Segment, SegmentTracker, StepPosition, sum_costs
 from titan_exp.plan.trace.torch_patches import uses_inductor
-from titan_exp.plan.trace.trace_step import DEVICE, fake_rank, trace_step
+from titan_exp.plan.trace.trace_step import DEVICE, fake_rank
 from titan_exp.tracking.run_folder.files import temporary_folder
 
 
@@ -199,16 +199,9 @@ def take_sample(
     with temporary_folder() as folder:
         small, layers = _small_model(experiment, checkpointing, folder / "schedule.csv", key)
         with fake_rank(small, 0) as fake:
-            trace = trace_step(
-                fake.state,
-                fake.step,
-                # The first step runs in full with a pipeline.
-                warmup_step=None if pipeline else fake.warmup_step,
-                preallocated=fake.preallocated,
-                cuda=cuda,
-                inductor=uses_inductor(experiment.compile),
-                segments=tracker,
-            )
+            # The first step runs in full with a pipeline.
+            warmup = {"warmup_step": None} if pipeline else {}
+            trace = fake.trace(cuda=cuda, inductor=uses_inductor(experiment.compile), segments=tracker, **warmup)
             micro_batches = len(fake.batches)
             # On CUDA the host observes the completion of a send late (`schedule_simulation`).
             sends_complete = pipeline and not cuda and _sends_complete()

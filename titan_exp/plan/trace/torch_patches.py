@@ -15,7 +15,7 @@ tensor argument, at an offset from its own.
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -257,33 +257,23 @@ class CachedOp:
         return FakeTensor(self.mode, inside, self.device)
 
 
-class OpCache:
+class OpCache(dict[Key, CachedOp | None]):
     """Cached calls by operator, shapes and constants."""
-
-    def __init__(self) -> None:
-        self._cached: dict[Key, CachedOp | None] = {}
-        self._cacheable: dict[Any, bool] = {}
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key | None:
         """Cache key of a call; None if it is not cacheable."""
-        cacheable = self._cacheable.get(func)
-        if cacheable is None:
-            cacheable = self._cacheable[func] = _is_cacheable(func)
-        if not cacheable:
+        if not _is_cacheable(func):
             return None
         values: list[Hashable] = [func, *kwargs]
         return tuple(values) if _add_key((*args, *kwargs.values()), values) else None
 
-    def get(self, key: Key) -> CachedOp | None:
-        """Cached call, or None."""
-        return self._cached.get(key)
-
     def put(self, key: Key, args: tuple[Any, ...], out: Any, flops: int, bytes_moved: int) -> None:
         """Cache a call if its results are a function of its key."""
-        if key not in self._cached:
-            self._cached[key] = _cached_op(args, out, flops, bytes_moved)
+        if key not in self:
+            self[key] = _cached_op(args, out, flops, bytes_moved)
 
 
+@cache
 def _is_cacheable(func: Any) -> bool:
     name = func._schema.name
     if func.namespace != "aten" or any(tag in func.tags for tag in _VALUE_DEPENDENT) or "lift" in name:

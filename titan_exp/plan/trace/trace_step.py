@@ -109,6 +109,11 @@ class FakeRank:
         """Run one optimizer step of the trainer."""
         self._step(self.batches, self.state)
 
+    def trace(self, **options: Any) -> "Trace":
+        """Trace the step, after the shortest warm-up; `options` are those of `trace_step`."""
+        given = {"warmup_step": self.warmup_step, "recorder": self.recorder, "preallocated": self.preallocated}
+        return trace_step(self.state, self.step, **given | options)
+
     def warmup_step(self) -> None:
         """Run an optimizer step with the fewest micro-batches; it creates the same optimizer state."""
         few = 1 if self.state.mesh.pp_group is None else self.state.model.eval_microbatches

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -236,7 +237,7 @@ def _offers(memory_check: MemoryCheck) -> Iterator[Offer]:
 def _degrees(move: Move, run: Experiment) -> Offer | None:
     """Offer of other degrees for the same number of GPUs, or of more GPUs; None if it saves little."""
     own, option = run.parallelism, "parallelism"
-    more = {key.partition(".")[2] for key, value in move.values.items() if value > _value(run, key)}
+    more = {key.partition(".")[2] for key, value in move.values.items() if value > attrgetter(key)(run)}
     if move.values.keys() == {"parallelism.dp_shard"}:
         factor = move.values["parallelism.dp_shard"] // own.dp_shard
         # An unset micro-batch size follows from the data-parallel degree.
@@ -246,11 +247,6 @@ def _degrees(move: Move, run: Experiment) -> Offer | None:
     if more <= {"tp", "pp"} and more and (times in (2, 4, 8) or len(move.values) == 1):
         return Offer(move, option, 6.0 * math.log2(times) or 10.0, None, 1 / max(2, times))
     return None
-
-
-def _value(run: Experiment, key: str) -> Any:
-    group, _, name = key.partition(".")
-    return getattr(getattr(run, group), name)
 
 
 def _contains(levels: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -19,7 +19,6 @@ from titan_exp.plan.caching_allocator import Reserved, steady_reserved
 from titan_exp.plan.devices import Device, room_of
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
-from titan_exp.plan.extrapolate.sample import Samples
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 from titan_exp.plan.fake_kernels import deterministic_attention, fake_cuda_capability
 from titan_exp.plan.planner_processes import Call, PlannerProcesses, no_garbage_collection
@@ -134,8 +133,6 @@ class Plan:
     why_full: str = ""
     """Reason why a large run is traced in full; empty if it is extrapolated, or if a full trace was as fast or
     requested."""
-    samples: Samples | None = None
-    """Samples from which the run is extrapolated; None if every layer is traced."""
     worst_bytes: int | None = None
     """`RankPlan.bytes` of the largest rank if its experts receive `plan.worst_expert_load` times the mean rows; None if
     not requested, or if it changes nothing."""
@@ -334,7 +331,7 @@ def predict(
     times = {plan.pipeline_rank: plan.time.total for plan in plans if plan.time is not None}
     step = pipeline_seconds(times, layout.parallelism.pp, bubble) if times else None
     took = time.perf_counter() - began
-    whole = model.flops_per_token, checkpoint, took, model.why_full, model.samples, worst
+    whole = model.flops_per_token, checkpoint, took, model.why_full, worst
     return Plan(experiment, device, plans, bubble, step, *whole, _evaluations(kinds, plans, layout, rated))
 
 
@@ -367,7 +364,6 @@ class _Traced(NamedTuple):
     parameters: int
     flops_per_token: float
     why_full: str
-    samples: Samples | None
     evaluations: Sequence[evaluation.EvaluationTrace]
 
 
@@ -403,7 +399,7 @@ def _traces(
                 evaluations = evaluation.extrapolate_evaluations(traced, numbers, kinds, of_evaluation) if kinds else {}
                 for number in numbers:
                     trace, model = extrapolator.trace(number), extrapolator.optimizer_step(number)
-                    whole = model.parameters, model.flops_per_token, "", extrapolator.samples
+                    whole = model.parameters, model.flops_per_token, ""
                     own = evaluations.get(number, ())
                     yield number, _Traced(evaluation.with_evaluations(trace, own), *whole, own)
                 return
@@ -415,7 +411,7 @@ def _traces(
         with fake_rank(traced, pipeline_ranks(layout)[number]) as rank:
             trace = rank.trace(beside=rank.exchanges, **options)
             own, model = evaluation.trace_evaluations(rank, kinds, of_evaluation), rank.state.built
-        whole = model.parameters, model.flops_per_token, why_full, None
+        whole = model.parameters, model.flops_per_token, why_full
         yield number, _Traced(evaluation.with_evaluations(trace, own), *whole, own)
 
 

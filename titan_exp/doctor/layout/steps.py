@@ -125,7 +125,8 @@ def watched(parts: Iterable[nn.Module], found: dict[str, Output]) -> Iterator[No
     set of these numbers, whichever ranks and micro-batches they come from."""
 
     def note(name: str, module: nn.Module, output: Any) -> None:
-        tensor = next((leaf for leaf in tree_leaves(output) if _is_vectors(leaf)), None)
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        tensor = next((leaf for leaf in tensors if leaf.dim() > 1 and leaf.numel() > 0), None)
         if tensor is None or isinstance(tensor, FakeTensor):  # a block is traced to choose what it recomputes
             return
         width = tensor.shape[-1]
@@ -151,10 +152,6 @@ def _kind(module: nn.Module) -> str:
     owners = (base for base in type(module).__mro__ if not base.__module__.startswith("torch."))
     found = next(owners)
     return "" if found.__module__.startswith("titan_exp.") else found.__name__
-
-
-def _is_vectors(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1 and leaf.numel() > 0
 
 
 def _unwrapped(name: str) -> str:

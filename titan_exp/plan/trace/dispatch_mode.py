@@ -79,9 +79,24 @@ class CostMode(TorchDispatchMode):
     def __enter__(self) -> "CostMode":
         # Custom operators re-enter the mode.
         if self._depth == 0:
+            resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+            def resized(storage: torch.UntypedStorage, size: int) -> Any:
+                result = resize(storage, size)
+                self.tracker.resize(storage)
+                return result
+
+            def unrecorded(*args: Any, **kwargs: Any) -> Any:
+                # DTensor's sharding propagation runs operators on global shapes.
+                self._paused += 1
+                try:
+                    return propagate(*args, **kwargs)
+                finally:
+                    self._paused -= 1
+
             replacements = (
-                (torch.UntypedStorage, "resize_", self._resizing()),
-                (ShardingPropagator, "_propagate_tensor_meta_non_cached", self._without_sharding_propagation()),
+                (torch.UntypedStorage, "resize_", resized),
+                (ShardingPropagator, "_propagate_tensor_meta_non_cached", unrecorded),
                 # Selective checkpointing counts the profiler's operators, some of which FSDP2 calls in one pass only.
                 (torch.autograd.profiler.record_function, "__enter__", lambda record: record),
                 (torch.autograd.profiler.record_function, "__exit__", lambda record, *_: None),
@@ -197,7 +212,7 @@ class CostMode(TorchDispatchMode):
         if tracker.is_on_host(inputs[-1]) is to_host:
             return None
         kind = TO_HOST if to_host else TO_GPU if tracker.stream() else WAITED_FOR
-        return kind, outputs[0].numel() * outputs[0].element_size()
+        return kind, outputs[0].nbytes
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, int, bool]:
         """Record an operator's results and messages. Returns its FLOPs, the bytes that it moved, and True if it copies
@@ -253,7 +268,7 @@ class CostMode(TorchDispatchMode):
         if self._filled == 1.0 or str(func._overloadpacket) not in GROUPED:
             return flops, bytes_moved
         stacked = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor) and leaf.dim() == 3]
-        weights = sum(weight.numel() * weight.element_size() for weight in stacked)
+        weights = sum(weight.nbytes for weight in stacked)
         return round(flops * self._filled), weights + round((bytes_moved - weights) * self._filled)
 
     def _count(self, func: Any, flops: int, bytes_moved: int, *, on_host: bool, beside: str = "") -> None:
@@ -292,29 +307,6 @@ class CostMode(TorchDispatchMode):
         elif name.endswith("chunk_cat"):
             self.tracker.set_category(args[0], "gradients")
             self.tracker.set_category([kwargs["out"]], "communication")
-
-    def _resizing(self) -> Callable[..., Any]:
-        resize, tracker = torch.UntypedStorage.resize_, self.tracker
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            tracker.resize(storage)
-            return result
-
-        return resized
-
-    def _without_sharding_propagation(self) -> Callable[..., Any]:
-        """Pause recording during DTensor's sharding propagation, which runs operators on global shapes."""
-        ask = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            self._paused += 1
-            try:
-                return ask(*args, **kwargs)
-            finally:
-                self._paused -= 1
-
-        return asked
 
 
 def ranks_by_axis(mesh: Mesh) -> dict[str, list[int]]:

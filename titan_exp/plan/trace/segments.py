@@ -181,13 +181,13 @@ class SegmentTracker(MemoryTracker):
 
     def segments(self) -> list[Segment]:
         """All segments that have ended, with their events."""
-        return [self._segment(cut, following) for cut, following in pairwise(self._cuts)]
-
-    def _segment(self, cut: _Cut, following: _Cut) -> Segment:
-        # The outer sum drops keys of messages that the segment does not send.
-        costs = sum_costs([sum_costs([following.costs, sum_costs([cut.costs], -1)])])
-        events = [*map(self._event, self._changes[cut.start : following.start])]
-        return Segment(costs, cut.position, cut.where, cut.begins_phase, cut.category, events)
+        found = list[Segment]()
+        for cut, following in pairwise(self._cuts):
+            # The outer sum drops keys of messages that the segment does not send.
+            costs = sum_costs([sum_costs([following.costs, sum_costs([cut.costs], -1)])])
+            events = [*map(self._event, self._changes[cut.start : following.start])]
+            found.append(Segment(costs, cut.position, cut.where, cut.begins_phase, cut.category, events))
+        return found
 
     def _event(self, change: Change) -> AllocationEvent:
         storage, number, size, stream, _ = change

@@ -112,10 +112,8 @@ def test_copies_are_counted(offloaded: Trace):
 
 def test_copies_are_freed_after_the_cast(offloaded: Trace):
     """`FSDPParam.all_gather_inputs` copies a parameter in fp32, casts it, and frees the copy before the next."""
-    shards, births = (
-        block_shards(),
-        {storage: (size, stream) for storage, size, stream in offloaded.step_events if size},
-    )
+    shards = block_shards()
+    births = {storage: (size, stream) for storage, size, stream in offloaded.step_events if size}
     expected = []
     for numbers in shards:
         expected += [blocks(4 * numbers), blocks(2 * numbers), -blocks(4 * numbers)]

@@ -35,9 +35,8 @@ class Device:
     memory: int
     """Memory in bytes, as the driver reports it to CUDA."""
     bf16_tflops: float
-    """Dense bf16 peak, TFLOP/s; the denominator of MFU."""
     fp8_tflops: float | None
-    """Dense fp8 peak, TFLOP/s; None without fp8 support."""
+    """Dense peaks, TFLOP/s; bf16's is the denominator of MFU, and fp8's is None without support."""
     gemm: Mapping[str, float]
     """Sustained TFLOP/s of large matmuls, by quantization recipe; `bf16` means no recipe."""
     copy_tbs: float
@@ -54,9 +53,8 @@ class Device:
     message_us: float = 0.0
     """Latency of a message in microseconds."""
     link_hop_us: float = 0.0
-    """Additional latency of a ring's hop within a node."""
     network_hop_us: float = 0.0
-    """Additional latency of a ring's hop to another node."""
+    """Additional latency of a ring's hop within a node, and to another node."""
     launch_us: float = 0.0
     """Host time per operator in microseconds: Python, torch's dispatcher, kernel launch."""
     launches_ahead: bool = True
@@ -64,9 +62,8 @@ class Device:
     attention: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
     """Sustained TFLOP/s of causal attention, (forward, backward), by kernel and head size."""
     context_gib: float = 0.0
-    """Memory of the CUDA context and its code, GiB."""
     communicator_gib: float = 0.0
-    """Memory of NCCL's buffers per process group, GiB."""
+    """Memory of the CUDA context and its code, and of NCCL's buffers per process group, GiB."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability; None without CUDA."""
     matmul_workspace: int = 0

@@ -22,7 +22,6 @@ from titan_exp.config.layout import axes
 from titan_exp.config.layout.axes import AXES
 from titan_exp.config.layout.pipeline_schedules import COST, Action, Schedule, Timeline, timeline
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.models.blocks.transformer import iter_numbered_blocks
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence, sequence_cuts
 from titan_exp.plan.gate import MemoryCheck
@@ -30,6 +29,7 @@ from titan_exp.plan.planner_processes import no_garbage_collection
 from titan_exp.plan.predict import Plan, RankPlan, traced_rank
 from titan_exp.plan.roofline import schedule_and_bubble
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
+from titan_exp.plan.trace.segments import parameters_in_blocks
 from titan_exp.plan.trace.trace_step import FakeRank
 from titan_exp.tracking.display import format_bytes, format_items, format_seconds, render_page
 
@@ -123,15 +123,9 @@ def _degrees(mesh: DeviceMesh) -> dict[str, int]:
 
 def _weights(stage: int, module: nn.Module) -> Iterator[ShardedWeight]:
     """Weights of a stage; equal weights of its blocks are listed once."""
-    in_blocks = {
-        id(weight): (number, name)
-        for number, block in iter_numbered_blocks(module)
-        for name, weight in block.named_parameters()
-    }
     layers: dict[tuple[str, tuple[int, ...], int, tuple[tuple[str, int], ...]], list[int]] = {}
-    for full_name, weight in module.named_parameters():
-        number, name = in_blocks.get(id(weight), (None, full_name))
-        name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    for number, full_name, weight in parameters_in_blocks(module):
+        name = full_name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
         key = (name, tuple(weight.shape), weight.element_size(), sharded_dims(weight))
         layers.setdefault(key, []).extend([] if number is None else [number])
     for (name, shape, itemsize, cuts), numbers in layers.items():

@@ -264,7 +264,14 @@ class SegmentObserver(StepObserver):
 
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
         """Begin the optimizer step, and record the storages of gradients."""
-        self._tracker.reduced_gradients.append(_gradient_allocations(self._tracker, parts))
+        found = dict[GradientKey, int]()
+        for place, part in enumerate(parts):
+            places = {number: index for index, (number, _) in enumerate(iter_numbered_blocks(part))}
+            for number, name, weight in parameters_in_blocks(part):
+                if weight.grad is not None:
+                    key = GradientKey(place, None if number is None else places[number], name)
+                    found[key] = self._tracker.allocation_of(weight.grad)
+        self._tracker.reduced_gradients.append(found)
         self._cut(NOWHERE, None, OPTIMIZER_STEP)
         self._tracker.outside_passes = NORM
 
@@ -286,20 +293,14 @@ class SegmentObserver(StepObserver):
         self._tracker.cut(StepPosition(self._tracker.position.step, stage, micro, part, None))
 
 
-def _gradient_allocations(tracker: SegmentTracker, parts: Sequence[nn.Module]) -> dict[GradientKey, int]:
-    found = dict[GradientKey, int]()
-    for place, part in enumerate(parts):
-        blocks = [block for _, block in iter_numbered_blocks(part)]
-        in_blocks = {
-            id(weight): (number, name)
-            for number, block in enumerate(blocks)
-            for name, weight in block.named_parameters()
-        }
-        for name, weight in part.named_parameters():
-            if weight.grad is not None:
-                key = GradientKey(place, *in_blocks.get(id(weight), (None, name)))
-                found[key] = tracker.allocation_of(weight.grad)
-    return found
+def parameters_in_blocks(part: nn.Module) -> Iterator[tuple[int | None, str, nn.Parameter]]:
+    """Parameters of a part, each with the number of its block and its name there; outside blocks with None and its name
+    in the part."""
+    blocks = [*iter_numbered_blocks(part)]
+    owners = {id(weight): (number, name) for number, block in blocks for name, weight in block.named_parameters()}
+    for whole_name, weight in part.named_parameters():
+        number, name = owners.get(id(weight), (None, whole_name))
+        yield number, name, weight
 
 
 def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:

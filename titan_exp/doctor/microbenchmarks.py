@@ -1,5 +1,4 @@
-"""Microbenchmarks: matmuls, attention, copies, operator launches, collectives and the disk, compared with data
-sheets."""
+"""Microbenchmarks: matmuls, attention, copies, launches, collectives and the disk, compared with data sheets."""
 
 import os
 import re
@@ -155,8 +154,7 @@ def gemm_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
 
 
 def attention_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
-    """Measure causal bf16 attention, forward and backward, of every backend and head size; FLOPs count the causal
-    half."""
+    """Measure causal bf16 attention of every backend and head size, both ways; FLOPs count the causal half."""
     backends = [name for name in SDPA_BACKENDS if runs_here(name, device)]
     backends += ["flex"] if device.type == "cuda" else []
 
@@ -215,8 +213,7 @@ def launch_rate(device: torch.device, limit: float) -> Measurement:
 
 
 def context_memory(device: torch.device) -> Measurement:
-    """Measure the memory of the CUDA context, including the code of kernels that ran. Other processes' memory counts,
-    too."""
+    """Measure the memory of the CUDA context, with kernels' code that ran, and of other processes."""
     free, total = torch.cuda.mem_get_info(device)
     size = (total - free - torch.cuda.memory_reserved(device)) / 2**30
     return Measurement("memory", "CUDA context, and other processes", size, "GiB")

@@ -26,8 +26,7 @@ ADDRESSES = 2**21 * LARGE_BUFFER
 
 
 Event = tuple[int, int, int]
-"""Allocation or release of a storage: its number, which may be allocated again after a release; bytes allocated, or 0
-for a release; and the stream."""
+"""Allocation of a storage, which may follow its release, or its release: number, bytes or 0, stream."""
 
 
 class Events:
@@ -68,8 +67,7 @@ STEPS = 3
 def steady_reserved(
     before: Iterable[Event], step: Iterable[Event], *, expandable: bool, capacity: int | None = None
 ) -> Reserved:
-    """Replay setup and `STEPS` steps. If they do not fit in `capacity`, replay without that limit, to tell how much
-    they need."""
+    """Replay setup and `STEPS` steps, once more without `capacity` if they do not fit, to tell how much they need."""
     setup, work = list(before), list(step)
     found = replay(repeated(setup, work, STEPS), expandable=expandable, capacity=capacity)
     return found if found.fits else replay(repeated(setup, work, STEPS), expandable=expandable)

@@ -242,8 +242,7 @@ DECAY_SAMPLES = 1000
 
 
 def check_user_code(experiment: Experiment) -> None:
-    """Check every import path of a run with a resolved layout. Raises UserCodeError with every violation, and the
-    frames of exceptions in your code."""
+    """Raise UserCodeError with every violation of a run's import paths, and the frames of exceptions in your code."""
     messages, found = list[str](), list[Violation]()
     for key, check in _CHECKS.items():
         paths = import_paths(experiment, [key]).values()

@@ -40,8 +40,7 @@ class Device:
     gemm: Mapping[str, float]
     """Sustained TFLOP/s of large matmuls, by quantization recipe; `bf16` means no recipe."""
     copy_tbs: float
-    """Sustained bandwidth of copies, TB/s read plus written. Passes over all weights (casts, norm, optimizer) reach it
-    too."""
+    """Sustained bandwidth of copies and passes over all weights (casts, norm, optimizer), TB/s read plus written."""
     elementwise_tbs: float
     link_gbs: float
     network_gbs: float
@@ -86,8 +85,7 @@ class Device:
 
     @property
     def fp8_rate(self) -> float:
-        """Sustained FLOP/s of the recipe's fp8 matmuls. Recipes without a rate use tensorwise float8's, devices without
-        fp8 bf16's."""
+        """Sustained FLOP/s of the recipe's fp8 matmuls, else of tensorwise float8, else of bf16."""
         return 1e12 * self.gemm.get(self.recipe, self.gemm.get("float8_tensorwise", self.gemm["bf16"]))
 
     @property

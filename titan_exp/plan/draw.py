@@ -43,8 +43,7 @@ MEANINGS = {degree: _explanation(degree) for degree in (*reversed(axes.DEGREES),
 """Degrees, from the innermost mesh axis (adjacent ranks) outwards, then those of experts."""
 
 WORDS = {"axes": MEANINGS} | json.loads((Path(__file__).parent / "page" / "glossary.json").read_text(encoding="utf-8"))
-"""Explanations that the page's scripts show: axes, kinds of communication, parts of a step's time, and categories of
-memory."""
+"""Explanations for the page's scripts: axes, communication, parts of a step's time, and categories of memory."""
 
 
 def facts(plan: Plan, memory_check: MemoryCheck) -> Iterator[tuple[str, str, str]]:
@@ -163,8 +162,7 @@ class PipelineSchedule:
     passes: int
 
     def timeline(self, plan: Plan) -> tuple[Timeline, list[float]]:
-        """Timeline of a pass, and seconds of each stage's forward pass, which is 1 if the device's rates are
-        unknown."""
+        """Timeline of a pass, and seconds of each stage's forward pass, or 1 if the device's rates are unknown."""
         costs = [1.0] * len(self.placement)
         if plan.step_seconds is not None:
             # Stages of a rank are equal.

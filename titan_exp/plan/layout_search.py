@@ -146,8 +146,7 @@ class SearchResult:
     floor: int
     """Number of layouts whose state alone does not fit."""
     slower: int
-    """Number of layouts that were not planned, because their compute alone takes as long as the best step, or the
-    search was stopped."""
+    """Number of layouts left out, because compute alone takes as long as the best step, or the search was stopped."""
     unknown: list[tuple[str, int]]
     seconds: float
     stopped: bool = False
@@ -319,8 +318,7 @@ class LayoutSearch:
 
 @contextmanager
 def interrupt_after(seconds: float | None) -> Iterator[None]:
-    """Interrupt the `with` block after `seconds`, and every second from then on, and at SIGTERM, as Ctrl-C does; None
-    means no limit."""
+    """Interrupt the `with` block after `seconds` (None: never), then every second, and at SIGTERM, as Ctrl-C does."""
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGALRM, signal.SIGTERM)}
     if seconds is not None:
         # The interrupt repeats, since Python ignores one in a finalizer.

@@ -57,8 +57,7 @@ class PlannerProcesses:
         return future
 
     def call(self, function: Callable[..., T], *args: object) -> Call[T]:
-        """Begin to call a function whose result does not depend on the process; without processes, it is called
-        here."""
+        """Begin to call a function whose result does not depend on the process, here if there are no others."""
         return Call(self if self._processes > 0 else None, function, *args)
 
     def replay(self, setup: Events, step: Events, *, expandable: bool, capacity: int | None) -> Call[Reserved]:

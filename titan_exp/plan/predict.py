@@ -51,8 +51,7 @@ class RankPlan:
     time: RankTime | None
     """Step time; None if rates are unknown."""
     allocator: Reserved | None
-    """Statistics of the caching allocator with the run's kind of segments; within the device's memory if it fits; None
-    on a CPU."""
+    """Statistics of the allocator with the run's segments, within the device's memory if it fits; None on a CPU."""
     expandable: bool
     kernels: Sequence[ClassTime]
     saved: int
@@ -131,8 +130,7 @@ class Plan:
     checkpoint_bytes: int
     planning_seconds: float
     why_full: str = ""
-    """Reason why a large run is traced in full; empty if it is extrapolated, or if a full trace was as fast or
-    requested."""
+    """Reason why a large run is traced in full; empty if extrapolated, requested, or if a full trace was as fast."""
     worst_bytes: int | None = None
     """`RankPlan.bytes` of the largest rank if its experts receive `plan.worst_expert_load` times the mean rows; None if
     not requested, or if it changes nothing."""
@@ -201,8 +199,7 @@ class Plan:
 
     @property
     def host_bytes_per_node(self) -> int | None:
-        """Largest host memory of offloaded tensors on any node. None without offload, or if some pipeline ranks were
-        not predicted."""
+        """Largest host memory of offloaded tensors on any node; None without offload, or with ranks not predicted."""
         sizes = [rank.trace.host.peak.bytes for rank in self.ranks if rank.trace.host is not None]
         if len(sizes) < self.experiment.parallelism.pp:
             return None

@@ -56,8 +56,7 @@ RELEVANT_GROUPS = (
 
 
 def cache_key(experiment: Experiment, device: Device | None) -> str | None:
-    """Cache key of a prediction, from the planner's code and every value that affects it; None with user-defined
-    code."""
+    """Cache key of a prediction: the planner's code and every value that affects it; None with user-defined code."""
     if import_paths(experiment, STEP_KEYS) or experiment.optimizer.max_state is None:
         return None
     config = to_dict(experiment)
@@ -127,8 +126,7 @@ class PredictionRequest:
 def predict_many(
     requests: Sequence[PredictionRequest], cache: Path, say: Callable[[str], None] = lambda _: None
 ) -> list[Prediction | NotPredicted]:
-    """Predict runs, in order; equal runs are predicted once and cached in `cache`. `say` is called with a line before
-    slow work."""
+    """Predict runs, in order, equal ones once, and cache them in `cache`; `say` gets a line before slow work."""
     keys: list[str] = []
     answers: dict[str, Prediction | NotPredicted] = {}
     pending: dict[str, PredictionRequest] = {}

@@ -343,8 +343,7 @@ def _gib(size: float) -> str:
 
 
 def print_search(result: SearchResult, device: Device, commands: Sequence[str], tokens: int | None) -> None:
-    """Print a search result on a terminal, with the command of each row, and GPU-hours if the run's number of tokens is
-    known."""
+    """Print a search result with the command of each row, and GPU-hours if the run's number of tokens is known."""
     console, first = Terminal(), result.rows[0].candidate
     training = first.experiment.training
     devices = f"{exchange_of(first.experiment).title}{first.layout.world_size} x {device.name}"

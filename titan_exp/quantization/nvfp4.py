@@ -34,8 +34,7 @@ _NEGATIVE = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
 
 
 def tensor_scale(amax: Tensor, *, power_of_two: bool) -> Tensor:
-    """fp32 scales from amax values of any shape, chosen so that blocks use e4m3's whole range; `power_of_two` rounds
-    up."""
+    """fp32 scales from amax values, so that blocks use e4m3's whole range; `power_of_two` rounds up."""
     scale = (amax.float() / (LARGEST * E4M3.max)).clamp(min=SMALLEST_SCALE)
     if not power_of_two:
         return scale
@@ -156,6 +155,5 @@ def _quantized(
 
 
 def _multiply(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """Multiply left [m, k] by right [n, k]ᵀ. Scales are applied one by one, because their product may underflow
-    fp32."""
+    """Multiply left [m, k] by right [n, k]ᵀ. Scales come one by one, because their product may underflow fp32."""
     return in_type(torch.mm(left[0], right[0].t()) * left[1] * right[1], dtype)

@@ -63,8 +63,7 @@ def _found(experiment: Experiment) -> tuple[int, int, int]:
 
 
 def with_layers(experiment: Experiment, layers: int) -> Experiment:
-    """Variant of a run with fewer layers of the same kinds: the same modules are quantized, computed in fp32 and in
-    parameter groups."""
+    """Variant of a run with fewer layers of the same kinds: quantized, in fp32 and in parameter groups likewise."""
     spec, (distinct, period) = model_spec(experiment.model), repetition(experiment)
     small = replace(experiment, model=replace(experiment.model, layers=layers))
     if spec is None:
@@ -171,8 +170,7 @@ def _modules(parameters: Iterable[str]) -> list[str]:
 
 
 def _repetition_before_last(kinds: Sequence[LayerKind]) -> tuple[int, int, int]:
-    """Repetition, and the smallest number of last layers without which layers repeat soon; 0 if their specs do not
-    repeat."""
+    """Repetition, and the fewest last layers without which layers repeat soon; 0 if their specs do not repeat."""
     distinct, period = _repetition([LayerKind(kind.layer) for kind in kinds])
     for last in range(min(MAX_LAST_LAYERS, len(kinds) - 1) + 1):
         found = _repetition(kinds[: len(kinds) - last])
@@ -294,8 +292,7 @@ def sampled_stages(experiment: Experiment, size: int | None) -> tuple[int, int, 
 
 
 def stage_sizes(experiment: Experiment) -> list[int | None]:
-    """Sample size for each pipeline stage: its own number of equal layers if that is too small for a larger sample,
-    else None."""
+    """Sample size of each stage: its own number of equal layers if that is too small for a larger sample, else None."""
     (distinct, _), edge = repetition(experiment), sampled_edge(experiment)
     if experiment.parallelism.pp == 1:
         return [None]

@@ -43,8 +43,7 @@ class EventComposer:
         self._step_allocations: dict[int, int] = {}
 
     def replay(self, sample: Sample, source: StepPosition, at: StepPosition, block: int | None = None) -> None:
-        """Repeat the events of a sample's position `source` at position `at` of the full step. `block` is the number of
-        the block in the full model."""
+        """Repeat a sample's events at `source` at `at` of the full step; `block` is the block's number in its model."""
         passed = self._passed[at.step, at.stage, at.part[:1]]
         if at.micro is not None and (not passed or passed[-1] != at.micro):
             passed.append(at.micro)
@@ -70,8 +69,7 @@ class EventComposer:
                     self.release(self.locate(sample, event.allocation, source, at))
 
     def locate(self, sample: Sample, allocation: int, source: StepPosition, at: StepPosition) -> int:
-        """Storage of the full step that corresponds to a sample's allocation. Raises ExtrapolationError if there is
-        none."""
+        """Storage of the full step that corresponds to a sample's allocation, else raises ExtrapolationError."""
         site = sample.sites.get(allocation)
         if site is None:
             raise ExtrapolationError("a storage from before the step is released")

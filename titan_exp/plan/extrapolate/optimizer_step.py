@@ -90,8 +90,7 @@ def _is_linear(none: Token, one: Token, two: Token) -> bool:
 
 
 def _continues(second: Sequence[Token], third: Sequence[Token], one: int, two: int, length: int) -> bool:
-    """True if an added period differs from the tokens before it as the third sequence's two periods differ from each
-    other."""
+    """True if an added period differs from the tokens before it as the third sequence's two periods do."""
     if one < length or len(third) < two + 2 * length:
         return False
     return all(
@@ -125,8 +124,7 @@ class OptimizerStepTrace:
     gradients: Sequence[Mapping[int, GradientKey]]
     """Parameters by the allocations of their placeholder gradients, for each step."""
     others: Sequence[Sequence[int]]
-    """Other earlier allocations of each step, in order: placeholder metrics, and everything else that the step
-    reads."""
+    """Other earlier allocations of each step, in order: placeholder metrics, and everything else that it reads."""
     costs: OpCosts
     """Costs of the second step, without the exchange between worlds."""
     parameters: int
@@ -151,8 +149,7 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
 
 
 def _depths(experiment: Experiment) -> range | None:
-    """Layers of three small models, a period apart, to unroll from; None if a trace is as fast, or the model does not
-    repeat."""
+    """Layers of three small models, a period apart, to unroll from; None if a trace is as fast or nothing repeats."""
     (distinct, period), last, layers = repetition(experiment), last_layers(experiment), experiment.model.layers
     few = distinct + last + 2 * period
     few += (layers - few) % period

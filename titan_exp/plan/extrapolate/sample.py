@@ -47,8 +47,7 @@ class AllocationSite(NamedTuple):
     place: int
     """Index among storages with the same key, counted from the last, since the first block also gathers for itself."""
     first: int
-    """Index counted from the first, for parts outside blocks, since a first micro-batch adds gradients of the head's
-    weights."""
+    """Index from the first, for parts outside blocks, as a first micro-batch adds gradients of the head's weights."""
 
 
 @dataclass(frozen=True)

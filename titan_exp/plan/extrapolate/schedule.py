@@ -248,8 +248,7 @@ class _Stage:
 
 
 class _SampledActions:
-    """Chooses, for each action of a stage, the sampled micro-batch that does the same. `ways` and `resharded` are as in
-    `SampleKey`."""
+    """Chooses the sampled micro-batch that does the same as an action; `ways` and `resharded` are as in `SampleKey`."""
 
     def __init__(self, ways: Sequence[str], resharded: bool) -> None:
         self._ways, self._resharded, self._seen = ways, resharded, list[str]()

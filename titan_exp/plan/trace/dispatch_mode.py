@@ -42,16 +42,14 @@ class OpCosts:
     bytes_moved: int = 0
     """Bytes read and written by all other operators."""
     host_bytes: int = 0
-    """Bytes read and written by operators on the host (gradient clipping and the optimizer), with offloaded
-    parameters."""
+    """Bytes read and written by operators on the host (clipping and optimizer), with offloaded parameters."""
     messages: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     """Bytes and number of messages by mesh axis and kind."""
     operators: int = 0
     """Number of operators that the host launches: those that compute, move bytes or send messages; views are none."""
     kernels: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    """Counts of kernels, by `KERNEL_CLASSES` and `MEASURES`. FLOPs that overlap with a message also count under its
-    kind."""
+    """Counts by `KERNEL_CLASSES` and `MEASURES`; FLOPs that overlap with a message also count under its kind."""
     unknown: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Calls by name of operators whose FLOPs, messages and memory within a call are missing here."""
 
@@ -263,8 +261,7 @@ class CostMode(TorchDispatchMode):
         return flops, bytes_moved, copied is not None
 
     def _filled_counts(self, func: Any, tensors: Any, flops: int, bytes_moved: int) -> tuple[int, int]:
-        """FLOPs and bytes of a grouped matmul, without the rows that symmetric memory has room for and that never
-        arrive."""
+        """FLOPs and bytes of a grouped matmul, without rows that symmetric memory has room for but never arrive."""
         if self._filled == 1.0 or str(func._overloadpacket) not in GROUPED:
             return flops, bytes_moved
         stacked = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor) and leaf.dim() == 3]

@@ -87,8 +87,7 @@ class SymmetricMessage(NamedTuple):
     temporary: int
     """Bytes allocated and freed within the call: pieces received but not returned."""
     moved: int
-    """Bytes read and written outside of matmuls and messages: sums of received pieces, and copies to and from symmetric
-    memory."""
+    """Bytes read and written beside matmuls and messages: sums of pieces, copies to and from symmetric memory."""
     launches: int
 
 

@@ -25,8 +25,7 @@ PROLOGUE, REDUCE, GROUP, REST, END = "prologue", "reduce", "group", "rest", "end
 """Parts of a step outside actions: the part before the first action; a stage's gradient reduction, its FSDP parameter
 groups, and the rest of it; a position that holds reduced gradients."""
 TIED_SUM, OPTIMIZER_STEP = "sum of tied gradients", "optimizer step"
-"""Last parts of a step: the sum of tied gradients between stages, and the span from summed gradients to the next
-step."""
+"""Last parts of a step: sum of tied gradients between stages, and from summed gradients to the next step."""
 BETWEEN, SUM, RESULT = " between", " sum", " result"
 """Suffixes of an action's parts: the messages after it, the sums of FSDP parameter groups' gradients in a split
 backward pass, and the storage of its result."""
@@ -82,8 +81,7 @@ class AllocationEvent(NamedTuple):
 
 
 FORWARD_MATMUL, BACKWARD_MATMUL = -1, -2
-"""Allocation numbers for a segment's first matmul in each thread; the matmul library allocates a workspace at its first
-call."""
+"""Numbers for a segment's first matmul in each thread, where the matmul library allocates a workspace once."""
 NOT_TRACKED = -3
 
 
@@ -294,8 +292,7 @@ class SegmentObserver(StepObserver):
 
 
 def parameters_in_blocks(part: nn.Module) -> Iterator[tuple[int | None, str, nn.Parameter]]:
-    """Parameters of a part, each with the number of its block and its name there; outside blocks with None and its name
-    in the part."""
+    """Parameters of a part, each with its block's number, or None outside blocks, and its name there."""
     blocks = [*iter_numbered_blocks(part)]
     owners = {id(weight): (number, name) for number, block in blocks for name, weight in block.named_parameters()}
     for whole_name, weight in part.named_parameters():

@@ -101,8 +101,7 @@ def uses_inductor(config: CompileConfig) -> bool:
 
 @contextmanager
 def reset_dynamo() -> Iterator[None]:
-    """Reset dynamo before and after the `with` block, because guards fail on the other device name of offloaded
-    runs."""
+    """Reset dynamo before and after the `with` block: guards fail on the other device name of offloaded runs."""
     torch._dynamo.reset()
     try:
         yield

@@ -51,8 +51,7 @@ CAPTURE = torch.cpu.Stream()
 
 
 class FakeRecorder:
-    """Runs the first pass as a warm-up on a stream of its own, and later passes as if captured; replays only count
-    their costs."""
+    """Runs the first pass as a warm-up on its own stream, and later ones as if captured; replays only count costs."""
 
     def __init__(self) -> None:
         self.mode: CostMode | None = None
@@ -120,8 +119,7 @@ class FakeRank:
         self._step(self.batches[:few], self.state)
 
     def optimizer_step(self) -> None:
-        """Run an optimizer step on empty gradients, without forward and backward; it creates the same optimizer
-        state."""
+        """Run an optimizer step on empty gradients, without passes; it creates the same optimizer state."""
         model = self.state.model
 
         def no_passes(*_: Any) -> Mapping[str, torch.Tensor]:
@@ -220,8 +218,7 @@ def fake_batches(experiment: Experiment, *, copied: bool = True) -> Sequence[Mic
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Chunks of a parameter, made when they are read: FSDP2 makes one for each of hundreds of ranks, and reads only
-    two."""
+    """Chunks of a parameter, made when read: FSDP2 makes one for each of hundreds of ranks, and reads two."""
 
     tensor: torch.Tensor
     count: int

@@ -243,8 +243,5 @@ def _request(memory_check: MemoryCheck) -> PredictionRequest | None:
     undecided = memory.capacity is not None and memory_check.bound is None
     if undecided or experiment.plan.predict == "always":
         return PredictionRequest(experiment, memory.device)
-    return PredictionRequest(experiment, memory.device, _UNNEEDED) if import_paths(experiment) else None
-
-
-_UNNEEDED = NotPredicted("")
-"""Answer for a run whose user code alone is checked."""
+    # User code alone is checked.
+    return PredictionRequest(experiment, memory.device, NotPredicted("")) if import_paths(experiment) else None

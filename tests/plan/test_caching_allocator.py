@@ -156,9 +156,7 @@ def test_steps_repeat():
 
 def test_packed_events_are_the_events():
     events = story("a4", "g12", "-g", "b1500@2")
-    before, step = Events(), Events()
-    for place, event in enumerate(events):
-        (before if place < 2 else step).add(*event)
+    before, step = Events(events[:2]), Events(events[2:])
     assert [*before, *step] == events
     assert len(before) == len(step) == 2
     assert steady_reserved(before, step, expandable=True) == steady_reserved(events[:2], events[2:], expandable=True)

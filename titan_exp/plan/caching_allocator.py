@@ -9,6 +9,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 MIB = 2**20
 
@@ -32,12 +33,8 @@ Event = tuple[int, int, int]
 class Events:
     """Events in order, packed, because a plan holds millions and hands them to other processes."""
 
-    def __init__(self) -> None:
-        self.packed: array[int] = array("q")
-
-    def add(self, storage: int, size: int, stream: int) -> None:
-        """Add an event."""
-        self.packed.extend((storage, size, stream))
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.packed: array[int] = array("q", chain.from_iterable(events))
 
     def __len__(self) -> int:
         return len(self.packed) // 3

@@ -90,21 +90,10 @@ class ShardedWeight:
     rank, with sizes rounded up, so the last may be smaller or empty."""
 
 
-@dataclass(frozen=True)
-class RankShards:
-    """Shards of a rank."""
-
-    axes: dict[str, int]
-    """Degrees of the mesh axes, outermost first."""
-    experts: dict[str, int]
-    """Degrees of the axes of the experts' mesh, outermost first; empty if experts are sharded like other weights."""
-    sharding: dict[str, tuple[str, ...]]
-    """Mesh axes that make up each axis that divides weights, outermost first."""
-    weights: tuple[ShardedWeight, ...]
-
-
-def read_shards(rank: FakeRank) -> RankShards:
-    """Read the shards of a fake rank, before or after its step."""
+def read_shards(rank: FakeRank) -> tuple[dict[str, Any], list[ShardedWeight]]:
+    """Read the mesh and the sharded weights of a fake rank, before or after its step. The mesh has the degrees of its
+    axes and, unless experts are sharded like other weights, of the experts' axes, and the mesh axes that make up each
+    axis that divides weights; all outermost first."""
     mesh, pipeline = rank.state.mesh, rank.state.built.pipeline
     stages = (
         [(0, rank.state.built.module)] if pipeline is None else [(part.number, part.module) for part in pipeline.stages]
@@ -112,8 +101,8 @@ def read_shards(rank: FakeRank) -> RankShards:
     folded = {"fsdp": tuple(axis.name for axis in AXES if axis.shards_parameters)}
     experts = {} if mesh.experts is None else _degrees(mesh.experts)
     sharding = {axis: folded.get(axis, (axis,)) for axis in (*_degrees(mesh.sharding), *experts)}
-    weights = tuple(weight for number, module in stages for weight in _weights(number, module))
-    return RankShards(_degrees(mesh.world), experts, sharding, weights)
+    weights = [weight for number, module in stages for weight in _weights(number, module)]
+    return {"axes": _degrees(mesh.world), "experts": experts, "sharding": sharding}, weights
 
 
 def _degrees(mesh: DeviceMesh) -> dict[str, int]:
@@ -269,21 +258,15 @@ def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:
 
 
 def _page_data(plan: Plan) -> dict[str, Any]:
-    layout, shards_by_rank = plan.layout, dict[int, RankShards]()
+    layout, shards = plan.layout, dict[int, tuple[dict[str, Any], list[ShardedWeight]]]()
     with no_garbage_collection():
         for rank in plan.ranks:
             with traced_rank(plan.experiment, plan.device, rank.pipeline_rank) as fake:
-                shards_by_rank[rank.pipeline_rank] = read_shards(fake)
-    shards = next(iter(shards_by_rank.values()))
+                shards[rank.pipeline_rank] = read_shards(fake)
+    mesh, _ = next(iter(shards.values()))
     moments = max(MIN_POINTS, POINTS // len(plan.ranks))
     return {
-        "mesh": {
-            "axes": shards.axes,
-            "experts": shards.experts,
-            "sharding": shards.sharding,
-            "node": layout.node_size,
-            "device": device_noun(layout),
-        },
+        "mesh": {**mesh, "node": layout.node_size, "device": device_noun(layout)},
         "stages": [_pieces(layers) for layers in layout.stage_layers],
         "layers": layout.layers,
         "batch": {
@@ -298,7 +281,7 @@ def _page_data(plan: Plan) -> dict[str, Any]:
         "passes": schedule_data(plan),
         "categories": CATEGORIES,
         "room": None if plan.device is None else plan.device.memory,
-        "ranks": {rank.pipeline_rank: _rank(rank, shards_by_rank[rank.pipeline_rank], moments) for rank in plan.ranks},
+        "ranks": {rank.pipeline_rank: _rank(rank, shards[rank.pipeline_rank][1], moments) for rank in plan.ranks},
         "step": plan.step_seconds,
         "bubble": plan.bubble,
         "words": WORDS,
@@ -321,10 +304,10 @@ def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
     return found
 
 
-def _rank(rank: RankPlan, shards: RankShards, moments: int) -> dict[str, Any]:
+def _rank(rank: RankPlan, weights: list[ShardedWeight], moments: int) -> dict[str, Any]:
     trace = rank.trace
     return {
-        "weights": [asdict(weight) | {"layers": _pieces(weight.layers)} for weight in shards.weights],
+        "weights": [asdict(weight) | {"layers": _pieces(weight.layers)} for weight in weights],
         "messages": sorted(rank.messages, key=itemgetter("bytes"), reverse=True),
         "flops": trace.costs.flops,
         "time": None if rank.time is None else asdict(rank.time),

@@ -17,6 +17,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.data_sets import open_files, validation_sets
 from titan_exp.config.schema.foreign_code import described
+from titan_exp.plan.caching_allocator import Events
 from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, sampled_edge, small_run
 
 if TYPE_CHECKING:
@@ -213,16 +214,14 @@ def _with_layers(one: EvaluationTrace, more: EvaluationTrace, *most: EvaluationT
 
 def with_evaluations(trace: "Trace", evaluations: Sequence[EvaluationTrace]) -> "Trace":
     """Trace of a step that evaluations follow: its peak may be theirs, and the allocator serves them, too."""
-    from titan_exp.plan.caching_allocator import Events
-
-    held, peak, events = trace.persistent, trace.peak, Events()
-    events.packed.extend(trace.step_events.packed)
+    if not evaluations:
+        return trace
+    held, peak, events = trace.persistent, trace.peak, [*trace.step_events]
     for one in evaluations:
         size = sum(held.values()) + one.passing.bytes
         if size > peak.bytes:
             parts = {name: bytes_ + held[name] for name, bytes_ in one.passing.by_category.items()}
             peak = replace(peak, bytes=size, by_category=parts, where=f"{one.name}, {one.passing.where}")
-        fresh = 1 + max((*trace.setup_events.packed[::3], *events.packed[::3]), default=0)
-        for number, size, stream in one.events:
-            events.add(fresh + number, size, stream)
-    return replace(trace, peak=peak, step_events=events)
+        fresh = 1 + max((number for number, *_ in (*trace.setup_events, *events)), default=0)
+        events += [(fresh + number, size, stream) for number, size, stream in one.events]
+    return replace(trace, peak=peak, step_events=Events(events))

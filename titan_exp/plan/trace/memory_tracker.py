@@ -167,11 +167,9 @@ class MemoryTracker:
 
     def events(self) -> tuple[Events, Events]:
         """Allocations and releases in device memory, in order: before the step, and in it."""
-        before, during = Events(), Events()
-        for events, changes in ((before, self._on_device(0, self._begun)), (during, self._on_device(self._begun))):
-            for change in changes:
-                events.add(change.number, max(change.size, 0), change.stream)
-        return before, during
+        changes = self._on_device(0, self._begun), self._on_device(self._begun)
+        before, during = (((each.number, max(each.size, 0), each.stream) for each in part) for part in changes)
+        return Events(before), Events(during)
 
     def peak(self, *, on_host: bool = False) -> Moment:
         """First moment of the step with peak allocated memory, on the device or on the host."""

@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 MIB = 2**20
-
 MIN_BLOCK, SMALL_SIZE, SMALL_BUFFER = 512, MIB, 2 * MIB
 """kMinBlockSize, to a multiple of which sizes are rounded up; kSmallSize and kSmallBuffer, the largest block and the
 segment size of the small pool."""
 LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = 20 * MIB, 10 * MIB, 2 * MIB
 """kLargeBuffer, the segment size of the large pool for blocks below kMinLargeAlloc; larger blocks get a dedicated
 segment, rounded up to kRoundLarge."""
-
 GRAPH = -2
 """Stream of allocations in the pool of a CUDA graph."""
 ADDRESSES = 2**21 * LARGE_BUFFER

@@ -41,7 +41,6 @@ def _explanation(degree: str) -> str:
 
 MEANINGS = {degree: _explanation(degree) for degree in (*reversed(axes.DEGREES), "ep", "etp")}
 """Degrees, from the innermost mesh axis (adjacent ranks) outwards, then those of experts."""
-
 WORDS = {"axes": MEANINGS} | json.loads((Path(__file__).parent / "page" / "glossary.json").read_text(encoding="utf-8"))
 """Explanations for the page's scripts: axes, communication, parts of a step's time, and categories of memory."""
 

@@ -265,7 +265,6 @@ def _round_up(number: int, multiple: int) -> int:
 
 FLASH_ROWS, FLASH_WIDTH = 128, 32
 """Multiples to which flash attention's backward pass rounds up rows and head_dim."""
-
 _PLAIN_RMS_NORM = F.rms_norm
 _MULTIPROCESSORS: ContextVar[int | None] = ContextVar("multiprocessors", default=None)
 """Streaming multiprocessors of the GPU, if attention is deterministic."""

@@ -36,7 +36,6 @@ CERTAIN = 0.95
 """Share of a bound by compute or state that holds whatever else a move changes."""
 LONGEST_SCHEDULE = 2**13
 """Maximum number of forward passes (stages times micro-batches) of a simulated schedule; longer ones take seconds."""
-
 _SAME_WORK = (*layouts.DEGREE_KEYS, layouts.SCHEDULE, layouts.MICRO_BATCH)
 """Keys whose moves leave a device's share of the computation unchanged."""
 Key = tuple[Any, ...]

@@ -220,7 +220,6 @@ def values_of(keys: Sequence[str], experiment: Experiment) -> tuple[Any, ...]:
 
 
 T = TypeVar("T")
-
 BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Searched values of activation_checkpoint.budget; a move goes to the next one."""
 MAX_EVERY = 8
@@ -230,7 +229,6 @@ LEAST_CHUNK = 2048
 RESHARDED = ("always", "all_but_last", "never")
 """Values of parallelism.reshard_after_forward, least memory first."""
 CP_METHODS = ("ring", "allgather", "ulysses")
-
 IDLE_AFTER = {MODE: ("every", "budget"), SCHEDULE: ("pp_layers_per_stage",)}
 """Keys of the same group that lose their meaning when a key gets a new value."""
 _RECOMPUTED = {"none": 0, "full": 2}

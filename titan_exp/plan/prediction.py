@@ -208,13 +208,10 @@ def exchange_of(experiment: Experiment) -> Exchange:
 
 
 BACKENDS = ("inductor", "aot_eager", "eager")
-
 HOPPER = (9, 0)
 """First CUDA capability on which `auto` chooses cuDNN's attention."""
-
 BLACKWELL = (10, 0)
 """First CUDA capability with NVFP4 instructions."""
-
 WHY_NOT = {
     "fa3": "we do not know how much workspace its package takes",
     "fa4": "we do not know how much workspace its package takes",

@@ -25,10 +25,8 @@ from titan_exp.plan.trace.torch_patches import AXIS, WAITED_FOR
 
 BEHIND_COMPUTE = ("fsdp", "efsdp", "dp_replicate")
 """Mesh axes whose collectives overlap with compute."""
-
 CP_KINDS = ("send", "receive", "all-to-all")
 """Message kinds that only context parallelism has, never FSDP or replication: ring hops and Ulysses all-to-all."""
-
 ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 """Rounds of a ring, by kind of collective; others send directly."""
 

@@ -27,7 +27,6 @@ with import_torchao():
 
 AmaxReduce = Callable[[Tensor], Tensor]
 """Takes the elementwise maximum over ranks."""
-
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 

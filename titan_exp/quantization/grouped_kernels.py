@@ -104,7 +104,6 @@ KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "mxfp8": mxfp8_grouped,
 }
 """Grouped matmuls of padded rows, by recipe."""
-
 OF_TOKENS: dict[str, Callable[[Tensor, Tensor, PaddedOrder], Tensor]] = (
     {"float8_rowwise": float8_rowwise_of_tokens} if all(hasattr(fp8_grouped_mm, name) for name in CASTS) else {}
 )

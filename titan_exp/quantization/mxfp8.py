@@ -20,7 +20,6 @@ with import_torchao():
 
 BLOCK = 32
 """Number of elements that share a scale."""
-
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 

@@ -18,18 +18,13 @@ from titan_exp.quantization.float8 import AmaxReduce, unflatten
 
 BLOCK = 16
 """Number of elements that share an e4m3 scale, and of tokens in a Hadamard transform."""
-
 LARGEST = 6.0
 """Largest e2m1 value; the others are 0, 0.5, 1, 1.5, 2, 3 and 4."""
-
 E4M3 = torch.finfo(torch.float8_e4m3fn)
-
 SMALLEST_SCALE = 2.0**-120
 """Minimum tensor scale, so that its inverse times that of the smallest block scale is finite in fp32."""
-
 SIGNS: tuple[int, ...] = (1, 1, -1, 1, -1, -1, 1, -1, -1, -1, 1, 1, 1, -1, 1, -1)
 """Signs of the transform, drawn once; they match no row of the Hadamard matrix."""
-
 _NEGATIVE = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
 
 
@@ -99,17 +94,13 @@ class NVFP4:
         """Recipe for ranks that share inputs or outputs; `amax_reduce` takes the maximum over them."""
         return replace(self, **{"input_amax_reduce" if input_sharded else "output_amax_reduce": amax_reduce})
 
-    def scale_of(self, matrix: Tensor, amax_reduce: AmaxReduce | None) -> Tensor:
-        """Scale of a matrix of which other ranks may hold parts."""
-        return self.scale_of_amax(matrix.abs().amax(), amax_reduce)
-
     def scale_of_amax(self, amax: Tensor, amax_reduce: AmaxReduce | None = None) -> Tensor:
         """Tensor scale from amax, reduced over ranks if `amax_reduce` is given."""
         return tensor_scale(amax if amax_reduce is None else amax_reduce(amax), power_of_two=self.power_of_two)
 
     def scale_of_weight(self, weight: Tensor) -> Tensor:
         """Scale of the whole weight."""
-        return self.scale_of(weight, self.input_amax_reduce or self.output_amax_reduce)
+        return self.scale_of_amax(weight.abs().amax(), self.input_amax_reduce or self.output_amax_reduce)
 
 
 def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
@@ -150,7 +141,7 @@ def _quantized(
     matrix: Tensor, recipe: NVFP4, amax_reduce: AmaxReduce | None, *, stochastic: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Quantize a matrix in blocks of 16 along its rows; returns it with its scale."""
-    scale = recipe.scale_of(matrix, amax_reduce)
+    scale = recipe.scale_of_amax(matrix.abs().amax(), amax_reduce)
     return rounded(matrix, scale, stochastic=stochastic), scale
 
 

@@ -143,14 +143,6 @@ CAUSES = {
 """Probable causes by key of an axis and kind of difference; the first that matches is told."""
 
 
-def remedies(differing: Sequence[Difference]) -> list[str]:
-    """Overrides without which a run asks for no layout that differs."""
-    alone = [one.case.axes[0] for one in differing if len(one.case.axes) == 1]
-    axes = alone or [one.case.axes[0] for one in differing]
-    found = dict.fromkeys(axis.without for axis in axes)
-    return [] if "" in found else [*found]
-
-
 def compare(asked: Sequence[Case], deadline: float) -> Verdict:
     """Train the cases, of which the first is one rank, and compare them with it."""
     results, notes, agreeing, differing = dict[str, Recorded | str](), list[str](), list[str](), list[Difference]()
@@ -192,8 +184,8 @@ def compare(asked: Sequence[Case], deadline: float) -> Verdict:
     if not differing:
         return Verdict(agreeing=tuple(agreeing), notes=tuple(notes))
     first, model = differing[0], asked[0].experiment.model
-    working = tuple(_working(remedies(differing), differing, one, deadline))
-    of_tokens = "parallelism.sequence_parallel=false" in working
+    remedies = tuple(_remedies(differing, one, deadline))
+    of_tokens = "parallelism.sequence_parallel=false" in remedies
     others = [other.case.name for other in differing[1:]]
     lines = [
         f"We trained a small model of this kind ({model.layers} layers, width {model.dim}) for two steps in fp64.",
@@ -201,7 +193,7 @@ def compare(asked: Sequence[Case], deadline: float) -> Verdict:
         f"Probable cause: {cause(first, probed, of_tokens=of_tokens)}",
         *([f"These differ, too: {listed(others, 'and')}."] if others else []),
     ]
-    return Verdict("\n  ".join(lines), working, tuple(agreeing), tuple(notes))
+    return Verdict("\n  ".join(lines), remedies, tuple(agreeing), tuple(notes))
 
 
 def _agrees(case: Case, found: Recorded | str, one: Recorded) -> bool:
@@ -221,11 +213,13 @@ def _what(difference: Difference) -> str:
     return f"the first step agrees, and after the second one {place or 'the loss'} is off by {size}"
 
 
-def _working(found: Sequence[str], differing: Sequence[Difference], one: Recorded, deadline: float) -> list[str]:
-    """Overrides, of which the one that keeps tensor parallelism was tried."""
+def _remedies(differing: Sequence[Difference], one: Recorded, deadline: float) -> list[str]:
+    """Overrides without which a run asks for no layout that differs; the one that keeps tensor parallelism is tried."""
+    alone = [each.case.axes[0] for each in differing if len(each.case.axes) == 1]
+    found = dict.fromkeys(axis.without for axis in alone or [each.case.axes[0] for each in differing])
     key = "parallelism.sequence_parallel=false"
-    if key not in found:
-        return [*found]
+    if "" in found or key not in found:
+        return [] if "" in found else [*found]
     tried = list[Case]()
     for case in (difference.case for difference in differing if difference.case.experiment.parallelism.tp > 1):
         parallelism = replace(case.experiment.parallelism, sequence_parallel=False)

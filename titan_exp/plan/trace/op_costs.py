@@ -131,18 +131,14 @@ KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_
 """Namespaces of known operators; those of other libraries may allocate untraced memory."""
 COMPUTING = ("mm", "bmm", "baddbmm", "addmm", "conv", "attention", "lstm", "gru", "linalg", "fft", "flex")
 """Parts of names of aten operators that FLOPs bound, not bytes."""
-
 SCALED_MATMULS = ("aten._scaled_mm", "aten._scaled_grouped_mm", GATHERS[1], SCATTERS[1])
 MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", SCALED_MATMULS[0], *GATHERS, *SCATTERS)
 """Operators computed by cuBLAS."""
-
 _aten = torch.ops.aten
-
 _OVERWRITING = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_")
 """Operators that overwrite their first argument without reading it."""
 _GATHERS = ("embedding", "gather", "index", "index_select")
 """Operators that read as many elements of their first argument as they return."""
-
 _GROUP_SECOND = ("allreduce_", "broadcast_", "send", "recv_", "barrier", "reduce_")
 _NAMES = {
     "_allgather_base_": "all-gather",
@@ -281,7 +277,6 @@ gathered ones; `gradients` are casts and sums after backward, and copies for the
 FLOPs and bytes, since reading an expert's weights bounds a matmul with few rows."""
 MEASURES = ("flops", "fp8_flops", "bytes", "launches")
 """Measures of a class; float8 matmuls count in `flops`, too. A multi-tensor operator is one launch."""
-
 _FSDP = {"all_gather_copy_in": COMPUTE_WEIGHTS, "split_with_sizes_copy": COMPUTE_WEIGHTS, "chunk_cat": GRADIENTS}
 """Classes of FSDP2's own operators."""
 

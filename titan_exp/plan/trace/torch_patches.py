@@ -201,7 +201,6 @@ def compile_as_for_cuda(*, beside: bool) -> Iterator[None]:
 
 
 Key = tuple[Hashable, ...]
-
 _VALUE_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 """Tags of operators that read values or change a tensor's metadata."""
 _LISTS = (list, tuple)

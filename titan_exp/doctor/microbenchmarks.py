@@ -157,7 +157,6 @@ def attention_rates(device: torch.device, limit: float) -> Iterator[Measurement]
     """Measure causal bf16 attention of every backend and head size, both ways; FLOPs count the causal half."""
     backends = [name for name in SDPA_BACKENDS if runs_here(name, device)]
     backends += ["flex"] if device.type == "cuda" else []
-
     shapes = ATTENTIONS[device.type]
     for backend in backends:
         activate(backend, device)

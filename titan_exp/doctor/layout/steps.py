@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,7 @@ def watched(parts: Iterable[nn.Module], found: dict[str, Output]) -> Iterator[No
     """Note the width of each module's first output, and a random projection of each vector in it. No layout changes the
     set of these numbers, whichever ranks and micro-batches they come from."""
 
-    def note(name: str, module: nn.Module, output: Any) -> None:
+    def note(name: str, module: nn.Module, _: Any, output: Any) -> None:
         tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
         tensor = next((leaf for leaf in tensors if leaf.dim() > 1 and leaf.numel() > 0), None)
         if tensor is None or isinstance(tensor, FakeTensor):  # a block is traced to choose what it recomputes
@@ -136,14 +137,11 @@ def watched(parts: Iterable[nn.Module], found: dict[str, Output]) -> Iterator[No
         if before is None or before[0] == width:
             found[name] = (width, _kind(module), numbers if before is None else np.concatenate((before[2], numbers)))
 
-    def noting(name: str) -> Any:
-        return lambda module, _, output: note(name, module, output)
-
     with ExitStack() as hooks:
         for name, module in (named for part in parts for named in part.named_modules()):
             # The matmul of a row-parallel linear has partial sums, which the linear reduces.
             if name and not isinstance(module, LinearImpl):
-                hooks.enter_context(module.register_forward_hook(noting(_unwrapped(name))))
+                hooks.enter_context(module.register_forward_hook(partial(note, _unwrapped(name))))
         yield
 
 

@@ -344,10 +344,7 @@ def _on_part(tracker: MemoryTracker, part: nn.Module) -> list[Any]:
     ends = "head and loss" if head is not None else "the stage's ends"
 
     def at(category: str, where: str) -> Callable[..., None]:
-        def set_phase(*_: Any) -> None:
-            tracker.begin_phase(category, where, "")
-
-        return set_phase
+        return lambda *_: tracker.begin_phase(category, where, "")
 
     hooks = [part.register_forward_pre_hook(at("activations", "forward, embedding"), prepend=True)]
     after_blocks = at("loss" if head is not None else "activations", f"backward, {ends}")

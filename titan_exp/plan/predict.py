@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
@@ -391,8 +391,7 @@ def _traces(
             if not why_full:
                 extrapolator = TraceExtrapolator(traced, cuda, workspace)
                 if not import_paths(experiment):
-                    assumptions = partial(_assumptions, experiment, device)
-                    extrapolator.trace_optimizer_steps(numbers, partial(processes.call, _assuming, assumptions))
+                    extrapolator.trace_optimizer_steps(numbers, partial(processes.call, _assuming, experiment, device))
                 evaluations = evaluation.extrapolate_evaluations(traced, numbers, kinds, of_evaluation) if kinds else {}
                 for number in numbers:
                     trace, model = extrapolator.trace(number), extrapolator.optimizer_step(number)
@@ -429,8 +428,8 @@ def _assumptions(experiment: Experiment, device: Device | None) -> Iterator[None
         yield
 
 
-def _assuming(assumptions: Callable[[], AbstractContextManager[None]], call: Callable[[], T]) -> T:
-    with assumptions(), no_garbage_collection():
+def _assuming(experiment: Experiment, device: Device | None, call: Callable[[], T]) -> T:
+    with _assumptions(experiment, device), no_garbage_collection():
         return call()
 
 

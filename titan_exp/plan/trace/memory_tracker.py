@@ -195,8 +195,8 @@ class MemoryTracker:
         return found
 
     def timeline(self) -> list[Moment]:
-        """Memory timeline of the step in at most `MOMENTS` moments: the maximum of each of equal spans of changes. Starts
-        with the moment before the step and includes the peak."""
+        """Memory timeline of the step in at most `MOMENTS` moments: maxima of equal spans of changes, from the moment
+        before the step on, with the peak."""
         changes, current = [*self._on_device(self._begun)], self._held(self._begun)
         total = largest = sum(current.values())
         moments = [Moment(total, dict(current), self._where_before)]

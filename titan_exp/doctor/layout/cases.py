@@ -71,23 +71,23 @@ def asked_axes(run: Experiment) -> list[Axis]:
     """Axes that a run with a resolved layout asks for."""
     own, found = run.parallelism, list[Axis]()
     for key in ("dp_shard", "dp_replicate", "tp", "cp", "pp"):
-        if getattr(own, key) > 1:
-            changes = {f"parallelism.{key}": 2}
-            if key == "pp":
+        if getattr(own, key) == 1:
+            continue
+        name, without = f"parallelism.{key}=2", f"parallelism.{key}=1"
+        changes: dict[str, Any] = {f"parallelism.{key}": 2}
+        match key:
+            case "pp":
                 known = own.pp_schedule if own.pp_schedule in SCHEDULES else "1F1B"
                 changes |= {"training.micro_batch_size": 1, "parallelism.pp_schedule": known}
-            if key == "cp" and own.cp_method != "ulysses":
-                changes |= {"parallelism.cp_ulysses": 1}
-            name = f"parallelism.{key}=2"
-            if key == "tp":
+            case "cp" if own.cp_method != "ulysses":
+                changes["parallelism.cp_ulysses"] = 1
+            case "tp":
                 name += f" parallelism.sequence_parallel={str(own.sequence_parallel).lower()}"
-                changes |= {"parallelism.etp": min(own.etp, 2)}
-            without = f"parallelism.{key}=1"
-            if key == "tp" and own.sequence_parallel:
-                without = "parallelism.sequence_parallel=false"
-            elif key.startswith("dp_") and run.training.micro_batch_size is not None:
+                changes["parallelism.etp"] = min(own.etp, 2)
+                without = "parallelism.sequence_parallel=false" if own.sequence_parallel else without
+            case "dp_shard" | "dp_replicate" if run.training.micro_batch_size is not None:
                 without = ""  # one rank would have more micro-batches
-            found.append(Axis(name, changes, without))
+        found.append(Axis(name, changes, without))
     if own.ep > 1:
         # Experts take the ranks of another axis, in the order of the trainer's mesh.
         beside = next(key for key in ("tp", "cp", "dp_shard") if getattr(own, key) > 1)

@@ -32,7 +32,7 @@ CATEGORIES = (
 collectives; `optimizer` is its state and an update's temporaries; kernel libraries allocate `workspaces` once and keep
 them."""
 MOMENTS = 400
-"""Maximum number of moments in a timeline."""
+"""Default maximum number of moments in a timeline."""
 SETTLED = ("parameters", "optimizer")
 """Categories that `set_category` never changes."""
 HOST = -1
@@ -194,8 +194,8 @@ class MemoryTracker:
             found[entry.category] += storage.nbytes() if entry.on_host and storage is not None else 0
         return found
 
-    def timeline(self) -> list[Moment]:
-        """Memory timeline of the step in at most `MOMENTS` moments: maxima of equal spans of changes, from the moment
+    def timeline(self, limit: int = MOMENTS) -> list[Moment]:
+        """Memory timeline of the step in at most `limit` moments: maxima of equal spans of changes, from the moment
         before the step on, with the peak."""
         changes, current = [*self._on_device(self._begun)], self._held(self._begun)
         total = largest = sum(current.values())
@@ -204,7 +204,7 @@ class MemoryTracker:
             assert storage is not None, "only storages are on the device"
             current[storage.category] += size
             total += size
-            span = 1 + number * (MOMENTS - 1) // len(changes)
+            span = 1 + number * (limit - 1) // len(changes)
             if span >= len(moments) or total > largest:
                 del moments[span:]
                 largest = total

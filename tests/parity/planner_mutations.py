@@ -27,11 +27,11 @@ from tests.ranks import run_ranks
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan import predict, roofline
 from titan_exp.plan.devices import Device
-from titan_exp.plan.extrapolate import eligibility, optimizer_step, sample, schedule
+from titan_exp.plan.extrapolate import eligibility, optimizer_step, schedule
 from titan_exp.plan.extrapolate.extrapolated_trace import EventComposer
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError, _SampledActions
 from titan_exp.plan.layout_search import LayoutCost, LayoutSearch
-from titan_exp.plan.trace import dispatch_mode
+from titan_exp.plan.trace import dispatch_mode, op_costs
 from titan_exp.plan.trace.dispatch_mode import CostMode
 from titan_exp.plan.trace.segments import SegmentObserver
 from titan_exp.plan.trace.trace_step import FakeRecorder
@@ -116,7 +116,7 @@ def storages_belong_to_the_micro_batch_before(monkeypatch: pytest.MonkeyPatch) -
 
 
 def the_last_stage_has_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "last_blocks", lambda experiment: 0)
+    monkeypatch.setattr(eligibility, "last_blocks", lambda experiment: 0)
 
 
 def last_layers_repeat_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +131,7 @@ def parameter_groups_keep_their_patterns(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def the_first_of_a_kind_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (eligibility, sample):
-        monkeypatch.setattr(module, "sampled_edge", lambda experiment: 3)
+    monkeypatch.setattr(eligibility, "sampled_edge", lambda experiment: 3)
 
 
 def a_list_names_flash_attention_for_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +214,7 @@ def experts_in_float8() -> None:
 
 
 def all_room_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch_mode, "filled_share", lambda *_: None)
+    monkeypatch.setattr(op_costs, "filled_share", lambda *_: None)
 
 
 def replays_are_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ from titan_exp.plan.trace.trace_step import (
     DEVICE,
     FakeRank,
     Trace,
-    batch_tensors,
     fake_batches,
     fake_rank,
     pipeline_ranks,
@@ -297,7 +296,10 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
             train_step(trainer.state, trainer.parts, batches, step=1, tokens=tokens, lr=trainer.schedule(1))
 
         # Gloo's threads release sent tensors late at times, and then the peak is too high.
-        traces = (trace_step(trainer.state, step, preallocated=batch_tensors(batches)) for _ in range(2))
+        traces = (
+            trace_step(trainer.state, step, preallocated=[each for batch in batches for each in batch.tensors])
+            for _ in range(2)
+        )
         numbers = min(map(_numbers, traces), key=lambda found: found.peak)
         trainer.report.close("done")
         return asdict(numbers)

@@ -20,11 +20,11 @@ def test_a_gpu_holds_one_micro_batch(override: str):
     found = traced(
         override, "parallelism.dp_shard=1", f"training.seq_len={SEQ_LEN}", f"training.micro_batch_size={ROWS}"
     )
-    sizes = {event.storage: event.size for event in found.step_events if event.size}
+    sizes = {storage: size for storage, size, _ in found.step_events if size}
     held = most = 0
-    for event in found.step_events:
-        if sizes.get(event.storage) == BATCH:
-            held += 1 if event.size else -1
+    for storage, size, _ in found.step_events:
+        if sizes.get(storage) == BATCH:
+            held += 1 if size else -1
             most = max(most, held)
     # Tokens, labels, and the loss's labels without ignored ones.
     assert (most, held) == (3, 0)

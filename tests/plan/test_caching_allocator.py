@@ -10,7 +10,6 @@ from titan_exp.plan.caching_allocator import (
     MIB,
     Block,
     CachingAllocator,
-    Event,
     Events,
     repeated,
     replay,
@@ -18,15 +17,15 @@ from titan_exp.plan.caching_allocator import (
 )
 
 
-def story(*words: str) -> list[Event]:
+def story(*words: str) -> list[tuple[int, int, int]]:
     """`a12` takes 12 MiB under the name a on stream 0, `b3@1` 3 MiB on stream 1; `-a` gives a back."""
     events = []
     for word in words:
         if word.startswith("-"):
-            events.append(Event(ord(word[1]), 0, 0))
+            events.append((ord(word[1]), 0, 0))
         else:
             size, _, stream = word[1:].partition("@")
-            events.append(Event(ord(word[0]), int(float(size) * MIB), int(stream or 0)))
+            events.append((ord(word[0]), int(float(size) * MIB), int(stream or 0)))
     return events
 
 
@@ -51,7 +50,7 @@ def story(*words: str) -> list[Event]:
     ],
 )
 def test_sizes_of_blocks_and_segments(sizes: Sequence[int], allocated: int, reserved: int):
-    found = replay([[Event(number, size, 0) for number, size in enumerate(sizes)]], expandable=False)
+    found = replay([[(number, size, 0) for number, size in enumerate(sizes)]], expandable=False)
     assert (found.allocated, found.reserved) == (allocated, reserved)
 
 
@@ -141,15 +140,15 @@ def assert_sound(allocator: CachingAllocator, held: list[Block]) -> None:
 def test_steps_repeat():
     # Each step takes what the step before has left (gradients, say) and leaves its own.
     before, step = story("a4", "g12"), story("t16", "-g", "h12", "-t")
-    found = [Event(*event) for events in repeated(before, step, 3) for event in events]
-    assert sum(1 for event in found if event.size) == 2 + 3 * 2
+    found = [event for events in repeated(before, step, 3) for event in events]
+    assert sum(1 for _, size, _ in found if size) == 2 + 3 * 2
     alive: dict[int, int] = {}
-    for event in found:
-        if event.size:
-            assert event.storage not in alive
-            alive[event.storage] = event.size
+    for storage, size, _ in found:
+        if size:
+            assert storage not in alive
+            alive[storage] = size
         else:
-            del alive[event.storage]
+            del alive[storage]
     assert sorted(alive.values()) == [4 * MIB, 12 * MIB]
     # a and g share a segment and h takes g's place, in every step; t has one of its own.
     assert steady_reserved(before, step, expandable=False).reserved == (20 + 16) * MIB
@@ -157,9 +156,7 @@ def test_steps_repeat():
 
 def test_packed_events_are_the_events():
     events = story("a4", "g12", "-g", "b1500@2")
-    before, step = Events(), Events()
-    for place, event in enumerate(events):
-        (before if place < 2 else step).add(*event)
+    before, step = Events(events[:2]), Events(events[2:])
     assert [*before, *step] == events
     assert len(before) == len(step) == 2
     assert steady_reserved(before, step, expandable=True) == steady_reserved(events[:2], events[2:], expandable=True)

@@ -24,6 +24,7 @@ from titan_exp.extensions.tasks.encoding import encode
 from titan_exp.extensions.tasks.tasks import tasks_of
 from titan_exp.plan.devices import DEVICES
 from titan_exp.plan.evaluation import evaluated, evaluations_of
+from titan_exp.plan.extrapolate.eligibility import is_worthwhile
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.predictions import cache_key
 from titan_exp.plan.tables import plan_to_json
@@ -153,7 +154,8 @@ def plan_on_gpus(words: str, *, full: bool = False) -> Plan:
 )
 def test_an_extrapolated_evaluation_is_that_of_all_layers(words: str):
     short, whole = plan_on_gpus(words), plan_on_gpus(words, full=True)
-    assert short.samples is not None
+    assert is_worthwhile(short.layout, short.experiment.activation_checkpoint, len(short.ranks))
+    assert not short.why_full
     for few, every in zip(short.ranks, whole.ranks, strict=True):
         for one, other in zip(few.evaluations, every.evaluations, strict=True):
             assert one.passing == other.passing

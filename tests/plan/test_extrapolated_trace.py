@@ -17,7 +17,6 @@ from titan_exp.config.devices import device_type
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
-from titan_exp.plan.caching_allocator import Event
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 
 WORKSPACE = 32 * 2**20
@@ -143,16 +142,16 @@ def keep_forward_orders() -> None:
     patch("titan_exp.parallel.fsdp.restart_forward_order", lambda _: lambda module: None)
 
 
-def named(events: list[Event]) -> list[tuple[int, int, int]]:
+def named(events: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Events with storages and streams renumbered in order of first use."""
     allocations: dict[int, int] = {}
     streams: dict[int, int] = {0: 0}
     found = []
-    for number, event in enumerate(events):
-        if event.size:
-            allocations[event.storage] = number
-        stream = streams.setdefault(event.stream, len(streams)) if event.size else 0
-        found.append((allocations[event.storage], event.size, stream))
+    for number, (storage, size, on) in enumerate(events):
+        if size:
+            allocations[storage] = number
+        stream = streams.setdefault(on, len(streams)) if size else 0
+        found.append((allocations[storage], size, stream))
     return found
 
 

@@ -45,7 +45,7 @@ def allocations_of_kernels() -> list[list[int]]:
         with CostMode(tracker, mesh, workspaces):
             kept = call()
             found, sizes = [], dict[int, int]()
-            for storage, size, _ in tracker.events()[1].numbers():
+            for storage, size, _ in tracker.events()[1]:
                 found.append(size or -sizes[storage])
                 sizes[storage] = size
         del kept

@@ -69,7 +69,7 @@ def _both() -> dict[str, tuple[list[Any], list[Any]]]:
             "triton_mx_block_rearrange_per_group_3d": (scales.expand(EXPERTS, ROWS, COLUMNS).contiguous(),),
             "triton_mx_block_rearrange_2d_K_groups": (scales, ends),
         }
-        assert {*arguments, "_SM100_KERNELS_AVAILABLE"} == {*names}
+        assert {*arguments, "_SM100_KERNELS_AVAILABLE", "triton_to_mxfp8_dim0"} == {*names}
         operators = {
             "mxfp8_quantize_2d_1x32_cutedsl": quant._mxfp8_quantize_2d_1x32_cutedsl_custom_op,
             "mxfp8_quantize_cuda_3d": quant._mxfp8_quantize_3d_cutedsl_custom_op,

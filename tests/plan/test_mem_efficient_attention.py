@@ -135,9 +135,7 @@ def test_document_mask_is_kept_as_a_bias():
         predict(experiment_of(f"data.document_mask={on}", "training.mixed_precision=bf16"), device_named("h100"))
         for on in ("true", "false")
     )
-    births = [
-        Counter(event.size for event in plan.ranks[0].trace.step_events if event.size) for plan in (with_mask, without)
-    ]
+    births = [Counter(size for _, size, _ in plan.ranks[0].trace.step_events if size) for plan in (with_mask, without)]
     bias = ROWS * SEQ * SEQ * 2
     assert births[0][bias] - births[1][bias] == layers
     assert with_mask.at_most
@@ -154,7 +152,7 @@ def test_document_mask_is_kept_as_a_bias():
 def test_unaligned_mask_rows_are_padded():
     plan = planned("data.document_mask=true", "training.mixed_precision=bf16", "training.seq_len=100")
     assert plan.ranks[0].trace.peak.bytes > 0
-    sizes = Counter(event.size for event in plan.ranks[0].trace.step_events)
+    sizes = Counter(size for _, size, _ in plan.ranks[0].trace.step_events)
     filled = -(-ROWS * 100 * 104 * 2 // 512) * 512
     assert sizes[filled] == plan.experiment.model.layers
 

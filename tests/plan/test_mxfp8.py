@@ -62,7 +62,7 @@ def test_fake_cast_equals_torchaos(shape: tuple[int, ...]):
 def test_scales_are_padded_to_128_rows():
     """As the matmul requires: 96 rows become 128, and the two scales of 64 columns four."""
     with_it, without = (
-        Counter(event.size for event in planned("b200", *words).ranks[0].trace.step_events if event.size)
+        Counter(size for _, size, _ in planned("b200", *words).ranks[0].trace.step_events if size)
         for words in (RECIPE, ["quantization=none"])
     )
     experiment = planned("b200", *RECIPE).experiment

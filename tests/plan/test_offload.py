@@ -78,7 +78,7 @@ def blocks(size: int) -> int:
 
 def stream_of_copies(trace: Trace) -> int:
     size = blocks(4 * block_shards()[-1])
-    return next(event.stream for event in trace.step_events if event.size == size and event.stream != 0)
+    return next(stream for _, taken, stream in trace.step_events if taken == size and stream != 0)
 
 
 @pytest.fixture(scope="module")
@@ -112,17 +112,18 @@ def test_copies_are_counted(offloaded: Trace):
 
 def test_copies_are_freed_after_the_cast(offloaded: Trace):
     """`FSDPParam.all_gather_inputs` copies a parameter in fp32, casts it, and frees the copy before the next."""
-    shards, births = block_shards(), {event.storage: event for event in offloaded.step_events if event.size}
+    shards = block_shards()
+    births = {storage: (size, stream) for storage, size, stream in offloaded.step_events if size}
     expected = []
     for numbers in shards:
         expected += [blocks(4 * numbers), blocks(2 * numbers), -blocks(4 * numbers)]
     expected.append(blocks(2 * SHARDS * sum(shards)))
     copy_in = stream_of_copies(offloaded)
     story = []
-    for event in offloaded.step_events:
-        born = births.get(event.storage)
-        if born is not None and born.stream == copy_in:
-            story.append(event.size or -born.size)
+    for storage, size, _ in offloaded.step_events:
+        born, stream = births.get(storage, (0, None))
+        if stream == copy_in:
+            story.append(size or -born)
     found = [place for place in range(len(story)) if story[place : place + len(expected)] == expected]
     layers = to_experiment(compose(SMALL)).model.layers
     assert len(found) == 2 * layers - 1
@@ -130,16 +131,16 @@ def test_copies_are_freed_after_the_cast(offloaded: Trace):
 
 def test_gradients_are_freed_on_the_gpu_when_copied(offloaded: Trace):
     """`foreach_reduce` keeps no reference to what it has reduced, since the stream's next use comes after the copy."""
-    births = {event.storage: event for event in offloaded.step_events if event.size}
+    births = {storage: (size, stream) for storage, size, stream in offloaded.step_events if size}
     reduced = blocks(4 * sum(block_shards()))
     others = (0, stream_of_copies(offloaded))
     alive = most = times = 0
-    for event in offloaded.step_events:
-        born = births.get(event.storage)
-        if born is None or born.size != reduced or born.stream in others:
+    for storage, size, _ in offloaded.step_events:
+        born, stream = births.get(storage, (0, 0))
+        if born != reduced or stream in others:
             continue
-        alive += 1 if event.size else -1
-        most, times = max(most, alive), times + bool(event.size)
+        alive += 1 if size else -1
+        most, times = max(most, alive), times + bool(size)
     assert (most, alive, times) == (1, 0, to_experiment(compose(SMALL)).model.layers)
 
 

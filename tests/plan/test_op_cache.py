@@ -81,7 +81,7 @@ def both_ways(path: str) -> tuple[dict[str, object], dict[str, object], int]:
     from titan_exp.plan.trace.trace_step import fake_rank, trace_step
 
     class EmptyCache(OpCache):
-        def get(self, key: object) -> None:
+        def get(self, key: object, default: object = None) -> None:
             return None
 
     experiment, found = load_experiment(path), []
@@ -91,4 +91,4 @@ def both_ways(path: str) -> tuple[dict[str, object], dict[str, object], int]:
         with fake_rank(experiment, 0) as fake:
             trace = trace_step(fake.state, fake.step)
         found.append({"costs": trace.costs, "kept": trace.persistent, "moments": trace.timeline})
-    return found[0], found[2], sum(cached is not None for cached in memo._cached.values())
+    return found[0], found[2], sum(cached is not None for cached in memo.values())

@@ -17,12 +17,8 @@ from titan_exp.plan.planner_processes import PlannerProcesses
 
 def events(rank: int) -> tuple[Events, Events]:
     """Setup and step of a rank that keeps one storage, and allocates more with a higher rank."""
-    setup, step = Events(), Events()
-    setup.add(1, 64 * MIB, 0)
-    for at, size in enumerate([(1 + rank) * 30 * MIB, 700, 4 * MIB], 2):
-        step.add(at, size, 0)
-        step.add(at, 0, 0)
-    return setup, step
+    sizes = enumerate([(1 + rank) * 30 * MIB, 700, 4 * MIB], 2)
+    return Events([(1, 64 * MIB, 0)]), Events([event for at, size in sizes for event in ((at, size, 0), (at, 0, 0))])
 
 
 def replayed_here(ranks: int) -> list[Reserved]:

@@ -139,7 +139,7 @@ def _parts(layouts: list[str]) -> list[Any]:
                     with _disable_current_modes():
                         truth = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
                     found.append((sharded_dims(weight), list(weight.shape), degrees, places, *truth))
-            assert sum(max(1, len(weight.layers)) for weight in read_shards(fake).weights) == len(
+            assert sum(max(1, len(weight.layers)) for weight in read_shards(fake)[1]) == len(
                 [1 for module in fake.state.model.parts for _ in module.parameters()]
             )
     return found

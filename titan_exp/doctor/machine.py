@@ -62,7 +62,13 @@ def machine_command(arguments: Sequence[str], run_on_ranks: RunOnRanks) -> int:
         answer(asdict(measured))
     else:
         console.print(_table(measured))
-        for line in [*_partitions(measured), _mfu_line(device, experiment.cluster.peak_tflops, measured), saved]:
+        partitions = ["scheduler: no SLURM found, so start runs with cluster=local"]
+        if measured.scheduler:
+            partitions = [
+                "scheduler: SLURM, and cluster=slurm submits to",
+                *(f"  {line}" for line in measured.scheduler),
+            ]
+        for line in [*partitions, _mfu_line(device, experiment.cluster.peak_tflops, measured), saved]:
             console.print(line, markup=False, soft_wrap=True)
     return 0
 
@@ -71,11 +77,9 @@ def measure(
     device: torch.device, runs: Path, seconds: float, run_on_ranks: RunOnRanks, report: Callable[[str], None]
 ) -> DeviceRates:
     """Measure a device (the first GPU), the links between all devices and the disk of `runs`, in about `seconds`.
-
-    `report` receives progress lines.
-    """
+    `report` receives progress lines."""
     start = time.perf_counter()
-    name, rates = device_name(device), list[Measurement]()
+    rates = list[Measurement]()
 
     def take(kind: str, measurements: Callable[[float], Iterable[Measurement]]) -> None:
         report(f"{kind} ({SHARES[kind] * seconds:.0f} s) ...")
@@ -93,7 +97,7 @@ def measure(
     take("disk", lambda limit: [bench.disk_rate(runs, limit)])
     report(f"done in {time.perf_counter() - start:.0f} s")
     return DeviceRates(
-        device=name,
+        device=device_name(device),
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         torch=torch.__version__,
         tflops={dtype: best for dtype in bench.DTYPES if (best := _best(rates, "gemm", f"{dtype} ")) is not None},
@@ -120,7 +124,6 @@ def _microseconds(rates: Iterable[Measurement], kind: str, prefix: str) -> float
 
 
 def _attention(rates: Iterable[Measurement]) -> dict[str, dict[str, list[float]]]:
-    """Rates of attention, forward and backward, by backend and head size."""
     found: dict[str, dict[str, list[float]]] = {}
     for rate in rates:
         if rate.kind == "attention" and rate.value is not None:
@@ -142,24 +145,17 @@ def _table(measured: DeviceRates) -> Table:
         rate = Measurement(**row)
         share = rate.value / rate.expected if rate.value and rate.expected else None
         colour = "" if share is None else "[red]" if share < LOW_SHARE else "[green]"
-        value = "–" if rate.value is None else _number(rate.value)
         note = f"{rate.name} ({rate.note})" if rate.note else rate.name
         table.add_row(
             rate.kind if rate.kind != previous else "",
             note.replace("[", r"\["),
-            value,
+            "–" if rate.value is None else _number(rate.value),
             rate.unit if rate.value is not None else "",
             "" if rate.expected is None else _number(rate.expected),
             "" if share is None else f"{colour}{100 * share:.0f} %",
         )
         previous = rate.kind
     return table
-
-
-def _partitions(measured: DeviceRates) -> list[str]:
-    if not measured.scheduler:
-        return ["scheduler: no SLURM found, so start runs with cluster=local"]
-    return ["scheduler: SLURM, and cluster=slurm submits to", *(f"  {line}" for line in measured.scheduler)]
 
 
 def _mfu_line(device: torch.device, configured: float | None, measured: DeviceRates) -> str:

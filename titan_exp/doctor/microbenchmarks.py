@@ -1,5 +1,4 @@
-"""Microbenchmarks: matmuls, attention, copies, operator launches, collectives and the disk, compared with data
-sheets."""
+"""Microbenchmarks: matmuls, attention, copies, launches, collectives and the disk, compared with data sheets."""
 
 import os
 import re
@@ -83,15 +82,12 @@ class Measurement:
     kind: str
     """`gemm`, `attention`, `copy`, `host copy`, `launch`, `memory`, `link` or `disk`."""
     name: str
-    """Dtype, shape, backend, direction."""
     value: float | None
     """Median rate in `unit`; None if it cannot be measured on this machine."""
     unit: str
     """`TFLOP/s`, `GB/s` with 10⁹ bytes, `M/s` (10⁶) or `GiB`."""
     seconds: float | None = None
-    """Median time of a call."""
     expected: float | None = None
-    """Data-sheet peak in `unit`, if known."""
     note: str = ""
     """Reason for a missing value, or a remark."""
 
@@ -119,11 +115,8 @@ def measure_rate(
 def median_seconds(
     call: Callable[[], object], device: torch.device, limit: float, agree: Callable[[int], int] = lambda calls: calls
 ) -> float:
-    """Median seconds per call of samples that end with a synchronization, after one warm-up call.
-
-    The first timed call determines the size and number of samples; `agree` makes them equal on all ranks if the call
-    is a collective.
-    """
+    """Median seconds per call of samples that end with a synchronization, after one warm-up call. The first timed call
+    determines the size and number of samples; `agree` makes them equal on all ranks if the call is a collective."""
 
     def timed(calls: int = 1) -> float:
         begin = time.perf_counter()
@@ -144,34 +137,26 @@ def gemm_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
     """Measure matmuls of every dtype and shape in `limit` seconds; skips shapes that would take too long."""
     shapes = GEMMS[device.type]
     call_limit = limit / len(shapes) / len(DTYPES)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     for dtype in DTYPES:
-        previous = 0.0
+        previous, expected = 0.0, peak_of_type(_peak(device), dtype, capability)
+        common: dict[str, Any] = {"unit": "TFLOP/s", "device": device, "limit": call_limit, "expected": expected}
         for rows, inner, columns in shapes:
             name, work = f"{dtype} {rows}×{inner}×{columns}", 2.0 * rows * inner * columns
             # Larger shapes reach a higher FLOP rate, by an unknown factor.
             if previous and (1 + MIN_CALLS) * work / previous > 16 * call_limit:
                 yield Measurement("gemm", name, None, "TFLOP/s", note="skipped: too slow")
                 continue
-            rate = measure_rate(
-                "gemm",
-                name,
-                _gemm(dtype, rows, inner, columns, device),
-                amount=work / 1e12,
-                unit="TFLOP/s",
-                device=device,
-                limit=call_limit,
-                expected=peak_of_type(_peak(device), dtype, _capability(device)),
-            )
+            multiply = _gemm(dtype, rows, inner, columns, device)
+            rate = measure_rate("gemm", name, multiply, amount=work / 1e12, **common)
             previous = 1e12 * (rate.value or 0.0)
             yield rate
 
 
 def attention_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
-    """Measure causal bf16 attention, forward and backward, of every backend and head size; FLOPs count the causal
-    half."""
+    """Measure causal bf16 attention of every backend and head size, both ways; FLOPs count the causal half."""
     backends = [name for name in SDPA_BACKENDS if runs_here(name, device)]
     backends += ["flex"] if device.type == "cuda" else []
-
     shapes = ATTENTIONS[device.type]
     for backend in backends:
         activate(backend, device)
@@ -206,16 +191,14 @@ def _attention_rates(
         amount=2.5 * work,
         **common,
     )
-    if both.seconds is None:
-        yield both
-        return
-    seconds = max(both.seconds - forward.seconds, 1e-9)
-    yield replace(both, value=2.5 * work / seconds, seconds=seconds, note="both passes less forward")
+    if both.seconds is not None:
+        seconds = max(both.seconds - forward.seconds, 1e-9)
+        both = replace(both, value=2.5 * work / seconds, seconds=seconds, note="both passes less forward")
+    yield both
 
 
 def launch_rate(device: torch.device, limit: float) -> Measurement:
-    """Measure the host time of an eager operator with autograd on a single number, whose work is far less than its
-    launch."""
+    """Measure the host time of an eager operator with autograd on a single number, which takes little beside it."""
     number = torch.ones((), device=device, requires_grad=True)
 
     def launch() -> None:
@@ -229,8 +212,7 @@ def launch_rate(device: torch.device, limit: float) -> Measurement:
 
 
 def context_memory(device: torch.device) -> Measurement:
-    """Measure the memory of the CUDA context, including the code of kernels that ran. Other processes' memory counts,
-    too."""
+    """Measure the memory of the CUDA context, with kernels' code that ran, and of other processes."""
     free, total = torch.cuda.mem_get_info(device)
     size = (total - free - torch.cuda.memory_reserved(device)) / 2**30
     return Measurement("memory", "CUDA context, and other processes", size, "GiB")
@@ -241,18 +223,12 @@ def copy_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
     size = COPY_BYTES[device.type]
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    yield measure_rate(
-        "copy",
-        f"within the {'device' if device.type == 'cuda' else 'memory'}, read plus write",
-        lambda: target.copy_(source),
-        amount=2 * size / 1e9,
-        unit="GB/s",
-        device=device,
-        limit=limit / 3,
-        expected=bandwidth(name),
-    )
-    if device.type != "cuda":
+    on_gpu, common = device.type == "cuda", {"unit": "GB/s", "device": device}
+    known = bandwidth(torch.cuda.get_device_name(device)) if on_gpu else None
+    within = f"within the {'device' if on_gpu else 'memory'}, read plus write"
+    options: dict[str, Any] = {"amount": 2 * size / 1e9, "limit": limit / 3, "expected": known, **common}
+    yield measure_rate("copy", within, lambda: target.copy_(source), **options)
+    if not on_gpu:
         return
     for pinned in (True, False):
         host = torch.ones(size // 4, dtype=torch.uint8, pin_memory=pinned)
@@ -263,8 +239,7 @@ def copy_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
             "to the host": lambda host=host, remote=remote: host.copy_(remote, non_blocking=True),
         }
         for way, call in calls.items():
-            full = f"{way}, {how} memory"
-            yield measure_rate("host copy", full, call, amount=size / 4e9, unit="GB/s", device=device, limit=limit / 6)
+            yield measure_rate("host copy", f"{way}, {how} memory", call, **common, amount=size / 4e9, limit=limit / 6)
 
 
 def _gemm(dtype: str, rows: int, inner: int, columns: int, device: torch.device) -> Callable[[], object]:
@@ -278,7 +253,11 @@ def _gemm(dtype: str, rows: int, inner: int, columns: int, device: torch.device)
     if dtype not in FLOAT8:
         return lambda: left @ right
     if dtype == "mxfp8":
-        scales = [_mx_scales(size, inner, device) for size in (rows, columns)]
+        # A scale of one for every block, in cuBLAS's padded size.
+        height, width = MX_TILE
+        blocks = -(-inner // MX_BLOCK // width) * width
+        counts = (-(-size // height) * height * blocks for size in (rows, columns))
+        scales = [torch.ones(count, device=device).to(torch.float8_e8m0fnu) for count in counts]
     elif dtype == "float8_rowwise":
         scales = [torch.ones(shape, device=device) for shape in ((rows, 1), (1, columns))]
     else:
@@ -287,18 +266,8 @@ def _gemm(dtype: str, rows: int, inner: int, columns: int, device: torch.device)
     return lambda: torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16, **fast)
 
 
-def _mx_scales(rows: int, inner: int, device: torch.device) -> Tensor:
-    """Scales of one for every block, in cuBLAS's padded size."""
-    height, width = (-(-size // tile) * tile for size, tile in zip((rows, inner // MX_BLOCK), MX_TILE, strict=True))
-    return torch.ones(height * width, device=device).to(torch.float8_e8m0fnu)
-
-
 def _peak(device: torch.device) -> float | None:
     return peak_by_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def link_rates(run_on_ranks: RunOnRanks, *, ranks: int, device: str, limit: float) -> list[Measurement]:
@@ -320,7 +289,12 @@ def rank_main(run: Run) -> None:
 
 
 def _measure(_: object, request: Any, device: torch.device) -> list[dict[str, Any]]:
-    """Measure bus bandwidths and latencies on all ranks."""
+
+    def of_rank_0(calls: int) -> int:
+        shared = torch.tensor(calls)
+        dist.broadcast(shared, 0)
+        return int(shared)
+
     ranks, found = dist.get_world_size(), []
     backend = "NCCL" if device.type == "cuda" else "gloo"
     limit = float(request["limit"]) / len(SIZES[device.type]) / 2
@@ -335,7 +309,7 @@ def _measure(_: object, request: Any, device: torch.device) -> list[dict[str, An
             ("all-reduce", lambda whole=whole: dist.all_reduce(whole), 2),
             ("all-gather", lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part), 1),
         ):
-            seconds = median_seconds(call, device, limit, _of_rank_0)
+            seconds = median_seconds(call, device, limit, of_rank_0)
             full = f"{name} of {size / 2**10:g} KiB, {ranks} ranks, {backend}, bus bandwidth"
             found.append(asdict(Measurement("link", full, times * moved / seconds, "GB/s", seconds)))
     return found
@@ -351,12 +325,6 @@ def _communicator_memory(device: torch.device) -> Measurement:
     after, _ = torch.cuda.mem_get_info(device)
     dist.destroy_process_group(group)  # type: ignore[arg-type]  # every rank is a member
     return Measurement("memory", "buffers of one process group", max(0, before - after) / 2**30, "GiB")
-
-
-def _of_rank_0(calls: int) -> int:
-    shared = torch.tensor(calls)
-    dist.broadcast(shared, 0)
-    return int(shared)
 
 
 def disk_rate(folder: Path, limit: float) -> Measurement:
@@ -392,12 +360,8 @@ def bandwidth(name: str) -> float | None:
 
 
 def peak_of_type(bf16: float | None, dtype: str, capability: tuple[int, int]) -> float | None:
-    """Dense matmul peak in TFLOP/s of `bf16` or a float8 recipe from the bf16 peak; None for fp32.
-
-    Tensor cores with fp8 (compute capability 8.9 and later) run it at twice their bf16 rate.
-    """
-    if bf16 is None or dtype == "fp32":
+    """Dense matmul peak in TFLOP/s of `bf16` or a float8 recipe from the bf16 peak; None for fp32. Tensor cores with
+    fp8 (compute capability 8.9 and later) run it at twice their bf16 rate."""
+    if bf16 is None or dtype == "fp32" or ("8" in dtype and capability < (8, 9)):
         return None
-    if "8" in dtype:
-        return 2 * bf16 if capability >= (8, 9) else None
-    return bf16
+    return 2 * bf16 if "8" in dtype else bf16

@@ -9,7 +9,6 @@ titan-exp doctor [--seconds N] [--json] [paths.runs=FOLDER] [cluster.device=cpu]
   It saves the results in .cache/doctor under paths.runs, where runs and the planner read them.
     --seconds N   time to measure, 60 by default (processes need extra time to start)
     --json        print only the saved results"""
-
 LAYOUT = """\
 titan-exp doctor --layout [--json] [overrides of train]
   It checks that a model computes the same in the layouts that a run asks for: a small model of its kind trains two

@@ -9,62 +9,36 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain
 
 MIB = 2**20
-
-MIN_BLOCK = 512
-"""kMinBlockSize: sizes are rounded up to a multiple."""
-SMALL_SIZE = MIB
-"""kSmallSize: largest block of the small pool."""
-SMALL_BUFFER = 2 * MIB
-"""kSmallBuffer: segment size of the small pool."""
-LARGE_BUFFER = 20 * MIB
-"""kLargeBuffer: segment size of the large pool for blocks below `MIN_LARGE`."""
-MIN_LARGE = 10 * MIB
-"""kMinLargeAlloc: larger blocks get a dedicated segment."""
-ROUND_LARGE = 2 * MIB
-"""kRoundLarge: rounding of dedicated segments."""
-
+MIN_BLOCK, SMALL_SIZE, SMALL_BUFFER = 512, MIB, 2 * MIB
+"""kMinBlockSize, to a multiple of which sizes are rounded up; kSmallSize and kSmallBuffer, the largest block and the
+segment size of the small pool."""
+LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = 20 * MIB, 10 * MIB, 2 * MIB
+"""kLargeBuffer, the segment size of the large pool for blocks below kMinLargeAlloc; larger blocks get a dedicated
+segment, rounded up to kRoundLarge."""
 GRAPH = -2
 """Stream of allocations in the pool of a CUDA graph."""
 ADDRESSES = 2**21 * LARGE_BUFFER
 """Address range of an expandable segment, larger than any device's memory."""
 
 
-class Event(NamedTuple):
-    """Allocation or release of a storage."""
-
-    storage: int
-    """Number of the storage; a released storage may be allocated again."""
-    size: int
-    """Bytes allocated; 0 for a release."""
-    stream: int
-
-
-Numbers = tuple[int, int, int]
-"""Tuple of an `Event`'s values."""
+Event = tuple[int, int, int]
+"""Allocation of a storage, which may follow its release, or its release: number, bytes or 0, stream."""
 
 
 class Events:
     """Events in order, packed, because a plan holds millions and hands them to other processes."""
 
-    def __init__(self) -> None:
-        self.packed: array[int] = array("q")
-
-    def add(self, storage: int, size: int, stream: int) -> None:
-        """Add an event."""
-        self.packed.extend((storage, size, stream))
-
-    def numbers(self) -> list[Numbers]:
-        """Unpack the values of all events."""
-        return list(zip(*[iter(self.packed)] * 3, strict=True))
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.packed: array[int] = array("q", chain.from_iterable(events))
 
     def __len__(self) -> int:
         return len(self.packed) // 3
 
     def __iter__(self) -> Iterator[Event]:
-        return map(Event._make, self.numbers())
+        return zip(*[iter(self.packed)] * 3, strict=True)
 
 
 @dataclass(frozen=True)
@@ -86,21 +60,18 @@ STEPS = 3
 
 
 def steady_reserved(
-    before: Iterable[Numbers], step: Iterable[Numbers], *, expandable: bool, capacity: int | None = None
+    before: Iterable[Event], step: Iterable[Event], *, expandable: bool, capacity: int | None = None
 ) -> Reserved:
-    """Replay setup and `STEPS` steps. If they do not fit in `capacity`, replay without that limit, to tell how much
-    they need."""
-    setup, work = (events.numbers() if isinstance(events, Events) else list(events) for events in (before, step))
+    """Replay setup and `STEPS` steps, once more without `capacity` if they do not fit, to tell how much they need."""
+    setup, work = list(before), list(step)
     found = replay(repeated(setup, work, STEPS), expandable=expandable, capacity=capacity)
     return found if found.fits else replay(repeated(setup, work, STEPS), expandable=expandable)
 
 
-def repeated(before: Sequence[Numbers], step: Sequence[Numbers], times: int) -> Iterator[list[Numbers]]:
-    """Events of `times` equal steps as in training, one list per step; the first includes the setup.
-
-    If a step releases a storage that it did not allocate, the next step releases an equal one (size, stream) that this
-    step kept. A step that keeps other storages is not repeated.
-    """
+def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> Iterator[list[Event]]:
+    """Events of `times` equal steps as in training, one list per step; the first includes the setup. If a step releases
+    a storage that it did not allocate, the next step releases an equal one (size, stream) that this step kept. A step
+    that keeps other storages is not repeated."""
     yield [*before, *step]
     successors = _successors(before, step)
     if successors is None:
@@ -117,7 +88,7 @@ def repeated(before: Sequence[Numbers], step: Sequence[Numbers], times: int) -> 
         names = following
 
 
-def _successors(before: Sequence[Numbers], step: Sequence[Numbers]) -> dict[int, int] | None:
+def _successors(before: Sequence[Event], step: Sequence[Event]) -> dict[int, int] | None:
     """Map from earlier storages that a step releases to equal storages that it keeps; None if they do not match."""
     allocated = {storage: (size, stream) for storage, size, stream in before if size}
     left = {storage: (size, stream) for storage, size, stream in step if size}
@@ -135,7 +106,7 @@ def _successors(before: Sequence[Numbers], step: Sequence[Numbers]) -> dict[int,
     return None if left else successors
 
 
-def replay(steps: Iterable[Iterable[Numbers]], *, expandable: bool, capacity: int | None = None) -> Reserved:
+def replay(steps: Iterable[Iterable[Event]], *, expandable: bool, capacity: int | None = None) -> Reserved:
     """Replay equal steps until the block layout is stable; arguments as in `CachingAllocator`."""
     allocator = CachingAllocator(expandable=expandable, capacity=capacity)
     blocks: dict[int, Block] = {}
@@ -206,10 +177,8 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Torch's caching allocator of one device: best fit, splitting and merging, per stream and pool.
-
-    `expandable` is `PYTORCH_ALLOC_CONF=expandable_segments:True`. A `capacity` of None is unlimited.
-    """
+    """Torch's caching allocator of one device: best fit, splitting and merging, per stream and pool. `expandable` is
+    `PYTORCH_ALLOC_CONF=expandable_segments:True`. A `capacity` of None is unlimited."""
 
     def __init__(self, *, expandable: bool = False, capacity: int | None = None) -> None:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
@@ -312,7 +281,6 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> Block | None:
-        """Map memory at the beginning of an unmapped range; returns it, merged with the free block before it."""
         size = -(-size // block.pool.page) * block.pool.page
         if not self._reserve(size):
             return None
@@ -356,7 +324,6 @@ class CachingAllocator:
                     self.reserved -= block.size
 
     def _unmap(self, block: Block) -> None:
-        """Unmap the whole pages of a free block."""
         pool = block.pool
         first = -(-block.address // pool.page) * pool.page
         last = (block.address + block.size) // pool.page * pool.page

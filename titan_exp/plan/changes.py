@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -24,7 +25,6 @@ MAX_SUGGESTIONS = 3
 TIME_LIMIT = 60.0
 """Time limit in seconds; no further combination is predicted after it."""
 BATCH = 2
-"""Number of combinations predicted together."""
 COPY = "copy of the state"
 """Category of the memory that an asynchronous save holds on a CPU."""
 RECOMPUTATION = {"selective": (2.0, 0.25), "full": (5.0, 0.02)}
@@ -47,7 +47,6 @@ class Offer:
     categories: tuple[str, ...] | None = ()
     """Memory categories that shrink; None means all."""
     factor: float = 1.0
-    """Best-case factor of these categories."""
     growth: float = 1.0
     """Factor of activations, which more sequences in a micro-batch enlarge."""
 
@@ -67,7 +66,6 @@ class Changes:
     found: list[Suggestion]
     """Cheapest suggestions, each predicted; empty if none is found in time."""
     tried: list[tuple[str, ...]]
-    """Overrides of each predicted combination."""
     is_cut_off: bool
     """True if the time limit left combinations untried before any was found to fit."""
 
@@ -110,7 +108,6 @@ def explain_changes(
 
 
 def _no_change(memory_check: MemoryCheck, changes: Changes, typed: Sequence[str]) -> Iterator[str]:
-    """Sentences about a run for which no change was found."""
     run, layout = memory_check.experiment, ResolvedLayout.of(memory_check.experiment)
     values = defaultdict[str, dict[str, None]](dict)
     for key, _, value in (word.partition("=") for overrides in changes.tried for word in overrides):
@@ -212,7 +209,6 @@ def _may_fit(memory_check: MemoryCheck, offers: Sequence[Offer]) -> bool:
 
 
 def _offers(memory_check: MemoryCheck) -> Iterator[Offer]:
-    """Moves that save memory, with their costs and best cases."""
     run = memory_check.experiment
     layout, on_cpu = ResolvedLayout.of(run), ResolvedLayout.of(run).device_type == "cpu"
     now, tokens = layout.micro_batch_size, layout.micro_batch_size * layout.training.seq_len
@@ -241,7 +237,7 @@ def _offers(memory_check: MemoryCheck) -> Iterator[Offer]:
 def _degrees(move: Move, run: Experiment) -> Offer | None:
     """Offer of other degrees for the same number of GPUs, or of more GPUs; None if it saves little."""
     own, option = run.parallelism, "parallelism"
-    more = {key.partition(".")[2] for key, value in move.values.items() if value > _value(run, key)}
+    more = {key.partition(".")[2] for key, value in move.values.items() if value > attrgetter(key)(run)}
     if move.values.keys() == {"parallelism.dp_shard"}:
         factor = move.values["parallelism.dp_shard"] // own.dp_shard
         # An unset micro-batch size follows from the data-parallel degree.
@@ -251,11 +247,6 @@ def _degrees(move: Move, run: Experiment) -> Offer | None:
     if more <= {"tp", "pp"} and more and (times in (2, 4, 8) or len(move.values) == 1):
         return Offer(move, option, 6.0 * math.log2(times) or 10.0, None, 1 / max(2, times))
     return None
-
-
-def _value(run: Experiment, key: str) -> Any:
-    group, _, name = key.partition(".")
-    return getattr(getattr(run, group), name)
 
 
 def _contains(levels: tuple[int, ...], other: tuple[int, ...]) -> bool:

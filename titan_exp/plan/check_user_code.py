@@ -58,17 +58,11 @@ _WITHOUT = "or train without checkpoints (checkpoint=none)"
 def optimizer_violations(named: Sequence[NamedParameter], experiment: Experiment) -> Iterator[Violation]:
     """Violations by an optimizer of a model's parameters, which may be on the meta device: its steps fail, or a
     checkpoint or another world would lose some of its state."""
-    name, saves = (
-        experiment.optimizer.name,
-        experiment.checkpoint.mode != "off" or experiment.cluster.worlds > 1,
-    )
+    name, saves = experiment.optimizer.name, experiment.checkpoint.mode != "off" or experiment.cluster.worlds > 1
     trial = _Trial(_samples(named), experiment)
-    required = [
-        parameter.name
-        for parameter in inspect.signature(trial.optimizer.step).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    if required:
+    taken = inspect.signature(trial.optimizer.step).parameters.values()
+    given = [each for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if required := [each.name for each in given if each.default is each.empty]:
         reason = f"its step() needs {', '.join(required)}, and a run calls step() without arguments"
         yield Violation("optimizer.name", name, reason, "give each argument a default, or use optimizer=adamw")
         return
@@ -139,7 +133,9 @@ class _Trial:
     def restored(self) -> "_Trial":
         """New trial with this one's weights and state, as if through a checkpoint."""
         tensors, values = optimizer_state.optimizer_state_dict([self._model], self.optimizer), self.values()
-        other = _Trial([replace(one, parameter=_copy(one.parameter)) for one in self._named], self._experiment)
+        copies = (nn.Parameter(one.parameter.detach().clone()) for one in self._named)
+        named = [replace(one, parameter=copied) for one, copied in zip(self._named, copies, strict=True)]
+        other = _Trial(named, self._experiment)
         optimizer_state.prepare_optimizer_state(
             [other._model], other.optimizer, optimizer_state.saved_tensors(tensors), values
         )
@@ -150,19 +146,17 @@ class _Trial:
 
     def weights_differ(self, other: "_Trial") -> bool:
         """True if any weight differs."""
-        pairs = zip(self._named, other._named, strict=True)
-        return not all(_equal(one.parameter, two.parameter) for one, two in pairs)
+        parameters = ((one.parameter, two.parameter) for one, two in zip(self._named, other._named, strict=True))
+        return not all(bool(((one == two) | (one.isnan() & two.isnan())).all()) for one, two in parameters)
 
     def differing_attributes(self, other: "_Trial") -> list[str]:
         """Attributes that differ between two trials: numbers, tensors, and containers of them without parameters."""
-        mine, others = vars(self.optimizer), vars(other.optimizer)
-        kinds = (bool, int, float, list, tuple, dict, Tensor)
-        known = ("state", "param_groups", "defaults")
+        others, kinds = vars(other.optimizer), (bool, int, float, list, tuple, dict, Tensor)
+        own = {key: value for key, value in vars(self.optimizer).items() if type(value) in kinds}
         return [
             key
-            for key, value in mine.items()
-            if key not in known
-            and type(value) in kinds
+            for key, value in own.items()
+            if key not in ("state", "param_groups", "defaults")
             and not any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(value))
             and not same_value(value, others.get(key))
         ]
@@ -193,7 +187,6 @@ def _lost_attributes(
 
 
 def _sharded_violations(named: Sequence[NamedParameter], experiment: Experiment) -> Iterator[Violation]:
-    """Violations by steps on sharded parameters, whose results mean nothing here."""
     degrees = experiment.parallelism.dp_shard, experiment.parallelism.tp
     if max(degrees) == 1:
         return
@@ -244,21 +237,12 @@ def _samples(named: Sequence[NamedParameter]) -> list[NamedParameter]:
     return samples
 
 
-def _copy(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().clone())
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
 DECAY_SAMPLES = 1000
 """Largest number of steps at which a decay is evaluated."""
 
 
 def check_user_code(experiment: Experiment) -> None:
-    """Check every import path of a run with a resolved layout. Raises UserCodeError with every violation, and the
-    frames of exceptions in your code."""
+    """Raise UserCodeError with every violation of a run's import paths, and the frames of exceptions in your code."""
     messages, found = list[str](), list[Violation]()
     for key, check in _CHECKS.items():
         paths = import_paths(experiment, [key]).values()
@@ -266,7 +250,7 @@ def check_user_code(experiment: Experiment) -> None:
             continue
         try:
             with failing_user_code(experiment, f"{key}={', '.join(paths)} fails before the run starts:"):
-                found += check(experiment)
+                found += check(experiment) or ()
         except UserError as error:
             found += error.violations
             if not error.violations:
@@ -277,10 +261,8 @@ def check_user_code(experiment: Experiment) -> None:
 
 @contextmanager
 def failing_user_code(experiment: Experiment, what: str) -> Iterator[None]:
-    """Convert an exception of the run's user code into a UserCodeError that begins with `what`.
-
-    Exceptions without a frame in your code, and exceptions that only fake tensors raise, pass unchanged.
-    """
+    """Convert an exception of the run's user code into a UserCodeError that begins with `what`. Exceptions without a
+    frame in your code, and exceptions that only fake tensors raise, pass unchanged."""
     # Torch logs a traceback of every fake kernel that fails.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True
@@ -389,9 +371,8 @@ def _parts(experiment: Experiment) -> Iterator[Violation]:
             yield from error.violations
 
 
-def _metrics(experiment: Experiment) -> tuple[()]:
+def _metrics(experiment: Experiment) -> None:
     chosen_metrics(experiment, _build(experiment))
-    return ()
 
 
 def _decay(experiment: Experiment) -> Iterator[Violation]:
@@ -405,12 +386,7 @@ def _decay(experiment: Experiment) -> Iterator[Violation]:
             return
 
 
-def _source(experiment: Experiment) -> tuple[()]:
-    check_source(experiment.data, evaluates=experiment.evaluation.enabled)
-    return ()
-
-
-_CHECKS: dict[str, Callable[[Experiment], Iterable[Violation]]] = {
+_CHECKS: dict[str, Callable[[Experiment], Iterable[Violation] | None]] = {
     "model.architecture": _model,
     "optimizer.name": _optimizer,
     "parametrization.name": _parametrization,
@@ -418,6 +394,6 @@ _CHECKS: dict[str, Callable[[Experiment], Iterable[Violation]]] = {
     "training.parts": _parts,
     "tracking.metrics": _metrics,
     "lr_schedule.decay": _decay,
-    "data.source": _source,
+    "data.source": lambda run: check_source(run.data, evaluates=run.evaluation.enabled),
 }
 """Checks of user code, by the key that names it. Exceptions in them come from that code."""

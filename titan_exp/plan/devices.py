@@ -35,18 +35,14 @@ class Device:
     memory: int
     """Memory in bytes, as the driver reports it to CUDA."""
     bf16_tflops: float
-    """Dense bf16 peak, TFLOP/s; the denominator of MFU."""
     fp8_tflops: float | None
-    """Dense fp8 peak, TFLOP/s; None without fp8 support."""
+    """Dense peaks, TFLOP/s; bf16's is the denominator of MFU, and fp8's is None without support."""
     gemm: Mapping[str, float]
     """Sustained TFLOP/s of large matmuls, by quantization recipe; `bf16` means no recipe."""
     copy_tbs: float
-    """Sustained bandwidth of copies, TB/s read plus written. Passes over all weights (casts, norm, optimizer) reach it
-    too."""
+    """Sustained bandwidth of copies and passes over all weights (casts, norm, optimizer), TB/s read plus written."""
     elementwise_tbs: float
-    """Sustained bandwidth of other elementwise kernels, TB/s."""
     link_gbs: float
-    """Link to other devices of a node, GB/s."""
     network_gbs: float
     """Network, GB/s: the device's share of a node's adapters."""
     host_gbs: float = 64.0
@@ -56,9 +52,8 @@ class Device:
     message_us: float = 0.0
     """Latency of a message in microseconds."""
     link_hop_us: float = 0.0
-    """Additional latency of a ring's hop within a node."""
     network_hop_us: float = 0.0
-    """Additional latency of a ring's hop to another node."""
+    """Additional latency of a ring's hop within a node, and to another node."""
     launch_us: float = 0.0
     """Host time per operator in microseconds: Python, torch's dispatcher, kernel launch."""
     launches_ahead: bool = True
@@ -66,9 +61,8 @@ class Device:
     attention: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
     """Sustained TFLOP/s of causal attention, (forward, backward), by kernel and head size."""
     context_gib: float = 0.0
-    """Memory of the CUDA context and its code, GiB."""
     communicator_gib: float = 0.0
-    """Memory of NCCL's buffers per process group, GiB."""
+    """Memory of the CUDA context and its code, and of NCCL's buffers per process group, GiB."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability; None without CUDA."""
     matmul_workspace: int = 0
@@ -77,18 +71,12 @@ class Device:
     watts: int | None = None
     """Power limit at which these rates hold."""
     bandwidth_tbs: float | None = None
-    """Peak memory bandwidth, TB/s."""
     driver_names: tuple[str, ...] = ()
-    """Names of the device as reported by drivers and torch."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Source of each group of values."""
 
     recipe: str = "float8_tensorwise"
-    """Quantization recipe of the run's fp8 matmuls."""
     kernel: str = "cudnn"
-    """Attention kernel of the run."""
     head_dim: int = 128
-    """Head size of the run."""
 
     @property
     def matmul_rate(self) -> float:
@@ -97,10 +85,8 @@ class Device:
 
     @property
     def fp8_rate(self) -> float:
-        """Sustained FLOP/s of the recipe's fp8 matmuls. Recipes without a rate use tensorwise float8's, devices without
-        fp8 bf16's."""
-        tflops = self.gemm.get(self.recipe, self.gemm.get("float8_tensorwise", self.gemm["bf16"]))
-        return tflops * 1e12
+        """Sustained FLOP/s of the recipe's fp8 matmuls, else of tensorwise float8, else of bf16."""
+        return 1e12 * self.gemm.get(self.recipe, self.gemm.get("float8_tensorwise", self.gemm["bf16"]))
 
     @property
     def attention_rates(self) -> tuple[float, float]:
@@ -141,7 +127,6 @@ def _read(path: Path) -> Device:
 
 
 DEVICES = {path.stem: _read(path) for path in sorted(TABLE.glob("*.yaml"))}
-"""Devices by command-line name."""
 
 
 def device_named(name: str) -> Device:
@@ -169,13 +154,11 @@ class DeviceMemory:
     """Device and memory capacity of a run."""
 
     device: Device | None
-    """Device with its rates; None if unknown."""
     capacity: int | None
     """Bytes shared by `sharing` processes; None if unknown."""
     sharing: int
     """Number of processes that share the memory: one on a GPU, all of a node on a CPU."""
     overhead: int
-    """Bytes of a process beside its predicted tensors."""
     name: str
     """Name of the device: `H100 80GB SXM`, `this machine`."""
     unknown: str = ""
@@ -219,10 +202,8 @@ def symmetric_memory(layout: ResolvedLayout, spec: ModelSpec | None) -> int:
 
 
 def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: int) -> Device | None:
-    """CPU as the device of one of several processes; None if `titan-exp doctor` has not measured it.
-
-    Matmuls run in `dtype` (`fp32` or `bf16`) on the process's `threads` cores; `processes` share the bandwidth.
-    """
+    """CPU as the device of one of several processes; None if `titan-exp doctor` has not measured it. Matmuls run in
+    `dtype` (`fp32` or `bf16`) on the process's `threads` cores; `processes` share the bandwidth."""
     measured = read_rates(cache, name)
     if measured is None or dtype not in measured.tflops or measured.copy is None:
         return None
@@ -270,10 +251,8 @@ def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
 
 
 def gpu_memory(cluster: ClusterConfig, cache: Path, layout: ResolvedLayout, spec: ModelSpec | None) -> DeviceMemory:
-    """Device and memory of a run on GPUs; `cache` is `.cache` of the runs.
-
-    The driver tells the capacity of GPUs in this machine; for others, the device table does.
-    """
+    """Device and memory of a run on GPUs; `cache` is `.cache` of the runs. The driver tells the capacity of GPUs
+    here, the device table that of others."""
     installed = gpu_names() if not cluster.is_remote and cluster.gpu_type is None else []
     key = (cluster.gpu_type or "").lower()
     if len(set(installed)) == 1:
@@ -295,7 +274,6 @@ def memory_of_gpu(device: Device, layout: ResolvedLayout, spec: ModelSpec | None
 
 
 def _given(source: object, *names: str) -> dict[str, Any]:
-    """Attributes of these names that are not None."""
     return {name: value for name in names if (value := getattr(source, name)) is not None}
 
 

@@ -22,7 +22,6 @@ from titan_exp.config.layout import axes
 from titan_exp.config.layout.axes import AXES
 from titan_exp.config.layout.pipeline_schedules import COST, Action, Schedule, Timeline, timeline
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.models.blocks.transformer import iter_numbered_blocks
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence, sequence_cuts
 from titan_exp.plan.gate import MemoryCheck
@@ -30,6 +29,7 @@ from titan_exp.plan.planner_processes import no_garbage_collection
 from titan_exp.plan.predict import Plan, RankPlan, traced_rank
 from titan_exp.plan.roofline import schedule_and_bubble
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
+from titan_exp.plan.trace.segments import parameters_in_blocks
 from titan_exp.plan.trace.trace_step import FakeRank
 from titan_exp.tracking.display import format_bytes, format_items, format_seconds, render_page
 
@@ -41,10 +41,8 @@ def _explanation(degree: str) -> str:
 
 MEANINGS = {degree: _explanation(degree) for degree in (*reversed(axes.DEGREES), "ep", "etp")}
 """Degrees, from the innermost mesh axis (adjacent ranks) outwards, then those of experts."""
-
 WORDS = {"axes": MEANINGS} | json.loads((Path(__file__).parent / "page" / "glossary.json").read_text(encoding="utf-8"))
-"""Explanations that the page's scripts show: axes, kinds of communication, parts of a step's time, and categories of
-memory."""
+"""Explanations for the page's scripts: axes, communication, parts of a step's time, and categories of memory."""
 
 
 def facts(plan: Plan, memory_check: MemoryCheck) -> Iterator[tuple[str, str, str]]:
@@ -82,32 +80,19 @@ class ShardedWeight:
 
     stage: int
     name: str
-    """Name of the weight, within its block."""
     layers: tuple[int, ...]
     """Blocks with this weight; empty for a weight outside blocks."""
     shape: tuple[int, ...]
-    """Shape of the whole weight."""
     itemsize: int
     cuts: tuple[tuple[str, int], ...]
     """Mesh axes that divide the weight, each with its dim, in the order of division. Each axis makes one piece per
     rank, with sizes rounded up, so the last may be smaller or empty."""
 
 
-@dataclass(frozen=True)
-class RankShards:
-    """Shards of a rank."""
-
-    axes: dict[str, int]
-    """Degrees of the mesh axes, outermost first."""
-    experts: dict[str, int]
-    """Degrees of the axes of the experts' mesh, outermost first; empty if experts are sharded like other weights."""
-    sharding: dict[str, tuple[str, ...]]
-    """Mesh axes that make up each axis that divides weights, outermost first."""
-    weights: tuple[ShardedWeight, ...]
-
-
-def read_shards(rank: FakeRank) -> RankShards:
-    """Read the shards of a fake rank, before or after its step."""
+def read_shards(rank: FakeRank) -> tuple[dict[str, Any], list[ShardedWeight]]:
+    """Read the mesh and the sharded weights of a fake rank, before or after its step. The mesh has the degrees of its
+    axes and, unless experts are sharded like other weights, of the experts' axes, and the mesh axes that make up each
+    axis that divides weights; all outermost first."""
     mesh, pipeline = rank.state.mesh, rank.state.built.pipeline
     stages = (
         [(0, rank.state.built.module)] if pipeline is None else [(part.number, part.module) for part in pipeline.stages]
@@ -115,8 +100,8 @@ def read_shards(rank: FakeRank) -> RankShards:
     folded = {"fsdp": tuple(axis.name for axis in AXES if axis.shards_parameters)}
     experts = {} if mesh.experts is None else _degrees(mesh.experts)
     sharding = {axis: folded.get(axis, (axis,)) for axis in (*_degrees(mesh.sharding), *experts)}
-    weights = tuple(weight for number, module in stages for weight in _weights(number, module))
-    return RankShards(_degrees(mesh.world), experts, sharding, weights)
+    weights = [weight for number, module in stages for weight in _weights(number, module)]
+    return {"axes": _degrees(mesh.world), "experts": experts, "sharding": sharding}, weights
 
 
 def _degrees(mesh: DeviceMesh) -> dict[str, int]:
@@ -125,15 +110,10 @@ def _degrees(mesh: DeviceMesh) -> dict[str, int]:
 
 def _weights(stage: int, module: nn.Module) -> Iterator[ShardedWeight]:
     """Weights of a stage; equal weights of its blocks are listed once."""
-    in_blocks = {
-        id(weight): (number, name)
-        for number, block in iter_numbered_blocks(module)
-        for name, weight in block.named_parameters()
-    }
     layers: dict[tuple[str, tuple[int, ...], int, tuple[tuple[str, int], ...]], list[int]] = {}
-    for full_name, weight in module.named_parameters():
-        number, name = in_blocks.get(id(weight), (None, full_name))
-        key = (_unwrapped(name), tuple(weight.shape), weight.element_size(), sharded_dims(weight))
+    for number, full_name, weight in parameters_in_blocks(module):
+        name = full_name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+        key = (name, tuple(weight.shape), weight.element_size(), sharded_dims(weight))
         layers.setdefault(key, []).extend([] if number is None else [number])
     for (name, shape, itemsize, cuts), numbers in layers.items():
         yield ShardedWeight(stage, name, tuple(numbers), shape, itemsize, cuts)
@@ -154,13 +134,7 @@ def sharded_dims(weight: Tensor) -> tuple[tuple[str, int], ...]:
     return tuple((axis, placement.dim) for axis, placement in divided)
 
 
-def _unwrapped(name: str) -> str:
-    """Parameter name without wrapper modules."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
-"""Names of actions by kind."""
 UNIT_US = 1000.0
 """Microseconds of a forward pass if no rates are known."""
 MIN_GAP = 1e-6
@@ -172,15 +146,11 @@ class PipelineSchedule:
     """Schedule of one pass of micro-batches."""
 
     orders: Schedule
-    """Actions of each pipeline rank."""
     placement: list[int]
-    """Pipeline rank of each stage."""
     passes: int
-    """Passes through the pipeline per step."""
 
     def timeline(self, plan: Plan) -> tuple[Timeline, list[float]]:
-        """Timeline of a pass, and seconds of each stage's forward pass, which is 1 if the device's rates are
-        unknown."""
+        """Timeline of a pass, and seconds of each stage's forward pass, or 1 if the device's rates are unknown."""
         costs = [1.0] * len(self.placement)
         if plan.step_seconds is not None:
             # Stages of a rank are equal.
@@ -202,9 +172,7 @@ def schedule_of(layout: ResolvedLayout) -> PipelineSchedule:
 
 def schedule_data(plan: Plan) -> dict[str, Any]:
     """Schedule as JSON: actions and idle times of each rank as text, in units of a forward pass if times are unknown.
-
-    Every stage takes equally long, so that the last action ends with the plan's step.
-    """
+    Every stage takes equally long, so that the last action ends with the plan's step."""
     schedule = schedule_of(plan.layout)
     line, costs = schedule.timeline(plan)
     return {
@@ -268,7 +236,6 @@ SCRIPTS = ("numbers.js", "layout.js", "ranks.js", "rank.js", "pipeline.js", "mem
 POINTS = 8000
 """Number of points in memory timelines, for all pipeline ranks together."""
 MIN_POINTS = 100
-"""Minimum number of points for one rank."""
 
 
 def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:
@@ -290,29 +257,30 @@ def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:
 
 
 def _page_data(plan: Plan) -> dict[str, Any]:
-    """Numbers of the page's scripts."""
-    layout, shards_by_rank = plan.layout, dict[int, RankShards]()
+    layout, shards = plan.layout, dict[int, tuple[dict[str, Any], list[ShardedWeight]]]()
     with no_garbage_collection():
         for rank in plan.ranks:
             with traced_rank(plan.experiment, plan.device, rank.pipeline_rank) as fake:
-                shards_by_rank[rank.pipeline_rank] = read_shards(fake)
-    shards = next(iter(shards_by_rank.values()))
+                shards[rank.pipeline_rank] = read_shards(fake)
+    mesh, _ = next(iter(shards.values()))
     moments = max(MIN_POINTS, POINTS // len(plan.ranks))
     return {
-        "mesh": {
-            "axes": shards.axes,
-            "experts": shards.experts,
-            "sharding": shards.sharding,
-            "node": layout.node_size,
-            "device": device_noun(layout),
-        },
+        "mesh": {**mesh, "node": layout.node_size, "device": device_noun(layout)},
         "stages": [_pieces(layers) for layers in layout.stage_layers],
         "layers": layout.layers,
-        "batch": _batch(layout) | {"pieces": token_ranges(plan.experiment)},
+        "batch": {
+            "sequences": layout.training.global_batch_size,
+            "tokens": layout.training.seq_len,
+            "shares": layout.dp_degree,
+            "micro": layout.micro_batch_size,
+            "microbatches": layout.gradient_accumulation,
+            "divided": layout.parallelism.tp > 1 and layout.parallelism.sequence_parallel,
+            "pieces": token_ranges(plan.experiment),
+        },
         "passes": schedule_data(plan),
         "categories": CATEGORIES,
         "room": None if plan.device is None else plan.device.memory,
-        "ranks": {rank.pipeline_rank: _rank(rank, shards_by_rank[rank.pipeline_rank], moments) for rank in plan.ranks},
+        "ranks": {rank.pipeline_rank: _rank(rank, shards[rank.pipeline_rank][1], moments) for rank in plan.ranks},
         "step": plan.step_seconds,
         "bubble": plan.bubble,
         "words": WORDS,
@@ -335,21 +303,10 @@ def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
     return found
 
 
-def _batch(layout: ResolvedLayout) -> dict[str, Any]:
-    return {
-        "sequences": layout.training.global_batch_size,
-        "tokens": layout.training.seq_len,
-        "shares": layout.dp_degree,
-        "micro": layout.micro_batch_size,
-        "microbatches": layout.gradient_accumulation,
-        "divided": layout.parallelism.tp > 1 and layout.parallelism.sequence_parallel,
-    }
-
-
-def _rank(rank: RankPlan, shards: RankShards, moments: int) -> dict[str, Any]:
+def _rank(rank: RankPlan, weights: list[ShardedWeight], moments: int) -> dict[str, Any]:
     trace = rank.trace
     return {
-        "weights": [asdict(weight) | {"layers": _pieces(weight.layers)} for weight in shards.weights],
+        "weights": [asdict(weight) | {"layers": _pieces(weight.layers)} for weight in weights],
         "messages": sorted(rank.messages, key=itemgetter("bytes"), reverse=True),
         "flops": trace.costs.flops,
         "time": None if rank.time is None else asdict(rank.time),
@@ -361,7 +318,10 @@ def _rank(rank: RankPlan, shards: RankShards, moments: int) -> dict[str, Any]:
 
 def _memory(timeline: list[Moment], peak: Moment, most: int) -> dict[str, Any]:
     """Memory over a step: a column per category, in a unit that leaves five digits, and phases as indices."""
-    moments = _downsample(timeline, most)
+    # The first moment, and the maximum of each of equal spans.
+    span = max(1, -(-(len(timeline) - 1) // (most - 1)))
+    spans = [timeline[start : start + span] for start in range(1, len(timeline), span)]
+    moments = [*timeline[:1], *(max(span, key=lambda moment: moment.bytes) for span in spans)]
     unit = max(1, peak.bytes // 20_000)
     phases = list(dict.fromkeys(moment.where for moment in moments))
     return {
@@ -375,13 +335,6 @@ def _memory(timeline: list[Moment], peak: Moment, most: int) -> dict[str, Any]:
         "where": [phases.index(moment.where) for moment in moments],
         "peak": max(range(len(moments)), key=lambda index: moments[index].bytes),
     }
-
-
-def _downsample(moments: list[Moment], most: int) -> list[Moment]:
-    """The first moment, and the maximum of each of equal spans."""
-    span = max(1, -(-(len(moments) - 1) // (most - 1)))
-    spans = [moments[start : start + span] for start in range(1, len(moments), span)]
-    return [*moments[:1], *(max(span, key=lambda moment: moment.bytes) for span in spans)]
 
 
 def _pieces(numbers: Iterable[int]) -> list[tuple[int, int]]:

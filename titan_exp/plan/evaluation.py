@@ -17,6 +17,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.data_sets import open_files, validation_sets
 from titan_exp.config.schema.foreign_code import described
+from titan_exp.plan.caching_allocator import Events
 from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, sampled_edge, small_run
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ class Evaluated:
     experiment: Experiment
     """Run with a resolved layout, and the data and sequence length of this evaluation."""
     name: str = VALIDATION
-    """Name in a plan."""
     holds_out: bool = True
     """True if only held-out documents are read."""
 
@@ -72,10 +72,9 @@ class Evaluated:
         def batches() -> Sequence[Any]:
             return fake_batches(run, copied=state.mesh.device == DEVICE)[: model.eval_microbatches]
 
-        if ResolvedLayout.of(run).device_type == "cpu":  # a batch on the host is in the memory that we plan
-            return lambda: model.loss_sum(batches())
-        made = batches()
-        return lambda: model.loss_sum(made)
+        # A batch on the host is in the memory that we plan, if that is the host's.
+        made = None if ResolvedLayout.of(run).device_type == "cpu" else batches()
+        return lambda: model.loss_sum(batches() if made is None else made)
 
 
 def evaluated(experiment: Experiment) -> list[Evaluated]:
@@ -104,11 +103,9 @@ class EvaluationTrace:
     """Second pass of an evaluation on a rank."""
 
     name: str
-    """Name of the evaluation."""
     passing: "Moment"
     """Peak memory without what the rank holds before and after."""
     costs: "OpCosts"
-    """Costs of the pass."""
     axes: Mapping[str, Sequence[int]]
     """Ranks of this rank's groups, by mesh axis of its messages."""
     events: Sequence[tuple[int, int, int]]
@@ -147,9 +144,8 @@ def _of_trace(name: str, trace: "Trace") -> EvaluationTrace:
     where = re.sub(r"block \d+", "a block", trace.peak.where)
     passing = {category: size - trace.persistent[category] for category, size in trace.peak.by_category.items()}
     peak = Moment(sum(passing.values()), passing, where)
-    events, own = trace.step_events.numbers(), set[int]()
-    kept = list[tuple[int, int, int]]()
-    for number, size, stream in events:
+    kept, own = list[tuple[int, int, int]](), set[int]()
+    for number, size, stream in trace.step_events:
         if size or number in own:  # not what was there before
             kept.append((number, size, stream))
             own.symmetric_difference_update({number})
@@ -163,18 +159,25 @@ def extrapolate_evaluations(
     last stage share them if they have as many layers."""
     from titan_exp.plan.trace.trace_step import fake_rank, pipeline_ranks
 
-    layout, period = ResolvedLayout.of(experiment), repetition(experiment)[1]
+    layout, (distinct, period), end = ResolvedLayout.of(experiment), repetition(experiment), last_layers(experiment)
     counts, owners, known = layout.layer_counts, layout.stage_placement, dict[object, list[EvaluationTrace]]()
-    cuda = layout.device_type == "cuda"
-    small, found = _small_counts(experiment), dict[int, list[EvaluationTrace]]()
+    cuda, found = layout.device_type == "cuda", dict[int, list[EvaluationTrace]]()
+    # Layers of each stage of the small model: as few as behave like more, and whole periods fewer than the run's.
+    few, last = 2 * sampled_edge(experiment) + period, len(counts) - 1
+    ends = [distinct * (stage == 0) + end * (stage == last) for stage in range(len(counts))]
+    small = [count - max(0, count - own - few) // period * period for count, own in zip(counts, ends, strict=True)]
 
     def traced(number: int, of: Sequence[int]) -> list[EvaluationTrace]:
-        with fake_rank(_small(experiment, of), pipeline_ranks(layout)[number]) as rank:
+        own = experiment.parallelism
+        without = replace(experiment.activation_checkpoint, mode="none")
+        run = small_run(experiment, of, layout.gradient_accumulation, without, pp=own.pp, schedule=own.pp_schedule)
+        run = replace(run, parallelism=replace(run.parallelism, pp_microbatches=own.pp_microbatches))
+        with fake_rank(run, pipeline_ranks(layout)[number]) as rank:
             return trace_evaluations(rank, kinds, tracer)
 
     for number in numbers:
         own = [stage for stage, owner in enumerate(owners) if owner == number]
-        key = tuple(counts[stage] for stage in own), 0 in own, len(counts) - 1 in own
+        key = tuple(counts[stage] for stage in own), 0 in own, last in own
         if key not in known:
             known[key] = traced(number, small)
             missing = sum(counts[stage] - small[stage] for stage in own) // period
@@ -187,21 +190,6 @@ def extrapolate_evaluations(
                 known[key] = [_with_layers(*group, periods=missing) for group in groups]
         found[number] = known[key]
     return found
-
-
-def _small_counts(experiment: Experiment) -> list[int]:
-    """Layers of each stage of the small model: as few as behave like more, and whole periods fewer than the run's."""
-    (distinct, period), counts = repetition(experiment), ResolvedLayout.of(experiment).layer_counts
-    few, end = 2 * sampled_edge(experiment) + period, len(counts) - 1
-    ends = [distinct * (stage == 0) + last_layers(experiment) * (stage == end) for stage in range(len(counts))]
-    return [count - max(0, count - own - few) // period * period for count, own in zip(counts, ends, strict=True)]
-
-
-def _small(experiment: Experiment, counts: Sequence[int]) -> Experiment:
-    layout, own = ResolvedLayout.of(experiment), experiment.parallelism
-    without = replace(experiment.activation_checkpoint, mode="none")
-    run = small_run(experiment, counts, layout.gradient_accumulation, without, pp=own.pp, schedule=own.pp_schedule)
-    return replace(run, parallelism=replace(run.parallelism, pp_microbatches=own.pp_microbatches))
 
 
 def _with_layers(one: EvaluationTrace, more: EvaluationTrace, *most: EvaluationTrace, periods: int) -> EvaluationTrace:
@@ -226,16 +214,14 @@ def _with_layers(one: EvaluationTrace, more: EvaluationTrace, *most: EvaluationT
 
 def with_evaluations(trace: "Trace", evaluations: Sequence[EvaluationTrace]) -> "Trace":
     """Trace of a step that evaluations follow: its peak may be theirs, and the allocator serves them, too."""
-    from titan_exp.plan.caching_allocator import Events
-
-    held, peak, events = trace.persistent, trace.peak, Events()
-    events.packed.extend(trace.step_events.packed)
+    if not evaluations:
+        return trace
+    held, peak, events = trace.persistent, trace.peak, [*trace.step_events]
     for one in evaluations:
         size = sum(held.values()) + one.passing.bytes
         if size > peak.bytes:
             parts = {name: bytes_ + held[name] for name, bytes_ in one.passing.by_category.items()}
             peak = replace(peak, bytes=size, by_category=parts, where=f"{one.name}, {one.passing.where}")
-        fresh = 1 + max((*trace.setup_events.packed[::3], *events.packed[::3]), default=0)
-        for number, size, stream in one.events:
-            events.add(fresh + number, size, stream)
-    return replace(trace, peak=peak, step_events=events)
+        fresh = 1 + max((number for number, *_ in (*trace.setup_events, *events)), default=0)
+        events += [(fresh + number, size, stream) for number, size, stream in one.events]
+    return replace(trace, peak=peak, step_events=Events(events))

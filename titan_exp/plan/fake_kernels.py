@@ -103,7 +103,6 @@ def mxfp8_padded_scales_of_groups(scales: Tensor, ends: Tensor) -> Tensor:
 
 
 def _by_columns(x: Tensor) -> Tensor:
-    """Allocate fp8 values of matrices, column-major."""
     return x.new_empty(x.mT.shape, dtype=_E4M3).mT
 
 
@@ -117,6 +116,19 @@ def _quantized_columns(x: Tensor, **_: Any) -> tuple[None, Tensor, None, Tensor]
     return None, data, None, scales
 
 
+def _to_mxfp8(x: Tensor, inner_block_size: int = 32, scaling_mode: str = "rceil") -> tuple[Tensor, Tensor]:
+    """Float8 values with one scale per block of a row, in the layout of torchao's kernel."""
+    assert x.is_contiguous(), "required by the kernel"
+    assert x.dtype == torch.bfloat16, "required by the kernel"
+    assert scaling_mode in ("floor", "rceil"), "required by the kernel"
+    rows = x.reshape(-1, x.shape[-1])
+    assert rows.shape[1] % inner_block_size == 0, "blocks are whole"
+    numbers = rows.to(torch.float8_e4m3fn)
+    scales = torch.empty(rows.shape[0], rows.shape[1] // inner_block_size, dtype=torch.uint8, device=x.device)
+    blocks = (*x.shape[:-1], scales.shape[-1])
+    return numbers.reshape(x.shape), scales.reshape(blocks).view(torch.float8_e8m0fnu)
+
+
 _IN = {
     "moe_training.fp8_grouped_mm": {
         "triton_fp8_colwise_3d_scale_and_cast": fp8_columns_of_experts,
@@ -126,21 +138,17 @@ _IN = {
     },
     "moe_training.mxfp8_grouped_mm": {
         "_SM100_KERNELS_AVAILABLE": True,
+        "triton_to_mxfp8_dim0": _to_mxfp8,
         "mxfp8_quantize_2d_1x32_cutedsl": mxfp8_rows,
         "mxfp8_quantize_cuda_3d": mxfp8_columns_of_experts,
         "triton_mx_block_rearrange_per_group_3d": mxfp8_padded_scales_of_experts,
         "triton_mx_block_rearrange_2d_K_groups": mxfp8_padded_scales_of_groups,
     },
+    # This cast needs Triton; the rest of torchao's MX matmuls runs unchanged.
+    "mx_formats.mx_tensor": {"triton_to_mxfp8_dim0": _to_mxfp8},
     "mx_formats.kernels": {"mxfp8_quantize_cuda": _quantized_columns},
 }
 """Replacements in torchao's prototype modules."""
-
-
-def fake_casts() -> Iterator[tuple[Any, str, Any]]:
-    """Attributes of torchao's imported modules to replace."""
-    for module, names in _IN.items():
-        if (owner := sys.modules.get(f"torchao.prototype.{module}")) is not None:
-            yield from ((owner, name, fake) for name, fake in names.items())
 
 
 FORWARD = torch.ops.aten._scaled_dot_product_efficient_attention.default
@@ -204,9 +212,9 @@ def workspace_bytes(operator: Any, args: tuple[Any, ...]) -> int:
         return rounded(4 * query.shape[0] * query.shape[1] * query.shape[2] * value.shape[3]) if accumulated else 0
     if operator is not BACKWARD:
         return 0
-    gradient, query, key = args[0], args[1], args[2]
-    half, copy = query.dtype != torch.float32, gradient.transpose(1, 2)
-    copied = 0 if copy.is_contiguous() else rounded(gradient.numel() * gradient.element_size())
+    gradient, query, key, *_ = args
+    half = query.dtype != torch.float32
+    copied = 0 if gradient.transpose(1, 2).is_contiguous() else rounded(gradient.nbytes)
     # Row sums of gradient times output; in fp32 the product is materialized too.
     sums = rounded(4 * query.numel() // query.shape[3])
     product = 0 if half else rounded(4 * gradient.numel()) + sums
@@ -238,23 +246,17 @@ def _efficient_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` by the memory-efficient operator."""
     assert not enable_gqa, "the kernel has no grouped-query mode"
     keeps = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    bias = None if attn_mask is None else _bias(attn_mask, query, key)
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    return kernel(query, key, value, bias, keeps, 0.0, is_causal, scale=scale)[0]
-
-
-def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Attention bias as aten passes it to the kernel: additive, with aligned rows, expanded over heads."""
-    if mask.dtype == torch.bool:
-        hidden = torch.scalar_tensor(-torch.inf, dtype=query.dtype, device=mask.device)
-        mask = torch.where(mask, 0.0, hidden)
-    if any(step % MASK_ALIGNMENT for step in mask.stride()[:-1]):
-        keys = mask.shape[-1]
-        mask = F.pad(mask, (0, MASK_ALIGNMENT - keys % MASK_ALIGNMENT))[..., :keys]
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    # aten passes a mask as an additive bias with aligned rows, expanded over heads.
+    if (bias := attn_mask) is not None:
+        if bias.dtype == torch.bool:
+            bias = torch.where(bias, 0.0, torch.scalar_tensor(-torch.inf, dtype=query.dtype, device=bias.device))
+        if any(step % MASK_ALIGNMENT for step in bias.stride()[:-1]):
+            keys = bias.shape[-1]
+            bias = F.pad(bias, (0, MASK_ALIGNMENT - keys % MASK_ALIGNMENT))[..., :keys]
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    return FORWARD(query, key, value, bias, keeps, 0.0, is_causal, scale=scale)[0]
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -263,7 +265,6 @@ def _round_up(number: int, multiple: int) -> int:
 
 FLASH_ROWS, FLASH_WIDTH = 128, 32
 """Multiples to which flash attention's backward pass rounds up rows and head_dim."""
-
 _PLAIN_RMS_NORM = F.rms_norm
 _MULTIPROCESSORS: ContextVar[int | None] = ContextVar("multiprocessors", default=None)
 """Streaming multiprocessors of the GPU, if attention is deterministic."""
@@ -271,20 +272,16 @@ _MULTIPROCESSORS: ContextVar[int | None] = ContextVar("multiprocessors", default
 
 @contextmanager
 def fake_cuda_kernels(*, beside: bool = False) -> Iterator[None]:
-    """Replace torch functions that have separate CUDA kernels in the `with` block.
-
-    `beside` is True if host tensors exist in addition to those of the fake GPU.
-    """
+    """Replace torch functions that have separate CUDA kernels in the `with` block. `beside` is True if host tensors
+    exist in addition to those of the fake GPU."""
     replacements: list[tuple[Any, str, Any]] = [
         (F, "rms_norm", _rms_norm),
         # This selects code paths with CUDA-only kernels.
         (FakeTensor, "is_cuda", property(lambda tensor: not beside or tensor.device == GPU)),
     ]
-    # torchao's cast kernel needs Triton; the rest of its MX matmuls runs unchanged.
-    for module in ("mx_formats.mx_tensor", "moe_training.mxfp8_grouped_mm"):
-        if (torchao := sys.modules.get(f"torchao.prototype.{module}")) is not None:
-            replacements.append((torchao, "triton_to_mxfp8_dim0", _to_mxfp8))
-    replacements += fake_casts()
+    for module, casts in _IN.items():
+        if (owner := sys.modules.get(f"torchao.prototype.{module}")) is not None:
+            replacements += ((owner, name, fake) for name, fake in casts.items())
     with replaced_attributes(*replacements):
         yield
 
@@ -329,26 +326,12 @@ def workspaces(operator: Any, args: tuple[Any, ...]) -> list[int]:
         batch, heads, rows, width = query.shape
         rows, wide = -(-rows // FLASH_ROWS) * FLASH_ROWS, -(-width // FLASH_WIDTH) * FLASH_WIDTH
         # The deterministic kernel adds up dQ in a fixed order, from one copy per wave of thread blocks.
-        multiprocessors = _MULTIPROCESSORS.get()
-        copies = 1 if multiprocessors is None else -(-multiprocessors // (batch * heads))
+        copies = -(-(_MULTIPROCESSORS.get() or 1) // (batch * heads))
         # fp32 accumulators of each row and of dQ; dK and dV per query head of a group.
         sums = batch * heads * rows * 4
         shared = 0 if key.shape[1] == heads else batch * heads * key.shape[2] * width * query.element_size()
         return [sums, sums * copies * wide, shared, shared]
     return [workspace_bytes(operator, args)]
-
-
-def _to_mxfp8(x: Tensor, inner_block_size: int = 32, scaling_mode: str = "rceil") -> tuple[Tensor, Tensor]:
-    """Float8 values with one scale per block of a row, in the layout of torchao's kernel."""
-    assert x.is_contiguous(), "required by the kernel"
-    assert x.dtype == torch.bfloat16, "required by the kernel"
-    assert scaling_mode in ("floor", "rceil"), "required by the kernel"
-    rows = x.reshape(-1, x.shape[-1])
-    assert rows.shape[1] % inner_block_size == 0, "blocks are whole"
-    numbers = rows.to(torch.float8_e4m3fn)
-    scales = torch.empty(rows.shape[0], rows.shape[1] // inner_block_size, dtype=torch.uint8, device=x.device)
-    blocks = (*x.shape[:-1], scales.shape[-1])
-    return numbers.reshape(x.shape), scales.reshape(blocks).view(torch.float8_e8m0fnu)
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -359,9 +342,7 @@ def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | 
 
 class _Norm(torch.autograd.Function):
     """Fused RMSNorm: saves its input and one fp32 value per row. Its operators move as many bytes as the real kernels.
-
-    Both kernels first copy an input that is not contiguous, such as the queries among projected heads.
-    """
+    Both kernels first copy an input that is not contiguous, such as the queries among projected heads."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:

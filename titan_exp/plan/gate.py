@@ -79,13 +79,11 @@ class MemoryCheck:
     """Memory check of a run before its launch."""
 
     experiment: Experiment
-    """Run with a resolved layout."""
     device_memory: DeviceMemory | None
     """Memory of the device; None with plan.gate=off."""
     bound: int | None = None
     """Upper bound per process in bytes; None if it is too loose to decide."""
     prediction: Prediction | None = None
-    """Predicted peaks, if needed or requested."""
     why_not: str = ""
     """Reason why there is neither bound nor prediction; else empty."""
     user_error: str = ""
@@ -138,10 +136,8 @@ def staged(experiment: Experiment, rank: RankPrediction) -> int:
 def check_memory(
     experiments: Sequence[Experiment], runs: Path, say: Callable[[str], None] = lambda _: None
 ) -> list[MemoryCheck]:
-    """Check the memory of runs with resolved layouts, in order.
-
-    `runs/.cache` holds predictions and measured rates; `say` is called with a line before slow work.
-    """
+    """Check the memory of runs with resolved layouts, in order. `runs/.cache` holds predictions and measured rates;
+    `say` is called with a line before slow work."""
     checks = [_check_by_bound(experiment, runs) for experiment in experiments]
     found = {number: request for number, check in enumerate(checks) if (request := _request(check)) is not None}
     for number, answer in zip(found, predict_many(list(found.values()), runs / ".cache", say), strict=True):
@@ -221,7 +217,6 @@ def plan_record(memory_check: MemoryCheck) -> dict[str, Any] | None:
 
 
 def _check_by_bound(experiment: Experiment, runs: Path) -> MemoryCheck:
-    """Memory check without a prediction."""
     if experiment.plan.gate == "off":
         return MemoryCheck(experiment, None, why_not="plan.gate=off")
     memory = device_memory_of(ResolvedLayout.of(experiment), model_spec(experiment.model), runs)
@@ -242,15 +237,11 @@ def fits_unsharded(experiment: Experiment, runs: Path) -> bool:
 
 
 def _request(memory_check: MemoryCheck) -> PredictionRequest | None:
-    """Request for a run that needs a prediction or has user code."""
     experiment, memory = memory_check.experiment, memory_check.device_memory
     if memory is None:
         return None
     undecided = memory.capacity is not None and memory_check.bound is None
     if undecided or experiment.plan.predict == "always":
         return PredictionRequest(experiment, memory.device)
-    return PredictionRequest(experiment, memory.device, _UNNEEDED) if import_paths(experiment) else None
-
-
-_UNNEEDED = NotPredicted("")
-"""Answer for a run whose user code alone is checked."""
+    # User code alone is checked.
+    return PredictionRequest(experiment, memory.device, NotPredicted("")) if import_paths(experiment) else None

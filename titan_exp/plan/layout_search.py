@@ -32,12 +32,10 @@ from titan_exp.tracking.display import format_bytes
 NEARLY_FULL = 0.03
 """Share of the memory that must be left over for the search to skip pipeline ranks in the middle, which need less."""
 DESCENTS = 2
-"""Number of seeds from which the search descends."""
 CERTAIN = 0.95
 """Share of a bound by compute or state that holds whatever else a move changes."""
 LONGEST_SCHEDULE = 2**13
 """Maximum number of forward passes (stages times micro-batches) of a simulated schedule; longer ones take seconds."""
-
 _SAME_WORK = (*layouts.DEGREE_KEYS, layouts.SCHEDULE, layouts.MICRO_BATCH)
 """Keys whose moves leave a device's share of the computation unchanged."""
 Key = tuple[Any, ...]
@@ -54,13 +52,10 @@ class LayoutCost:
     """Peak of allocated tensors on the fullest rank."""
     peak_rank: int
     peak_where: str
-    """Phase of the peak, e.g. `forward, block 3`."""
     room: int
     """Device memory without the CUDA context and NCCL's buffers."""
     reserved: int
-    """Peak of the allocator's reserved memory."""
     retries: int
-    """Number of allocations that find the device full and free cached memory first."""
     compute: float = 0.0
     """Seconds of kernels in a step, on the pipeline rank with the least."""
     state: int = 0
@@ -143,30 +138,22 @@ class SearchResult:
     missed: list[LayoutCost]
     """Planned layouts that do not fit, those that need the least more memory first."""
     tried: int
-    """Number of layouts tried, as seeds or neighbours."""
     left_out: list[tuple[int, Violation]]
     """Number of tried layouts that break a rule, by key, with an example; most frequent first."""
     planned: int
-    """Number of planned layouts."""
     too_large: int
-    """Number of planned layouts that do not fit."""
     floor: int
     """Number of layouts whose state alone does not fit."""
     slower: int
-    """Number of layouts that were not planned, because their compute alone takes as long as the best step, or the
-    search was stopped."""
+    """Number of layouts left out, because compute alone takes as long as the best step, or the search was stopped."""
     unknown: list[tuple[str, int]]
-    """Number of layouts that cannot be extrapolated, by reason."""
     seconds: float
     stopped: bool = False
     """True if Ctrl-C, SIGTERM or the time limit ended the search; rows are then the fastest so far."""
 
 
 class LayoutSearch:
-    """Search for the fastest `limit` layouts, with one process per core.
-
-    `show` is called with progress lines.
-    """
+    """Search for the fastest `limit` layouts, with one process per core. `show` is called with progress lines."""
 
     def __init__(self, space: layouts.SearchSpace, device: Device, limit: int, show: Callable[[str], None]) -> None:
         self._space, self._device, self._limit, self._show = space, device, limit, show
@@ -185,7 +172,11 @@ class LayoutSearch:
             pool.submit(os.getpid)
             try:
                 with interrupt_after(None if seconds is None else began + seconds - time.perf_counter()):
-                    self._search(pool)
+                    seeds = sorted(self._planned(pool, self._seeds()), key=lambda cost: cost.priced_rank)
+                    for seed in seeds[:DESCENTS]:
+                        # Layouts that are fast and nearly fit lie between slow layouts and those that are fast and fit.
+                        priced = self._descend(pool, seed, lambda cost: cost.priced_rank)
+                        self._descend(pool, priced, lambda cost: cost.rank)
             except KeyboardInterrupt:
                 stopped = True
         rows, costs = self._fastest()[: self._limit], list(self._costs.values())
@@ -198,13 +189,6 @@ class LayoutSearch:
         took = time.perf_counter() - began
         unknown = self._unknown.most_common()
         return SearchResult(rows, front, missed, len(self._valid), left_out, *counts, unknown, took, stopped)
-
-    def _search(self, pool: PlannerProcesses) -> None:
-        seeds = sorted(self._planned(pool, self._seeds()), key=lambda cost: cost.priced_rank)
-        for seed in seeds[:DESCENTS]:
-            # Layouts that are fast and nearly fit lie between slow layouts and those that are fast and fit.
-            priced = self._descend(pool, seed, lambda cost: cost.priced_rank)
-            self._descend(pool, priced, lambda cost: cost.rank)
 
     def _seeds(self) -> list[layouts.Candidate]:
         """Valid layouts that are most similar to the seeds of the space. Those that cannot fit recompute in full and
@@ -237,11 +221,9 @@ class LayoutSearch:
         return min(filter(self._is_valid, found), key=self._need, default=seed)
 
     def _need(self, candidate: layouts.Candidate) -> float:
-        """Estimated share of the device's memory that a layout needs."""
         return layouts.least_bytes(candidate) / room_of(candidate.layout, candidate.spec, self._device)
 
     def _is_valid(self, candidate: layouts.Candidate) -> bool:
-        """True if a layout breaks no rule and can be planned."""
         known = self._valid.get(candidate.identity)
         if known is None:
             wrong = next(iter(find_violations(every_rule(), candidate.experiment)), None)
@@ -254,7 +236,6 @@ class LayoutSearch:
         return known
 
     def _reason(self, candidate: layouts.Candidate) -> str | None:
-        """Reason against planning a layout; None if there is none."""
         layout = candidate.layout
         if layout.parallelism.pp > 1 and layout.stage_count * layout.gradient_accumulation > LONGEST_SCHEDULE:
             return f"a schedule has more than {LONGEST_SCHEDULE:,} forward passes"
@@ -336,8 +317,7 @@ class LayoutSearch:
 
 @contextmanager
 def interrupt_after(seconds: float | None) -> Iterator[None]:
-    """Interrupt the `with` block after `seconds`, and every second from then on, and at SIGTERM, as Ctrl-C does; None
-    means no limit."""
+    """Interrupt the `with` block after `seconds` (None: never), then every second, and at SIGTERM, as Ctrl-C does."""
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGALRM, signal.SIGTERM)}
     if seconds is not None:
         # The interrupt repeats, since Python ignores one in a finalizer.
@@ -351,7 +331,6 @@ def interrupt_after(seconds: float | None) -> Iterator[None]:
 
 
 def _plan(candidate: layouts.Candidate, device: Device) -> LayoutCost | str:
-    """Plan a layout: its cost, or the reason why it cannot be extrapolated."""
     try:
         return planned_cost(candidate, device)
     except ExtrapolationError as error:

@@ -21,7 +21,6 @@ from titan_exp.models.spec.model_spec import ModelSpec
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 """Searched schedules. GPipe and LoopedBFS have the same bubbles with more micro-batches in flight."""
 MAX_MICRO_BATCH = 8
-"""Largest searched micro-batch in sequences."""
 SCHEDULE, EP, ETP = "parallelism.pp_schedule", "parallelism.ep", "parallelism.etp"
 MICRO_BATCH, MODE = "training.micro_batch_size", "activation_checkpoint.mode"
 DEGREE_KEYS = (*(f"parallelism.{degree}" for degree in DEGREES), EP, ETP)
@@ -97,9 +96,7 @@ class SearchSpace:
     """Typed run, with its kernels resolved."""
     gpus: int
     fixed: frozenset[str] = frozenset()
-    """Keys that keep the run's values."""
     recipes: Mapping[str, QuantizationConfig] = field(default_factory=dict)
-    """Recipes to choose from, by name."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run", resolve_kernels(self.run))
@@ -112,11 +109,9 @@ class SearchSpace:
         return Candidate(experiment, model_spec(experiment.model), (*refined.items(), *more))
 
     def seeds(self, mode: str) -> Iterator[Iterator[Candidate]]:
-        """For each seed of a search, layouts by similarity to it, the most similar first; they may break rules.
-
-        Seeds are FSDP alone, and FSDP with tensor parallelism in a node, replicas, context, pipeline or expert
-        parallelism. Raises UserError if no product of degrees is the number of GPUs.
-        """
+        """For each seed of a search, layouts by similarity to it, the most similar first; they may break rules. Seeds
+        are FSDP alone, and FSDP with tensor parallelism in a node, replicas, context, pipeline or expert parallelism.
+        Raises UserError if no product of degrees is the number of GPUs."""
         layouts = list(self._layouts(mode))
         if not layouts:
             given = [key for key in sorted(self.fixed) if key.partition(".")[2] in DEGREES]
@@ -193,7 +188,6 @@ def micro_batches(sequences: int, most: int = MAX_MICRO_BATCH) -> list[int]:
 
 
 def _degrees(parallelism: ParallelismConfig, gpus: int, fixed: Collection[str]) -> Iterator[dict[str, int]]:
-    """Factorizations of the number of GPUs into degrees that keep the fixed ones."""
     typed = {degree: getattr(parallelism, degree) for degree in DEGREES if f"parallelism.{degree}" in fixed}
     *searched, last = sorted(DEGREES, key=lambda degree: degree not in typed)
     # -1 takes the remaining factor.
@@ -226,19 +220,15 @@ def values_of(keys: Sequence[str], experiment: Experiment) -> tuple[Any, ...]:
 
 
 T = TypeVar("T")
-
 BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Searched values of activation_checkpoint.budget; a move goes to the next one."""
 MAX_EVERY = 8
-"""Largest value of activation_checkpoint.every."""
 LOSS_CHUNK = "training.loss_chunk_tokens"
 LEAST_CHUNK = 2048
 """Fewest searched tokens of `LOSS_CHUNK`; further values double, up to a micro-batch's tokens."""
 RESHARDED = ("always", "all_but_last", "never")
 """Values of parallelism.reshard_after_forward, least memory first."""
 CP_METHODS = ("ring", "allgather", "ulysses")
-"""Values of parallelism.cp_method."""
-
 IDLE_AFTER = {MODE: ("every", "budget"), SCHEDULE: ("pp_layers_per_stage",)}
 """Keys of the same group that lose their meaning when a key gets a new value."""
 _RECOMPUTED = {"none": 0, "full": 2}
@@ -252,7 +242,6 @@ class Move:
     values: Mapping[str, Any]
     """New values of keys; the value of `RECIPE` is the recipe's name."""
     experiment: Experiment
-    """Run after the move, which may break rules."""
     direction: int = 0
     """1 for more memory and no more time, -1 for the opposite, 0 if neither is known."""
 
@@ -326,7 +315,6 @@ def _degree_moves(run: Experiment, fixed: Collection[str]) -> Iterator[Move]:
 
 
 def _values(run: Experiment) -> dict[str, Iterable[tuple[int, Any]]]:
-    """Directions and new values of moves, by key."""
     layout, compiled = ResolvedLayout.of(share_of_world(run)), run.compile
     own, checkpointing, mode = layout.parallelism, run.activation_checkpoint, run.activation_checkpoint.mode
     modes = ["none", "selective", "every_n", "full", *(["budget"] if compiled.compiles("blocks") else [])]

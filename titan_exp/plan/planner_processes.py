@@ -44,11 +44,8 @@ class Call(Generic[T]):
 
 class PlannerProcesses:
     """Up to `processes` processes, started at the first call. They end with the `with` block, even in the middle of a
-    plan, which may take a minute.
-
-    A server that has imported the planner, and stays, forks them. With `alone`, each imports the planner and the run's
-    code itself.
-    """
+    plan, which may take a minute. A server that has imported the planner, and stays, forks them. With `alone`, each
+    imports the planner and the run's code itself."""
 
     def __init__(self, processes: int, *, alone: bool = False) -> None:
         self._processes, self._alone, self._futures = processes, alone, list[Future[Any]]()
@@ -60,8 +57,7 @@ class PlannerProcesses:
         return future
 
     def call(self, function: Callable[..., T], *args: object) -> Call[T]:
-        """Begin to call a function whose result does not depend on the process; without processes, it is called
-        here."""
+        """Begin to call a function whose result does not depend on the process, here if there are no others."""
         return Call(self if self._processes > 0 else None, function, *args)
 
     def replay(self, setup: Events, step: Events, *, expandable: bool, capacity: int | None) -> Call[Reserved]:
@@ -90,10 +86,7 @@ class PlannerProcesses:
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Collect garbage, then collect none in the `with` block. As in the trainer's steps, reference cycles stay
-    allocated.
-
-    Collections would visit the many objects of a plan and of torch again and again.
-    """
+    allocated. Collections would visit the many objects of a plan and of torch again and again."""
     collecting, frozen = gc.isenabled(), gc.get_freeze_count()
     # Within such a block, only objects made since the last collection are visited.
     gc.collect(2 if collecting else 1)
@@ -132,10 +125,8 @@ def start_forkserver() -> Any:
 
 def _start_worker() -> None:
     """Silence this process, give it one thread, and tie its end to its parent. Ctrl-C reaches all processes of a
-    terminal; only the parent handles it.
-
-    Otherwise workers of a killed process pool would finish their work, which may take minutes.
-    """
+    terminal; only the parent handles it. Otherwise workers of a killed process pool would finish their work, which may
+    take minutes."""
     from tqdm import tqdm
 
     os.environ["OMP_NUM_THREADS"] = "1"

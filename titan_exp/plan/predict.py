@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +19,6 @@ from titan_exp.plan.caching_allocator import Reserved, steady_reserved
 from titan_exp.plan.devices import Device, room_of
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
-from titan_exp.plan.extrapolate.sample import Samples
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 from titan_exp.plan.fake_kernels import deterministic_attention, fake_cuda_capability
 from titan_exp.plan.planner_processes import Call, PlannerProcesses, no_garbage_collection
@@ -48,28 +47,21 @@ class RankPlan:
     """Prediction for one pipeline rank, identical on all ranks of its stage."""
 
     pipeline_rank: int
-    """Rank along pp."""
     trace: Trace
     time: RankTime | None
     """Step time; None if rates are unknown."""
     allocator: Reserved | None
-    """Statistics of the caching allocator with the run's kind of segments; within the device's memory if it fits; None
-    on a CPU."""
+    """Statistics of the allocator with the run's segments, within the device's memory if it fits; None on a CPU."""
     expandable: bool
-    """True if the run allocates in expandable segments."""
     kernels: Sequence[ClassTime]
-    """Kernels of the step by class."""
     saved: int
-    """Bytes of parameters and optimizer state, as a checkpoint holds them."""
     evaluations: Sequence[evaluation.EvaluationTrace] = ()
     """Evaluations of the run, whose memory `trace` counts; empty if they are not planned."""
 
     @property
     def sent(self) -> int:
-        """Bytes of activations sent in a step.
-
-        Sends count as live until their pass ends, because the host frees them and may run that far ahead of the GPU.
-        """
+        """Bytes of activations sent in a step. Sends count as live until their pass ends, because the host frees them
+        and may run that far ahead of the GPU."""
         messages = self.trace.costs.messages.items()
         return sum(size for (axis, kind), size in messages if kind == "send" and "pp" in axis.split("="))
 
@@ -105,13 +97,11 @@ class EvaluationPlan:
     """Prediction of one kind of evaluation."""
 
     kind: evaluation.Evaluated
-    """Kind."""
     pass_seconds: float | None
     """Time of a pass; None if rates are unknown."""
     bytes: int
     """Peak of allocated memory, of the rank that needs the most."""
     where: str
-    """Phase of the peak."""
 
     @cached_property
     def passes(self) -> int | str:
@@ -131,30 +121,21 @@ class Plan:
     """Prediction of a run with the traces of its ranks."""
 
     experiment: Experiment
-    """Run with a resolved layout."""
     device: Device | None
     """Device; None for a CPU of unknown speed."""
     ranks: list[RankPlan]
     bubble: float
-    """Pipeline bubble as a share of the step."""
     step_seconds: float | None
-    """Step time; None if rates are unknown."""
     flops_per_token: float
-    """Model FLOPs of a training step per token."""
     checkpoint_bytes: int
-    """Size of a checkpoint with the optimizer's state."""
     planning_seconds: float
     why_full: str = ""
-    """Reason why a large run is traced in full; empty if it is extrapolated, or if a full trace was as fast or
-    requested."""
-    samples: Samples | None = None
-    """Samples from which the run is extrapolated; None if every layer is traced."""
+    """Reason why a large run is traced in full; empty if extrapolated, requested, or if a full trace was as fast."""
     worst_bytes: int | None = None
     """`RankPlan.bytes` of the largest rank if its experts receive `plan.worst_expert_load` times the mean rows; None if
     not requested, or if it changes nothing."""
 
     evaluations: Sequence["EvaluationPlan"] = ()
-    """Evaluations of the run; empty if they are not planned."""
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -218,10 +199,7 @@ class Plan:
 
     @property
     def host_bytes_per_node(self) -> int | None:
-        """Largest host memory of offloaded tensors on any node.
-
-        None without offload, or if some pipeline ranks were not predicted.
-        """
+        """Largest host memory of offloaded tensors on any node; None without offload, or with ranks not predicted."""
         sizes = [rank.trace.host.peak.bytes for rank in self.ranks if rank.trace.host is not None]
         if len(sizes) < self.experiment.parallelism.pp:
             return None
@@ -350,7 +328,7 @@ def predict(
     times = {plan.pipeline_rank: plan.time.total for plan in plans if plan.time is not None}
     step = pipeline_seconds(times, layout.parallelism.pp, bubble) if times else None
     took = time.perf_counter() - began
-    whole = model.flops_per_token, checkpoint, took, model.why_full, model.samples, worst
+    whole = model.flops_per_token, checkpoint, took, model.why_full, worst
     return Plan(experiment, device, plans, bubble, step, *whole, _evaluations(kinds, plans, layout, rated))
 
 
@@ -372,7 +350,6 @@ def _evaluations(
 
 
 def _state(trace: Trace) -> tuple[int, int]:
-    """Bytes of parameters and of optimizer state, on device and host."""
     device, host = trace.persistent, {} if trace.host is None else trace.host.persistent
     return device["parameters"] + host.get("parameters", 0), device["optimizer"] + host.get("optimizer", 0)
 
@@ -384,7 +361,6 @@ class _Traced(NamedTuple):
     parameters: int
     flops_per_token: float
     why_full: str
-    samples: Samples | None
     evaluations: Sequence[evaluation.EvaluationTrace]
 
 
@@ -399,9 +375,7 @@ def _traces(
     falls_back: bool,
 ) -> Iterator[tuple[int, _Traced]]:
     """Yield pipeline ranks with their traces, each as soon as it is ready; all come anew if one cannot be extrapolated.
-
-    `processes` trace optimizer steps while this one traces samples.
-    """
+    `processes` trace optimizer steps while this one traces samples."""
     traced, why_full = as_traced(experiment, device), ""
     layout = ResolvedLayout.of(traced)
     cuda = layout.device_type == "cuda"
@@ -417,12 +391,11 @@ def _traces(
             if not why_full:
                 extrapolator = TraceExtrapolator(traced, cuda, workspace)
                 if not import_paths(experiment):
-                    assumptions = partial(_assumptions, experiment, device)
-                    extrapolator.trace_optimizer_steps(numbers, partial(processes.call, _assuming, assumptions))
+                    extrapolator.trace_optimizer_steps(numbers, partial(processes.call, _assuming, experiment, device))
                 evaluations = evaluation.extrapolate_evaluations(traced, numbers, kinds, of_evaluation) if kinds else {}
                 for number in numbers:
                     trace, model = extrapolator.trace(number), extrapolator.optimizer_step(number)
-                    whole = model.parameters, model.flops_per_token, "", extrapolator.samples
+                    whole = model.parameters, model.flops_per_token, ""
                     own = evaluations.get(number, ())
                     yield number, _Traced(evaluation.with_evaluations(trace, own), *whole, own)
                 return
@@ -432,17 +405,9 @@ def _traces(
             why_full = f"we cannot extrapolate it: {error}"
     for number in numbers:
         with fake_rank(traced, pipeline_ranks(layout)[number]) as rank:
-            trace = trace_step(
-                rank.state,
-                rank.step,
-                warmup_step=rank.warmup_step,
-                beside=rank.exchanges,
-                recorder=rank.recorder,
-                preallocated=rank.preallocated,
-                **options,
-            )
+            trace = rank.trace(beside=rank.exchanges, **options)
             own, model = evaluation.trace_evaluations(rank, kinds, of_evaluation), rank.state.built
-        whole = model.parameters, model.flops_per_token, why_full, None
+        whole = model.parameters, model.flops_per_token, why_full
         yield number, _Traced(evaluation.with_evaluations(trace, own), *whole, own)
 
 
@@ -457,15 +422,14 @@ def traced_rank(experiment: Experiment, device: Device | None, pipeline_rank: in
 
 @contextmanager
 def _assumptions(experiment: Experiment, device: Device | None) -> Iterator[None]:
-    """Assume a device's capability and attention kernels in the `with` block."""
     capability = nullcontext() if device is None else fake_cuda_capability(device.capability)
     deterministic = experiment.training.deterministic
     with capability, deterministic_attention(device.multiprocessors if device and deterministic else None):
         yield
 
 
-def _assuming(assumptions: Callable[[], AbstractContextManager[None]], call: Callable[[], T]) -> T:
-    with assumptions(), no_garbage_collection():
+def _assuming(experiment: Experiment, device: Device | None, call: Callable[[], T]) -> T:
+    with _assumptions(experiment, device), no_garbage_collection():
         return call()
 
 

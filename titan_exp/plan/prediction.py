@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import UserError, Violation, listed
@@ -12,7 +12,6 @@ from titan_exp.config.layout.pipeline_schedules import pipeline_seconds
 from titan_exp.config.torch_features import ATTENTION_BACKEND, auto_backend
 from titan_exp.models.spec.lookup import attention_backend, model_spec
 from titan_exp.plan.devices import Device
-from titan_exp.tracking.run_folder.run_folder import RunFolder, read_json
 
 if TYPE_CHECKING:
     from titan_exp.plan.trace.memory_tracker import Moment
@@ -25,7 +24,6 @@ class RankTime:
     """Seconds of a rank's step, without the pipeline bubble."""
 
     matmuls: float
-    """Matmuls and attention."""
     elementwise: float
     """Operators bound by memory bandwidth."""
     exposed: float
@@ -48,7 +46,6 @@ class RankPrediction:
     """Prediction for one pipeline rank, identical on all ranks of its stage."""
 
     pipeline_rank: int
-    """Rank along pp."""
     allocated: int
     """Peak of allocated tensors in bytes."""
     reserved: int | None
@@ -78,21 +75,16 @@ class RankPrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction of a run."""
+    """Prediction of a run; times and rates are None if the device's rates are unknown, and the MFU on a CPU. The
+    bubble is a share of the step."""
 
     ranks: tuple[RankPrediction, ...]
     bubble: float
-    """Pipeline bubble as a share of the step."""
     step_seconds: float | None
-    """Step time; None if rates are unknown."""
     tokens_per_second_per_device: float | None
-    """Throughput per device; None if rates are unknown."""
     mfu: float | None
-    """Model FLOPs over the bf16 peak; None on a CPU or if rates are unknown."""
     pass_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Time of a pass of each evaluation, by its name; empty if rates are unknown."""
     unknown: tuple[str, ...] = ()
-    """Operators that the planner does not know."""
 
     @property
     def without_unknown(self) -> str:
@@ -116,7 +108,6 @@ class NotPredicted:
     """Failed prediction of a run."""
 
     reason: str
-    """Reason, as a clause."""
     user_error: str = ""
     """Failure of the run's user code, with its frames; empty if the planner is the reason."""
 
@@ -149,39 +140,12 @@ def from_json(values: Mapping[str, Any]) -> Prediction:
 
 
 @dataclass(frozen=True)
-class PredictedMetrics:
-    """Predicted counterparts of measured metrics; None if not predicted."""
-
-    memory: float | None = None
-    """Peak of rank 0 in GiB: of allocated tensors on a GPU, of the whole process on a CPU."""
-    tokens_per_second: float | None = None
-    """Throughput of the whole job."""
-
-
-def read_predicted_metrics(folder: RunFolder) -> PredictedMetrics:
-    """Read the predictions of a run; all None if plan.json is missing or damaged."""
-    try:
-        found = read_json(folder.plan, _Prediction) or {}
-    except UserError:
-        return PredictedMetrics()
-    return PredictedMetrics(found.get("memory"), found.get("tokens_per_second"))
-
-
-class _Prediction(TypedDict, total=False):
-    memory: float | None
-    tokens_per_second: float | None
-
-
-@dataclass(frozen=True)
 class Beside:
     """Work beside some steps of a run. Its memory is traced, and it adds nothing to a step's costs."""
 
     category: str
-    """Category of the memory that it allocates."""
     phase: str
-    """Name of its phase in a trace."""
     after: Sequence[Callable[[], object]]
-    """Actions after the traced step."""
     before: Sequence[Callable[[], object]] = ()
     """Actions before the traced step, after the first step."""
 
@@ -192,7 +156,6 @@ class Exchange:
     phase = ""
     """Name of the phase that follows a step; empty if it needs no memory. It is not linear in the layers."""
     seconds_name = ""
-    """Name of `seconds` in a plan."""
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
@@ -245,20 +208,15 @@ def exchange_of(experiment: Experiment) -> Exchange:
 
 
 BACKENDS = ("inductor", "aot_eager", "eager")
-"""Backends of torch.compile that run on fake tensors."""
-
 HOPPER = (9, 0)
 """First CUDA capability on which `auto` chooses cuDNN's attention."""
-
 BLACKWELL = (10, 0)
 """First CUDA capability with NVFP4 instructions."""
-
 WHY_NOT = {
     "fa3": "we do not know how much workspace its package takes",
     "fa4": "we do not know how much workspace its package takes",
     "flex": "we trace runs on a CPU, where FlexAttention has no backward pass",
 }
-"""Reason by unsupported attention backend."""
 
 
 def check_supported(experiment: Experiment, device: Device | None = None) -> None:

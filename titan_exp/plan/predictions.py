@@ -37,7 +37,6 @@ from titan_exp.plan.prediction import NotPredicted, Prediction, check_supported,
 from titan_exp.tracking.run_folder.files import write_atomically
 
 FOLDER = "plan"
-"""Folder below `.cache` of the runs."""
 IRRELEVANT_KEYS = {
     "model": ("name", "init_std", "norm_eps"),
     "training": ("steps", "stop_after", "gc_every", "deterministic", "stop_on_nonfinite"),
@@ -57,8 +56,7 @@ RELEVANT_GROUPS = (
 
 
 def cache_key(experiment: Experiment, device: Device | None) -> str | None:
-    """Cache key of a prediction, from the planner's code and every value that affects it; None with user-defined
-    code."""
+    """Cache key of a prediction: the planner's code and every value that affects it; None with user-defined code."""
     if import_paths(experiment, STEP_KEYS) or experiment.optimizer.max_state is None:
         return None
     config = to_dict(experiment)
@@ -109,8 +107,7 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-MAX_PROCESSES = 8
-"""Maximum number of child processes; torch alone takes a third of a GiB in each."""
+MAX_PROCESSES = 8  # torch alone takes a third of a GiB in each
 FAILED = "Your own code fails in the first training step:"
 """Beginning of the message about user code that fails on fake tensors."""
 
@@ -120,7 +117,6 @@ class PredictionRequest:
     """Run to predict."""
 
     experiment: Experiment
-    """Run with a resolved layout."""
     device: Device | None
     """Device; None for a CPU of unknown speed."""
     answer: Prediction | NotPredicted | None = None
@@ -130,10 +126,7 @@ class PredictionRequest:
 def predict_many(
     requests: Sequence[PredictionRequest], cache: Path, say: Callable[[str], None] = lambda _: None
 ) -> list[Prediction | NotPredicted]:
-    """Predict runs, in order; equal runs are predicted once and cached in `cache`.
-
-    `say` is called with a line before slow work.
-    """
+    """Predict runs, in order, equal ones once, and cache them in `cache`; `say` gets a line before slow work."""
     keys: list[str] = []
     answers: dict[str, Prediction | NotPredicted] = {}
     pending: dict[str, PredictionRequest] = {}

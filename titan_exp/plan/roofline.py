@@ -25,19 +25,15 @@ from titan_exp.plan.trace.torch_patches import AXIS, WAITED_FOR
 
 BEHIND_COMPUTE = ("fsdp", "efsdp", "dp_replicate")
 """Mesh axes whose collectives overlap with compute."""
-
 CP_KINDS = ("send", "receive", "all-to-all")
 """Message kinds that only context parallelism has, never FSDP or replication: ring hops and Ulysses all-to-all."""
-
 ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 """Rounds of a ring, by kind of collective; others send directly."""
 
 
 def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device, node: int) -> RankTime:
-    """Estimate the time of a traced step on nodes of `node` devices.
-
-    `axes` maps every mesh axis with messages to the ranks of this rank's process group.
-    """
+    """Estimate the time of a traced step on nodes of `node` devices; `axes` maps every mesh axis with messages to the
+    ranks of this rank's process group."""
     exposed, behind = 0.0, 0.0
     for (axis, kind), size in costs.messages.items():
         if axis == AXIS:
@@ -64,15 +60,12 @@ class ClassTime:
     """Kernels of one class in a step."""
 
     name: str
-    """One of `KERNEL_CLASSES`."""
     launches: int
     """Number of kernels; a multi-tensor operator is one."""
     flops: int
-    """FLOPs of matmuls and attention."""
     bytes: int
     """Bytes moved by other kernels, and by experts' matmuls."""
     seconds: float | None
-    """Estimated time; None if rates are unknown."""
 
 
 def class_times(costs: OpCosts, device: Device | None) -> list[ClassTime]:
@@ -143,18 +136,13 @@ def pipeline_bubble(layout: ResolvedLayout) -> float:
 
 
 def message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, node: int, *, calls: int = 0) -> float:
-    """Seconds of one rank's messages of one kind: by ring algorithms, or all-to-all directly to each rank.
-
-    `calls` messages have `size` bytes in total; each adds the latency of its hops around the ring.
-    """
+    """Seconds of one rank's messages of one kind: by ring algorithms, or all-to-all directly to each rank. `calls`
+    messages have `size` bytes in total; each adds the latency of its hops around the ring."""
     if kind == "receive" or len(ranks) < 2:
         return 0.0  # the sender counts them
     nodes = Counter(rank // node for rank in ranks)
-    rate, others, rounds = (
-        device.link_gbs,
-        (len(ranks) - 1) / len(ranks),
-        ROUNDS.get(kind.partition(op_costs.BESIDE)[0], 0),
-    )
+    rate, others = device.link_gbs, (len(ranks) - 1) / len(ranks)
+    rounds = ROUNDS.get(kind.partition(op_costs.BESIDE)[0], 0)
     hops = (len(ranks) - len(nodes), len(nodes) - 1) if rounds else (len(nodes) == 1, len(nodes) > 1)
     microseconds = device.message_us + max(1, rounds) * (hops[0] * device.link_hop_us + hops[1] * device.network_hop_us)
     latency = calls * microseconds / 1e6

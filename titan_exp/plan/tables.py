@@ -156,12 +156,17 @@ def _memory(plan: Plan) -> Table:
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    """Sentences below the memory table."""
     yield _fit_sentence(plan)
     if not plan.is_whole:
         some, last = listed([rank.pipeline_rank for rank in plan.ranks], "and"), plan.layout.parallelism.pp - 1
         yield f"This plan has only pipeline rank {some} of 0 to {last}. It says nothing about the others."
-    yield from (*_sent_activations(plan), *_experts(plan), *_on_host(plan), *_evaluations(plan))
+    if plan.largest.sent and plan.layout.device_type == "cuda":
+        passes = plan.layout.gradient_accumulation // plan.layout.pipeline_microbatches
+        yield (
+            f"Up to {format_bytes(plan.largest.sent / passes)} of it are sent activations. We count each until its "
+            "pass ends. A GPU that keeps up with its host frees them earlier."
+        )
+    yield from (*_experts(plan), *_on_host(plan), *_evaluations(plan))
     yield from dict.fromkeys(f"{line[0].upper()}{line[1:]}." for rank in plan.ranks for line in rank.trace.saved_calls)
 
 
@@ -221,18 +226,7 @@ def _evaluations(plan: Plan) -> Iterator[str]:
     yield f"{plan.evaluation_times:,} evaluations: {'; '.join(parts)}. {whole[0].upper()}{whole[1:]}."
 
 
-def _sent_activations(plan: Plan) -> Iterator[str]:
-    """Line on the activations in flight, which a pipeline on GPUs may free earlier than predicted."""
-    if plan.largest.sent and plan.layout.device_type == "cuda":
-        passes = plan.layout.gradient_accumulation // plan.layout.pipeline_microbatches
-        yield (
-            f"Up to {format_bytes(plan.largest.sent / passes)} of it are sent activations. We count each until its "
-            "pass ends. A GPU that keeps up with its host frees them earlier."
-        )
-
-
 def _experts(plan: Plan) -> Iterator[str]:
-    """Lines about the assumed load of experts."""
     spec, layout = model_spec(plan.experiment.model), plan.layout
     experts = None if spec is None else next(iter(spec.expert_linears), None)
     if experts is None:
@@ -310,7 +304,6 @@ def _of_largest(plan: Plan) -> str:
 
 
 def _emulated(plan: Plan) -> Iterator[str]:
-    """Line on a recipe that this GPU emulates."""
     config, device = plan.experiment.quantization, plan.device
     if plan.layout.device_type == "cpu" or config.recipe == "none" or device is None:
         return
@@ -350,8 +343,7 @@ def _gib(size: float) -> str:
 
 
 def print_search(result: SearchResult, device: Device, commands: Sequence[str], tokens: int | None) -> None:
-    """Print a search result on a terminal, with the command of each row, and GPU-hours if the run's number of tokens is
-    known."""
+    """Print a search result with the command of each row, and GPU-hours if the run's number of tokens is known."""
     console, first = Terminal(), result.rows[0].candidate
     training = first.experiment.training
     devices = f"{exchange_of(first.experiment).title}{first.layout.world_size} x {device.name}"
@@ -438,19 +430,21 @@ def _table(result: SearchResult, tokens: int | None) -> Table:
 def _left_out(result: SearchResult) -> list[str]:
     broken, rooms = sum(count for count, _ in result.left_out), sorted({f"{row.room / GIB:.1f}" for row in result.rows})
     room = " to ".join(dict.fromkeys((rooms[0], rooms[-1])))
-    stopped, faster = (
-        "the search was stopped. Some may be faster",
-        "their compute alone takes as long as the first row's",
-    )
+    slower = "their compute alone takes as long as the first row's step"
+    slower = "the search was stopped. Some may be faster" if result.stopped else slower
+    full = any(row.retries for row in result.rows)
+    roomy = next((place for place, row in enumerate(result.rows, 1) if not row.retries), None)
+    other = "No row has room" if roomy is None else f"Row {roomy} is the fastest with room"
+    more = f" {other}." if result.rows[0].retries else ""
     counts = (
         (result.floor, "not planned, because an estimate says that they do not fit."),
         (result.too_large, f"of {result.planned:,} planned ones do not fit."),
-        (result.slower, f"not planned, because {stopped if result.stopped else f'{faster} step'}."),
+        (result.slower, f"not planned, because {slower}."),
     )
     return [
         "* on the Pareto front: no faster layout needs less memory. Times are estimates. GiB is what torch's allocator "
         f"reserves, and {room} GiB of the device are left for it beside CUDA's context and NCCL's buffers.",
-        *_pressure(result.rows),
+        *([f"~ the allocator is under pressure and waits for the GPU, which the speeds do not count.{more}"] * full),
         f"{broken:,} of {result.tried:,} tried layouts break a rule" + (":" if broken else "."),
         *(f"    {count:>6,}  {example.field}, for example: {example.reason}" for count, example in result.left_out[:4]),
         *(
@@ -459,12 +453,3 @@ def _left_out(result: SearchResult) -> list[str]:
         ),
         *(f"  {count:,} {text}" for count, text in counts if count),
     ]
-
-
-def _pressure(rows: Sequence[LayoutCost]) -> Iterator[str]:
-    """Sentence about rows that fit only under pressure, and the fastest one with room."""
-    if any(row.retries for row in rows):
-        roomy = next((place for place, row in enumerate(rows, 1) if not row.retries), None)
-        other = "No row has room" if roomy is None else f"Row {roomy} is the fastest with room"
-        more = f" {other}." if rows[0].retries else ""
-        yield f"~ the allocator is under pressure and waits for the GPU, which the speeds do not count.{more}"

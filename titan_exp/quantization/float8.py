@@ -27,7 +27,6 @@ with import_torchao():
 
 AmaxReduce = Callable[[Tensor], Tensor]
 """Takes the elementwise maximum over ranks."""
-
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -35,7 +34,6 @@ class Float8Matrix(NamedTuple):
     """A matrix in float8 with its scales. `t()` transposes it without a copy."""
 
     data: Tensor
-    """Float8 numbers."""
     scale: Tensor
     """Factors applied before the cast: a scalar, one per row [rows, 1], or one per column [1, columns]."""
     inverse: Tensor
@@ -52,11 +50,9 @@ class Float8Matrix(NamedTuple):
 
 
 def amax_of(tensor: Tensor, over: int | None) -> Tensor:
-    """Largest magnitude of a matrix, or of each row or column; `over` is the reduced dim, kept with size 1.
-
-    A norm reads the matrix only once even in eager mode. Inductor fuses reductions of rows into the kernel that
-    computes the matrix, but not a reduction of the whole matrix.
-    """
+    """Largest magnitude of a matrix, or of each row or column; `over` is the reduced dim, kept with size 1. A norm
+    reads the matrix only once even in eager mode. Inductor fuses reductions of rows into the kernel that computes the
+    matrix, but not a reduction of the whole matrix."""
     if over is not None:
         return torch.linalg.vector_norm(tensor, torch.inf, dim=over, keepdim=True)
     return torch.linalg.vector_norm(tensor, torch.inf, dim=-1).amax()
@@ -65,11 +61,9 @@ def amax_of(tensor: Tensor, over: int | None) -> Tensor:
 def scale_of(
     tensor: Tensor, dtype: torch.dtype, *, over: int | None, power_of_two: bool, amax_reduce: AmaxReduce | None = None
 ) -> Tensor:
-    """fp32 scales that map the amax of a matrix [rows, columns] to the largest value of a float8 dtype.
-
-    `over` is the dim whose numbers share a scale, kept with size 1; None gives one scalar scale. `power_of_two` rounds
-    down. `amax_reduce` covers ranks whose numbers share these scales.
-    """
+    """fp32 scales that map the amax of a matrix [rows, columns] to the largest value of a float8 dtype. `over` is the
+    dim whose numbers share a scale, kept with size 1; None gives one scalar scale. `power_of_two` rounds down.
+    `amax_reduce` covers ranks whose numbers share these scales."""
     amax = amax_of(tensor, over)
     return scale_of_amax(amax if amax_reduce is None else amax_reduce(amax), dtype, power_of_two=power_of_two)
 
@@ -87,11 +81,9 @@ def cast(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def multiply(
     left: Float8Matrix, right: Float8Matrix, dtype: torch.dtype, *, emulated: bool, fast: bool = False
 ) -> Tensor:
-    """Multiply left [m, k] by right [k, n], in `dtype`; scales are scalars, or [m, 1] and [1, n].
-
-    `fast` accumulates in fewer bits, which is faster on Hopper. The matmul itself applies rowwise scales (cuBLAS 12.9
-    on Hopper), even without `fast`, in which case torchao multiplies the output by them in separate passes.
-    """
+    """Multiply left [m, k] by right [k, n], in `dtype`; scales are scalars, or [m, 1] and [1, n]. `fast` accumulates in
+    fewer bits, which is faster on Hopper. The matmul itself applies rowwise scales (cuBLAS 12.9 on Hopper), even
+    without `fast`, in which case torchao multiplies the output by them in separate passes."""
     if emulated:
         return in_type(torch.mm(left.data.float() / left.scale, right.data.float() / right.scale), dtype)
     left_inverse, right_inverse = left.inverse, right.inverse
@@ -130,9 +122,7 @@ class Float8:
     rowwise: bool
     """True for one scale per row of the left and per column of the right matrix; False for one scale per matrix."""
     high_precision_weight_gradient: bool
-    """Compute the weight gradient from unquantized matrices."""
     power_of_two: bool
-    """Round scales to powers of two."""
     emulated: bool
     """Multiply in fp32."""
     input_amax_reduce: AmaxReduce | None = None
@@ -158,10 +148,8 @@ class Float8:
         )
 
     def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> "Float8":
-        """Return the recipe for ranks that share inputs or outputs; `amax_reduce` takes the maximum over them."""
-        if input_sharded:
-            return replace(self, input_amax_reduce=amax_reduce)
-        return replace(self, output_amax_reduce=amax_reduce)
+        """Recipe for ranks that share inputs or outputs; `amax_reduce` takes the maximum over them."""
+        return replace(self, **{"input_amax_reduce" if input_sharded else "output_amax_reduce": amax_reduce})
 
     @property
     def gradient_type(self) -> torch.dtype:
@@ -211,11 +199,8 @@ class Float8:
         self, tensor: Tensor, dtype: torch.dtype, amax_reduce: AmaxReduce | None
     ) -> tuple[Float8Matrix, Float8Matrix]:
         """Cast a matrix [tokens, channels] to float8 twice: with row scales, and with column scales in transposed
-        memory.
-
-        With one scale per matrix, both have the same numbers. `amax_reduce` covers ranks that hold other channels of
-        these tokens.
-        """
+        memory. With one scale per matrix, both have the same numbers. `amax_reduce` covers ranks that hold other
+        channels of these tokens."""
         tensor = tensor.contiguous()
         if self.rowwise:
             of_rows, of_columns = dual_amax(tensor).split(list(tensor.shape))
@@ -233,11 +218,9 @@ class Float8:
 def float8_linear(
     x: Tensor, weight: Tensor, scale: Tensor | None, recipe: Float8, quantized: Float8Weight | None = None
 ) -> Tensor:
-    """Compute x · weightᵀ, [..., inputs] and [outputs, inputs]; `scale` is the whole weight's, if precomputed.
-
-    The weight may already be quantized, by a float8 all-gather or as `quantized`; then `weight` only receives its
-    gradient.
-    """
+    """Compute x · weightᵀ, [..., inputs] and [outputs, inputs]; `scale` is the whole weight's, if precomputed. The
+    weight may already be quantized, by a float8 all-gather or as `quantized`; then `weight` only receives its
+    gradient."""
     matrices = () if quantized is None else (*quantized.rows, *quantized.columns)
     return _Float8Linear.apply(x, weight, scale, recipe, *matrices)  # type: ignore[return-value]  # a Tensor
 
@@ -273,21 +256,16 @@ class _Float8Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         recipe: Float8 = ctx.recipe
         weight, scale, inverse, *x = ctx.saved_tensors
-        gradient, ranks = gradients[0], recipe.scatters_output
-        by_rows = by_columns = None
-        x_grad = weight_grad = None
+        gradient, ranks, kind = gradients[0], recipe.scatters_output, recipe.gradient_type
+        by_rows = by_columns = x_grad = weight_grad = None
         needs_x_grad, needs_weight_grad = needs_input_grad(ctx)
         if ranks is None and recipe.dual_cast and needs_x_grad and needs_weight_grad:
             flat = gradient.reshape(-1, gradient.shape[-1])
-            by_rows, by_columns = recipe.quantize_dual(flat, recipe.gradient_type, recipe.output_amax_reduce)
+            by_rows, by_columns = recipe.quantize_dual(flat, kind, recipe.output_amax_reduce)
         elif not recipe.rowwise:
-            by_rows = by_columns = recipe.quantize_tokens(
-                gradient, recipe.gradient_type, None, recipe.output_amax_reduce, ranks
-            )
+            by_rows = by_columns = recipe.quantize_tokens(gradient, kind, None, recipe.output_amax_reduce, ranks)
         if needs_x_grad:
-            left = by_rows or recipe.quantize_tokens(
-                gradient, recipe.gradient_type, -1, recipe.output_amax_reduce, ranks
-            )
+            left = by_rows or recipe.quantize_tokens(gradient, kind, -1, recipe.output_amax_reduce, ranks)
             if ctx.quantized:
                 right = Float8Matrix(weight, scale, inverse)
             elif recipe.column_scales:
@@ -302,10 +280,8 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _gradient_of_weight(gradient: Tensor, by_columns: Float8Matrix | None, x: list[Tensor], recipe: Float8) -> Tensor:
-    """Weight gradient, which contracts all tokens.
-
-    `x` is the input, followed by a known scale and its inverse, or its `Float8Matrix`.
-    """
+    """Weight gradient, which contracts all tokens. `x` is the input, followed by a known scale and its inverse, or its
+    `Float8Matrix`."""
     rows = x[0].reshape(-1, x[0].shape[-1])
     if recipe.high_precision_weight_gradient:
         return torch.mm(gradient.reshape(-1, gradient.shape[-1]).t(), rows)
@@ -329,7 +305,6 @@ def unflatten(rows: Tensor, like: Tensor, ranks: TensorParallelCollectives | Non
 
 
 def _whole(weight: Tensor, scale: Tensor | None, recipe: Float8) -> Float8Matrix:
-    """Cast the weight with a single scale."""
     if isinstance(weight, Float8TrainingTensor):
         return Float8Matrix.of(weight._data, weight._scale)
     if scale is not None:

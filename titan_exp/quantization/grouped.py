@@ -42,8 +42,7 @@ class GroupedRecipe(ABC):
     """Recipe for grouped matmuls. Rows after the last end are arbitrary."""
 
     def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> Self:
-        """Return the recipe for ranks that share the experts' inputs or outputs; `amax_reduce` takes the maximum over
-        them."""
+        """Recipe for ranks that share the experts' inputs or outputs; `amax_reduce` takes the maximum over them."""
         return self
 
     @abstractmethod
@@ -94,22 +93,19 @@ class GroupedFloat8(GroupedRecipe):
 
     def _tokens(self, rows: Tensor, dtype: torch.dtype, ends: Tensor, amax_reduce: AmaxReduce | None) -> Tensor:
         if self.recipe.rowwise:
-            scale = scale_of(rows, dtype, over=1, power_of_two=self.recipe.power_of_two, amax_reduce=amax_reduce)
-        else:
-            expert = experts_of_rows(ends, rows.shape[0])
-            amax = _expert_amax(rows.abs().amax(1), expert, ends.shape[0])
-            scale = _of_rows(self.recipe.scale_of_amax(amax, dtype, amax_reduce), expert)[:, None]
-        return _dequantized(rows, scale, dtype)
+            return self._along(rows, 1, amax_reduce, dtype)
+        expert = experts_of_rows(ends, rows.shape[0])
+        amax = _expert_amax(rows.abs().amax(1), expert, ends.shape[0])
+        return _dequantized(rows, _of_rows(self.recipe.scale_of_amax(amax, dtype, amax_reduce), expert)[:, None], dtype)
 
     def _columns(self, rows: Tensor, ends: Tensor) -> Tensor:
         expert = experts_of_rows(ends, rows.shape[0])
         amax = _expert_amax(rows.abs(), expert, ends.shape[0])
-        scale = _of_rows(self.recipe.scale_of_amax(amax, E4M3), expert)
-        return _dequantized(rows, scale, E4M3)
+        return _dequantized(rows, _of_rows(self.recipe.scale_of_amax(amax, E4M3), expert), E4M3)
 
-    def _along(self, weight: Tensor, dim: int, amax_reduce: AmaxReduce | None) -> Tensor:
-        scale = scale_of(weight, E4M3, over=dim, power_of_two=self.recipe.power_of_two, amax_reduce=amax_reduce)
-        return _dequantized(weight, scale, E4M3)
+    def _along(self, tensor: Tensor, dim: int, amax_reduce: AmaxReduce | None, dtype: torch.dtype = E4M3) -> Tensor:
+        scale = scale_of(tensor, dtype, over=dim, power_of_two=self.recipe.power_of_two, amax_reduce=amax_reduce)
+        return _dequantized(tensor, scale, dtype)
 
     def _whole(self, weight: Tensor) -> Tensor:
         amax = weight.abs().amax((1, 2), keepdim=True)
@@ -238,10 +234,7 @@ class EmulatedGroupedLinear(GroupedLinearImpl):
 
 class NativeGroupedLinear(GroupedLinearImpl):
     """Native grouped linear: `float8_rowwise` or `mxfp8` by torchao's kernels, with scales from this rank's channels
-    only.
-
-    Scales are powers of two, so another scale changes only values below 2^-14 of the amax.
-    """
+    only. Scales are powers of two, so another scale changes only values below 2^-14 of the amax."""
 
     def __init__(self, recipe: str) -> None:
         super().__init__()

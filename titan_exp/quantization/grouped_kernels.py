@@ -41,43 +41,23 @@ CASTS = (
 
 
 def float8_rowwise_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Compute x [rows, inputs] · weight[expert]ᵀ [experts, outputs, inputs] in e4m3 with power-of-two scales.
-
-    All three matmuls of forward and backward are quantized; dims are multiples of 16.
-    """
-    out = _to_fp8_rowwise_then_scaled_grouped_mm(
-        x,
-        weight.contiguous().mT,
-        ends,
-        out_dtype=torch.bfloat16,
-        float8_dtype=E4M3,
-        pad_token_groups_for_grouped_mm=False,
-    )
-    return out.to(x.dtype)
+    """Compute x [rows, inputs] · weight[expert]ᵀ [experts, outputs, inputs] in e4m3 with power-of-two scales. All three
+    matmuls of forward and backward are quantized; dims are multiples of 16."""
+    options = {"out_dtype": torch.bfloat16, "float8_dtype": E4M3, "pad_token_groups_for_grouped_mm": False}
+    return _to_fp8_rowwise_then_scaled_grouped_mm(x, weight.contiguous().mT, ends, **options).to(x.dtype)
 
 
 def float8_rowwise_of_tokens(tokens: Tensor, weight: Tensor, order: PaddedOrder) -> Tensor:
-    """Apply `float8_rowwise_grouped` to the padded rows of tokens, which are copied and cast in one pass.
-
-    Backward keeps the tokens and copies them again for the weight's gradient.
-    """
+    """Apply `float8_rowwise_grouped` to the padded rows of tokens, which are copied and cast in one pass. Backward
+    keeps the tokens and copies them again for the weight's gradient."""
     return _Float8OfTokens.apply(tokens, weight.contiguous(), order.inverse, order.padding, order.ends)  # type: ignore[return-value]  # a Tensor
 
 
 def mxfp8_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Compute x [rows, inputs] · weight[expert]ᵀ [experts, outputs, inputs] in MXFP8.
-
-    All three matmuls of forward and backward are quantized; dims are multiples of 128.
-    """
-    out = _to_mxfp8_then_scaled_grouped_mm(
-        x,
-        weight.contiguous().mT,
-        offs=ends,
-        out_dtype=torch.bfloat16,
-        wgrad_with_hp=False,
-        pad_token_groups_for_grouped_mm=False,
-    )
-    return out.to(x.dtype)
+    """Compute x [rows, inputs] · weight[expert]ᵀ [experts, outputs, inputs] in MXFP8. All three matmuls of forward and
+    backward are quantized; dims are multiples of 128."""
+    options = {"out_dtype": torch.bfloat16, "wgrad_with_hp": False, "pad_token_groups_for_grouped_mm": False}
+    return _to_mxfp8_then_scaled_grouped_mm(x, weight.contiguous().mT, offs=ends, **options).to(x.dtype)
 
 
 class _Float8OfTokens(torch.autograd.Function):
@@ -115,15 +95,8 @@ def _cast(name: str, *tensors: Tensor) -> Any:
 
 
 def _multiply(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, ends: Tensor) -> Tensor:
-    return torch._scaled_grouped_mm(
-        left,
-        right,
-        left_scales.reciprocal(),
-        right_scales.reciprocal(),
-        ends,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-    )
+    scales = left_scales.reciprocal(), right_scales.reciprocal()
+    return torch._scaled_grouped_mm(left, right, *scales, ends, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -131,7 +104,6 @@ KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "mxfp8": mxfp8_grouped,
 }
 """Grouped matmuls of padded rows, by recipe."""
-
 OF_TOKENS: dict[str, Callable[[Tensor, Tensor, PaddedOrder], Tensor]] = (
     {"float8_rowwise": float8_rowwise_of_tokens} if all(hasattr(fp8_grouped_mm, name) for name in CASTS) else {}
 )

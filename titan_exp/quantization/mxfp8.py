@@ -20,16 +20,12 @@ with import_torchao():
 
 BLOCK = 32
 """Number of elements that share a scale."""
-
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def mxfp8_linear(x: Tensor, weight: Tensor, *, emulated: bool) -> Tensor:
     """Compute x · weightᵀ, [..., inputs] and [outputs, inputs]; all three matmuls of forward and backward are
-    quantized.
-
-    `emulated` multiplies the rounded numbers in high precision.
-    """
+    quantized. `emulated` multiplies the rounded numbers in high precision."""
     return _MXLinear.apply(x, weight, emulated)  # type: ignore[return-value]  # a Tensor
 
 
@@ -62,10 +58,8 @@ def _multiply(left: Tensor, right: Tensor, emulated: bool) -> Tensor:
 
 
 def rounded(tensor: Tensor) -> Tensor:
-    """Round values to MXFP8 but keep their dtype, which represents e4m3 times a power of two exactly.
-
-    torchao's function for this cannot be compiled with a memory budget.
-    """
+    """Round values to MXFP8 but keep their dtype, which represents e4m3 times a power of two exactly. torchao's
+    function for this cannot be compiled with a memory budget."""
     blocks = tensor.float().unflatten(-1, (-1, BLOCK))
     exponent = (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil().clamp(-127, 127)
     # The scale of a (nearly) zero block is 1.
@@ -75,11 +69,6 @@ def rounded(tensor: Tensor) -> Tensor:
 
 
 def _quantized(tensor: Tensor) -> Tensor:
-    return MXTensor.to_mx(
-        tensor,
-        torch.float8_e4m3fn,
-        BLOCK,
-        ScaleCalculationMode.RCEIL,
-        KernelPreference.AUTO,
-        mxfp8_dim0_cast_kernel_choice=MXFP8Dim0CastKernelChoice.TRITON,
-    )
+    choices = ScaleCalculationMode.RCEIL, KernelPreference.AUTO
+    kernel = MXFP8Dim0CastKernelChoice.TRITON
+    return MXTensor.to_mx(tensor, torch.float8_e4m3fn, BLOCK, *choices, mxfp8_dim0_cast_kernel_choice=kernel)

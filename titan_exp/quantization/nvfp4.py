@@ -18,26 +18,18 @@ from titan_exp.quantization.float8 import AmaxReduce, unflatten
 
 BLOCK = 16
 """Number of elements that share an e4m3 scale, and of tokens in a Hadamard transform."""
-
 LARGEST = 6.0
 """Largest e2m1 value; the others are 0, 0.5, 1, 1.5, 2, 3 and 4."""
-
 E4M3 = torch.finfo(torch.float8_e4m3fn)
-
 SMALLEST_SCALE = 2.0**-120
 """Minimum tensor scale, so that its inverse times that of the smallest block scale is finite in fp32."""
-
 SIGNS: tuple[int, ...] = (1, 1, -1, 1, -1, -1, 1, -1, -1, -1, 1, 1, 1, -1, 1, -1)
 """Signs of the transform, drawn once; they match no row of the Hadamard matrix."""
-
 _NEGATIVE = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
 
 
 def tensor_scale(amax: Tensor, *, power_of_two: bool) -> Tensor:
-    """fp32 scales from amax values of any shape, chosen so that blocks use e4m3's whole range.
-
-    `power_of_two` rounds up to a power of two.
-    """
+    """fp32 scales from amax values, so that blocks use e4m3's whole range; `power_of_two` rounds up."""
     scale = (amax.float() / (LARGEST * E4M3.max)).clamp(min=SMALLEST_SCALE)
     if not power_of_two:
         return scale
@@ -46,11 +38,9 @@ def tensor_scale(amax: Tensor, *, power_of_two: bool) -> Tensor:
 
 
 def rounded(matrix: Tensor, scale: Tensor, *, square: bool = False, stochastic: bool = False) -> Tensor:
-    """Round matrix [rows, columns] / scale to NVFP4: e2m1 times the block's e4m3 scale, exact in fp32.
-
-    `square` blocks are 16 by 16, else 16 numbers of a row; affected dims are multiples of 16. `stochastic` rounds up
-    with the probability that keeps the mean, using the device's generator; block scales always round to nearest.
-    """
+    """Round matrix [rows, columns] / scale to NVFP4: e2m1 times the block's e4m3 scale, exact in fp32. `square` blocks
+    are 16 by 16, else 16 numbers of a row; affected dims are multiples of 16. `stochastic` rounds up with the
+    probability that keeps the mean, using the device's generator; block scales always round to nearest."""
     rows, columns = matrix.shape
     height = BLOCK if square else 1
     blocks = matrix.float().reshape(rows // height, height, columns // BLOCK, BLOCK)
@@ -66,20 +56,15 @@ def rounded(matrix: Tensor, scale: Tensor, *, square: bool = False, stochastic: 
 
 def transformed(matrix: Tensor) -> Tensor:
     """Apply a randomized Hadamard transform to groups of 16 rows of a matrix [tokens, columns], and transpose:
-    [columns, tokens], same dtype.
-
-    It spreads outliers before rounding, and is orthogonal, so a matmul over transformed tokens is unchanged. One fixed
-    sign vector serves all layers, ranks and runs, so there is no state.
-    """
+    [columns, tokens], same dtype. It spreads outliers before rounding, and is orthogonal, so a matmul over transformed
+    tokens is unchanged. One fixed sign vector serves all layers, ranks and runs, so there is no state."""
     groups = matrix.t().reshape(-1, BLOCK)
     return torch.mm(groups, transform(matrix.device, matrix.dtype)).view(matrix.shape[1], matrix.shape[0])
 
 
 def transform(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """diag(signs) · H / 4, [16, 16], with H[i, j] = (-1)^popcount(i & j) (Sylvester).
-
-    It is computed on the device, since a copy from the host would synchronize.
-    """
+    """diag(signs) · H / 4, [16, 16], with H[i, j] = (-1)^popcount(i & j) (Sylvester). It is computed on the device,
+    since a copy from the host would synchronize."""
     place = torch.arange(BLOCK, device=device)
     shared = place[:, None] & place
     shared = shared ^ (shared >> 2)
@@ -93,7 +78,6 @@ class NVFP4:
     """NVFP4 recipe, with the sharding of a linear."""
 
     power_of_two: bool
-    """Round tensor scales to powers of two."""
     stochastic: bool
     """Round output gradients stochastically."""
     input_amax_reduce: AmaxReduce | None = None
@@ -107,14 +91,8 @@ class NVFP4:
         return NVFP4(power_of_two=config.power_of_two_scales, stochastic=config.stochastic_rounding)
 
     def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> "NVFP4":
-        """Return the recipe for ranks that share inputs or outputs; `amax_reduce` takes the maximum over them."""
-        if input_sharded:
-            return replace(self, input_amax_reduce=amax_reduce)
-        return replace(self, output_amax_reduce=amax_reduce)
-
-    def scale_of(self, matrix: Tensor, amax_reduce: AmaxReduce | None) -> Tensor:
-        """Scale of a matrix of which other ranks may hold parts."""
-        return self.scale_of_amax(matrix.abs().amax(), amax_reduce)
+        """Recipe for ranks that share inputs or outputs; `amax_reduce` takes the maximum over them."""
+        return replace(self, **{"input_amax_reduce" if input_sharded else "output_amax_reduce": amax_reduce})
 
     def scale_of_amax(self, amax: Tensor, amax_reduce: AmaxReduce | None = None) -> Tensor:
         """Tensor scale from amax, reduced over ranks if `amax_reduce` is given."""
@@ -122,15 +100,12 @@ class NVFP4:
 
     def scale_of_weight(self, weight: Tensor) -> Tensor:
         """Scale of the whole weight."""
-        return self.scale_of(weight, self.input_amax_reduce or self.output_amax_reduce)
+        return self.scale_of_amax(weight.abs().amax(), self.input_amax_reduce or self.output_amax_reduce)
 
 
 def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
     """Compute x · weightᵀ, [..., inputs] and [outputs, inputs], emulated; `scale` is the whole weight's, if
-    precomputed.
-
-    Tokens and both weight dims are multiples of 16.
-    """
+    precomputed. Tokens and both weight dims are multiples of 16."""
     return _NVFP4Linear.apply(x, weight, scale, recipe)  # type: ignore[return-value]  # a Tensor
 
 
@@ -166,11 +141,10 @@ def _quantized(
     matrix: Tensor, recipe: NVFP4, amax_reduce: AmaxReduce | None, *, stochastic: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Quantize a matrix in blocks of 16 along its rows; returns it with its scale."""
-    scale = recipe.scale_of(matrix, amax_reduce)
+    scale = recipe.scale_of_amax(matrix.abs().amax(), amax_reduce)
     return rounded(matrix, scale, stochastic=stochastic), scale
 
 
 def _multiply(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """Multiply left [m, k] by right [n, k]ᵀ. Scales are applied one by one, because their product may underflow
-    fp32."""
+    """Multiply left [m, k] by right [n, k]ᵀ. Scales come one by one, because their product may underflow fp32."""
     return in_type(torch.mm(left[0], right[0].t()) * left[1] * right[1], dtype)

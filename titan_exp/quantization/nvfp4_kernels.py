@@ -68,22 +68,14 @@ def _tokens(
     if stochastic:
         # Seeds and offsets of the kernel's RNG, drawn from the device's generator, which every step seeds.
         keys = list(torch.randint(0, 2**32, (4, 1), dtype=torch.int64, device=rows.device).unbind())
-    columns, column_scales, codes, scales = triton_rht_quantize_row_col(
-        rows,
-        _reach(by_token),
-        _reach(by_row),
-        signs,
-        stochastic_rounding=stochastic,
-        col_seed_base=keys[0],
-        row_seed_base=keys[1],
-        col_offset_base=keys[2],
-        row_offset_base=keys[3],
-    )
+    names = ("col_seed_base", "row_seed_base", "col_offset_base", "row_offset_base")
+    options: dict[str, Any] = {"stochastic_rounding": stochastic, **dict(zip(names, keys, strict=True))}
+    reaches = _reach(by_token), _reach(by_row)
+    columns, column_scales, codes, scales = triton_rht_quantize_row_col(rows, *reaches, signs, **options)
     return (codes, scales, by_row), (columns, column_scales, by_token)
 
 
 def _weight(weight: Tensor, scale: Tensor) -> tuple[Operand, Operand]:
-    """Quantize a weight in square blocks, and its transpose."""
     codes, scales, transposed, transposed_scales = triton_weight_quantize_2d(weight.contiguous(), _reach(scale))
     return (codes, scales, scale), (transposed, transposed_scales, scale)
 

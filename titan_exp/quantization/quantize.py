@@ -31,15 +31,11 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
     """Replace the matmul of every linear and grouped linear that the recipe selects, in place.
 
     `model` is the whole model or a pipeline stage, unsharded, with module names of the whole model; `layers` counts the
-    blocks of the whole model.
-
-    Raises:
-        UserError: emulation is forbidden and instructions or kernels are missing, or dims of experts do not fit.
+    blocks of the whole model. Raises UserError if emulation is forbidden and instructions or kernels are missing, or if
+    dims of experts do not fit.
     """
     if config.recipe == "none":
         return
-    from titan_exp.quantization.recipes import linear_impl_for
-
     emulated = recipes.needs_emulation(config, device)
     if config.recipe.startswith("float8") or (config.recipe == "nvfp4" and emulated):
         # Otherwise inductor skips eager's rounding to bf16 between operators, and casts and their scales differ.
@@ -48,7 +44,7 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
         inductor.emulate_precision_casts = True
     for name, linear in _quantized_linears(model, config, layers):
         if isinstance(linear, Linear):
-            linear.linear_impl = linear_impl_for(config, emulated=emulated)
+            linear.linear_impl = recipes.linear_impl_for(config, emulated=emulated)
             continue
         from titan_exp.quantization.grouped import grouped_linear_impl_for
 
@@ -57,15 +53,11 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
 
 
 def require_quantized_linears(model: nn.Module, config: QuantizationConfig, *, layers: int) -> None:
-    """Check that the recipe selects linear layers of the whole model, and that its blocks divide them.
-
-    Raises:
-        UserError: the recipe selects no linear, `filter` matches none, or the dims of a linear do not fit.
-    """
+    """Raise UserError if the recipe selects no linear of the whole model, `filter` matches none, or the recipe's blocks
+    do not divide the dims of one."""
     if config.recipe == "none":
         return
-    found, quantized = dict(_linears(model)), dict(_quantized_linears(model, config, layers))
-    violations = []
+    found, quantized, violations = dict(_linears(model)), dict(_quantized_linears(model, config, layers)), []
     for pattern in config.filter if found else ():
         if not any(fnmatchcase(name, pattern) for name in found):
             offer = did_you_mean(pattern, found) or "write a pattern such as blocks.*.attention.*"
@@ -89,11 +81,8 @@ def require_quantized_linears(model: nn.Module, config: QuantizationConfig, *, l
 
 
 def describe(model: nn.Module, config: QuantizationConfig, *, layers: int, device: torch.device) -> str | None:
-    """One-line summary of a recipe applied to a model; None without a recipe.
-
-    Raises:
-        UserError: the recipe selects no linear, `filter` matches none, or as in `quantize`.
-    """
+    """One-line summary of a recipe applied to a model; None without a recipe. Raises UserError as
+    `require_quantized_linears` and `quantize` do."""
     if config.recipe == "none":
         return None
     require_quantized_linears(model, config, layers=layers)
@@ -138,16 +127,13 @@ def _quantized_linears(
     model: nn.Module, config: QuantizationConfig, layers: int
 ) -> Iterator[tuple[str, Linear | GroupedLinear]]:
     for name, module in _linears(model):
-        if isinstance(module, Linear) and not module.quantizable:
-            continue
-        if config.quantizes(name, module.in_features, module.out_features, layers=layers):
+        quantizable = not isinstance(module, Linear) or module.quantizable
+        if quantizable and config.quantizes(name, module.in_features, module.out_features, layers=layers):
             yield name, module
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, Linear | GroupedLinear]]:
-    for name, module in model.named_modules():
-        if isinstance(module, Linear | GroupedLinear):
-            yield name, module
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Linear | GroupedLinear))
 
 
 with import_torchao():
@@ -158,10 +144,8 @@ Impl = TypeVar("Impl", bound=LinearImpl)
 
 
 class WeightScales:
-    """Precomputed scales of the quantized weights of this rank's modules, which compute in `dtype`.
-
-    `groups` are ranks that hold other shards of the same weights, and possibly some of the same shards.
-    """
+    """Precomputed scales of the quantized weights of this rank's modules, which compute in `dtype`. `groups` are ranks
+    that hold other shards of the same weights, and possibly some of the same shards."""
 
     def __init__(self, parts: Sequence[nn.Module], groups: Sequence[dist.ProcessGroup], dtype: torch.dtype) -> None:
         found = _linears_of_kind(parts, recipes.ScaledLinearImpl)
@@ -200,13 +184,10 @@ def float8_all_gather_format(module: nn.Module) -> Form | None:
     if getattr(module, "rows", None) is not None:
         return None
     linear_impl = getattr(module, "linear_impl", None)
-    if (
-        not isinstance(linear_impl, recipes.Float8LinearImpl)
-        or linear_impl.recipe.rowwise
-        or linear_impl.weight_scale is None
-    ):
+    if not isinstance(linear_impl, recipes.Float8LinearImpl) or linear_impl.recipe.rowwise:
         return None
-    scale = linear_impl.weight_scale
+    if (scale := linear_impl.weight_scale) is None:
+        return None
     sent = linear_impl.sent_shard = torch.zeros_like(local_tensor(module.get_parameter("weight")), dtype=torch.uint8)
 
     def encode(_: Tensor, __: torch.dtype) -> Tensor:
@@ -219,10 +200,8 @@ def float8_all_gather_format(module: nn.Module) -> Form | None:
 
 
 def allocate_float8_weights(model: nn.Module) -> None:
-    """Allocate the float8 weights of a materialized model that FSDP does not shard.
-
-    Skips weights replicated by tensor-parallel ranks, which quantize the rows that they use.
-    """
+    """Allocate the float8 weights of a materialized model that FSDP does not shard. Skips weights replicated by
+    tensor-parallel ranks, which quantize the rows that they use."""
     for module, linear_impl in _linears_of_kind([model], recipes.Float8LinearImpl):
         if getattr(module, "rows", None) is None:
             linear_impl.allocate_weight(local_tensor(module.get_parameter("weight")))
@@ -230,22 +209,16 @@ def allocate_float8_weights(model: nn.Module) -> None:
 
 def modules_with_float8_weights(parts: Sequence[nn.Module]) -> list[nn.Module]:
     """Modules whose float8 weight is allocated; their matmuls read no other weight."""
-    return [
-        module
-        for module, linear_impl in _linears_of_kind(parts, recipes.Float8LinearImpl)
-        if linear_impl.quantized_weight is not None
-    ]
+    found = _linears_of_kind(parts, recipes.Float8LinearImpl)
+    return [module for module, linear_impl in found if linear_impl.quantized_weight is not None]
 
 
 class Float8Weights:
     """Float8 weights of this rank's modules, which compute in `dtype`."""
 
     def __init__(self, parts: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        self._linears = [
-            found
-            for found in _linears_of_kind(parts, recipes.Float8LinearImpl)
-            if found[1].quantized_weight is not None
-        ]
+        found = _linears_of_kind(parts, recipes.Float8LinearImpl)
+        self._linears = [(module, impl) for module, impl in found if impl.quantized_weight is not None]
         self._dtype = dtype
 
     @torch.no_grad()
@@ -256,27 +229,19 @@ class Float8Weights:
         recipe = self._linears[0][1].recipe
         weights = [local_tensor(module.get_parameter("weight")).detach() for module, _ in self._linears]
         quantized = [linear_impl.quantized_weight for _, linear_impl in self._linears]
-        rows = [weight.rows for weight in quantized if weight is not None]
-        columns = [weight.columns for weight in quantized if weight is not None]
+        rows, columns = zip(*((weight.rows, weight.columns) for weight in quantized if weight is not None), strict=True)
         fused = weights[0].is_cuda and not recipe.emulated
         amax = self._reduced(_amax(weights, recipe, fused=fused))
         scales = recipe.scale_of_amax(torch.cat([part.flatten() for part in amax]).to(self._dtype), E4M3)
         matrices = [matrix for pair in zip(rows, columns, strict=True) for matrix in pair]
-        for new, kept in (
-            (scales, [matrix.scale for matrix in matrices]),
-            (scales.reciprocal(), [matrix.inverse for matrix in matrices]),
-        ):
+        of_matrices = [matrix.scale for matrix in matrices], [matrix.inverse for matrix in matrices]
+        for new, kept in zip((scales, scales.reciprocal()), of_matrices, strict=True):
             parts = new.split([part.numel() for part in amax])
             torch._foreach_copy_(kept, [part.view_as(old) for part, old in zip(parts, kept, strict=True)])
         if fused:
-            cast_weights(
-                weights,
-                [matrix.scale for matrix in rows],
-                [matrix.scale for matrix in columns],
-                [matrix.data for matrix in rows],
-                [matrix.data.t() for matrix in columns],
-                dtype=self._dtype,
-            )
+            by_scale = [matrix.scale for matrix in rows], [matrix.scale for matrix in columns]
+            data = [matrix.data for matrix in rows], [matrix.data.t() for matrix in columns]
+            cast_weights(weights, *by_scale, *data, dtype=self._dtype)
             return
         for weight, *both in zip(weights, rows, columns, strict=True):
             for matrix in both:
@@ -310,7 +275,6 @@ def _amax(weights: list[Tensor], recipe: Float8, *, fused: bool) -> list[Tensor]
 
 
 def _linears_of_kind(parts: Sequence[nn.Module], kind: type[Impl]) -> Iterator[tuple[nn.Module, Impl]]:
-    """Linears with this kind of implementation."""
     for part in parts:
         for module in part.modules():
             if isinstance(impl := getattr(module, "linear_impl", None), kind):

@@ -20,8 +20,7 @@ from titan_exp.quantization.nvfp4 import NVFP4, nvfp4_linear
 
 
 class ScaledLinearImpl(LinearImpl):
-    """Recipe with a scale for the whole weight; if `precomputed`, the scale is computed elsewhere, into
-    `weight_scale`."""
+    """Recipe with a scale for the whole weight, computed elsewhere into `weight_scale` if `precomputed`."""
 
     recipe: Any
     weight_scale: Tensor | None
@@ -74,8 +73,7 @@ class Float8LinearImpl(ScaledLinearImpl):
         return float8_linear(x, weight, self.weight_scale, recipe, self.quantized_weight)
 
     def row_parallel(self, x: Tensor, weight: Tensor, ranks: TensorParallelCollectives) -> Tensor:
-        """Compute the row-parallel linear; in backward, gradients of this rank's tokens are cast before they are
-        gathered."""
+        """Compute the row-parallel linear; in backward, this rank's gradients are cast before they are gathered."""
         if not self._casts_tokens_of(ranks):
             return super().row_parallel(x, weight, ranks)
         recipe = replace(self.recipe, scatters_output=ranks)
@@ -169,17 +167,14 @@ MIN_CAPABILITY = {
     "nvfp4": (10, 0),
 }
 """Minimum CUDA compute capability of each recipe: 8.9 is Ada, 9.0 Hopper, 10.0 Blackwell."""
-
 GROUPED_MULTIPLE = {"float8_rowwise": 16, "mxfp8": 128}
 """Recipes with a grouped kernel in torchao, and the multiple that it requires of dims and of each expert's rows."""
-
 GROUPED_GENERATIONS = (9, 10)
 """Major CUDA compute capabilities supported by torch's scaled grouped matmul."""
 
 
 class Hardware:
-    """Instructions and kernels of a device, as torch reports them. The planner substitutes those of a GPU that is
-    absent."""
+    """Instructions and kernels of a device, as torch reports them; the planner substitutes those of an absent GPU."""
 
     def has_instructions(self, recipe: str, device: torch.device) -> bool:
         """True if the device has the recipe's instructions."""
@@ -212,11 +207,7 @@ def assume_hardware(hardware: Hardware) -> Iterator[None]:
 
 
 def needs_emulation(config: QuantizationConfig, device: torch.device) -> bool:
-    """True if the recipe is emulated on this device.
-
-    Raises:
-        UserError: emulation is forbidden, and the device lacks the instructions.
-    """
+    """True if the recipe is emulated on this device. Raises UserError if that is forbidden, and it would have to be."""
     has = _HARDWARE.get().has_instructions(config.recipe, device)
     if config.emulate is False and not has:
         major, minor = MIN_CAPABILITY[config.recipe]

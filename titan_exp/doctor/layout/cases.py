@@ -1,6 +1,8 @@
-"""Cases of a layout check (one rank, each axis that a run asks for at degree 2, each pair of them), and its verdict."""
+"""Layout check of a run: its cases (one rank, each axis that a run asks for at degree 2, each pair of them), and its
+verdict, in a process of its own. Importing this module imports no torch."""
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +22,6 @@ class Axis:
     """What a run asks for beside one rank with all rows at once."""
 
     name: str
-    """Name in messages."""
     changes: Mapping[str, Any]
     """Changes of the shrunken run, by key."""
     without: str
@@ -61,34 +62,32 @@ class Verdict:
     remedies: tuple[str, ...] = ()
     """Overrides without which the run asks for no layout that differs."""
     agreeing: tuple[str, ...] = ()
-    """Layouts that agree with one rank."""
     notes: tuple[str, ...] = ()
     """Sentences about what was not checked, and about documents that see each other."""
     seconds: float = 0.0
-    """Time of the check, without imports."""
 
 
 def asked_axes(run: Experiment) -> list[Axis]:
     """Axes that a run with a resolved layout asks for."""
     own, found = run.parallelism, list[Axis]()
     for key in ("dp_shard", "dp_replicate", "tp", "cp", "pp"):
-        if getattr(own, key) > 1:
-            changes = {f"parallelism.{key}": 2}
-            if key == "pp":
+        if getattr(own, key) == 1:
+            continue
+        name, without = f"parallelism.{key}=2", f"parallelism.{key}=1"
+        changes: dict[str, Any] = {f"parallelism.{key}": 2}
+        match key:
+            case "pp":
                 known = own.pp_schedule if own.pp_schedule in SCHEDULES else "1F1B"
                 changes |= {"training.micro_batch_size": 1, "parallelism.pp_schedule": known}
-            if key == "cp" and own.cp_method != "ulysses":
-                changes |= {"parallelism.cp_ulysses": 1}
-            name = f"parallelism.{key}=2"
-            if key == "tp":
+            case "cp" if own.cp_method != "ulysses":
+                changes["parallelism.cp_ulysses"] = 1
+            case "tp":
                 name += f" parallelism.sequence_parallel={str(own.sequence_parallel).lower()}"
-                changes |= {"parallelism.etp": min(own.etp, 2)}
-            without = f"parallelism.{key}=1"
-            if key == "tp" and own.sequence_parallel:
-                without = "parallelism.sequence_parallel=false"
-            elif key.startswith("dp_") and run.training.micro_batch_size is not None:
+                changes["parallelism.etp"] = min(own.etp, 2)
+                without = "parallelism.sequence_parallel=false" if own.sequence_parallel else without
+            case "dp_shard" | "dp_replicate" if run.training.micro_batch_size is not None:
                 without = ""  # one rank would have more micro-batches
-            found.append(Axis(name, changes, without))
+        found.append(Axis(name, changes, without))
     if own.ep > 1:
         # Experts take the ranks of another axis, in the order of the trainer's mesh.
         beside = next(key for key in ("tp", "cp", "dp_shard") if getattr(own, key) > 1)
@@ -144,3 +143,24 @@ def _changed(small: Experiment, changes: Mapping[str, Any]) -> Experiment:
     share = small.training.global_batch_size // (own.dp_replicate * own.dp_shard)
     rows = min(found.training.micro_batch_size or share, share)
     return replace(found, training=replace(found.training, micro_batch_size=rows))
+
+
+def check_layouts(experiment: Experiment, seconds: float) -> Verdict:
+    """Train a shrunken model of a run with a resolved layout for two steps, on one rank and in each axis and pair of
+    axes that the run asks for, and compare. It stops after `seconds`, with a note. It makes fp64 of every dtype of
+    torch in this process, and nothing of dropout, so that only a process of its own may call it."""
+    from titan_exp.doctor.layout.exact_torch import in_double, without_dropout
+
+    in_double()
+    without_dropout()
+    from titan_exp.doctor.layout.compare import compare
+    from titan_exp.doctor.layout.shrink import shrink
+
+    began = time.monotonic()
+    small = shrink(experiment)
+    if isinstance(small, str):
+        return Verdict(notes=(f"We did not check its layouts, because we cannot shrink the model: {small}.",))
+    asked, refused = cases(experiment, small)
+    verdict = compare(asked, began + seconds)
+    notes = (*verdict.notes, *(f"Not checked: {sentence}." for sentence in refused))
+    return replace(verdict, notes=notes, seconds=time.monotonic() - began)

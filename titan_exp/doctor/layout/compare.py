@@ -23,13 +23,11 @@ class Difference:
     """First difference between a layout and one rank."""
 
     case: Case
-    """Layout."""
     kind: str
     """`forward`: a loss of the first step differs, `backward`: only gradients do, `state`: only later steps do."""
     place: str
     """Path of the module, or name of the parameter or buffer, that is the first to differ; empty if none does."""
     size: float
-    """Relative difference."""
     before: str = ""
     """A module of yours before that place whose vectors ranks hold in parts; empty if there is none."""
 
@@ -88,13 +86,13 @@ def cause(difference: Difference, probed: Probed, *, of_tokens: bool = False) ->
     keys = {key.rpartition(".")[2] for axis in difference.case.axes for key in axis.changes}
     if of_tokens:
         keys = keys - {"tp"} | {"cp"}
-    told = (sentence for key, kind, sentence in CAUSES if key in keys and kind in ("", difference.kind))
+    kinds = {f"{key}{kind}" for key in keys for kind in ("", f" {difference.kind}")}
+    told = (sentence for about, sentence in CAUSES.items() if about in kinds)
     otherwise = "the step depends on how rows are divided: is something averaged over the tokens of a rank?"
     return next(itertools.chain(_found_causes(difference, keys, probed), told), otherwise)
 
 
 def _found_causes(difference: Difference, keys: set[str], probed: Probed) -> Iterator[str]:
-    """Causes that the probe has found, the likeliest first."""
     parallelism, place = difference.case.experiment.parallelism, difference.place
     if probed.stateful:
         yield (
@@ -111,7 +109,10 @@ def _found_causes(difference: Difference, keys: set[str], probed: Probed) -> Ite
             "rows of a batch see each other (statistics over a batch, as in batch normalization?), and each rank and "
             "micro-batch has some of the rows."
         )
-    mixers = [path for path in probed.mixers if _related(path, place)] or list(probed.mixers)
+    related = (
+        path for path in probed.mixers if f"{path}.".startswith(f"{place}.") or f"{place}.".startswith(f"{path}.")
+    )
+    mixers = [*related] or [*probed.mixers]
     in_parts = "cp" in keys or ("tp" in keys and parallelism.sequence_parallel)
     if in_parts and mixers and difference.kind != "backward":
         yield (
@@ -125,51 +126,21 @@ def _found_causes(difference: Difference, keys: set[str], probed: Probed) -> Ite
         )
 
 
-CAUSES = (
-    (
-        "ep",
-        "",
-        "the router or the experts compute something over the tokens of a rank, and each rank has other tokens.",
-    ),
-    (
-        "cp",
-        "forward",
-        "something takes the tokens of a rank for all of the sequence, in their number or in their places (the "
-        "argument `positions` has a token's position).",
-    ),
-    (
-        "tp",
-        "forward",
-        "something is computed over all heads or features while a rank holds a part of them, or is added on every rank "
-        "to outputs that are summed over ranks (titan-exp help own-model: a norm over all heads).",
-    ),
-    (
-        "tp",
-        "backward",
-        "each rank computes a part of this gradient, and nothing sums the parts. Set tp_style of the parameter's "
-        "module: HeadParallel() between column-wise and row-wise linears, SEQUENCE_PARALLEL on the residual stream.",
-    ),
-    ("cp", "backward", "a gradient does not flow back to the rank that holds the token."),
-    ("pp", "", "stages share what is not passed between them: a tied weight, a buffer, or a number kept in a module."),
-    (
-        "activation_checkpoint",
-        "",
-        "a block computes something else when backward calls it again: it keeps state or changes its input.",
-    ),
-)
+CAUSES = {
+    "ep": "the router or the experts compute something over the tokens of a rank, and each rank has other tokens.",
+    "cp forward": "something takes the tokens of a rank for all of the sequence, in their number or in their places "
+    "(the argument `positions` has a token's position).",
+    "tp forward": "something is computed over all heads or features while a rank holds a part of them, or is added on "
+    "every rank to outputs that are summed over ranks (titan-exp help own-model: a norm over all heads).",
+    "tp backward": "each rank computes a part of this gradient, and nothing sums the parts. Set tp_style of the "
+    "parameter's module: HeadParallel() between column-wise and row-wise linears, SEQUENCE_PARALLEL on the residual "
+    "stream.",
+    "cp backward": "a gradient does not flow back to the rank that holds the token.",
+    "pp": "stages share what is not passed between them: a tied weight, a buffer, or a number kept in a module.",
+    "activation_checkpoint": "a block computes something else when backward calls it again: it keeps state or changes "
+    "its input.",
+}
 """Probable causes by key of an axis and kind of difference; the first that matches is told."""
-
-
-def _related(path: str, other: str) -> bool:
-    return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
-
-
-def remedies(differing: Sequence[Difference]) -> list[str]:
-    """Overrides without which a run asks for no layout that differs."""
-    alone = [one.case.axes[0] for one in differing if len(one.case.axes) == 1]
-    axes = alone or [one.case.axes[0] for one in differing]
-    found = dict.fromkeys(axis.without for axis in axes)
-    return [] if "" in found else [*found]
 
 
 def compare(asked: Sequence[Case], deadline: float) -> Verdict:
@@ -212,30 +183,21 @@ def compare(asked: Sequence[Case], deadline: float) -> Verdict:
         )
     if not differing:
         return Verdict(agreeing=tuple(agreeing), notes=tuple(notes))
-    text, remedies = _explained(asked[0], differing, one, probed, deadline)
-    return Verdict(text, remedies, tuple(agreeing), tuple(notes))
-
-
-def _agrees(case: Case, found: Recorded | str, one: Recorded) -> bool:
-    return not isinstance(found, str) and first_difference(case, found, one) is None
-
-
-def _explained(
-    one_rank: Case, differing: Sequence[Difference], one: Recorded, probed: Probed, deadline: float
-) -> tuple[str, tuple[str, ...]]:
-    """Explanation of differences, and overrides that avoid them."""
-    first, model = differing[0], one_rank.experiment.model
-    found = tuple(_working(remedies(differing), differing, one, deadline))
-    of_tokens = "parallelism.sequence_parallel=false" in found
+    first, model = differing[0], asked[0].experiment.model
+    remedies = tuple(_remedies(differing, one, deadline))
+    of_tokens = "parallelism.sequence_parallel=false" in remedies
+    others = [other.case.name for other in differing[1:]]
     lines = [
         f"We trained a small model of this kind ({model.layers} layers, width {model.dim}) for two steps in fp64.",
         f"{first.case.name} differs from one rank: {_what(first)}.",
         f"Probable cause: {cause(first, probed, of_tokens=of_tokens)}",
+        *([f"These differ, too: {listed(others, 'and')}."] if others else []),
     ]
-    others = [one.case.name for one in differing[1:]]
-    if others:
-        lines.append(f"These differ, too: {listed(others, 'and')}.")
-    return "\n  ".join(lines), found
+    return Verdict("\n  ".join(lines), remedies, tuple(agreeing), tuple(notes))
+
+
+def _agrees(case: Case, found: Recorded | str, one: Recorded) -> bool:
+    return not isinstance(found, str) and first_difference(case, found, one) is None
 
 
 def _what(difference: Difference) -> str:
@@ -251,16 +213,16 @@ def _what(difference: Difference) -> str:
     return f"the first step agrees, and after the second one {place or 'the loss'} is off by {size}"
 
 
-def _working(found: Sequence[str], differing: Sequence[Difference], one: Recorded, deadline: float) -> list[str]:
-    """Overrides, of which the one that keeps tensor parallelism was tried."""
+def _remedies(differing: Sequence[Difference], one: Recorded, deadline: float) -> list[str]:
+    """Overrides without which a run asks for no layout that differs; the one that keeps tensor parallelism is tried."""
+    alone = [each.case.axes[0] for each in differing if len(each.case.axes) == 1]
+    found = dict.fromkeys(axis.without for axis in alone or [each.case.axes[0] for each in differing])
     key = "parallelism.sequence_parallel=false"
-    if key not in found:
-        return [*found]
+    if "" in found or key not in found:
+        return [] if "" in found else [*found]
     tried = list[Case]()
-    for difference in differing:
-        run = difference.case.experiment
-        if run.parallelism.tp > 1:
-            parallelism = replace(run.parallelism, sequence_parallel=False)
-            tried.append(replace(difference.case, experiment=replace(run, parallelism=parallelism)))
+    for case in (difference.case for difference in differing if difference.case.experiment.parallelism.tp > 1):
+        parallelism = replace(case.experiment.parallelism, sequence_parallel=False)
+        tried.append(replace(case, experiment=replace(case.experiment, parallelism=parallelism)))
     works = all(_agrees(case, recorded, one) for case, recorded in record([[case] for case in tried], deadline))
     return [word if works or word != key else "parallelism.tp=1" for word in found]

@@ -2,7 +2,7 @@
 see each other. Each module is called again with one token changed."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.train_state import assemble
 
 ROWS = 2
-"""Rows of the probed batch."""
 LEAST = 1e-11
 """Smallest change of an output, relative to its largest number, that counts."""
 
@@ -89,12 +88,10 @@ def _recorded(model: nn.Module, calls: dict[nn.Module, _Call]) -> Iterator[None]
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         calls.setdefault(module, _Call(args, kwargs, output))
 
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in model.modules()]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_hook(note, with_kwargs=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _note_repeated(module: nn.Module, call: _Call, path: str, found: Probed) -> None:
@@ -172,11 +169,10 @@ class _Replays:
     @contextmanager
     def _frozen(self, module: nn.Module) -> Iterator[list[Any]]:
         """Let outermost known mixers in the module return what they returned; yields their inputs."""
-        seen, frozen, paths = list[Any](), list[nn.Module](), list[str]()
+        seen, frozen = list[Any](), dict[str, nn.Module]()
         for path, child in module.named_modules():
-            if path and child in self._mixing and not any(path.startswith(f"{outer}.") for outer in paths):
-                frozen.append(child)
-                paths.append(path)
+            if path and child in self._mixing and not any(path.startswith(f"{outer}.") for outer in frozen):
+                frozen[path] = child
 
         def stand_in(child: nn.Module) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
@@ -185,12 +181,12 @@ class _Replays:
 
             return forward
 
-        for child in frozen:
+        for child in frozen.values():
             child.forward = stand_in(child)  # type: ignore[method-assign]
         try:
             yield seen
         finally:
-            for child in frozen:
+            for child in frozen.values():
                 del child.forward
 
 

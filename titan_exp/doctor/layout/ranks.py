@@ -32,7 +32,6 @@ class Recorded:
     """Numbers of a case, put together from all of its ranks."""
 
     losses: list[float] = field(default_factory=list)
-    """Loss of each step."""
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     """Whole gradient of each parameter in the first step, in the order of the model."""
     weights: dict[str, np.ndarray] = field(default_factory=dict)
@@ -46,10 +45,8 @@ class Recorded:
 
 
 def sets(cases: Sequence[Case]) -> list[list[Case]]:
-    """Cases that the same processes train one after another, since a process that has trained once is twice as fast.
-
-    A rank has the same pipeline stage in all of them: what your code keeps from one stage must not help another.
-    """
+    """Cases that the same processes train one after another, since a process that has trained once is twice as fast. A
+    rank has the same pipeline stage in all of them: what your code keeps from one stage must not help another."""
     found: dict[tuple[int, int], list[Case]] = {}
     for case in cases:
         found.setdefault((case.ranks, case.experiment.parallelism.pp), []).append(case)

@@ -18,7 +18,6 @@ ROWS = 4
 """Sequences of a global batch: two data ranks have two micro-batches each. Schedules with a least number of
 micro-batches get twice as many."""
 MOST_LAYERS = 16
-"""Maximum number of layers of a shrunken model."""
 MOST_PARAMETERS = 2**22
 """Maximum number of parameters of a model that can be checked: a step of it in fp64 takes about a second on a core."""
 SIZES: Mapping[str, int] = {
@@ -98,7 +97,6 @@ def shrink(experiment: Experiment) -> Experiment | str:
 
 
 def _parameters(model: ModelConfig) -> int:
-    """Number of parameters of a plain class."""
     import torch
 
     from titan_exp.models.build import build_model, parameter_count
@@ -114,7 +112,6 @@ def stages(parallelism: ParallelismConfig) -> int:
 
 
 def _smaller(model: ModelConfig, spec: ModelSpec | None, multiple: int) -> Iterator[ModelConfig]:
-    """Shrunken models, the smallest first."""
     small = with_attention_backend(with_mtp_depth(model, min(1, 0 if spec is None else len(spec.mtp_layers))), "auto")
     for sizes in (SIZES, {name: SIZES[name] for name in ("vocab_size", "experts", "num_experts")}):
         try:

@@ -2,7 +2,8 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,7 @@ Window = tuple[tuple[int, ...], tuple[int, ...], np.ndarray]
 
 def train_steps(run: Experiment) -> dict[str, Any]:
     """Train a shrunken run as one of its ranks. Returns this rank's share of each loss, its windows of gradients and
-    weights, and a number for each vector of its modules' outputs.
-
-    Raises:
-        Exception: whatever the model or the trainer raises in this layout.
-    """
+    weights, and a number for each vector of its modules' outputs. Raises what the model or the trainer raises."""
     torch.set_num_threads(1)
     layout, device = ResolvedLayout.of(run), torch.device("cpu")
     losses, gradients, outputs = list[float](), dict[str, Window](), dict[str, Output]()
@@ -55,7 +52,8 @@ def train_steps(run: Experiment) -> dict[str, Any]:
         batch = global_batch(run)
         share, rows = run.training.global_batch_size // state.mesh.dp_degree, layout.micro_batch_size
         first = state.mesh.dp_rank * share
-        batches = [_rows(batch, at, at + rows) for at in range(first, first + share, rows)]
+        starts = range(first, first + share, rows)
+        batches = [batch.map(lambda whole, at=at: whole[at : at + rows]) for at in starts]
         tokens, parts = token_counts(state.model.objective, batch), [*acting_parts(run, state)]
         for step in range(1, STEPS + 1):
             seed_step(run.experiment.seed, step, state.mesh)
@@ -84,10 +82,6 @@ def global_batch(run: Experiment) -> Batch:
     data = run.data
     batch = collate(windows, starts, document_mask=data.document_mask, reset_positions=data.reset_positions)
     return batch.with_further(mtp_depth(run.model))
-
-
-def _rows(batch: Batch, first: int, end: int) -> Batch:
-    return batch.map(lambda whole: whole[first:end])
 
 
 @torch.no_grad()
@@ -131,8 +125,9 @@ def watched(parts: Iterable[nn.Module], found: dict[str, Output]) -> Iterator[No
     """Note the width of each module's first output, and a random projection of each vector in it. No layout changes the
     set of these numbers, whichever ranks and micro-batches they come from."""
 
-    def note(name: str, module: nn.Module, output: Any) -> None:
-        tensor = next((leaf for leaf in tree_leaves(output) if _is_vectors(leaf)), None)
+    def note(name: str, module: nn.Module, _: Any, output: Any) -> None:
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        tensor = next((leaf for leaf in tensors if leaf.dim() > 1 and leaf.numel() > 0), None)
         if tensor is None or isinstance(tensor, FakeTensor):  # a block is traced to choose what it recomputes
             return
         width = tensor.shape[-1]
@@ -142,21 +137,12 @@ def watched(parts: Iterable[nn.Module], found: dict[str, Output]) -> Iterator[No
         if before is None or before[0] == width:
             found[name] = (width, _kind(module), numbers if before is None else np.concatenate((before[2], numbers)))
 
-    def noting(name: str) -> Any:
-        return lambda module, _, output: note(name, module, output)
-
-    hooks = [
-        module.register_forward_hook(noting(_unwrapped(name)))
-        for part in parts
-        for name, module in part.named_modules()
-        # The matmul of a row-parallel linear has partial sums, which the linear reduces.
-        if name and not isinstance(module, LinearImpl)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in (named for part in parts for named in part.named_modules()):
+            # The matmul of a row-parallel linear has partial sums, which the linear reduces.
+            if name and not isinstance(module, LinearImpl):
+                hooks.enter_context(module.register_forward_hook(partial(note, _unwrapped(name))))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _kind(module: nn.Module) -> str:
@@ -164,10 +150,6 @@ def _kind(module: nn.Module) -> str:
     owners = (base for base in type(module).__mro__ if not base.__module__.startswith("torch."))
     found = next(owners)
     return "" if found.__module__.startswith("titan_exp.") else found.__name__
-
-
-def _is_vectors(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1 and leaf.numel() > 0
 
 
 def _unwrapped(name: str) -> str:

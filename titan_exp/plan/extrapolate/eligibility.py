@@ -28,7 +28,6 @@ class LayerKind:
     """Everything that distinguishes a layer from others."""
 
     layer: LayerSpec
-    """Shapes and attention."""
     unquantized: tuple[str, ...] = ()
     """Linears in high precision, by their name in the block."""
     fp32: tuple[str, ...] = ()
@@ -64,8 +63,7 @@ def _found(experiment: Experiment) -> tuple[int, int, int]:
 
 
 def with_layers(experiment: Experiment, layers: int) -> Experiment:
-    """Variant of a run with fewer layers of the same kinds: the same modules are quantized, computed in fp32 and in
-    parameter groups."""
+    """Variant of a run with fewer layers of the same kinds: quantized, in fp32 and in parameter groups likewise."""
     spec, (distinct, period) = model_spec(experiment.model), repetition(experiment)
     small = replace(experiment, model=replace(experiment.model, layers=layers))
     if spec is None:
@@ -135,7 +133,6 @@ def small_run(
 
 
 def _layer_kinds(experiment: Experiment, spec: ModelSpec) -> list[LayerKind]:
-    """Kind of each block, modules of multi-token prediction last."""
     quantization, patterns = experiment.quantization, experiment.training.fp32_modules
     kinds, grouped = [], _groups(experiment, spec)
     for number, layer in enumerate(spec.blocks):
@@ -154,7 +151,6 @@ def _layer_kinds(experiment: Experiment, spec: ModelSpec) -> list[LayerKind]:
 
 
 def _groups(experiment: Experiment, spec: ModelSpec) -> dict[str, str]:
-    """Parameter group of each parameter that is in one of `optimizer.groups`."""
     groups = experiment.optimizer.groups
     roles = parameter_roles(spec).items() if groups else ()
     found = ((name, [key for key, group in groups.items() if group.has(name, role)]) for name, role in roles)
@@ -174,8 +170,7 @@ def _modules(parameters: Iterable[str]) -> list[str]:
 
 
 def _repetition_before_last(kinds: Sequence[LayerKind]) -> tuple[int, int, int]:
-    """Repetition, and the smallest number of last layers without which layers repeat soon; 0 if their specs do not
-    repeat."""
+    """Repetition, and the fewest last layers without which layers repeat soon; 0 if their specs do not repeat."""
     distinct, period = _repetition([LayerKind(kind.layer) for kind in kinds])
     for last in range(min(MAX_LAST_LAYERS, len(kinds) - 1) + 1):
         found = _repetition(kinds[: len(kinds) - last])
@@ -206,7 +201,6 @@ SAMPLED_MICRO_BATCHES = 3
 MIN_SPEEDUP = 2
 """Minimum ratio of block passes in the full step to those in the samples."""
 SAMPLED_BLOCKS = 8
-"""Blocks of the sampled pipeline rank."""
 
 
 def unsupported_reason(experiment: Experiment) -> str | None:
@@ -286,10 +280,8 @@ def sampled_layers(experiment: Experiment) -> int:
 
 
 def sampled_stages(experiment: Experiment, size: int | None) -> tuple[int, int, int]:
-    """Layers of a sampled pipeline's first, middle and last stage, in whole periods, without `last_layers`.
-
-    `size` comes from `stage_sizes`.
-    """
+    """Layers of a sampled pipeline's first, middle and last stage, in whole periods, without `last_layers`. `size`
+    comes from `stage_sizes`."""
     (distinct, period), edge = repetition(experiment), sampled_edge(experiment)
     if size is not None:
         return distinct + size, max(size, period), size
@@ -300,8 +292,7 @@ def sampled_stages(experiment: Experiment, size: int | None) -> tuple[int, int, 
 
 
 def stage_sizes(experiment: Experiment) -> list[int | None]:
-    """Sample size for each pipeline stage: its own number of equal layers if that is too small for a larger sample,
-    else None."""
+    """Sample size of each stage: its own number of equal layers if that is too small for a larger sample, else None."""
     (distinct, _), edge = repetition(experiment), sampled_edge(experiment)
     if experiment.parallelism.pp == 1:
         return [None]

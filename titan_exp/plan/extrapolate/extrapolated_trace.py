@@ -14,42 +14,23 @@ from functools import cached_property, partial
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.caching_allocator import MIN_BLOCK
+from titan_exp.plan.extrapolate import schedule
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace, trace_optimizer_step
 from titan_exp.plan.extrapolate.sample import AllocationSite, Sample, Samples, StorageKey, trace_samples
-from titan_exp.plan.extrapolate.schedule import (
-    ExtrapolationError,
-    SampledPart,
-    ScheduledAction,
-    ScheduleSimulation,
-    StageShape,
-    microbatch_loop,
-    simulate_rank,
-    stages_of,
-)
+from titan_exp.plan.extrapolate.schedule import ExtrapolationError, SampledPart, ScheduledAction, StageShape
 from titan_exp.plan.planner_processes import Call
 from titan_exp.plan.roofline import axis_ranks
+from titan_exp.plan.trace import segments as step_parts
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.memory_tracker import HOST, MemoryTracker
-from titan_exp.plan.trace.segments import (
-    END,
-    NOT_TRACKED,
-    NOWHERE,
-    PROLOGUES,
-    RESULT,
-    GradientKey,
-    Segment,
-    StepPosition,
-    sum_costs,
-)
+from titan_exp.plan.trace.segments import NOWHERE, PROLOGUES, RESULT, GradientKey, Segment, StepPosition, sum_costs
 from titan_exp.plan.trace.trace_step import HostUsage, Trace, pipeline_ranks
 
 
 class EventComposer:
-    """Composes the allocation events of a full step, segment by segment.
-
-    `blocks` has the number of blocks by stage; sizes are rounded up to `granularity`; the matmul library allocates
-    `workspace` at its first call in each thread and keeps it.
-    """
+    """Composes the allocation events of a full step, segment by segment. `blocks` has the number of blocks by stage;
+    sizes are rounded up to `granularity`; the matmul library allocates `workspace` at its first call in each thread and
+    keeps it."""
 
     def __init__(self, blocks: Mapping[int, int], granularity: int, workspace: int = 0) -> None:
         self._blocks, self._workspace = blocks, workspace
@@ -62,10 +43,7 @@ class EventComposer:
         self._step_allocations: dict[int, int] = {}
 
     def replay(self, sample: Sample, source: StepPosition, at: StepPosition, block: int | None = None) -> None:
-        """Repeat the events of a sample's position `source` at position `at` of the full step.
-
-        `block` is the number of the block in the full model.
-        """
+        """Repeat a sample's events at `source` at `at` of the full step; `block` is the block's number in its model."""
         passed = self._passed[at.step, at.stage, at.part[:1]]
         if at.micro is not None and (not passed or passed[-1] != at.micro):
             passed.append(at.micro)
@@ -91,11 +69,7 @@ class EventComposer:
                     self.release(self.locate(sample, event.allocation, source, at))
 
     def locate(self, sample: Sample, allocation: int, source: StepPosition, at: StepPosition) -> int:
-        """Storage of the full step that corresponds to a sample's allocation.
-
-        Raises:
-            ExtrapolationError: no such storage.
-        """
+        """Storage of the full step that corresponds to a sample's allocation, else raises ExtrapolationError."""
         site = sample.sites.get(allocation)
         if site is None:
             raise ExtrapolationError("a storage from before the step is released")
@@ -109,11 +83,12 @@ class EventComposer:
         )
         micros = self._micros(sample, site, source, at)
         places = [(micro, position.block) for micro in micros if there.stage in (source.stage, NOWHERE)]
-        if _is_across(sample, there, source):
+        if distance := _distance_across(sample, there, source):
             # A sum over all blocks is allocated in the last one and released in the first one.
             ends = self._block(sample, there, source._replace(block=None), at)
             others = [(micro, ends) for micro, block in places if block != ends]
-            places = others + places if _is_far(sample, there, source) else places + others
+            # Beyond the edge, a block cannot refer to another by its place among repeated blocks.
+            places = others + places if distance > sample.edge else places + others
         for micro, block in places:
             found = self._allocated.get(position._replace(micro=micro, block=block), {}).get(site.key, [])
             place = site.first if block is None and micro != there.micro else site.place
@@ -130,11 +105,7 @@ class EventComposer:
         return self.tracker.allocate(size, category or self.tracker.category, on_host=on_host)
 
     def release(self, number: int) -> None:
-        """Release a storage.
-
-        Raises:
-            ExtrapolationError: it was released before.
-        """
+        """Release a storage. Raises ExtrapolationError if it was released before."""
         if not self.tracker.allocated_bytes(number):
             raise ExtrapolationError("a storage is released twice")
         self.tracker.free(number)
@@ -151,14 +122,9 @@ class EventComposer:
         gradients: Mapping[GradientKey, int],
         metrics: Sequence[int],
     ) -> int:
-        """Add an optimizer step of a rank with the same layers; returns the bytes of reduced gradients.
-
-        `gradients` has the storages of gradients, which parameters may share; `metrics` has the storages of the step's
-        metrics, in order.
-
-        Raises:
-            ExtrapolationError: the optimizer step reads more than gradients and metrics.
-        """
+        """Add an optimizer step of a rank with the same layers; returns the bytes of reduced gradients. `gradients` has
+        the storages of gradients, which parameters may share; `metrics` has the storages of the step's metrics, in
+        order. Raises ExtrapolationError if the optimizer step reads more than these."""
         others = optimizer_step.others[step]
         if len(others) != len(metrics):
             raise ExtrapolationError("the optimizer step reads more than gradients and metrics")
@@ -239,20 +205,13 @@ class EventComposer:
         return self._blocks[at.stage] + there.block - blocks
 
 
-def _is_across(sample: Sample, there: StepPosition, source: StepPosition) -> bool:
-    """True if the repeated blocks lie between two blocks of a sampled stage."""
+def _distance_across(sample: Sample, there: StepPosition, source: StepPosition) -> int:
+    """Distance of two blocks of a sampled stage if the repeated blocks lie between them, else 0."""
     if there.stage != source.stage or there.block is None or source.block is None or min(there.block, source.block) < 0:
-        return False
+        return 0
     first, last = sorted((there.block, source.block))
     distinct, end = sample.distinct_of(there.stage), sample.blocks[there.stage] - sample.last_of(there.stage)
-    return first < distinct + sample.edge <= end - sample.edge <= last
-
-
-def _is_far(sample: Sample, there: StepPosition, source: StepPosition) -> bool:
-    """True if the distance is too large for a block to refer to another by its place among repeated blocks."""
-    assert there.block is not None, "across blocks"
-    assert source.block is not None, "across blocks"
-    return abs(there.block - source.block) > sample.edge
+    return last - first if first < distinct + sample.edge <= end - sample.edge <= last else 0
 
 
 MAX_MICRO_BATCHES = 8
@@ -269,26 +228,28 @@ class TraceExtrapolator:
     _optimizer_steps: dict[object, OptimizerStepTrace | Call[OptimizerStepTrace]] = field(default_factory=dict)
 
     def trace(self, pipeline_rank: int) -> Trace:
-        """Trace of a rank's step.
-
-        Raises:
-            ExtrapolationError: the samples do not determine the trace.
-            UserError: the step calls an unknown operator.
-        """
-        layout, stages = ResolvedLayout.of(self.experiment), self._stages(pipeline_rank)
+        """Trace of a rank's step. Raises ExtrapolationError if the samples do not determine it, and UserError if the
+        step calls an unknown operator."""
+        layout, stages = ResolvedLayout.of(self.experiment), schedule.stages_of(self.experiment, pipeline_rank)
         samples, optimizer_step = self.samples, self.optimizer_step(pipeline_rank)
         sample, number = next(iter(samples.values()))[0], layout.gradient_accumulation
         # The first step, which creates the optimizer state, has as few micro-batches as possible.
         if layout.parallelism.pp == 1:
-            simulation = microbatch_loop(number, sample.micro_batches)
-            composed = microbatch_loop(min(number, MAX_MICRO_BATCHES), sample.micro_batches)
-            schedules = [microbatch_loop(1, 1), composed]
+            simulation = schedule.microbatch_loop(number, sample.micro_batches)
+            composed = schedule.microbatch_loop(min(number, MAX_MICRO_BATCHES), sample.micro_batches)
+            simulations = [schedule.microbatch_loop(1, 1), composed]
         else:
-            simulate = partial(simulate_rank, layout, pipeline_rank, sends_complete=sample.sends_complete)
+            simulate = partial(schedule.simulate_rank, layout, pipeline_rank, sends_complete=sample.sends_complete)
             simulation = simulate()
-            schedules = [simulate(passes=1), simulation]
-        sizes = {"granularity": MIN_BLOCK if self.cuda else 1, "workspace": self.matmul_workspace}
-        tracker, gradients = _compose_rank(samples, stages, schedules, optimizer_step, **sizes)
+            simulations = [simulate(passes=1), simulation]
+        blocks, granularity = {stage.number: len(stage.modes) for stage in stages}, MIN_BLOCK if self.cuda else 1
+        composer, gradients = EventComposer(blocks, granularity, self.matmul_workspace), 0
+        rank, tracker = _Rank(composer, samples, stages), composer.tracker
+        composer.add_setup(optimizer_step)
+        for step, simulated in enumerate(simulations):
+            if step:
+                tracker.begin_step()
+            gradients = rank.step(step, simulated, optimizer_step)
         costs = sum_costs([_pass_costs(samples, stages, simulation), optimizer_step.costs])
         axes = axis_ranks(layout.parallelism, pipeline_rank, costs)
         saved = tuple(
@@ -319,45 +280,16 @@ class TraceExtrapolator:
         return found
 
     def _shape(self, pipeline_rank: int) -> object:
-        return tuple((stage.kind, len(stage.modes)) for stage in self._stages(pipeline_rank))
+        return tuple((stage.kind, len(stage.modes)) for stage in schedule.stages_of(self.experiment, pipeline_rank))
 
     def _tracing(self, pipeline_rank: int) -> Callable[[], OptimizerStepTrace]:
         rank = pipeline_ranks(ResolvedLayout.of(self.experiment))[pipeline_rank]
         return partial(trace_optimizer_step, self.experiment, rank, cuda=self.cuda)
 
-    def _stages(self, pipeline_rank: int) -> list[StageShape]:
-        return stages_of(self.experiment, pipeline_rank)
-
     @cached_property
     def samples(self) -> Samples:
         """Samples of the run's stages."""
         return trace_samples(self.experiment, cuda=self.cuda)
-
-
-def _compose_rank(
-    samples: Samples,
-    stages: Sequence[StageShape],
-    schedules: Sequence[ScheduleSimulation],
-    optimizer_step: OptimizerStepTrace,
-    *,
-    granularity: int,
-    workspace: int,
-) -> tuple[MemoryTracker, int]:
-    """Compose two steps of a rank, each with its schedule; returns their tracker and the bytes of reduced gradients.
-
-    `granularity` and `workspace` are as in `EventComposer`.
-
-    Raises:
-        ExtrapolationError: the samples do not determine an event.
-    """
-    composer, size = EventComposer({stage.number: len(stage.modes) for stage in stages}, granularity, workspace), 0
-    rank = _Rank(composer, samples, stages)
-    composer.add_setup(optimizer_step)
-    for step, schedule in enumerate(schedules):
-        if step:
-            composer.tracker.begin_step()
-        size = rank.step(step, schedule, optimizer_step)
-    return composer.tracker, size
 
 
 class _Rank:
@@ -366,7 +298,7 @@ class _Rank:
         self._samples = {stage.number: samples[stage.sample] for stage in stages}
         self._first = self._samples[stages[0].number][0]
 
-    def step(self, step: int, simulation: ScheduleSimulation, optimizer_step: OptimizerStepTrace) -> int:
+    def step(self, step: int, simulation: schedule.ScheduleSimulation, optimizer_step: OptimizerStepTrace) -> int:
         composer = self._composer
         composer.replay(self._first, PROLOGUES[step], PROLOGUES[step])
         hidden: dict[int, int] = {}
@@ -374,7 +306,10 @@ class _Rank:
         for event in simulation.events:
             if event.what == "begin":
                 during, made, released = True, [], []
-                self._act(step, simulation.actions[event.which])
+                scheduled = simulation.actions[event.which]
+                number, kind, micro = scheduled.action
+                for part in self._samples[number][0].action_parts(self._stages[number], kind):
+                    self._replay(StepPosition(step, number, micro, part.part, part.place), part, scheduled.sampled)
             elif event.what == "end":
                 during = False
                 for number in made:
@@ -395,11 +330,6 @@ class _Rank:
         metrics = [composer.locate(self._first, number, at, at) for number in self._first.metrics(step)]
         return composer.add_optimizer_step(optimizer_step, step, gradients, metrics)
 
-    def _act(self, step: int, scheduled: ScheduledAction) -> None:
-        number, kind, micro = scheduled.action
-        for part in self._samples[number][0].action_parts(self._stages[number], kind):
-            self._replay(StepPosition(step, number, micro, part.part, part.place), part, scheduled.sampled)
-
     def _replay(self, at: StepPosition, part: SampledPart, micro: int | None) -> None:
         source = StepPosition(at.step, part.stage, micro, part.part, part.block)
         # Only actions have the block in the name of their phase.
@@ -407,7 +337,6 @@ class _Rank:
         self._composer.replay(self._samples[at.stage][part.mode], source, at, layer)
 
     def _result(self, step: int, scheduled: ScheduledAction) -> int:
-        """Storage of an action's result."""
         number, kind, micro = scheduled.action
         stage = self._stages[number]
         sample = self._samples[number][stage.last_mode(kind)]
@@ -418,26 +347,26 @@ class _Rank:
         return self._composer.locate(sample, sample.results[source], source, at)
 
     def _gradient(self, step: int, key: GradientKey) -> int:
-        """Storage of a parameter's reduced gradient."""
         stage = [*self._stages.values()][key.part]
         samples, sampled, block = self._samples[stage.number], stage.sampled, None
         sample = samples[0 if key.block is None else stage.modes[key.block]]
         if key.block is not None:
             sampled, block = sample.block_like(stage, key.block)
-        allocation = sample.gradients[step].get(GradientKey(sample.stages.index(sampled), block, key.name), NOT_TRACKED)
-        if allocation not in sample.sites:
+        allocation = sample.gradients[step].get(GradientKey(sample.stages.index(sampled), block, key.name))
+        if allocation is None or allocation not in sample.sites:
             raise ExtrapolationError(f"{key.name} has no gradient in the sample")
-        source = StepPosition(step, sampled, None, END, block)
-        at = StepPosition(step, stage.number, None, END, key.block)
+        source = StepPosition(step, sampled, None, step_parts.END, block)
+        at = StepPosition(step, stage.number, None, step_parts.END, key.block)
         return self._composer.locate(sample, allocation, source, at)
 
 
-def _pass_costs(samples: Samples, stages: Sequence[StageShape], simulation: ScheduleSimulation) -> OpCosts:
+def _pass_costs(samples: Samples, stages: Sequence[StageShape], simulation: schedule.ScheduleSimulation) -> OpCosts:
     """Costs of a rank's step before the optimizer step: prologue, actions, messages and gradient reductions."""
     own, first = {stage.number: stage for stage in stages}, samples[stages[0].sample][0]
 
     def of_parts(stage: StageShape, parts: Iterable[SampledPart], micro: int | None) -> OpCosts:
-        found, at = samples[stage.sample], [(part.mode, _source(part, micro)) for part in parts]
+        found = samples[stage.sample]
+        at = ((part.mode, StepPosition(1, part.stage, micro, part.part, part.block)) for part in parts)
         return sum_costs(segment.costs for mode, source in at for segment in found[mode].segments.get(source, ()))
 
     prologue = (segment.costs for segment in first.segments[PROLOGUES[1]])
@@ -448,7 +377,3 @@ def _pass_costs(samples: Samples, stages: Sequence[StageShape], simulation: Sche
         terms.append(sum_costs([of_parts(own[number], parts, micro)], count))
     terms += [of_parts(stage, samples[stage.sample][0].reduction_parts(stage), None) for stage in stages]
     return sum_costs(terms)
-
-
-def _source(part: SampledPart, micro: int | None) -> StepPosition:
-    return StepPosition(1, part.stage, micro, part.part, part.block)

@@ -6,7 +6,7 @@ has runs of periods; a larger model adds one period at the end of each run. Numb
 an allocation, are linear in the period's index and in the number of periods.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -17,17 +17,9 @@ from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, small_run
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 from titan_exp.plan.prediction import exchange_of
+from titan_exp.plan.trace import segments as step_parts
 from titan_exp.plan.trace.dispatch_mode import OpCosts
-from titan_exp.plan.trace.segments import (
-    OPTIMIZER_STEP,
-    TIED_SUM,
-    AllocationEvent,
-    GradientKey,
-    Segment,
-    SegmentTracker,
-    category_bytes,
-    sum_costs,
-)
+from titan_exp.plan.trace.segments import AllocationEvent, GradientKey, Segment, SegmentTracker, sum_costs
 from titan_exp.plan.trace.trace_step import fake_rank, trace_step
 
 
@@ -35,17 +27,12 @@ class Token(NamedTuple):
     """Element of a sequence."""
 
     kind: tuple[Any, ...]
-    """Part of the element that does not depend on the depth."""
     numbers: tuple[int, ...] = ()
-    """Numbers that depend on the depth."""
 
 
 def unroll(sequences: Sequence[Sequence[Token]], periods: int) -> list[Token]:
     """Unroll a sequence to `periods` more periods than the first of three; the second has one more, the third two more.
-
-    Raises:
-        ExtrapolationError: a number is not linear, or a model adds more than a period.
-    """
+    Raises ExtrapolationError if a number is not linear, or a model adds more than a period."""
     first, second, third = sequences
     if len(third) - len(second) != len(second) - len(first):
         raise ExtrapolationError("a sequence of the optimizer step grows by another period each time")
@@ -55,7 +42,9 @@ def unroll(sequences: Sequence[Sequence[Token]], periods: int) -> list[Token]:
         found += [_in_period(*triple, number, periods) for number in range(periods) for triple in triples]
         one, two = one + length, two + 2 * length
         if place < len(first):
-            found.append(_outside(first[place], second[one], periods))
+            before, after = first[place], second[one].numbers
+            numbers = (x + (y - x) * periods for x, y in zip(before.numbers, after, strict=True))
+            found.append(Token(before.kind, tuple(numbers)))
             one, two = one + 1, two + 1
     return found
 
@@ -64,11 +53,6 @@ def _in_period(alone: Token, early: Token, late: Token, period: int, periods: in
     """Token of an added period, from the only added period's token (`alone`) and the tokens of two added periods."""
     triples = zip(alone.numbers, early.numbers, late.numbers, strict=True)
     return Token(alone.kind, tuple(x + (y - x) * (periods - 1) + (z - y) * period for x, y, z in triples))
-
-
-def _outside(none: Token, one: Token, periods: int) -> Token:
-    """Token outside of added periods, from sequences with none and one."""
-    return Token(none.kind, tuple(x + (y - x) * periods for x, y in zip(none.numbers, one.numbers, strict=True)))
 
 
 def _added(first: Sequence[Token], second: Sequence[Token], third: Sequence[Token]) -> list[int]:
@@ -106,8 +90,7 @@ def _is_linear(none: Token, one: Token, two: Token) -> bool:
 
 
 def _continues(second: Sequence[Token], third: Sequence[Token], one: int, two: int, length: int) -> bool:
-    """True if an added period differs from the tokens before it as the third sequence's two periods differ from each
-    other."""
+    """True if an added period differs from the tokens before it as the third sequence's two periods do."""
     if one < length or len(third) < two + 2 * length:
         return False
     return all(
@@ -141,12 +124,10 @@ class OptimizerStepTrace:
     gradients: Sequence[Mapping[int, GradientKey]]
     """Parameters by the allocations of their placeholder gradients, for each step."""
     others: Sequence[Sequence[int]]
-    """Other earlier allocations of each step, in order: placeholder metrics, and everything else that the step
-    reads."""
+    """Other earlier allocations of each step, in order: placeholder metrics, and everything else that it reads."""
     costs: OpCosts
     """Costs of the second step, without the exchange between worlds."""
     parameters: int
-    """Parameters of the whole model."""
     flops_per_token: float
     """FLOPs of a training step per token, of the whole model."""
     on_host: dict[str, int] | None
@@ -155,8 +136,7 @@ class OptimizerStepTrace:
 
 def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTrace:
     """Trace the setup of a global rank and two optimizer steps, once for layouts that share them."""
-    if not _holds_batches(experiment):
-        experiment = _without_passes(experiment)
+    experiment = _without_passes(experiment)
     key = repr(experiment), rank, cuda
     if key not in _TRACES:
         depths = _depths(experiment)
@@ -169,8 +149,7 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
 
 
 def _depths(experiment: Experiment) -> range | None:
-    """Layers of three small models, a period apart, to unroll from; None if a trace is as fast, or the model does not
-    repeat."""
+    """Layers of three small models, a period apart, to unroll from; None if a trace is as fast or nothing repeats."""
     (distinct, period), last, layers = repetition(experiment), last_layers(experiment), experiment.model.layers
     few = distinct + last + 2 * period
     few += (layers - few) % period
@@ -180,30 +159,22 @@ def _depths(experiment: Experiment) -> range | None:
 
 
 def _unrolled(experiment: Experiment, depths: range, *, cuda: bool) -> OptimizerStepTrace:
-    """Trace of a model without a pipeline, unrolled from the traces of small models.
-
-    Raises:
-        ExtrapolationError: the step is not linear in the number of layers.
-    """
+    """Trace of a model without a pipeline, unrolled from the traces of small models. Raises ExtrapolationError if the
+    step is not linear in the number of layers."""
     number = ResolvedLayout.of(experiment).gradient_accumulation
     small = [small_run(experiment, [depth], number, experiment.activation_checkpoint) for depth in depths]
     one, two, three = traces = [_trace(run, 0, cuda=cuda) for run in small]
-    periods, least, more = (experiment.model.layers - depths.start) // depths.step, sum_costs([one.costs], -1), []
+    periods, least = (experiment.model.layers - depths.start) // depths.step, sum_costs([one.costs], -1)
     more = [sum_costs([trace.costs, least]) for trace in (two, three)]
     if sum_costs([more[1]]) != sum_costs([more[0]], 2):
         raise ExtrapolationError("costs of the optimizer step are not linear in the number of layers")
     hosts = [trace.on_host or {} for trace in traces]
-    unrolled = unroll([_tokens(trace) for trace in traces], periods)
-    setup, *ends = [[*_segments(unrolled, place)] for place in range(3)]
-    steps = range(2)
+    setup, ends, gradients, others = _from_tokens(unroll([_tokens(trace) for trace in traces], periods))
     return OptimizerStepTrace(
         setup,
         ends,
-        [
-            {token.numbers[0]: _key(token) for token in unrolled if token.kind[:2] == ("gradient", step)}
-            for step in steps
-        ],
-        [[token.numbers[0] for token in unrolled if token.kind == ("other", step)] for step in steps],
+        gradients,
+        others,
         sum_costs([one.costs, sum_costs([more[0]], periods)]),
         one.parameters + (two.parameters - one.parameters) * periods,
         one.flops_per_token + (two.flops_per_token - one.flops_per_token) * periods,
@@ -212,7 +183,6 @@ def _unrolled(experiment: Experiment, depths: range, *, cuda: bool) -> Optimizer
 
 
 def _tokens(trace: OptimizerStepTrace) -> list[Token]:
-    """Flatten the segments, gradients and others of a trace into one sequence."""
     found = list[Token]()
     for place, segments in enumerate((trace.setup, *trace.ends)):
         for segment in segments:
@@ -229,33 +199,30 @@ def _tokens(trace: OptimizerStepTrace) -> list[Token]:
     return found
 
 
-def _segments(tokens: Sequence[Token], place: int) -> Iterator[Segment]:
-    """Read the segments of the setup or of a step back from their tokens; totals are not read."""
+def _from_tokens(tokens: Sequence[Token]) -> tuple[Any, Any, Any, Any]:
+    """Setup, ends, gradients and others of a trace, read back from its sequence."""
+    segments, gradients, others = ([], [], []), ({}, {}), ([], [])
     events = list[AllocationEvent]()
-    for token in tokens:
-        what, at, *rest = token.kind
-        if at == place and what == "segment":
-            (position, where, begins_phase, category), none = rest, category_bytes({})
-            yield Segment(none, none, OpCosts(), position, where, begins_phase, category, events := [])
-        elif at == place and what == "event":
-            allocation, size = token.numbers
-            events.append(AllocationEvent(allocation, size, *rest[1:]))
-
-
-def _key(gradient: Token) -> GradientKey:
-    _, _, part, is_outside, name = gradient.kind
-    return GradientKey(part, None if is_outside else gradient.numbers[1], name)
-
-
-def _holds_batches(experiment: Experiment) -> bool:
-    """True if a rank holds the batches of a step before it, on the device or beside it; other GPUs hold copies."""
-    spec, on_gpu = model_spec(experiment.model), ResolvedLayout.of(experiment).device_type == "cuda"
-    return not on_gpu or experiment.parallelism.cpu_offload or (spec is not None and spec.inputs is not None)
+    for (what, at, *rest), numbers in tokens:
+        if what == "segment":
+            segments[at].append(Segment(OpCosts(), *rest, events=(events := [])))
+        elif what == "event":
+            events.append(AllocationEvent(numbers[0], numbers[1], *rest[1:]))
+        elif what == "gradient":
+            part, is_outside, name = rest
+            gradients[at][numbers[0]] = GradientKey(part, None if is_outside else numbers[1], name)
+        else:
+            others[at].append(numbers[0])
+    return segments[0], segments[1:], gradients, others
 
 
 def _without_passes(experiment: Experiment) -> Experiment:
-    """Variant of a run with an equal optimizer step: gradients of several micro-batches are summed in fp32."""
-    layout = ResolvedLayout.of(experiment)
+    """Variant of a run with an equal optimizer step: gradients of several micro-batches are summed in fp32. Itself if a
+    rank holds the batches of a step before it, on the device or beside it; other GPUs hold copies."""
+    layout, spec = ResolvedLayout.of(experiment), model_spec(experiment.model)
+    holds_inputs = spec is not None and spec.inputs is not None
+    if layout.device_type != "cuda" or experiment.parallelism.cpu_offload or holds_inputs:
+        return experiment
     number = layout.gradient_accumulation if layout.parallelism.pp > 1 else min(layout.gradient_accumulation, 2)
     batch = layout.dp_degree * number
     training = replace(experiment.training, micro_batch_size=1, global_batch_size=batch, batch_ramp=())
@@ -279,7 +246,8 @@ def _trace(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTra
     ends, others = list[Sequence[Segment]](), list[Sequence[int]]()
     for step, gradients in enumerate(tracker.reduced_gradients):
         own = [segment for segment in segments if segment.position.step == step]
-        first = next(place for place, segment in enumerate(own) if segment.position.part in (TIED_SUM, OPTIMIZER_STEP))
+        parts, last = [segment.position.part for segment in own], (step_parts.TIED_SUM, step_parts.OPTIMIZER_STEP)
+        first = next(place for place, part in enumerate(parts) if part in last)
         made = {event.allocation for segment in own[:first] for event in segment.events if event.size}
         others.append(sorted(made - set(gradients.values())))
         ends.append(own[first:])

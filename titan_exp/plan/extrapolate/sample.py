@@ -20,55 +20,14 @@ from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.parallel.pipeline_runtime import ActivationSpec
-from titan_exp.plan.extrapolate.eligibility import (
-    SAMPLED_MICRO_BATCHES,
-    last_blocks,
-    last_layers,
-    recompute_modes,
-    repetition,
-    sampled_edge,
-    sampled_layers,
-    sampled_stages,
-    small_run,
-)
-from titan_exp.plan.extrapolate.schedule import (
-    FIRST,
-    KINDS,
-    LAST,
-    MIDDLE,
-    OTHER_RANK,
-    SAMPLED_STAGES,
-    WHOLE,
-    ExtrapolationError,
-    SampledPart,
-    SampleKey,
-    StageShape,
-    first_layer,
-    sample_keys,
-)
+from titan_exp.plan.extrapolate import eligibility, schedule
+from titan_exp.plan.extrapolate.schedule import ExtrapolationError, SampledPart, SampleKey, StageShape
+from titan_exp.plan.trace import segments as step_parts
 from titan_exp.plan.trace.dispatch_mode import OpCosts
-from titan_exp.plan.trace.segments import (
-    BETWEEN,
-    GROUP,
-    OPTIMIZER_STEP,
-    PROLOGUES,
-    REDUCE,
-    REST,
-    SUM,
-    TIED_SUM,
-    GradientKey,
-    Segment,
-    SegmentTracker,
-    StepPosition,
-    Totals,
-    join_segments,
-    sum_costs,
-)
+from titan_exp.plan.trace.segments import PROLOGUES, GradientKey, Segment, SegmentTracker, StepPosition, sum_costs
 from titan_exp.plan.trace.torch_patches import uses_inductor
-from titan_exp.plan.trace.trace_step import DEVICE, fake_rank, trace_step
+from titan_exp.plan.trace.trace_step import DEVICE, fake_rank
 from titan_exp.tracking.run_folder.files import temporary_folder
-
-_CATEGORY = {"received": "communication", "made": "activations", "objective": "loss"}
 
 
 class StorageKey(NamedTuple):
@@ -88,8 +47,7 @@ class AllocationSite(NamedTuple):
     place: int
     """Index among storages with the same key, counted from the last, since the first block also gathers for itself."""
     first: int
-    """Index counted from the first, for parts outside blocks, since a first micro-batch adds gradients of the head's
-    weights."""
+    """Index from the first, for parts outside blocks, as a first micro-batch adds gradients of the head's weights."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +55,6 @@ class Sample:
     """Two traced steps of a small model."""
 
     segments: Mapping[StepPosition, Sequence[Segment]]
-    """Segments by position, in order."""
     layers: Mapping[str, int]
     """Number of blocks by kind of stage."""
     distinct: int
@@ -109,25 +66,15 @@ class Sample:
     last: int
     """Number of last blocks of the model that differ from the rest, as in `eligibility.last_blocks`."""
     micro_batches: int
-    """Number of sampled micro-batches."""
-    backward: Sequence[str]
-    """Kinds of backward passes in a pipeline, by micro-batch, as in `backward_ways`."""
     hidden: Sequence[tuple[int, str]]
     """Bytes and category of hidden states, by kind, as in `ScheduleSimulation`."""
     sends_complete: bool
-    """True if sends complete immediately."""
     message: OpCosts
     """Costs of one send and one receive."""
-    update: OpCosts
-    """Costs of the optimizer step."""
-    persistent: Mapping[str, int]
-    """Bytes allocated between steps, by category."""
     gradients: Sequence[Mapping[GradientKey, int]]
-    """Allocations of reduced gradients, for each step."""
     hidden_states: frozenset[int]
     """Allocations of hidden states passed between stages."""
     results: Mapping[StepPosition, int]
-    """Allocations of action results, by position."""
     saved_calls: tuple[str, ...]
     """Automatic lists of saved calls in selective activation checkpointing, in words."""
 
@@ -139,11 +86,7 @@ class Sample:
     @cached_property
     def stages(self) -> list[int]:
         """Stage numbers of the sampled rank."""
-        return [stage for stage in self.blocks if stage != OTHER_RANK]
-
-    def ways(self, micro: int) -> tuple[str, str]:
-        """Kinds of actions in a micro-batch's forward and backward pass."""
-        return "F", "B" if WHOLE in self.layers else self.backward[micro]
+        return [stage for stage in self.blocks if stage != schedule.OTHER_RANK]
 
     def last_of(self, stage: int) -> int:
         """Number of last blocks that differ from the rest in a stage."""
@@ -154,10 +97,8 @@ class Sample:
         return 0 if stage else self.distinct
 
     def block_like(self, stage: StageShape, place: int) -> tuple[int, int]:
-        """Sampled stage and block that a stage's block repeats.
-
-        Where possible, blocks count from the nearer end, because blocks prefetch and reduce for their neighbours.
-        """
+        """Sampled stage and block that a stage's block repeats. Where possible, blocks count from the nearer end,
+        because blocks prefetch and reduce for their neighbours."""
         sampled, last, count = stage.sampled, self.last_of(stage.sampled), len(stage.modes)
         left, alike = count - last - place, place - self.distinct_of(sampled)
         if alike <= 0 or self.blocks[sampled] == count or (alike < self.edge < left):
@@ -167,7 +108,7 @@ class Sample:
         middle = self.edge + (alike - self.edge) % self.period
         if self.blocks[sampled] - last - self.distinct_of(sampled) >= 2 * self.edge + self.period:
             return sampled, self.distinct_of(sampled) + middle
-        return SAMPLED_STAGES[MIDDLE], middle
+        return schedule.SAMPLED_STAGES[schedule.MIDDLE], middle
 
     def action_parts(self, stage: StageShape, kind: str) -> Iterator[SampledPart]:
         """Parts of a stage's action in execution order."""
@@ -177,22 +118,22 @@ class Sample:
             yield SampledPart(stage.modes[place], *self.block_like(stage, place), f"{kind} block", place)
         yield SampledPart(stage.last_mode(kind), stage.sampled, None, f"{kind} after", None)
         if kind in "IW":
-            yield SampledPart(stage.last_mode(kind), stage.sampled, -1, kind + SUM, -1)
+            yield SampledPart(stage.last_mode(kind), stage.sampled, -1, kind + step_parts.SUM, -1)
             for place in places:
-                yield SampledPart(stage.modes[place], *self.block_like(stage, place), kind + SUM, place)
+                yield SampledPart(stage.modes[place], *self.block_like(stage, place), kind + step_parts.SUM, place)
 
     def reduction_parts(self, stage: StageShape) -> Iterator[SampledPart]:
         """Parts of a stage's gradient reduction, in order. A sample has groups only if FSDP shards parameters."""
-        yield SampledPart(0, stage.sampled, None, REDUCE, None)
-        yield SampledPart(0, stage.sampled, -1, GROUP, -1)
+        yield SampledPart(0, stage.sampled, None, step_parts.REDUCE, None)
+        yield SampledPart(0, stage.sampled, -1, step_parts.GROUP, -1)
         for place in range(len(stage.modes)):
-            yield SampledPart(0, *self.block_like(stage, place), GROUP, place)
-        yield SampledPart(0, stage.sampled, None, REST, None)
+            yield SampledPart(0, *self.block_like(stage, place), step_parts.GROUP, place)
+        yield SampledPart(0, stage.sampled, None, step_parts.REST, None)
 
     @property
     def last_micro(self) -> int | None:
         """Last micro-batch; None in a pipeline, where it may be a repeated one."""
-        return self.micro_batches - 1 if WHOLE in self.layers else None
+        return self.micro_batches - 1 if schedule.WHOLE in self.layers else None
 
     @cached_property
     def roles(self) -> dict[tuple[int, int], int]:
@@ -236,11 +177,6 @@ class Sample:
             name for name, site in self.sites.items() if site.position == PROLOGUES[step] and name not in freed
         )
 
-    def joined(self, kind: str, micro: int, *parts: str, block: int | None = None) -> Totals:
-        """Totals of parts of the second step, in a stage of kind `kind`."""
-        at = [StepPosition(1, SAMPLED_STAGES[kind], micro, part, block) for part in parts]
-        return join_segments([segment for position in at for segment in self.segments.get(position, ())])
-
 
 Samples = Mapping[SampleKey, Sequence[Sample]]
 """One sample per activation checkpointing mode, for stages of each key."""
@@ -248,8 +184,8 @@ Samples = Mapping[SampleKey, Sequence[Sample]]
 
 def trace_samples(experiment: Experiment, *, cuda: bool) -> Samples:
     """Trace the samples of a run."""
-    modes, _ = recompute_modes(experiment.activation_checkpoint, experiment.model.layers)
-    keys = dict.fromkeys(sample_keys(experiment))
+    modes, _ = eligibility.recompute_modes(experiment.activation_checkpoint, experiment.model.layers)
+    keys = dict.fromkeys(schedule.sample_keys(experiment))
     return {key: [take_sample(experiment, mode, key, cuda=cuda) for mode in modes] for key in keys}
 
 
@@ -258,41 +194,29 @@ def take_sample(
 ) -> Sample:
     """Trace a small model in a run's layout, with the same activation checkpointing for all blocks."""
     pipeline, tracker = experiment.parallelism.pp > 1, SegmentTracker()
-    distinct, period = repetition(experiment)
+    distinct, period = eligibility.repetition(experiment)
     with temporary_folder() as folder:
         small, layers = _small_model(experiment, checkpointing, folder / "schedule.csv", key)
         with fake_rank(small, 0) as fake:
-            trace = trace_step(
-                fake.state,
-                fake.step,
-                # The first step runs in full with a pipeline.
-                warmup_step=None if pipeline else fake.warmup_step,
-                preallocated=fake.preallocated,
-                cuda=cuda,
-                inductor=uses_inductor(experiment.compile),
-                segments=tracker,
-            )
+            # The first step runs in full with a pipeline.
+            warmup = {"warmup_step": None} if pipeline else {}
+            trace = fake.trace(cuda=cuda, inductor=uses_inductor(experiment.compile), segments=tracker, **warmup)
             micro_batches = len(fake.batches)
             # On CUDA the host observes the completion of a send late (`schedule_simulation`).
             sends_complete = pipeline and not cuda and _sends_complete()
     segments = tracker.segments()
     positions, between = _segments_of_passes(segments, _blocks(layers, period))
-    hidden_states = _allocations_of_hidden_states(tracker.action_results.values(), between)
-    _check_hidden_states_last(positions, hidden_states)
-    later = [segment for segment in segments if segment.position.step == 1]
+    hidden_states = _allocations_of_hidden_states(tracker.action_results.values(), between, positions)
     return Sample(
         segments=positions,
         layers=layers,
         distinct=distinct,
         period=period,
-        edge=sampled_edge(experiment),
-        last=last_blocks(experiment),
+        edge=eligibility.sampled_edge(experiment),
+        last=eligibility.last_blocks(experiment),
         micro_batches=micro_batches,
-        backward=key.ways,
         hidden=_hidden_states(tracker, small) if pipeline else (),
         message=_message(sum_costs(segment.costs for segment in between if segment.position.step == 1)),
-        update=sum_costs(segment.costs for segment in later if segment.position.part == OPTIMIZER_STEP),
-        persistent=trace.persistent,
         sends_complete=sends_complete,
         gradients=tracker.reduced_gradients,
         hidden_states=hidden_states,
@@ -302,59 +226,54 @@ def take_sample(
 
 
 def _small_model(
-    experiment: Experiment, checkpointing: ActivationCheckpointConfig, schedule: Path, key: SampleKey
+    experiment: Experiment, checkpointing: ActivationCheckpointConfig, path: Path, key: SampleKey
 ) -> tuple[Experiment, dict[str, int]]:
-    """Small variant of a run, and its number of blocks by kind of stage.
-
-    A pipeline's schedule, with forward and backward of single micro-batches, is written to a file.
-    """
-    _, period = repetition(experiment)
+    """Small variant of a run, and its number of blocks by kind of stage. A pipeline's schedule, with forward and
+    backward of single micro-batches, is written to a file."""
+    _, period = eligibility.repetition(experiment)
     if experiment.parallelism.pp == 1:
-        few = min(ResolvedLayout.of(experiment).gradient_accumulation, SAMPLED_MICRO_BATCHES)
-        number = sampled_layers(experiment)
-        return small_run(experiment, [number], few, checkpointing), {WHOLE: number + mtp_depth(experiment.model)}
-    layers: dict[str, int] = dict(zip((FIRST, MIDDLE, LAST), sampled_stages(experiment, key.size), strict=True))
-    ends, placement = layers[LAST] + last_layers(experiment), [0, 0, 1, 0]
-    counts = [layers[FIRST], layers[MIDDLE], period, ends]
+        few = min(ResolvedLayout.of(experiment).gradient_accumulation, eligibility.SAMPLED_MICRO_BATCHES)
+        number = eligibility.sampled_layers(experiment)
+        whole = {schedule.WHOLE: number + mtp_depth(experiment.model)}
+        return eligibility.small_run(experiment, [number], few, checkpointing), whole
+    first, middle, last = eligibility.sampled_stages(experiment, key.size)
+    placement, counts = [0, 0, 1, 0], [first, middle, period, last + eligibility.last_layers(experiment)]
     orders: Schedule = []
     for rank in (0, 1):
         own, order = [stage for stage, owner in enumerate(placement) if owner == rank], list[Action]()
         for kind, number in key.order:
             order += [Action(stage, kind, number) for stage in (own if kind == "F" else reversed(own))]
         orders.append(order)
-    schedule.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
-    small = small_run(experiment, counts, len(key.ways), checkpointing, pp=2, schedule=str(schedule))
-    layers[LAST] += last_blocks(experiment)
-    return small, layers
+    path.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
+    small = eligibility.small_run(experiment, counts, len(key.ways), checkpointing, pp=2, schedule=str(path))
+    last += eligibility.last_blocks(experiment)
+    return small, {schedule.FIRST: first, schedule.MIDDLE: middle, schedule.LAST: last}
 
 
 def _blocks(layers: Mapping[str, int], period: int) -> dict[int, int]:
-    """Number of blocks by stage number, from the number of layers by kind of stage."""
-    blocks = {SAMPLED_STAGES[kind]: count for kind, count in layers.items()}
-    return blocks if WHOLE in layers else {**blocks, OTHER_RANK: period}
+    blocks = {schedule.SAMPLED_STAGES[kind]: count for kind, count in layers.items()}
+    return blocks if schedule.WHOLE in layers else {**blocks, schedule.OTHER_RANK: period}
 
 
 def _segments_of_passes(
     segments: Iterable[Segment], blocks: Mapping[int, int]
 ) -> tuple[dict[StepPosition, list[Segment]], list[Segment]]:
-    """Segments before the optimizer step, by position, and the segments of messages between actions.
-
-    Blocks are numbered within their stage; `blocks` has their number per stage. Parameter groups are numbered likewise;
-    the group of a stage's other parameters comes first, as -1.
-    """
+    """Segments before the optimizer step, by position, and the segments of messages between actions. Blocks are
+    numbered within their stage; `blocks` has their number per stage. Parameter groups are numbered likewise; the group
+    of a stage's other parameters comes first, as -1."""
     passes, between = defaultdict[StepPosition, list[Segment]](list), list[Segment]()
     for segment in segments:
         part = segment.position.part
-        if part.endswith(BETWEEN):
+        if part.endswith(step_parts.BETWEEN):
             between.append(segment)
-        elif segment.position.step >= 0 and part not in (TIED_SUM, OPTIMIZER_STEP):
+        elif segment.position.step >= 0 and part not in (step_parts.TIED_SUM, step_parts.OPTIMIZER_STEP):
             passes[segment.position].append(segment)
     groups = Counter(position._replace(block=None) for position in passes if _is_group(position))
 
     def in_stage(position: StepPosition) -> StepPosition:
         if position.block is None:
             return position
-        before = first_layer(blocks, position.stage)
+        before = schedule.first_layer(blocks, position.stage)
         if _is_group(position):
             before = groups[position._replace(block=None)] - blocks[position.stage]
         return position._replace(block=position.block - before)
@@ -362,43 +281,38 @@ def _segments_of_passes(
     return {in_stage(position): found for position, found in passes.items()}, between
 
 
-def _allocations_of_hidden_states(results: Collection[int], between: Iterable[Segment]) -> frozenset[int]:
-    """Allocations of hidden states: results of actions, and allocations by messages between actions, which release
-    nothing else."""
+def _allocations_of_hidden_states(
+    results: Collection[int], between: Iterable[Segment], passes: Mapping[StepPosition, Sequence[Segment]]
+) -> frozenset[int]:
+    """Allocations of hidden states: results of actions, and allocations by messages between actions. As the simulation
+    assumes, messages release nothing else, and actions release them last."""
     events = [event for segment in between for event in segment.events]
     hidden = frozenset((*results, *(event.allocation for event in events if event.size)))
     if any(not event.size and event.allocation > 0 and event.allocation not in hidden for event in events):
         raise ExtrapolationError("more than hidden states is released between actions")
-    return hidden
-
-
-def _is_group(position: StepPosition) -> bool:
-    return position.part == GROUP or position.part.endswith(SUM)
-
-
-def _check_hidden_states_last(
-    segments: Mapping[StepPosition, Sequence[Segment]], hidden_states: Collection[int]
-) -> None:
-    """Check that an action releases hidden states last, as the simulation assumes."""
     over: set[StepPosition] = set()
-    for position, found in segments.items():
+    for position, found in passes.items():
         action = position._replace(part=position.part[:1], block=None)
         for event in (event for segment in found for event in segment.events):
-            is_hidden = not event.size and event.allocation in hidden_states
+            is_hidden = not event.size and event.allocation in hidden
             if action in over and not is_hidden:
                 raise ExtrapolationError("an action releases other storages after hidden states")
             if is_hidden:
                 over.add(action)
+    return hidden
+
+
+def _is_group(position: StepPosition) -> bool:
+    return position.part == step_parts.GROUP or position.part.endswith(step_parts.SUM)
 
 
 def _hidden_states(tracker: SegmentTracker, experiment: Experiment) -> list[tuple[int, str]]:
-    """Bytes and category of hidden states, by kind."""
+    """Bytes and category of hidden states, by kind as in `schedule.KINDS`."""
     spec = model_spec(experiment.model)
     hidden = ActivationSpec.of(ResolvedLayout.of(experiment), DEVICE, spec.pipeline.extra_tokens if spec else 0)
-    whole = torch.Size(hidden.shape).numel() * hidden.dtype.itemsize
-    size = {"received": whole, "made": whole, "objective": torch.float32.itemsize}
-    grain = tracker.granularity
-    return [(-(-size[kind] // grain) * grain, _CATEGORY[kind]) for kind in KINDS]
+    whole, grain = torch.Size(hidden.shape).numel() * hidden.dtype.itemsize, tracker.granularity
+    sizes = {"communication": whole, "activations": whole, "loss": torch.float32.itemsize}
+    return [(-(-size // grain) * grain, category) for category, size in sizes.items()]
 
 
 def _message(costs: OpCosts) -> OpCosts:

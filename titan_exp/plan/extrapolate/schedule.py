@@ -8,7 +8,7 @@ schedule.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -45,11 +45,9 @@ class SampleKey(NamedTuple):
 
     @property
     def order(self) -> Iterator[tuple[str, int]]:
-        """Kinds and micro-batches of a sampled stage's actions.
-
-        With `resharded`, a pass finds parameters as the previous pass left them. So there are forward passes after no
-        pass, after a forward and after a backward pass, and later backward passes after either.
-        """
+        """Kinds and micro-batches of a sampled stage's actions. With `resharded`, a pass finds parameters as the
+        previous pass left them. So there are forward passes after no pass, after a forward and after a backward pass,
+        and later backward passes after either."""
         if self.resharded:
             return zip("FFBFBB", (0, 1, 0, 2, 1, 2), strict=True)
         return ((kind, micro) for micro, way in enumerate(self.ways) for kind in "F" + way)
@@ -60,15 +58,11 @@ class StageShape:
     """Kind and blocks of a stage."""
 
     number: int
-    """Stage number."""
     kind: str
-    """`WHOLE`, `FIRST`, `MIDDLE` or `LAST`."""
     layers: tuple[int, ...]
     """Number of each block in the model."""
     modes: tuple[int, ...]
-    """Index of each block's activation checkpointing mode."""
     sample: SampleKey
-    """Key of its samples."""
 
     def mode(self, place: int) -> int:
         """Index of a block's activation checkpointing mode; 0 for a stage without blocks."""
@@ -90,9 +84,7 @@ class SampledPart(NamedTuple):
     mode: int
     """Index of the activation checkpointing mode whose sample it repeats."""
     stage: int
-    """Stage in that sample."""
     block: int | None
-    """Block of that stage."""
     part: str
     """Part of the step, as in `StepPosition`."""
     place: int | None
@@ -109,13 +101,7 @@ def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
     kinds = [FIRST, *[MIDDLE] * (len(layers) - 2), LAST] if pipeline else [WHOLE]
     placement = layout.stage_placement if pipeline else [0]
     return [
-        StageShape(
-            stage,
-            kinds[stage],
-            tuple(layers[stage]),
-            tuple(modes[layer] for layer in layers[stage]),
-            sample,
-        )
+        StageShape(stage, kinds[stage], tuple(layers[stage]), tuple(modes[layer] for layer in layers[stage]), sample)
         for stage, (rank, sample) in enumerate(zip(placement, sample_keys(experiment), strict=True))
         if rank == pipeline_rank
     ]
@@ -139,10 +125,8 @@ def sample_keys(experiment: Experiment) -> list[SampleKey]:
 
 
 def backward_ways(orders: Schedule) -> dict[int, tuple[str, ...]]:
-    """Kinds of backward passes of a sample's micro-batches, by stage: `B` is full, `IW` split.
-
-    The first is the stage's first pass, which allocates its gradients; each kind in the schedule follows, repeated.
-    """
+    """Kinds of backward passes of a sample's micro-batches, by stage: `B` is full, `IW` split. The first is the stage's
+    first pass, which allocates its gradients; each kind in the schedule follows, repeated."""
     ways = {"B": "B", "I": "IW"}
     found = [(action.stage, ways[action.kind]) for order in orders for action in order if action.kind in ways]
     later = sorted({way for _, way in found})
@@ -176,37 +160,27 @@ class SimulationEvent(NamedTuple):
     """Index in `KINDS` of allocated hidden states."""
 
 
-@dataclass(frozen=True)
-class ScheduleSimulation:
-    """Actions and events of a rank's step."""
-
-    actions: list[ScheduledAction]
-    """Actions in order."""
-    events: list[SimulationEvent]
-    """Events in order."""
-    sent: int
-    """Number of sends."""
-
-
 @dataclass
-class _Recorder:
-    sent: int = 0
+class ScheduleSimulation:
+    """Actions and events of a rank's step, in order."""
+
     actions: list[ScheduledAction] = field(default_factory=list)
-    seen: Counter[tuple[int, str]] = field(default_factory=Counter)
     events: list[SimulationEvent] = field(default_factory=list)
-    count: int = 0
+    sent: int = 0
+    hidden: int = 0
+    """Number of hidden states."""
 
 
 class _Hidden:
     """Placeholder whose lifetime is that of hidden states."""
 
-    def __init__(self, recorder: _Recorder, kind: int) -> None:
-        self._recorder, self._number = recorder, recorder.count
-        recorder.count += 1
-        recorder.events.append(SimulationEvent("allocate", self._number, kind))
+    def __init__(self, simulation: ScheduleSimulation, kind: int) -> None:
+        self._events, self._number = simulation.events, simulation.hidden
+        simulation.hidden += 1
+        self._events.append(SimulationEvent("allocate", self._number, kind))
 
     def __del__(self) -> None:
-        self._recorder.events.append(SimulationEvent("release", self._number))
+        self._events.append(SimulationEvent("release", self._number))
 
     def contiguous(self) -> "_Hidden":
         return self
@@ -219,13 +193,15 @@ class _Stage:
     copied: tuple[str, ...] = ()
     module = None
 
-    def __init__(self, number: int, last: bool, microbatches: int, sampled: "_SampledActions", recorder: _Recorder):
-        self.number, self.last, self._microbatches, self._recorder = number, last, microbatches, recorder
-        self._sampled, self._passes = sampled, dict[int, list[Any]]()
+    def __init__(
+        self, number: int, last: bool, microbatches: int, sampled: "_SampledActions", simulation: ScheduleSimulation
+    ) -> None:
+        self.number, self.last, self._microbatches, self._simulation = number, last, microbatches, simulation
+        self._sampled, self._passes, self._seen = sampled, dict[int, list[Any]](), Counter[str]()
 
     def forward(self, microbatch: int, hidden: Any, _: Any) -> Any:
         with self._action("F", microbatch):
-            output = _Hidden(self._recorder, 2 if self.last else 1)
+            output = _Hidden(self._simulation, 2 if self.last else 1)
             self._passes[microbatch] = [hidden, output]
         return output
 
@@ -236,7 +212,7 @@ class _Stage:
 
     def _backward(self, microbatch: int) -> Any:
         hidden, output = self._passes.pop(microbatch)
-        result = None if hidden is None else _Hidden(self._recorder, 1)
+        result = None if hidden is None else _Hidden(self._simulation, 1)
         del output
         return result
 
@@ -246,7 +222,7 @@ class _Stage:
             kept.append(gradient)
             if kept[0] is None:
                 return None
-            result = _Hidden(self._recorder, 1)
+            result = _Hidden(self._simulation, 1)
             if NODES_LIVE_ALONE:
                 kept[1] = None
             return result
@@ -261,22 +237,18 @@ class _Stage:
 
     @contextmanager
     def _action(self, kind: str, microbatch: int) -> Iterator[None]:
-        recorder = self._recorder
-        recorder.events.append(SimulationEvent("begin", len(recorder.actions)))
+        actions, events = self._simulation.actions, self._simulation.events
+        events.append(SimulationEvent("begin", len(actions)))
         yield
-        recorder.events.append(SimulationEvent("end", len(recorder.actions)))
-        seen, sampled = recorder.seen[self.number, kind], self._sampled.next(kind)
-        recorder.seen[self.number, kind] += 1
+        events.append(SimulationEvent("end", len(actions)))
         # Micro-batches are numbered through all passes.
-        action = Action(self.number, kind, microbatch + seen // self._microbatches * self._microbatches)
-        recorder.actions.append(ScheduledAction(action, sampled))
+        number = microbatch + self._seen[kind] // self._microbatches * self._microbatches
+        self._seen[kind] += 1
+        actions.append(ScheduledAction(Action(self.number, kind, number), self._sampled.next(kind)))
 
 
 class _SampledActions:
-    """Chooses, for each action of a stage, the sampled micro-batch that does the same.
-
-    `ways` and `resharded` are as in `SampleKey`.
-    """
+    """Chooses the sampled micro-batch that does the same as an action; `ways` and `resharded` are as in `SampleKey`."""
 
     def __init__(self, ways: Sequence[str], resharded: bool) -> None:
         self._ways, self._resharded, self._seen = ways, resharded, list[str]()
@@ -300,15 +272,15 @@ class _SampledActions:
 class _Transport:
     """Counts messages instead of sending them."""
 
-    recorder: _Recorder
+    simulation: ScheduleSimulation
     rank: int
     sends_complete: bool
 
     def empty(self) -> _Hidden:
-        return _Hidden(self.recorder, 0)
+        return _Hidden(self.simulation, 0)
 
     def send(self, *_: Any) -> "_Transport":
-        self.recorder.sent += 1
+        self.simulation.sent += 1
         return self
 
     def receive(self, *_: Any) -> "_Transport":
@@ -318,22 +290,19 @@ class _Transport:
         return self.sends_complete
 
     def wait(self) -> None:
-        """Wait for a message: no-op."""
+        pass
 
 
 def simulate_rank(
     layout: ResolvedLayout, rank: int, *, sends_complete: bool, passes: int | None = None
 ) -> ScheduleSimulation:
-    """Simulate a pipeline rank's step, or a given number of `passes` of micro-batches through the pipeline.
-
-    Sends complete immediately if `sends_complete`. On CUDA the host queries a GPU event (`WorkNCCL::isCompleted`)
-    queued behind several micro-batches of kernels, so sent tensors are held until the wait at the end of the pass.
-    """
+    """Simulate a pipeline rank's step, or a given number of `passes` of micro-batches through the pipeline. Sends
+    complete immediately if `sends_complete`. On CUDA the host queries a GPU event (`WorkNCCL::isCompleted`) queued
+    behind several micro-batches of kernels, so sent tensors are held until the wait at the end of the pass."""
     passes = passes or layout.gradient_accumulation // layout.pipeline_microbatches
     schedule = layout.parallelism.pp_schedule, layout.parallelism.pp, layout.stage_count, layout.pipeline_microbatches
-    resharded = layout.reshard_policy != "never"
-    placement = tuple(layout.stage_placement)
-    return _simulate(schedule, placement, rank, passes, sends_complete=sends_complete, resharded=resharded)
+    flags = {"sends_complete": sends_complete, "resharded": layout.reshard_policy != "never"}
+    return _simulate(schedule, tuple(layout.stage_placement), rank, passes, **flags)
 
 
 @cache
@@ -346,39 +315,25 @@ def _simulate(
     sends_complete: bool,
     resharded: bool,
 ) -> ScheduleSimulation:
-    recorder, (orders, _) = _Recorder(), schedule_and_bubble(*schedule)
-    ways = backward_ways(orders)
+    simulation, (orders, _) = ScheduleSimulation(), schedule_and_bubble(*schedule)
+    ways, count, last = backward_ways(orders), microbatches_of(orders), len(placement) - 1
+    own = (stage for stage, owner in enumerate(placement) if owner == rank)
     stages: Any = [
-        _Stage(
-            number,
-            number == len(placement) - 1,
-            microbatches_of(orders),
-            _SampledActions(ways[number], resharded),
-            recorder,
-        )
-        for number, owner in enumerate(placement)
-        if owner == rank
+        _Stage(stage, stage == last, count, _SampledActions(ways[stage], resharded), simulation) for stage in own
     ]
-    transport: Any = _Transport(recorder, rank, sends_complete)
+    transport: Any = _Transport(simulation, rank, sends_complete)
     pipeline = Pipeline(stages, [orders], list(placement), transport, keep_gathered=True)
-    pipeline.train([_compute] * passes, pipeline.microbatches)
-    events = list(recorder.events)
-    return ScheduleSimulation(recorder.actions, events, recorder.sent)
+    computations: Any = [lambda *_: None] * passes
+    pipeline.train(computations, pipeline.microbatches)
+    # What is still held is released after the step.
+    return replace(simulation, events=list(simulation.events))
 
 
 def microbatch_loop(micro_batches: int, sampled: int) -> ScheduleSimulation:
-    """Simulation of a step without a pipeline: forward and backward of each micro-batch, no hidden states.
-
-    `sampled` is the number of micro-batches in the sample: first, repeated and last, or fewer.
-    """
+    """Simulation of a step without a pipeline: forward and backward of each micro-batch, no hidden states. `sampled` is
+    the number of micro-batches in the sample: first, repeated and last, or fewer."""
     assert micro_batches >= sampled, "no fewer micro-batches than in the sample"
     order = [0, *[1] * (micro_batches - sampled + 1), *range(2, sampled)] if sampled > 1 else [0] * micro_batches
-    actions = [
-        ScheduledAction(Action(0, kind, microbatch), like) for microbatch, like in enumerate(order) for kind in "FB"
-    ]
+    actions = [ScheduledAction(Action(0, kind, number), like) for number, like in enumerate(order) for kind in "FB"]
     events = [SimulationEvent(what, number) for number in range(len(actions)) for what in ("begin", "end")]
-    return ScheduleSimulation(actions, events, 0)
-
-
-def _compute(*_: Any) -> Any:
-    """Computation that does nothing."""
+    return ScheduleSimulation(actions, events)

@@ -20,23 +20,8 @@ from torch.utils._pytree import tree_leaves
 from titan_exp.ops.matmul_flops import GROUPED, matmul_flops
 from titan_exp.parallel.mesh import Mesh, group_named
 from titan_exp.plan.caching_allocator import GRAPH
+from titan_exp.plan.trace import op_costs
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
-from titan_exp.plan.trace.op_costs import (
-    MATMULS,
-    MEASURES,
-    SCALED_MATMULS,
-    count_bytes,
-    count_flops,
-    decomposed_workspace,
-    exchanged_rows,
-    filled_share,
-    is_unknown,
-    kernel_class,
-    kernel_kind,
-    parse_message,
-    symmetric_message,
-    unknown_operator,
-)
 from titan_exp.plan.trace.torch_patches import AXIS, TO_GPU, TO_HOST, WAITED_FOR, CachedOp, OpCache, replaced_attributes
 
 WORLD = "world"
@@ -53,33 +38,26 @@ class OpCosts:
     """FLOPs, memory traffic and messages of a part of a step."""
 
     flops: int = 0
-    """FLOPs of matmuls and attention."""
     fp8_flops: int = 0
-    """FLOPs of float8 matmuls, included in `flops`."""
     bytes_moved: int = 0
     """Bytes read and written by all other operators."""
     host_bytes: int = 0
-    """Bytes read and written by operators on the host (gradient clipping and the optimizer), with offloaded
-    parameters."""
+    """Bytes read and written by operators on the host (clipping and optimizer), with offloaded parameters."""
     messages: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    """Message bytes by mesh axis and kind."""
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    """Message count by mesh axis and kind."""
+    """Bytes and number of messages by mesh axis and kind."""
     operators: int = 0
     """Number of operators that the host launches: those that compute, move bytes or send messages; views are none."""
     kernels: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    """Counts of kernels, by `KERNEL_CLASSES` and `MEASURES`. FLOPs that overlap with a message also count under its
-    kind."""
+    """Counts by `KERNEL_CLASSES` and `MEASURES`; FLOPs that overlap with a message also count under its kind."""
     unknown: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Calls by name of operators whose FLOPs, messages and memory within a call are missing here."""
 
 
 class CostMode(TorchDispatchMode):
-    """Records memory, FLOPs and messages of every operator.
-
-    `workspaces` returns sizes that a call allocates and frees beyond its tensors. The matmul library allocates
-    `matmul_workspace` at its first call in each thread and keeps it.
-    """
+    """Records memory, FLOPs and messages of every operator. `workspaces` returns sizes that a call allocates and frees
+    beyond its tensors. The matmul library allocates `matmul_workspace` at its first call in each thread and keeps
+    it."""
 
     def __init__(
         self,
@@ -99,9 +77,24 @@ class CostMode(TorchDispatchMode):
     def __enter__(self) -> "CostMode":
         # Custom operators re-enter the mode.
         if self._depth == 0:
+            resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+            def resized(storage: torch.UntypedStorage, size: int) -> Any:
+                result = resize(storage, size)
+                self.tracker.resize(storage)
+                return result
+
+            def unrecorded(*args: Any, **kwargs: Any) -> Any:
+                # DTensor's sharding propagation runs operators on global shapes.
+                self._paused += 1
+                try:
+                    return propagate(*args, **kwargs)
+                finally:
+                    self._paused -= 1
+
             replacements = (
-                (torch.UntypedStorage, "resize_", self._resizing()),
-                (ShardingPropagator, "_propagate_tensor_meta_non_cached", self._without_sharding_propagation()),
+                (torch.UntypedStorage, "resize_", resized),
+                (ShardingPropagator, "_propagate_tensor_meta_non_cached", unrecorded),
                 # Selective checkpointing counts the profiler's operators, some of which FSDP2 calls in one pass only.
                 (torch.autograd.profiler.record_function, "__enter__", lambda record: record),
                 (torch.autograd.profiler.record_function, "__exit__", lambda record, *_: None),
@@ -132,7 +125,7 @@ class CostMode(TorchDispatchMode):
             return NotImplemented
         if self._paused or func.namespace in ("prim", "profiler"):
             return args[0].device if func is _DEVICE and type(args[0]) is FakeTensor else func(*args, **kwargs)
-        exchanged = exchanged_rows(func, args)
+        exchanged = op_costs.exchanged_rows(func, args)
         body = _python_body(func) if exchanged is None else None
         if body is not None:
             # Custom operators are opaque to the compiler; here we record the operators inside.
@@ -145,7 +138,7 @@ class CostMode(TorchDispatchMode):
                     self._count(func, flops, 0, on_host=False)
                 else:
                     tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-                    self.kernel(count_bytes(func, args, kwargs, tensors))
+                    self.kernel(op_costs.count_bytes(func, args, kwargs, tensors))
             return out
         if func is torch.ops.aten._local_scalar_dense.default and self.tracker.category == "optimizer":
             # Optimizers read their step count; no size depends on it.
@@ -158,8 +151,8 @@ class CostMode(TorchDispatchMode):
                 return self._replay(func, args, known)
             out = args[0].add_(args[1]) if alone else _call(func, args, kwargs) if exchanged is None else exchanged
         except (UnsupportedOperatorException, DynamicOutputShapeException) as error:
-            raise unknown_operator(str(func)) from error
-        self._filled = filled_share(func, args) or self._filled
+            raise op_costs.unknown_operator(str(func)) from error
+        self._filled = op_costs.filled_share(func, args) or self._filled
         flops, bytes_moved, is_copy = self._record(func, args, kwargs, out)
         if key is not None and not is_copy:
             _OP_CACHE.put(key, args, out, flops, bytes_moved)
@@ -173,7 +166,6 @@ class CostMode(TorchDispatchMode):
         self._count_kernel(self.costs, "elementwise", 0, 0, bytes_moved)
 
     def _replay(self, func: Any, args: tuple[Any, ...], known: CachedOp) -> Any:
-        """Create and record the results of a cached call."""
         out, made = known.replay(args)
         for tensor, alias in made:
             self.tracker.track(tensor, "other" if alias else None)
@@ -185,17 +177,16 @@ class CostMode(TorchDispatchMode):
 
     def _add_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
         kernel = () if self._workspaces is None else self._workspaces(func, args)
-        self._allocate_within(decomposed_workspace(func, args), *kernel)
+        self._allocate_within(op_costs.decomposed_workspace(func, args), *kernel)
 
     def _allocate_within(self, *sizes: int) -> None:
-        """Record memory that is freed before the operator returns, last first."""
         blocks = [self.tracker.allocate(size, self.tracker.category) for size in sizes if size]
         for block in reversed(blocks):
             self.tracker.free(block)
 
     def _first_matmul(self, func: Any) -> None:
         """Record the workspace that the matmul library allocates at its first call in a thread and keeps."""
-        if str(func._overloadpacket) in MATMULS:
+        if str(func._overloadpacket) in op_costs.MATMULS:
             # Backward runs in a separate thread.
             thread = torch._C._current_graph_task_id() != -1
             self.tracker.mark_matmul(backward=thread)
@@ -219,13 +210,11 @@ class CostMode(TorchDispatchMode):
         if tracker.is_on_host(inputs[-1]) is to_host:
             return None
         kind = TO_HOST if to_host else TO_GPU if tracker.stream() else WAITED_FOR
-        return kind, outputs[0].numel() * outputs[0].element_size()
+        return kind, outputs[0].nbytes
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, int, bool]:
-        """Record an operator's results and messages.
-
-        Returns its FLOPs, the bytes that it moved, and True if it copies between host and device.
-        """
+        """Record an operator's results and messages. Returns its FLOPs, the bytes that it moved, and True if it copies
+        between host and device."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         before = {tensor.untyped_storage()._cdata for tensor in inputs}
@@ -243,8 +232,8 @@ class CostMode(TorchDispatchMode):
             kind, size = copied
             self.costs.messages[AXIS, kind] += size
             self.costs.calls[AXIS, kind] += 1
-        symmetric = symmetric_message(func, args, out)
-        sent = parse_message(func, args, out) if symmetric is None else symmetric[:3]
+        symmetric = op_costs.symmetric_message(func, args, out)
+        sent = op_costs.parse_message(func, args, out) if symmetric is None else symmetric[:3]
         if sent is not None:
             kind, group, size = sent
             axis = self._axes.get(group, "itself")
@@ -255,13 +244,13 @@ class CostMode(TorchDispatchMode):
                 self.tracker.set_category(buffers, "communication")
         elif func.namespace == "fsdp":
             self._categorize_fsdp(str(func._overloadpacket), args, kwargs, out)
-        flops = count_flops(func, args, kwargs, out) if symmetric is None else symmetric.flops
+        flops = op_costs.count_flops(func, args, kwargs, out) if symmetric is None else symmetric.flops
         self._first_matmul(func)
         bytes_moved = 0
         grouped = str(func._overloadpacket) in GROUPED
         unbound = not flops and not sent and not copied and not func.is_view
         if grouped or (unbound and (new or func._schema.is_mutable)):
-            bytes_moved = count_bytes(func, args, kwargs, outputs)
+            bytes_moved = op_costs.count_bytes(func, args, kwargs, outputs)
         self._launch(sent is not None or copied is not None)
         if symmetric is not None:
             self._launch(symmetric.launches)
@@ -272,29 +261,28 @@ class CostMode(TorchDispatchMode):
         return flops, bytes_moved, copied is not None
 
     def _filled_counts(self, func: Any, tensors: Any, flops: int, bytes_moved: int) -> tuple[int, int]:
-        """FLOPs and bytes of a grouped matmul, without the rows that symmetric memory has room for and that never
-        arrive."""
+        """FLOPs and bytes of a grouped matmul, without rows that symmetric memory has room for but never arrive."""
         if self._filled == 1.0 or str(func._overloadpacket) not in GROUPED:
             return flops, bytes_moved
         stacked = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor) and leaf.dim() == 3]
-        weights = sum(weight.numel() * weight.element_size() for weight in stacked)
+        weights = sum(weight.nbytes for weight in stacked)
         return round(flops * self._filled), weights + round((bytes_moved - weights) * self._filled)
 
     def _count(self, func: Any, flops: int, bytes_moved: int, *, on_host: bool, beside: str = "") -> None:
         costs = self.costs
-        if not flops and is_unknown(func):
+        if not flops and op_costs.is_unknown(func):
             costs.unknown[str(func._overloadpacket)] += 1
         if on_host:
             costs.host_bytes += 0 if flops else bytes_moved
             return
-        fp8 = flops if str(func._overloadpacket) in SCALED_MATMULS else 0
+        fp8 = flops if str(func._overloadpacket) in op_costs.SCALED_MATMULS else 0
         costs.flops += flops
         costs.fp8_flops += fp8
         costs.bytes_moved += 0 if flops else bytes_moved
         if flops or bytes_moved:
             self._launch()
-            self._count_kernel(costs, kernel_kind(func, flops), flops, fp8, bytes_moved)
-        for measure, count in zip(MEASURES[:2], (flops, fp8), strict=True):
+            self._count_kernel(costs, op_costs.kernel_kind(func, flops), flops, fp8, bytes_moved)
+        for measure, count in zip(op_costs.MEASURES[:2], (flops, fp8), strict=True):
             if count and beside:
                 costs.kernels[beside, measure] += count
 
@@ -303,13 +291,12 @@ class CostMode(TorchDispatchMode):
         self.costs.operators += 0 if self.tracker.stream() == GRAPH else operators
 
     def _count_kernel(self, costs: OpCosts, kind: str, *counts: int) -> None:
-        name = kernel_class(kind, self.tracker.where, self.tracker.outside_passes)
-        for measure, count in zip(MEASURES, (*counts, 1), strict=True):
+        name = op_costs.kernel_class(kind, self.tracker.where, self.tracker.outside_passes)
+        for measure, count in zip(op_costs.MEASURES, (*counts, 1), strict=True):
             if count:
                 costs.kernels[name, measure] += count
 
     def _categorize_fsdp(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Set the categories of buffers that FSDP2's own operators read and write."""
         if name.endswith("split_with_sizes_copy"):
             self.tracker.set_category(tree_leaves(kwargs["out"]), "gathered parameters")
         elif name.endswith("all_gather_copy_in"):
@@ -317,29 +304,6 @@ class CostMode(TorchDispatchMode):
         elif name.endswith("chunk_cat"):
             self.tracker.set_category(args[0], "gradients")
             self.tracker.set_category([kwargs["out"]], "communication")
-
-    def _resizing(self) -> Callable[..., Any]:
-        resize, tracker = torch.UntypedStorage.resize_, self.tracker
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            tracker.resize(storage)
-            return result
-
-        return resized
-
-    def _without_sharding_propagation(self) -> Callable[..., Any]:
-        """Pause recording during DTensor's sharding propagation, which runs operators on global shapes."""
-        ask = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            self._paused += 1
-            try:
-                return ask(*args, **kwargs)
-            finally:
-                self._paused -= 1
-
-        return asked
 
 
 def ranks_by_axis(mesh: Mesh) -> dict[str, list[int]]:
@@ -370,10 +334,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _summand_counts(func: Any, args: tuple[Any, ...]) -> tuple[int, ...] | None:
-    """Reference counts of the first gradient if the autograd engine is adding two, else None.
-
-    They are only comparable with the counts of `_sole_owner_counts`.
-    """
+    """Reference counts of the first gradient if the autograd engine is adding two, else None. They are only comparable
+    with the counts of `_sole_owner_counts`."""
     if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return None
     caller: Any = sys._getframe(2)
@@ -413,5 +375,5 @@ def _python_body(func: Any) -> Callable[..., Any] | None:
         return None
     definition = OPDEFS.get(f"{func.namespace}::{func._schema.name.partition('::')[2]}")
     if definition is None:
-        raise unknown_operator(str(func))
+        raise op_costs.unknown_operator(str(func))
     return definition._init_fn

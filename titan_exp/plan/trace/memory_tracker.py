@@ -44,7 +44,6 @@ class Storage:
     """Tracked storage."""
 
     category: str
-    """One of `CATEGORIES`."""
     number: int = 0
     """Number of its last allocation, by which allocator events name it."""
     size: int = 0
@@ -52,14 +51,12 @@ class Storage:
     on_host: bool = False
     """True if it is in host memory, beside a device's memory."""
     is_final: bool = False
-    """True if the category no longer changes."""
 
 
 class Change(NamedTuple):
     """Allocation or release of a storage."""
 
     storage: Storage | None
-    """The storage; None for a mark."""
     number: int
     """Number of the allocation; negative for a mark."""
     size: int
@@ -67,7 +64,6 @@ class Change(NamedTuple):
     stream: int
     """Stream of an allocation; `HOST` for one in host memory."""
     where: str
-    """Phase of the step."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +71,7 @@ class Moment:
     """Allocated memory at one point of a step."""
 
     bytes: int
-    """Allocated bytes."""
     by_category: dict[str, int]
-    """Allocated bytes by category."""
     where: str
     """Phase of the step, e.g. `backward, block 3`."""
 
@@ -93,13 +87,10 @@ class MemoryTracker:
     device: torch.device | None = None
     """Device of tensors in device memory, if other tensors are in host memory; None if there is a single memory."""
     category: str = "other"
-    """Category of new storages, unless another is given."""
     where: str = "before the first step"
-    """Phase of the step."""
     outside_passes: str = ""
     """Class of elementwise kernels outside the model's forward and backward passes; empty inside them."""
     gradients: int = 0
-    """Bytes of this rank's reduced gradients in the last optimizer step."""
     stream: Callable[[], int] = int
     """Returns the number of the current stream; by default 0."""
     _alive: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)
@@ -176,11 +167,9 @@ class MemoryTracker:
 
     def events(self) -> tuple[Events, Events]:
         """Allocations and releases in device memory, in order: before the step, and in it."""
-        before, during = Events(), Events()
-        for events, changes in ((before, self._on_device(0, self._begun)), (during, self._on_device(self._begun))):
-            for change in changes:
-                events.add(change.number, max(change.size, 0), change.stream)
-        return before, during
+        changes = self._on_device(0, self._begun), self._on_device(self._begun)
+        before, during = (((each.number, max(each.size, 0), each.stream) for each in part) for part in changes)
+        return Events(before), Events(during)
 
     def peak(self, *, on_host: bool = False) -> Moment:
         """First moment of the step with peak allocated memory, on the device or on the host."""
@@ -206,10 +195,8 @@ class MemoryTracker:
         return found
 
     def timeline(self, limit: int = MOMENTS) -> list[Moment]:
-        """Memory timeline of the step in at most `limit` moments: the maximum of each of equal spans of changes.
-
-        Starts with the moment before the step and includes the peak.
-        """
+        """Memory timeline of the step in at most `limit` moments: maxima of equal spans of changes, from the moment
+        before the step on, with the peak."""
         changes, current = [*self._on_device(self._begun)], self._held(self._begun)
         total = largest = sum(current.values())
         moments = [Moment(total, dict(current), self._where_before)]

@@ -81,18 +81,14 @@ class SymmetricMessage(NamedTuple):
     kind: str
     """`all-gather beside 4096 x 1536`, `all-to-all`."""
     group: str
-    """Name of the process group."""
     size: int
     """Bytes gathered, scattered or sent."""
     flops: int
-    """FLOPs of its matmuls."""
     temporary: int
     """Bytes allocated and freed within the call: pieces received but not returned."""
     moved: int
-    """Bytes read and written outside of matmuls and messages: sums of received pieces, and copies to and from symmetric
-    memory."""
+    """Bytes read and written beside matmuls and messages: sums of pieces, copies to and from symmetric memory."""
     launches: int
-    """Number of matmuls and copies."""
 
 
 @contextmanager
@@ -112,7 +108,10 @@ def symmetric_message(operator: Any, args: Sequence[Any], out: Any) -> Symmetric
     """Message of an operator through symmetric memory; None for other operators."""
     name = str(operator._overloadpacket)
     if name in SYMMETRIC_EXCHANGES:
-        return _exchange(args, out)
+        # Rows are copied to symmetric memory, and results from it. Only the sent rows travel, not all the room for
+        # received rows, which one of the two tensors is.
+        sizes = [_bytes(args[0]), _bytes(out if isinstance(out, Tensor) else out[0])]
+        return SymmetricMessage("all-to-all", args[-1], min(sizes), 0, 0, 2 * sum(sizes), COPIES)
     if name not in GATHERS + SCATTERS:
         return None
     left, weights = args[0], args[1] if isinstance(args[1], Sequence) else [args[1]]
@@ -121,40 +120,25 @@ def symmetric_message(operator: Any, args: Sequence[Any], out: Any) -> Symmetric
     degree, flops = group_named(group).size(), 2 * left.numel() * sum(weight.shape[1] for weight in weights)
     launches = degree * (len(weights) + 1)
     if name in SCATTERS:
-        piece = out.numel() * out.element_size()
-        size = degree * piece
+        piece, size = _bytes(out), degree * _bytes(out)
         return SymmetricMessage(f"reduce-scatter{BESIDE}{shapes}", group, size, flops, size, size + piece, launches)
-    piece = left.numel() * left.element_size()
-    temporary = 0 if isinstance(out[0], Tensor) else degree * piece
-    kind = f"all-gather{BESIDE}{shapes}"
-    return SymmetricMessage(kind, group, degree * piece, degree * flops, temporary, 2 * piece, launches)
-
-
-def _exchange(args: Sequence[Any], out: Any) -> SymmetricMessage:
-    """Token exchange: rows are copied to symmetric memory, and results from it. Only the sent rows travel, not all the
-    room for received rows, which one of the two tensors is."""
-    sent, result = args[0], out if isinstance(out, Tensor) else out[0]
-    sizes = [tensor.numel() * tensor.element_size() for tensor in (sent, result)]
-    return SymmetricMessage("all-to-all", args[-1], min(sizes), 0, 0, 2 * sum(sizes), COPIES)
+    piece, size = _bytes(left), degree * _bytes(left)
+    temporary, kind = 0 if isinstance(out[0], Tensor) else size, f"all-gather{BESIDE}{shapes}"
+    return SymmetricMessage(kind, group, size, degree * flops, temporary, 2 * piece, launches)
 
 
 KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_exp")
 """Namespaces of known operators; those of other libraries may allocate untraced memory."""
 COMPUTING = ("mm", "bmm", "baddbmm", "addmm", "conv", "attention", "lstm", "gru", "linalg", "fft", "flex")
 """Parts of names of aten operators that FLOPs bound, not bytes."""
-
 SCALED_MATMULS = ("aten._scaled_mm", "aten._scaled_grouped_mm", GATHERS[1], SCATTERS[1])
-"""Float8 matmuls."""
 MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", SCALED_MATMULS[0], *GATHERS, *SCATTERS)
 """Operators computed by cuBLAS."""
-
-_aten, _c10d, _functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
-
+_aten = torch.ops.aten
 _OVERWRITING = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_")
 """Operators that overwrite their first argument without reading it."""
 _GATHERS = ("embedding", "gather", "index", "index_select")
 """Operators that read as many elements of their first argument as they return."""
-
 _GROUP_SECOND = ("allreduce_", "broadcast_", "send", "recv_", "barrier", "reduce_")
 _NAMES = {
     "_allgather_base_": "all-gather",
@@ -181,7 +165,11 @@ def count_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
     """FLOPs of a call, 2 per multiply-add; 0 if it is bound by bytes or unknown."""
     packet = operator._overloadpacket
     if packet in _ATTENTION:
-        return _attention(args, _ATTENTION[packet])
+        first, matmuls, causal_at = _ATTENTION[packet]
+        query, key = args[first], args[first + 1]
+        batch, heads, rows, width = query.shape
+        flops = 2 * batch * heads * rows * key.shape[2] * width * matmuls
+        return flops // 2 if len(args) > causal_at and args[causal_at] is True else flops
     flops = matmul_flops(operator, args, kwargs, out)
     if flops is not None:
         return flops
@@ -204,7 +192,9 @@ def is_unknown(operator: Any) -> bool:
         return namespace == "aten"  # its groups are on another side than those that we count
     if str(packet) in (*SYMMETRIC_EXCHANGES, *GATHERS, *SCATTERS) or packet in flop_registry:
         return False
-    return namespace not in KNOWN_NAMESPACES or (namespace == "aten" and _computes(name))
+    if namespace != "aten" or name == "linalg_vector_norm":
+        return namespace not in KNOWN_NAMESPACES
+    return "attention" in name or any(part in name.split("_") or name.startswith(part) for part in COMPUTING)
 
 
 def count_bytes(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> int:
@@ -228,10 +218,8 @@ def count_bytes(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], outp
 
 
 def decomposed_workspace(operator: Any, args: Sequence[Any]) -> int:
-    """Bytes allocated and freed inside a call that CUDA and CPU decompose below the dispatcher.
-
-    `_safe_softmax` compares scores with -inf, reduces the result over rows, and masks these rows with a zero.
-    """
+    """Bytes allocated and freed inside a call that CUDA and CPU decompose below the dispatcher. `_safe_softmax`
+    compares scores with -inf, reduces the result over rows, and masks these rows with a zero."""
     if operator is not _aten._safe_softmax.default:
         return 0
     scores = args[0]
@@ -239,13 +227,8 @@ def decomposed_workspace(operator: Any, args: Sequence[Any]) -> int:
 
 
 def parse_message(operator: Any, args: Sequence[Any], out: Any) -> tuple[str, str, int] | None:
-    """Kind, process group name and bytes of a communication operator, else None.
-
-    Bytes are counted on the larger side: the gathered tensor, the tensor to scatter, the sent tensor.
-
-    Raises:
-        UserError: the operator is unknown.
-    """
+    """Kind, process group name and bytes of a communication operator, else None. Bytes are counted on the larger side:
+    the gathered tensor, the tensor to scatter, the sent tensor. Raises UserError if the operator is unknown."""
     if str(operator._overloadpacket) in EXCHANGES:
         return "all-to-all", args[-1], _bytes(args[0])
     namespace, _, name = str(operator._overloadpacket).partition(".")
@@ -269,25 +252,8 @@ def unknown_operator(operator: str) -> UserError:
     )
 
 
-def _computes(name: str) -> bool:
-    return (
-        name != "linalg_vector_norm" and any(part in name.split("_") or name.startswith(part) for part in COMPUTING)
-    ) or "attention" in name
-
-
 def _bytes(tensors: Any) -> int:
-    if isinstance(tensors, Tensor):
-        return tensors.numel() * tensors.element_size()
-    return sum(_bytes(tensor) for tensor in tensors)
-
-
-def _attention(args: Sequence[Any], matmuls: tuple[int, int, int]) -> int:
-    """FLOPs of attention: two matmuls forward, five backward; a causal mask halves them."""
-    first, count, causal_at = matmuls
-    query, key = args[first], args[first + 1]
-    batch, heads, rows, width = query.shape
-    flops = 2 * batch * heads * rows * key.shape[2] * width * count
-    return flops // 2 if len(args) > causal_at and args[causal_at] is True else flops
+    return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_bytes, tensors))
 
 
 _ATTENTION = {
@@ -296,39 +262,21 @@ _ATTENTION = {
     _aten._scaled_dot_product_efficient_attention: (0, 2, 6),
     _aten._scaled_dot_product_efficient_attention_backward: (1, 5, 11),
 }
-"""Index of the query argument, number of matmuls, and index of the causal flag."""
+"""Index of the query argument, number of matmuls, and index of the causal flag, which halves their FLOPs."""
 
 
-BLOCK_MATMULS, EXPERT_MATMULS = "matmuls in blocks", "matmuls of experts"
-HEAD_MATMULS = "matmuls of the head"
-ATTENTION, ATTENTION_BACKWARD = "attention, forward", "attention, backward"
-BLOCKS, BLOCKS_BACKWARD = "elementwise in blocks, forward", "elementwise in blocks, backward"
-LOSS, EMBEDDING = "loss", "embedding"
-COMPUTE_WEIGHTS, GRADIENTS = "compute weights", "gradients"
-NORM, OPTIMIZER = "norm and clip", "optimizer"
-KERNEL_CLASSES = (
-    BLOCK_MATMULS,
-    EXPERT_MATMULS,
-    HEAD_MATMULS,
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    BLOCKS,
-    BLOCKS_BACKWARD,
-    LOSS,
-    EMBEDDING,
-    COMPUTE_WEIGHTS,
-    GRADIENTS,
-    NORM,
-    OPTIMIZER,
-)
+BLOCK_MATMULS, EXPERT_MATMULS, HEAD_MATMULS = "matmuls in blocks", "matmuls of experts", "matmuls of the head"
+_IN_ATTENTION = ATTENTION, ATTENTION_BACKWARD = "attention, forward", "attention, backward"
+_IN_BLOCKS = BLOCKS, BLOCKS_BACKWARD = "elementwise in blocks, forward", "elementwise in blocks, backward"
+_AT_ENDS = LOSS, EMBEDDING = "loss", "embedding"
+STREAMS = COMPUTE_WEIGHTS, GRADIENTS, NORM, OPTIMIZER = "compute weights", "gradients", "norm and clip", "optimizer"
+"""Classes of kernels that stream over all weights or gradients, as a copy does."""
+KERNEL_CLASSES = (BLOCK_MATMULS, EXPERT_MATMULS, HEAD_MATMULS, *_IN_ATTENTION, *_IN_BLOCKS, *_AT_ENDS, *STREAMS)
 """Classes in order. Forward passes include recomputation. `compute weights` are copies of weights in another dtype, or
 gathered ones; `gradients` are casts and sums after backward, and copies for their reduction. Experts' matmuls count
 FLOPs and bytes, since reading an expert's weights bounds a matmul with few rows."""
-STREAMS = (COMPUTE_WEIGHTS, GRADIENTS, NORM, OPTIMIZER)
-"""Classes of kernels that stream over all weights or gradients, as a copy does."""
 MEASURES = ("flops", "fp8_flops", "bytes", "launches")
 """Measures of a class; float8 matmuls count in `flops`, too. A multi-tensor operator is one launch."""
-
 _FSDP = {"all_gather_copy_in": COMPUTE_WEIGHTS, "split_with_sizes_copy": COMPUTE_WEIGHTS, "chunk_cat": GRADIENTS}
 """Classes of FSDP2's own operators."""
 
@@ -350,10 +298,8 @@ def kernel_kind(operator: Any, flops: int) -> str:
 
 
 def kernel_class(kind: str, where: str, outside_passes: str) -> str:
-    """Class of a kernel of a kind in a phase of the step.
-
-    `outside_passes` is the class of elementwise kernels outside forward and backward passes, else empty.
-    """
+    """Class of a kernel of a kind in a phase of the step. `outside_passes` is the class of elementwise kernels outside
+    forward and backward passes, else empty."""
     in_block = ", block" in where
     if kind in KERNEL_CLASSES:
         found = kind

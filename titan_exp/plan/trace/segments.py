@@ -1,16 +1,14 @@
-"""Segments of a traced step: net allocation, peak, costs and allocation events of each.
+"""Segments of a traced step: costs and allocation events of each.
 
 A segment does not depend on earlier allocations, so segments of a small model can be repeated in a large one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
@@ -18,7 +16,7 @@ from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.models.blocks.transformer import iter_numbered_blocks
 from titan_exp.parallel.step_observer import StepObserver
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
-from titan_exp.plan.trace.memory_tracker import CATEGORIES, Change, MemoryTracker, local
+from titan_exp.plan.trace.memory_tracker import Change, MemoryTracker, local
 from titan_exp.plan.trace.op_costs import COMPUTE_WEIGHTS, EMBEDDING, GRADIENTS, LOSS, NORM, OPTIMIZER
 
 NOWHERE = -1
@@ -27,8 +25,7 @@ PROLOGUE, REDUCE, GROUP, REST, END = "prologue", "reduce", "group", "rest", "end
 """Parts of a step outside actions: the part before the first action; a stage's gradient reduction, its FSDP parameter
 groups, and the rest of it; a position that holds reduced gradients."""
 TIED_SUM, OPTIMIZER_STEP = "sum of tied gradients", "optimizer step"
-"""Last parts of a step: the sum of tied gradients between stages, and the span from summed gradients to the next
-step."""
+"""Last parts of a step: sum of tied gradients between stages, and from summed gradients to the next step."""
 BETWEEN, SUM, RESULT = " between", " sum", " result"
 """Suffixes of an action's parts: the messages after it, the sums of FSDP parameter groups' gradients in a split
 backward pass, and the storage of its result."""
@@ -42,7 +39,6 @@ class StepPosition(NamedTuple):
     step: int
     """Number of the step: -1 is the build, 0 the first step, 1 the second."""
     stage: int
-    """Pipeline stage."""
     micro: int | None
     """Micro-batch; None for parts that run once per step."""
     part: str
@@ -69,15 +65,6 @@ PROLOGUES = [StepPosition(step, NOWHERE, None, PROLOGUE, None) for step in (0, 1
 """Position before the first action, for each step."""
 
 
-CategoryBytes = NDArray[np.int64]
-"""Bytes by category, in the order of `CATEGORIES`."""
-
-
-def category_bytes(by_category: Mapping[str, int]) -> CategoryBytes:
-    """Bytes by category as a vector."""
-    return np.array([by_category.get(name, 0) for name in CATEGORIES], dtype=np.int64)
-
-
 class AllocationEvent(NamedTuple):
     """Allocation or release of a storage, or the first matmul of a segment."""
 
@@ -94,10 +81,8 @@ class AllocationEvent(NamedTuple):
 
 
 FORWARD_MATMUL, BACKWARD_MATMUL = -1, -2
-"""Allocation numbers for a segment's first matmul in each thread; the matmul library allocates a workspace at its first
-call."""
+"""Numbers for a segment's first matmul in each thread, where the matmul library allocates a workspace once."""
 NOT_TRACKED = -3
-"""Allocation number of a tensor that is not tracked."""
 
 
 class GradientKey(NamedTuple):
@@ -106,35 +91,21 @@ class GradientKey(NamedTuple):
     part: int
     """Index of its pipeline stage on this rank."""
     block: int | None
-    """Index of its block in the stage; None outside blocks."""
     name: str
     """Name within the block, or in the model."""
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Totals of a part of a step."""
-
-    net: CategoryBytes
-    """Net bytes allocated on the device."""
-    peak: CategoryBytes
-    """Bytes added on the device at its first peak; zeros if it only frees."""
-    costs: OpCosts
-    """FLOPs, memory traffic and messages."""
-
-
-@dataclass(frozen=True)
-class Segment(Totals):
+class Segment:
     """Part of a step at one position."""
 
+    costs: OpCosts
     position: StepPosition
     """Position in the step; blocks are numbered in the model, parameter groups from 0."""
     where: str
-    """Phase of the step."""
     begins_phase: bool
     """True if the segment begins its phase."""
     category: str
-    """Default category of the phase."""
     events: Sequence[AllocationEvent] = ()
     """Allocations and releases in order, if recorded."""
 
@@ -143,13 +114,11 @@ class _Cut(NamedTuple):
     """Start of a segment."""
 
     start: int
-    """Number of the next change."""
     position: StepPosition
     where: str
     begins_phase: bool
     category: str
     costs: OpCosts
-    """Costs of the step so far."""
 
 
 class SegmentTracker(MemoryTracker):
@@ -210,23 +179,13 @@ class SegmentTracker(MemoryTracker):
 
     def segments(self) -> list[Segment]:
         """All segments that have ended, with their events."""
-        return [self._segment(cut, following) for cut, following in pairwise(self._cuts)]
-
-    def _segment(self, cut: _Cut, following: _Cut) -> Segment:
-        net: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-        peak, total, highest = dict(net), 0, 0
-        changes = self._changes[cut.start : following.start]
-        for storage, _, size, _, _ in changes:
-            if storage is None or storage.on_host:
-                continue
-            net[storage.category] += size
-            total += size
-            if total > highest:
-                highest, peak = total, dict(net)
-        # The outer sum drops keys of messages that the segment does not send.
-        costs = sum_costs([sum_costs([following.costs, sum_costs([cut.costs], -1)])])
-        totals = category_bytes(net), category_bytes(peak), costs
-        return Segment(*totals, cut.position, cut.where, cut.begins_phase, cut.category, [*map(self._event, changes)])
+        found = list[Segment]()
+        for cut, following in pairwise(self._cuts):
+            # The outer sum drops keys of messages that the segment does not send.
+            costs = sum_costs([sum_costs([following.costs, sum_costs([cut.costs], -1)])])
+            events = [*map(self._event, self._changes[cut.start : following.start])]
+            found.append(Segment(costs, cut.position, cut.where, cut.begins_phase, cut.category, events))
+        return found
 
     def _event(self, change: Change) -> AllocationEvent:
         storage, number, size, stream, _ = change
@@ -243,10 +202,8 @@ class SegmentTracker(MemoryTracker):
 
 
 class SegmentObserver(StepObserver):
-    """Ends a segment at the start of each micro-batch, pipeline action, gradient reduction and optimizer step.
-
-    Also sets the class of kernels outside passes, and the category of batches.
-    """
+    """Ends a segment at the start of each micro-batch, pipeline action, gradient reduction and optimizer step. Also
+    sets the class of kernels outside passes, and the category of batches."""
 
     def __init__(self, tracker: SegmentTracker) -> None:
         self._tracker = tracker
@@ -265,10 +222,8 @@ class SegmentObserver(StepObserver):
             self._tracker.begin_phase("loss", "backward, head and loss", LOSS)
 
     def action_end(self, action: Action, result: Tensor | None) -> None:
-        """Begin the segment between two pipeline actions.
-
-        Hidden states and gradients between stages are activations, even if a collective writes or reads them.
-        """
+        """Begin the segment between two pipeline actions. Hidden states and gradients between stages are activations,
+        even if a collective writes or reads them."""
         tracker = self._tracker
         # The last stage's objective is a scalar.
         if result is not None and result.dim():
@@ -307,7 +262,14 @@ class SegmentObserver(StepObserver):
 
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
         """Begin the optimizer step, and record the storages of gradients."""
-        self._tracker.reduced_gradients.append(_gradient_allocations(self._tracker, parts))
+        found = dict[GradientKey, int]()
+        for place, part in enumerate(parts):
+            places = {number: index for index, (number, _) in enumerate(iter_numbered_blocks(part))}
+            for number, name, weight in parameters_in_blocks(part):
+                if weight.grad is not None:
+                    key = GradientKey(place, None if number is None else places[number], name)
+                    found[key] = self._tracker.allocation_of(weight.grad)
+        self._tracker.reduced_gradients.append(found)
         self._cut(NOWHERE, None, OPTIMIZER_STEP)
         self._tracker.outside_passes = NORM
 
@@ -329,20 +291,13 @@ class SegmentObserver(StepObserver):
         self._tracker.cut(StepPosition(self._tracker.position.step, stage, micro, part, None))
 
 
-def _gradient_allocations(tracker: SegmentTracker, parts: Sequence[nn.Module]) -> dict[GradientKey, int]:
-    found = dict[GradientKey, int]()
-    for place, part in enumerate(parts):
-        blocks = [block for _, block in iter_numbered_blocks(part)]
-        in_blocks = {
-            id(weight): (number, name)
-            for number, block in enumerate(blocks)
-            for name, weight in block.named_parameters()
-        }
-        for name, weight in part.named_parameters():
-            if weight.grad is not None:
-                key = GradientKey(place, *in_blocks.get(id(weight), (None, name)))
-                found[key] = tracker.allocation_of(weight.grad)
-    return found
+def parameters_in_blocks(part: nn.Module) -> Iterator[tuple[int | None, str, nn.Parameter]]:
+    """Parameters of a part, each with its block's number, or None outside blocks, and its name there."""
+    blocks = [*iter_numbered_blocks(part)]
+    owners = {id(weight): (number, name) for number, block in blocks for name, weight in block.named_parameters()}
+    for whole_name, weight in part.named_parameters():
+        number, name = owners.get(id(weight), (None, whole_name))
+        yield number, name, weight
 
 
 def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:
@@ -368,35 +323,19 @@ def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:
     return total
 
 
-def join_segments(segments: Sequence[Totals]) -> Totals:
-    """Totals of consecutive parts of a step."""
-    net, peak, height = category_bytes({}), category_bytes({}), 0
-    for segment in segments:
-        if net.sum() + segment.peak.sum() > height:
-            peak = net + segment.peak
-            height = int(peak.sum())
-        net = net + segment.net
-    return Totals(net, peak, sum_costs([segment.costs for segment in segments]))
-
-
 @contextmanager
 def track_phases(
-    tracker: MemoryTracker,
-    parts: Sequence[nn.Module],
-    compute_weights: Iterable[Tensor] = (),
+    tracker: MemoryTracker, parts: Sequence[nn.Module], compute_weights: Iterable[Tensor] = ()
 ) -> Iterator[None]:
     """Set a tracker's phase and categories by hooks on modules, for the `with` block."""
-    hooks: list[Any] = []
-    for part in parts:
-        tracker.set_category(part.parameters(), "parameters")
-        tracker.set_category(part.buffers(), "other")
-        hooks += _on_part(tracker, part)
-    tracker.set_category(compute_weights, "gathered parameters")
-    try:
+    with ExitStack() as hooks:
+        for part in parts:
+            tracker.set_category(part.parameters(), "parameters")
+            tracker.set_category(part.buffers(), "other")
+            for hook in _on_part(tracker, part):
+                hooks.enter_context(hook)
+        tracker.set_category(compute_weights, "gathered parameters")
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _on_part(tracker: MemoryTracker, part: nn.Module) -> list[Any]:
@@ -405,10 +344,7 @@ def _on_part(tracker: MemoryTracker, part: nn.Module) -> list[Any]:
     ends = "head and loss" if head is not None else "the stage's ends"
 
     def at(category: str, where: str) -> Callable[..., None]:
-        def set_phase(*_: Any) -> None:
-            tracker.begin_phase(category, where, "")
-
-        return set_phase
+        return lambda *_: tracker.begin_phase(category, where, "")
 
     hooks = [part.register_forward_pre_hook(at("activations", "forward, embedding"), prepend=True)]
     after_blocks = at("loss" if head is not None else "activations", f"backward, {ends}")

@@ -15,7 +15,7 @@ tensor argument, at an offset from its own.
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -51,17 +51,14 @@ def replaced_attributes(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
 
 @contextmanager
 def restored_compiler_settings() -> Iterator[None]:
-    """Restore the compiler's settings at the end of the `with` block.
-
-    They are global, so a run's memory budget or rounding would decide how later runs are compiled.
-    """
-    originals: list[tuple[Any, dict[str, Any]]] = [
-        (settings, settings.get_config_copy()) for settings in (dynamo, functorch, inductor)
-    ]
+    """Restore the compiler's settings at the end of the `with` block. They are global, so a run's memory budget or
+    rounding would decide how later runs are compiled."""
+    modules: list[Any] = [dynamo, functorch, inductor]
+    originals = [settings.get_config_copy() for settings in modules]
     try:
         yield
     finally:
-        for settings, values in originals:
+        for settings, values in zip(modules, originals, strict=True):
             for name, value in settings.get_config_copy().items():
                 if value != values[name]:
                     setattr(settings, name, values[name])
@@ -104,8 +101,7 @@ def uses_inductor(config: CompileConfig) -> bool:
 
 @contextmanager
 def reset_dynamo() -> Iterator[None]:
-    """Reset dynamo before and after the `with` block, because guards fail on the other device name of offloaded
-    runs."""
+    """Reset dynamo before and after the `with` block: guards fail on the other device name of offloaded runs."""
     torch._dynamo.reset()
     try:
         yield
@@ -116,13 +112,8 @@ def reset_dynamo() -> Iterator[None]:
 @contextmanager
 def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -> Iterator[None]:
     """Skip inductor's kernels in the `with` block, so that its wrapper code runs on fake tensors. Nothing is cached.
-
-    `called` gets the bytes read and written by each skipped kernel; buffers are on `device`.
-
-    Raises:
-        UserError: inductor fails to generate CPU code.
-    """
-    import torch._inductor.config as inductor
+    `called` gets the bytes read and written by each skipped kernel; buffers are on `device`. Raises UserError if
+    inductor fails to generate CPU code."""
     from torch._C._dynamo import guards
     from torch._inductor import cpp_builder, cpu_vec_isa
     from torch._inductor.async_compile import AsyncCompile
@@ -145,6 +136,12 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
+    def reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tensor:
+        # Autograd must not see a view, as in torch: FSDP would warn of blocks that return one.
+        with torch._C._ExcludeDispatchKeyGuard(views):
+            return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+    views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     settings: dict[str, Any] = {"compile_threads": 1, "fx_graph_cache": False}
     replacements = (
         # Skip inductor's detection of compiler and vector instructions, which runs a C++ compiler.
@@ -152,7 +149,7 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
         (cpp_builder, "is_gcc", lambda: True),
         (cpp_builder, "is_msvc_cl", lambda: False),
         (guards, "_empty_strided_cpu", empty),
-        (guards, "_reinterpret_tensor", _reinterpreted),
+        (guards, "_reinterpret_tensor", reinterpreted),
         (AsyncCompile, "cpp_pybinding", kernel),
     )
     types = dict(DTYPE_TO_CPP)
@@ -175,10 +172,7 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
 def compile_as_for_cuda(*, beside: bool) -> Iterator[None]:
     """Compile for a GPU in the `with` block: dynamo takes CUDA's branches. The partitioner takes the CPU's flash
     attention for a GPU's, counts its FLOPs, and does not recompute it at will. Activation functions have no buffers
-    that only a CPU needs.
-
-    `beside` is True if host tensors exist in addition to those of the fake GPU.
-    """
+    that only a CPU needs. `beside` is True if host tensors exist in addition to those of the fake GPU."""
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._functorch import partitioners
@@ -206,17 +200,7 @@ def compile_as_for_cuda(*, beside: bool) -> Iterator[None]:
         flop_registry.update(counted)
 
 
-def _reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tensor:
-    # Autograd must not see a view, as in torch: FSDP would warn of blocks that return one.
-    with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
-        return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
-
-
-_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-
-
 Key = tuple[Hashable, ...]
-
 _VALUE_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 """Tags of operators that read values or change a tensor's metadata."""
 _LISTS = (list, tuple)
@@ -228,9 +212,7 @@ class OpResult:
     """One result of an operator."""
 
     argument: int
-    """Index of the returned argument; -1 for another tensor."""
     base: int
-    """Index of the viewed argument; -1 for a new storage."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -247,13 +229,10 @@ class CachedOp:
     device: torch.device | None
     """Fake device of the results."""
     results: tuple[OpResult, ...]
-    """Results in order."""
     kind: type | None
     """Type of the returned container, or NoneType; None for a tensor."""
     flops: int
-    """FLOPs of matmuls and attention."""
     bytes_moved: int
-    """Bytes read and written."""
 
     def replay(self, args: Sequence[Any]) -> tuple[Any, list[tuple[Tensor, bool]]]:
         """Results for these arguments: the return value, and each tensor with True if its storage existed before."""
@@ -276,39 +255,23 @@ class CachedOp:
         return FakeTensor(self.mode, inside, self.device)
 
 
-class OpCache:
+class OpCache(dict[Key, CachedOp | None]):
     """Cached calls by operator, shapes and constants."""
-
-    def __init__(self) -> None:
-        self._cached: dict[Key, CachedOp | None] = {}
-        self._cacheable: dict[Any, bool] = {}
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key | None:
         """Cache key of a call; None if it is not cacheable."""
-        cacheable = self._cacheable.get(func)
-        if cacheable is None:
-            cacheable = self._cacheable[func] = _is_cacheable(func)
-        if not cacheable:
+        if not _is_cacheable(func):
             return None
-        values: list[Hashable] = [func]
-        if not _add_key(args, values):
-            return None
-        for name, value in kwargs.items():
-            values.append(name)
-            if not _add_key((value,), values):
-                return None
-        return tuple(values)
-
-    def get(self, key: Key) -> CachedOp | None:
-        """Cached call, or None."""
-        return self._cached.get(key)
+        values: list[Hashable] = [func, *kwargs]
+        return tuple(values) if _add_key((*args, *kwargs.values()), values) else None
 
     def put(self, key: Key, args: tuple[Any, ...], out: Any, flops: int, bytes_moved: int) -> None:
         """Cache a call if its results are a function of its key."""
-        if key not in self._cached:
-            self._cached[key] = _cached_op(args, out, flops, bytes_moved)
+        if key not in self:
+            self[key] = _cached_op(args, out, flops, bytes_moved)
 
 
+@cache
 def _is_cacheable(func: Any) -> bool:
     name = func._schema.name
     if func.namespace != "aten" or any(tag in func.tags for tag in _VALUE_DEPENDENT) or "lift" in name:
@@ -327,7 +290,6 @@ def _is_cacheable(func: Any) -> bool:
 
 
 def _add_key(args: Sequence[Any], values: list[Hashable]) -> bool:
-    """Append each argument's part of the key; returns False if an argument has none."""
     for arg in args:
         kind = type(arg)
         if kind is FakeTensor:
@@ -351,7 +313,10 @@ def _cached_op(args: tuple[Any, ...], out: Any, flops: int, bytes_moved: int) ->
     if kind is _NOTHING:
         return CachedOp(None, None, (), kind, flops, bytes_moved)
     made = [out] if kind is None else list(out)
-    if not made or not all(type(tensor) is FakeTensor and _is_plain(tensor) for tensor in made):
+    if not made or any(
+        type(tensor) is not FakeTensor or tensor.constant is not None or tensor.requires_grad or tensor.dtype.is_complex
+        for tensor in made
+    ):
         return None
     if len({(tensor.fake_mode, tensor.fake_device) for tensor in made}) > 1:
         return None
@@ -362,10 +327,6 @@ def _cached_op(args: tuple[Any, ...], out: Any, flops: int, bytes_moved: int) ->
     if len(set(own)) < len(own):
         return None
     return CachedOp(made[0].fake_mode, made[0].fake_device, results, kind, flops, bytes_moved)
-
-
-def _is_plain(tensor: FakeTensor) -> bool:
-    return tensor.constant is None and not tensor.requires_grad and not tensor.dtype.is_complex
 
 
 def _result(args: tuple[Any, ...], made: FakeTensor) -> OpResult | None:

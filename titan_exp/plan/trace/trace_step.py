@@ -51,8 +51,7 @@ CAPTURE = torch.cpu.Stream()
 
 
 class FakeRecorder:
-    """Runs the first pass as a warm-up on a stream of its own, and later passes as if captured; replays only count
-    their costs."""
+    """Runs the first pass as a warm-up on its own stream, and later ones as if captured; replays only count costs."""
 
     def __init__(self) -> None:
         self.mode: CostMode | None = None
@@ -90,15 +89,10 @@ class FakeRank:
     """One rank of a fake process group."""
 
     experiment: Experiment
-    """Run with a resolved layout."""
     state: TrainState
-    """Mesh, model and optimizer of this rank."""
     batches: Sequence[MicroBatch]
-    """Micro-batches of a step."""
     recorder: FakeRecorder | None = None
-    """Recorder of the model's captured passes, if any."""
     parts: Parts = field(default_factory=Parts)
-    """Parts that follow the optimizer's update."""
 
     @property
     def exchanges(self) -> Sequence[Beside]:
@@ -108,20 +102,24 @@ class FakeRank:
     @property
     def preallocated(self) -> list[torch.Tensor]:
         """Batch tensors, which a CPU holds for the whole step; CUDA holds copies of one micro-batch at a time."""
-        return batch_tensors(batch for batch in self.batches if not isinstance(batch, _CopiedBatch))
+        return [tensor for batch in self.batches if not isinstance(batch, _CopiedBatch) for tensor in batch.tensors]
 
     def step(self) -> None:
         """Run one optimizer step of the trainer."""
-        self._step(self.batches)
+        self._step(self.batches, self.state)
+
+    def trace(self, **options: Any) -> "Trace":
+        """Trace the step, after the shortest warm-up; `options` are those of `trace_step`."""
+        given = {"warmup_step": self.warmup_step, "recorder": self.recorder, "preallocated": self.preallocated}
+        return trace_step(self.state, self.step, **given | options)
 
     def warmup_step(self) -> None:
         """Run an optimizer step with the fewest micro-batches; it creates the same optimizer state."""
-        model = self.state.model
-        self._step(self.batches[: model.eval_microbatches if self.state.mesh.pp_group is not None else 1])
+        few = 1 if self.state.mesh.pp_group is None else self.state.model.eval_microbatches
+        self._step(self.batches[:few], self.state)
 
     def optimizer_step(self) -> None:
-        """Run an optimizer step on empty gradients, without forward and backward; it creates the same optimizer
-        state."""
+        """Run an optimizer step on empty gradients, without passes; it creates the same optimizer state."""
         model = self.state.model
 
         def no_passes(*_: Any) -> Mapping[str, torch.Tensor]:
@@ -132,19 +130,13 @@ class FakeRank:
                 pipeline.sum_tied_gradients()
             return sums.values
 
-        without_passes: Any = SimpleNamespace(
-            parts=model.parts,
-            weights=model.weights,
-            parameters=model.parameters,
-            unique_parameters=model.unique_parameters,
-            forward_backward=no_passes,
-            load=model.load,
-        )
-        self._step([], without_passes)
+        kept = {name: getattr(model, name) for name in ("parts", "weights", "parameters", "unique_parameters", "load")}
+        without_passes: Any = SimpleNamespace(**kept, forward_backward=no_passes)
+        self._step([], replace(self.state, model=without_passes))
 
-    def _step(self, batches: Sequence[MicroBatch], model: Any = None) -> None:
+    def _step(self, batches: Sequence[MicroBatch], state: TrainState) -> None:
         train_step(
-            self.state if model is None else replace(self.state, model=model),
+            state,
             self.parts,
             batches,
             # As in the costliest steps, those with a tail average.
@@ -165,11 +157,7 @@ class _CopiedBatch(Batch):
 
 @contextmanager
 def fake_rank(experiment: Experiment, rank: int) -> Iterator[FakeRank]:
-    """Build a global rank of a resolved layout on fake tensors, in the `with` block.
-
-    Raises:
-        UserError: from the trainer's build.
-    """
+    """Build a global rank of a resolved layout on fake tensors, in the `with` block. Raises the build's UserError."""
     assert not dist.is_initialized(), "a process of a real job cannot be a fake rank"
     layout = ResolvedLayout.of(experiment)
     parallelism = layout.parallelism
@@ -211,20 +199,16 @@ def _mode() -> FakeTensorMode:
 
 
 def fake_batches(experiment: Experiment, *, copied: bool = True) -> Sequence[MicroBatch]:
-    """Micro-batches of one data-parallel rank, as the loader makes them.
-
-    `copied` is False if the fake GPU is a different device from the host's, so that torch copies them itself.
-    """
+    """Micro-batches of one data-parallel rank, as the loader makes them. `copied` is False if the fake GPU is a
+    different device from the host's, so that torch copies them itself."""
     layout, data, spec = ResolvedLayout.of(experiment), experiment.data, model_spec(experiment.model)
     shape = (layout.micro_batch_size, layout.training.seq_len)
     if spec is not None and spec.inputs is not None:
         return [spec.inputs.example(*shape) for _ in range(layout.gradient_accumulation)]
     kind = _CopiedBatch if copied and layout.device_type == "cuda" else Batch
 
-    def tokens() -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int64)
-
     def batch() -> Batch:
+        tokens = functools.partial(torch.zeros, shape, dtype=torch.int64)
         positions, documents = (tokens() if has else None for has in (data.reset_positions, data.document_mask))
         further = tuple(Batch(tokens(), tokens(), None, None) for _ in range(mtp_depth(experiment.model)))
         return kind(tokens(), tokens(), positions, documents, further)
@@ -232,15 +216,9 @@ def fake_batches(experiment: Experiment, *, copied: bool = True) -> Sequence[Mic
     return [batch() for _ in range(layout.gradient_accumulation)]
 
 
-def batch_tensors(batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
-    """Tensors of all micro-batches."""
-    return [tensor for batch in batches for tensor in batch.tensors]
-
-
 @dataclass(frozen=True)
 class _Chunks:
-    """Chunks of a parameter, made when they are read: FSDP2 makes one for each of hundreds of ranks, and reads only
-    two."""
+    """Chunks of a parameter, made when read: FSDP2 makes one for each of hundreds of ranks, and reads two."""
 
     tensor: torch.Tensor
     count: int
@@ -269,10 +247,9 @@ def _readable_meshes() -> Iterator[None]:
 
         return call
 
-    asked = [name for name in _MESH_METHODS if hasattr(DeviceMesh, name)]
-    with torch_patches.replaced_attributes(
-        *((DeviceMesh, name, without_modes(getattr(DeviceMesh, name))) for name in asked)
-    ):
+    methods = ((name, getattr(DeviceMesh, name, None)) for name in _MESH_METHODS)
+    replacements = ((DeviceMesh, name, without_modes(method)) for name, method in methods if method is not None)
+    with torch_patches.replaced_attributes(*replacements):
         yield
 
 
@@ -283,7 +260,6 @@ class HostUsage:
     peak: Moment
     """Peak of host memory, with pinned blocks rounded up."""
     persistent: dict[str, int]
-    """Bytes of tensors on the host between steps, by category."""
 
 
 @dataclass(frozen=True)
@@ -291,21 +267,17 @@ class Trace:
     """Costs of a rank's second step, with optimizer state allocated."""
 
     peak: Moment
-    """Peak memory."""
     persistent: dict[str, int]
     """Bytes allocated between steps, by category."""
     gradients: int
     """Bytes of this rank's reduced gradients."""
     costs: OpCosts
-    """FLOPs, memory traffic and messages of the step."""
     axes: dict[str, list[int]]
     """Ranks of this rank's groups, by mesh axis."""
     timeline: list[Moment]
-    """Memory from the beginning to the end of the step."""
     setup_events: Events
     """Allocations and releases before the step, from the model's build on."""
     step_events: Events
-    """Allocations and releases in the step."""
     host: HostUsage | None = None
     """Memory of the host, with offloaded parameters."""
     saved_calls: tuple[str, ...] = ()
@@ -332,10 +304,8 @@ def trace_step(
     are tensors allocated before it, besides the model. Work `beside` the second step adds no costs. A captured model
     has a `recorder`. With `cuda`, sizes follow CUDA's kernels and allocator, and the matmul library keeps
     `matmul_workspace` bytes per calling thread; without `rounds`, sizes are the tensors' own. With `inductor`, compiled
-    kernels are skipped. `segments` is an empty tracker, from which the caller reads the step's segments.
-
-    Raises:
-        UserError: the step calls an unknown operator.
+    kernels are skipped. `segments` is an empty tracker, from which the caller reads the step's segments. Raises
+    UserError if the step calls an unknown operator.
     """
     tracker, offloaded = segments or SegmentTracker(), state.mesh.device == torch_patches.GPU
     tracker.device = torch_patches.GPU if offloaded else None

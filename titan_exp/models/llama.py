@@ -58,11 +58,7 @@ huggingface = HuggingFace(
 
 
 def to_params(config: ModelConfig) -> dict[str, Any]:
-    """Content of Meta's `params.json`.
-
-    Raises:
-        UserError: Meta's Llama cannot have this shape.
-    """
+    """Content of Meta's `params.json`. Raises UserError if Meta's Llama cannot have this shape."""
     assert isinstance(config, Config), "only Llama has Meta's tensor names"
     if config.head_dim * config.heads != config.dim:
         raise UserError(
@@ -91,11 +87,8 @@ def to_params(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_params(params: Mapping[str, Any], name: str, *, vocab_size: int, ffn_dim: int, tied: bool) -> Config:
-    """Config from the content of a `params.json` and the shapes of the tensors beside it.
-
-    Raises:
-        UserError: a key is missing.
-    """
+    """Config from the content of a `params.json` and the shapes of the tensors beside it. Raises UserError if a key is
+    missing."""
     noted = NotedKeys(params)
     with named_errors(noted, "params.json", "a Llama's"):
         found = _from_params(noted, name, vocab_size=vocab_size, ffn_dim=ffn_dim, tied=tied)

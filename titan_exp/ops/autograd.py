@@ -56,10 +56,8 @@ def _will_run(node: Any) -> bool:
 
 
 def in_type(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert the output of an autograd function to `dtype`; returns the output itself if it has the dtype.
-
-    torch 2.11's compiler passes a zero gradient after an operator that does nothing.
-    """
+    """Convert the output of an autograd function to `dtype`; returns the output itself if it has the dtype. torch
+    2.11's compiler passes a zero gradient after an operator that does nothing."""
     return out if out.dtype == dtype else out.to(dtype)
 
 

@@ -129,10 +129,8 @@ class _LogitsLoss(torch.autograd.Function):
 def log_normalizer_and_target(
     logits: Float[Tensor, "tokens vocab"], target: Int[Tensor, " tokens"], shard: VocabShard | None
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """Log of the softmax denominator over the whole vocabulary, and the target's logit, in fp32.
-
-    `logits` are the shard's, or the whole vocabulary's if `shard` is None; `target` are ids of the whole vocabulary.
-    """
+    """Log of the softmax denominator over the whole vocabulary, and the target's logit, in fp32. `logits` are the
+    shard's, or the whole vocabulary's if `shard` is None; `target` are ids of the whole vocabulary."""
     if has_row_kernels(logits):
         statistics = row_statistics(logits, target, None if shard is None else shard.first)
         max_logit, denominator, chosen = statistics
@@ -208,9 +206,7 @@ def write_row_gradient(
     out: Float[Tensor, "tokens vocab"],
 ) -> None:
     """Write the gradient of cross-entropy plus z-loss, times a factor per token, to `out`, which may be the logits.
-
-    `log_z` and `factor` are in fp32. Labels outside the shard that starts at the token id `first` match no column.
-    """
+    `log_z` and `factor` are in fp32. Labels outside the shard that starts at the token id `first` match no column."""
     if isinstance(logits, FakeTensor):
         torch.mul(logits, factor[:, None], out=out)  # as above
         return

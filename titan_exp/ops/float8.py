@@ -107,9 +107,7 @@ def cast_weights(
     dtype: torch.dtype,
 ) -> None:
     """Round contiguous matrices of one dtype to `dtype`, scale and cast them to float8, into `rows` and `transposed`.
-
-    Scales are fp32: one per row or column, or scalars, the same way for all matrices. CUDA only.
-    """
+    Scales are fp32: one per row or column, or scalars, the same way for all matrices. CUDA only."""
     if isinstance(weights[0], FakeTensor):
         # As above; the kernel reads the weights once and writes both layouts.
         torch._foreach_copy_(list(rows), list(weights))
@@ -142,10 +140,7 @@ def _table(
     addresses: tuple[tuple[int, ...], ...], shapes: tuple[tuple[int, ...], ...], device: torch.device
 ) -> tuple[Tensor, Tensor, int]:
     """Tables for a launch: the first tile of each matrix, padded to a power of two; addresses and shapes by matrix; the
-    number of tiles.
-
-    It is cached, because weights stay in place and a copy to the device could wait for the device.
-    """
+    number of tiles. It is cached, because weights stay in place and a copy to the device could wait for the device."""
     starts = [0]
     for height, width in shapes:
         starts.append(starts[-1] + -(-height // SIDE) * -(-width // SIDE))
@@ -158,9 +153,7 @@ def _table(
 @torch.library.custom_op("titan_exp::cast_tokens", mutates_args=())
 def cast_tokens(x: Tensor, inverse: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
     """Cast `x` [tokens, dim] to e4m3 in the rows of a `PaddedOrder`; returns rows and their fp32 scales, powers of two.
-
-    For finite tokens, the bits equal those of torchao's rowwise cast of the permuted and padded tokens.
-    """
+    For finite tokens, the bits equal those of torchao's rowwise cast of the permuted and padded tokens."""
     rows, scales = _empty_rows(x, inverse, padding)
     # These are the bits of zeros.
     rows.view(torch.uint8).index_fill_(0, padding, 0)

@@ -31,11 +31,8 @@ TRACED_CHUNKS = 8
 
 def choose_linear_attention_backend(requested: str, device: torch.device) -> LinearAttentionBackend:
     """Choose the kernels of linear attention; `auto` means those of the package fla-core on CUDA if it is installed,
-    and torch's operators elsewhere.
-
-    Raises:
-        UserError: fla is requested, and is not installed or the device is not a GPU.
-    """
+    and torch's operators elsewhere. Raises UserError if fla is requested, and is not installed or the device is not a
+    GPU."""
     runs = device.type == "cuda" and has_fla()
     if requested == "fla" and not runs:
         reason, first = "Python finds no module fla", "type pip install 'fla-core[cuda]', or "
@@ -83,10 +80,8 @@ def transition(
     chunk: int = CHUNK,
     backend: LinearAttentionBackend = "torch",
 ) -> Float[Tensor, "batch value_heads K V_plus_K"]:
-    """Affine map [B | A] of the state over a segment: the state after it is A · S + B, if it was S before.
-
-    Arguments are those of `gated_delta`. The map (A, B) and then (C, D) is the map (C · A, C · B + D).
-    """
+    """Affine map [B | A] of the state over a segment: the state after it is A · S + B, if it was S before. Arguments
+    are those of `gated_delta`. The map (A, B) and then (C, D) is the map (C · A, C · B + D)."""
     batch, _, heads, width = v.shape
     identity = torch.eye(k.shape[-1], dtype=_wide(v.dtype), device=v.device)
     # Columns of a state do not mix. Those beyond the values start as the identity, and no value is written to them.
@@ -286,11 +281,8 @@ def linear_attention(  # noqa: PLR0917  # custom ops take positional arguments
     chunk: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs, empty without queries, and the state after the last token.
-
-    `state` may have more columns than `v`, to which zeros are written; `runs` count document starts. Backward keeps
-    the arguments alone.
-    """
+    """Outputs, empty without queries, and the state after the last token. `state` may have more columns than `v`, to
+    which zeros are written; `runs` count document starts. Backward keeps the arguments alone."""
     if backend == "fla":
         return _fla(q, k, v, g, beta, state, runs)
     if _is_planned(v, chunk):
@@ -319,10 +311,8 @@ def linear_attention_backward(  # noqa: PLR0917  # custom ops take positional ar
     chunk: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the floating-point arguments; that of the queries is empty without them.
-
-    The states in front of all chunks are recomputed, then each chunk from the last to the first.
-    """
+    """Gradients of the floating-point arguments; that of the queries is empty without them. The states in front of all
+    chunks are recomputed, then each chunk from the last to the first."""
     if backend == "fla":
         return _fla_backward(out_grad, state_grad, q, k, v, g, beta, state, runs)
     if _is_planned(v, chunk):

@@ -35,9 +35,7 @@ def swiglu(
     gate_up: Float[Tensor, "*rows two_ffn"], group: int = GROUP, variant: SwiGLUVariant = SWIGLU
 ) -> Float[Tensor, "*rows ffn"]:
     """Compute silu(gate) · up or a variant, where `gate_up` alternates `group` gate columns and `group` up columns.
-
-    Backward keeps `gate_up` alone; if that is small, SiLU's output too, as in `recompute_input`.
-    """
+    Backward keeps `gate_up` alone; if that is small, SiLU's output too, as in `recompute_input`."""
     compiling = torch.compiler.is_compiling()
     if variant == SWIGLU and (compiling or gate_up.nbytes < autograd.RECOMPUTED_BYTES):
         # A compiler derives the same backward and fuses it; a small tensor's takes less time than a function of ours.
@@ -91,10 +89,7 @@ def weighted_swiglu(
     variant: SwiGLUVariant = SWIGLU,
 ) -> Float[Tensor, "rows ffn"]:
     """Compute silu(gate) · up · weight or a variant, where `gate_up` alternates `group` gate columns and `group` up
-    columns.
-
-    The products are in fp32 and rounded once. Backward keeps only `gate_up` and `weights`.
-    """
+    columns. The products are in fp32 and rounded once. Backward keeps only `gate_up` and `weights`."""
     if torch.compiler.is_compiling():
         if variant != SWIGLU:
             return clamped_swiglu(gate_up, weights, group, variant)
@@ -186,10 +181,8 @@ def swiglu_in_chunks(gate_up: Tensor, weights: Tensor | None, group: int, varian
 def swiglu_backward_in_chunks(
     gate_up: Tensor, weights: Tensor | None, gradient: Tensor, group: int, variant: SwiGLUVariant
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `gate_up`, and of `weights` if given, from the output's contiguous gradient.
-
-    With `weights` it overwrites `gradient` with the output.
-    """
+    """Gradients of `gate_up`, and of `weights` if given, from the output's contiguous gradient. With `weights` it
+    overwrites `gradient` with the output."""
     gate_up_grad = torch.empty_like(gate_up)
     weights_grad = None if weights is None else torch.empty_like(weights)
     for rows, fused, fused_grad, upstream in _chunks(gate_up, gate_up_grad, gradient):

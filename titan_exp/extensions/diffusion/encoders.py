@@ -22,11 +22,8 @@ from titan_exp.extensions.diffusion.images import Bucket, CaptionedImages, fit, 
 
 @contextmanager
 def loading(option: str, folder: str, contents: str) -> Iterator[None]:
-    """Add the folder of an option to errors of packages and files in the `with` block; `contents` is the remedy.
-
-    Raises:
-        UserError: a package is not installed, or a file is missing, damaged or of something else.
-    """
+    """Add the folder of an option to errors of packages and files in the `with` block; `contents` is the remedy. Raises
+    UserError if a package is not installed, or a file is missing, damaged or of something else."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # packages set the levels of their loggers when they are imported
     try:
@@ -46,11 +43,7 @@ def loading(option: str, folder: str, contents: str) -> Iterator[None]:
 @contextmanager
 def encoders_of_samples() -> Iterator[None]:
     """Explain, for an encoder that cannot be loaded, that the samples of a store or a run name it, so options cannot
-    replace it.
-
-    Raises:
-        UserError: an encoder cannot be loaded.
-    """
+    replace it. Raises UserError if an encoder cannot be loaded."""
     try:
         yield
     except UserError as error:
@@ -60,11 +53,8 @@ def encoders_of_samples() -> Iterator[None]:
 
 
 def load_network(kind: Any, path: Path) -> Any:
-    """Load a network of a class with `from_pretrained`, in evaluation mode, on the GPU if there is one.
-
-    Raises:
-        ValueError: weights are missing, for which the class would take random ones.
-    """
+    """Load a network of a class with `from_pretrained`, in evaluation mode, on the GPU if there is one. Raises
+    ValueError if weights are missing, for which the class would take random ones."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -75,11 +65,8 @@ def load_network(kind: Any, path: Path) -> Any:
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Load the tokenizer of a folder.
-
-    Raises:
-        ValueError: its vocabulary is missing, for which transformers would take a few special tokens.
-    """
+    """Load the tokenizer of a folder. Raises ValueError if its vocabulary is missing, for which transformers would take
+    a few special tokens."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
@@ -136,11 +123,8 @@ def to_uint8(images: np.ndarray) -> np.ndarray:
 
 
 class Autoencoder:
-    """Image codec: latents are (z - shift) · scale in patches, for z of the posterior.
-
-    Raises:
-        UserError: the package or the files are missing.
-    """
+    """Image codec: latents are (z - shift) · scale in patches, for z of the posterior. Raises UserError if the package
+    or the files are missing."""
 
     def __init__(self, folder: str) -> None:
         self.description: Mapping[str, Any] = latent_format.autoencoder_description(
@@ -185,10 +169,8 @@ class Autoencoder:
 
 
 class ImageCodec(Protocol):
-    """Codec between images [n, height, width, 3] in uint8 and tokens [n, rows · columns, channels] in fp32.
-
-    The description has `posterior` if images have a distribution of latents.
-    """
+    """Codec between images [n, height, width, 3] in uint8 and tokens [n, rows · columns, channels] in fp32. The
+    description has `posterior` if images have a distribution of latents."""
 
     token_size: int
     """Height and width of a token in pixels."""
@@ -211,11 +193,7 @@ class ImageCodec(Protocol):
 
 
 def image_codec(description: Mapping[str, Any]) -> ImageCodec:
-    """Build the codec from a manifest's entry `latents`.
-
-    Raises:
-        UserError: its package or files are missing.
-    """
+    """Build the codec from a manifest's entry `latents`. Raises UserError if its package or files are missing."""
     if description["name"] == latent_format.AUTOENCODER:
         return Autoencoder(description["folder"])
     return Pixels(description["patch"])
@@ -252,11 +230,7 @@ class HashedWords:
 
 class T5AndCLIP:
     """Frozen caption encoder by T5 and CLIP; `tokens` is the number of T5's states, including padding, which is not
-    masked.
-
-    Raises:
-        UserError: the package or the files are missing.
-    """
+    masked. Raises UserError if the package or the files are missing."""
 
     def __init__(self, folder: str, tokens: int) -> None:
         clip, clip_tokenizer, t5, t5_tokenizer = latent_format.text_folders(folder)
@@ -308,11 +282,8 @@ class TextEncoder(Protocol):
 
 
 def text_encoder(encoded: latent_format.LatentFormat) -> TextEncoder:
-    """Build the text encoder of a store, or of images encoded in training.
-
-    Raises:
-        UserError: its package or files are missing.
-    """
+    """Build the text encoder of a store, or of images encoded in training. Raises UserError if its package or files are
+    missing."""
     texts = encoded.texts
     if texts["name"] == latent_format.T5_AND_CLIP:
         return T5AndCLIP(texts["folder"], encoded.text_tokens)
@@ -330,20 +301,12 @@ class Encoders:
 
     @classmethod
     def build(cls, encoded: latent_format.LatentFormat) -> "Encoders":
-        """Load encoders.
-
-        Raises:
-            UserError: their packages or files are missing.
-        """
+        """Load encoders. Raises UserError if their packages or files are missing."""
         return cls(image_codec(encoded.latents), text_encoder(encoded))
 
     def encode(self, images: CaptionedImages, indices: Sequence[int], bucket: Bucket) -> tuple[np.ndarray, ...]:
         """Latents, text states and pooled embeddings for images of a bucket, and standard deviations if there is a
-        posterior.
-
-        Raises:
-            UserError: an image is damaged.
-        """
+        posterior. Raises UserError if an image is damaged."""
         pixels = np.stack([fit(images.image(index), bucket, self.images.token_size) for index in indices])
         states, pooled = zip(*(self.texts(images.caption(index)) for index in indices), strict=True)
         latents, *deviations = self.images.encode(pixels)

@@ -117,11 +117,7 @@ diffusers = Diffusers(
 
 
 def from_bfl_shapes(shapes: Mapping[str, tuple[int, ...]], name: str) -> Config:
-    """Config from the shapes of Black Forest Labs' tensors.
-
-    Raises:
-        UserError: they are not those of a FLUX.1.
-    """
+    """Config from the shapes of Black Forest Labs' tensors. Raises UserError if they are not those of a FLUX.1."""
 
     def blocks(prefix: str) -> int:
         return len({key.split(".")[1] for key in shapes if key.startswith(prefix)})

@@ -53,14 +53,9 @@ Features = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
 def inception_features(file: str) -> Features:
-    """Feature function of a TorchScript module that takes images [n, 3, height, width] in uint8.
-
-    Published distances use inception-2015-12-05.pt of NVIDIA's StyleGAN, which resizes images itself; its argument
-    `return_features` is set.
-
-    Raises:
-        UserError: there is no such file, or it is not TorchScript.
-    """
+    """Feature function of a TorchScript module that takes images [n, 3, height, width] in uint8. Published distances
+    use inception-2015-12-05.pt of NVIDIA's StyleGAN, which resizes images itself; its argument `return_features` is
+    set. Raises UserError if there is no such file, or it is not TorchScript."""
     path = Path(file).expanduser()
     remedy = "give the path of inception-2015-12-05.pt, as NVIDIA publishes it, or of another TorchScript module"
     if not path.is_file():
@@ -92,11 +87,8 @@ def inception_features(file: str) -> Features:
 
 
 def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Distance between Gaussians fitted to two sets of features [n, width].
-
-    Raises:
-        UserError: a set has fewer than two.
-    """
+    """Distance between Gaussians fitted to two sets of features [n, width]. Raises UserError if a set has fewer than
+    two."""
     if min(len(a), len(b)) < 2:
         raise UserError("FID needs at least two generated and two real images, since it compares covariances.")
     (mean_a, covariance_a), (mean_b, covariance_b) = (
@@ -116,11 +108,8 @@ MISSING = {
 
 
 class ImageScores:
-    """Scores by the networks `options.clip` and `options.fid`; each is None if it is not given.
-
-    Raises:
-        UserError: a network is missing or cannot be read.
-    """
+    """Scores by the networks `options.clip` and `options.fid`; each is None if it is not given. Raises UserError if a
+    network is missing or cannot be read."""
 
     def __init__(self, options: DrawOptions) -> None:
         self._clip = CLIPScore(options.clip) if options.clip else None
@@ -131,10 +120,7 @@ class ImageScores:
         self, images: Sequence[np.ndarray], prompts: Sequence[str], real: Callable[[], Sequence[np.ndarray]]
     ) -> list[str]:
         """Lines to print about images of prompts, compared with the `real` images. They say what an evaluation lacks.
-
-        Raises:
-            UserError: there are too few images.
-        """
+        Raises UserError if there are too few images."""
         found = list[str]()
         if self._clip is not None:
             found.append(f"CLIP score: {self._clip(images, prompts):.3f} over {len(images):,} images")
@@ -161,11 +147,8 @@ CONTENTS = "give the folder of a CLIPModel with its tokenizer and image processo
 
 
 class CLIPScore:
-    """Mean of max(0, 100 · cosine) over images and their prompts; texts beyond CLIP's length are cut.
-
-    Raises:
-        UserError: the package or files are missing.
-    """
+    """Mean of max(0, 100 · cosine) over images and their prompts; texts beyond CLIP's length are cut. Raises UserError
+    if the package or files are missing."""
 
     def __init__(self, folder: str) -> None:
         path = Path(folder).expanduser()
@@ -237,11 +220,8 @@ class Images:
     averaged = True
 
     def prepared(self, source: OpenCheckpoint, options: Options, prompts: Sequence[str]) -> Sequence[str]:
-        """Return the captions instead of prompts, if a split's captions are drawn.
-
-        Raises:
-            UserError: the encoders are missing, or ranks cannot share a sequence.
-        """
+        """Return the captions instead of prompts, if a split's captions are drawn. Raises UserError if the encoders are
+        missing, or ranks cannot share a sequence."""
         encoded = encoders_of(source, options)
         prompts = captions_of(source, options) if options.captions else prompts
         if not options.height and not options.width:
@@ -316,11 +296,8 @@ def draw(
 
 
 def require_even_shares(text: int, image: int, cp: int) -> None:
-    """Check that context-parallel ranks can have equally many text tokens, and equally many image tokens.
-
-    Raises:
-        UserError: they cannot.
-    """
+    """Check that context-parallel ranks can have equally many text tokens, and equally many image tokens. Raises
+    UserError if they cannot."""
     common = math.gcd(text, image)
     if common % cp:
         reason = f"a sequence has {text} text and {image} image tokens, and cp must divide both"
@@ -329,11 +306,8 @@ def require_even_shares(text: int, image: int, cp: int) -> None:
 
 
 def sampling_setup(source: OpenCheckpoint, options: Options) -> SamplingSetup:
-    """Encoders for a model, from `options.store` or the store of its run.
-
-    Raises:
-        UserError: there is no store, or its sizes or those of the images do not fit.
-    """
+    """Encoders for a model, from `options.store` or the store of its run. Raises UserError if there is no store, or its
+    sizes or those of the images do not fit."""
     run, encoded = _run_of(source), encoders_of(source, options)
     latents, violations = _inputs(model_spec(source.model)), list[Violation]()
     sizes = {
@@ -365,11 +339,8 @@ def sampling_setup(source: OpenCheckpoint, options: Options) -> SamplingSetup:
 
 
 def encoders_of(source: OpenCheckpoint, options: Options) -> LatentFormat:
-    """Encoders of `options.store`, or of the data that the source's run was trained on.
-
-    Raises:
-        UserError: there is no such store, or an encoder's folder is missing.
-    """
+    """Encoders of `options.store`, or of the data that the source's run was trained on. Raises UserError if there is no
+    such store, or an encoder's folder is missing."""
     if options.store:
         return read_latent_manifest(options.store)
     run = _run_of(source)
@@ -391,11 +362,8 @@ def encoders_of(source: OpenCheckpoint, options: Options) -> LatentFormat:
 
 
 def captions_of(source: OpenCheckpoint, options: Options) -> list[str]:
-    """Captions of `options.captions`, of `options.store` or the data that the source's run was trained on.
-
-    Raises:
-        UserError: there are none.
-    """
+    """Captions of `options.captions`, of `options.store` or the data that the source's run was trained on. Raises
+    UserError if there are none."""
     split = "train" if options.captions == "training" else "validation"
     captions = _latents_of(source, options).splits[split].captions()
     if not captions:

@@ -46,11 +46,7 @@ class CaptionedImages(Protocol):
 
 
 def open_image(file: Path | IO[bytes], name: str) -> Any:
-    """Open an image with Pillow, without reading its pixels.
-
-    Raises:
-        UserError: it is not an image.
-    """
+    """Open an image with Pillow, without reading its pixels. Raises UserError if it is not an image."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -60,11 +56,8 @@ def open_image(file: Path | IO[bytes], name: str) -> Any:
 
 
 def to_rgb(image: Any, name: str) -> np.ndarray:
-    """Convert a Pillow image to [height, width, 3] in uint8; transparent parts become white.
-
-    Raises:
-        UserError: it cannot be decoded.
-    """
+    """Convert a Pillow image to [height, width, 3] in uint8; transparent parts become white. Raises UserError if it
+    cannot be decoded."""
     from PIL import Image
 
     try:
@@ -99,10 +92,7 @@ class Bucket(NamedTuple):
 
 def aspect_buckets(side: int, max_aspect: float) -> list[Bucket]:
     """Shapes with side² tokens and at most this ratio of their sides, from wide to high; a ratio of 1 gives only the
-    square.
-
-    Sides with many divisors have many shapes: 48 tokens have 36 × 64 (9:16) and 32 × 72 besides 48 × 48.
-    """
+    square. Sides with many divisors have many shapes: 48 tokens have 36 × 64 (9:16) and 32 × 72 besides 48 × 48."""
     tokens = side**2
     shapes = [Bucket(rows, tokens // rows) for rows in range(1, tokens + 1) if tokens % rows == 0]
     return [shape for shape in shapes if max(shape) <= max_aspect * min(shape)]
@@ -128,11 +118,7 @@ def fit(image: np.ndarray, bucket: Bucket, token_size: int) -> np.ndarray:
 
 
 def open_images(source: ImageSource, options: ImageOptions) -> CaptionedImages:
-    """Open images.
-
-    Raises:
-        UserError: there are none, or they cannot be read.
-    """
+    """Open images. Raises UserError if there are none, or they cannot be read."""
     match source.images:
         case "emoji":
             from titan_exp.extensions.diffusion.rendered_images import EmojiImages
@@ -247,10 +233,8 @@ class _Member(NamedTuple):
 
 
 class WebDatasetImages(_ListedImages):
-    """Images in uncompressed tar files that have a caption in KEY.txt, or under `caption_key` in KEY.json.
-
-    `paths` is a shard or a pattern, as in `shards/*.tar`. Raises UserError if there are none, or one is damaged.
-    """
+    """Images in uncompressed tar files that have a caption in KEY.txt, or under `caption_key` in KEY.json. `paths` is a
+    shard or a pattern, as in `shards/*.tar`. Raises UserError if there are none, or one is damaged."""
 
     def __init__(self, paths: str, caption_key: str) -> None:
         shards = [Path(path) for path in sorted(glob(str(Path(paths).expanduser())))]
@@ -317,14 +301,9 @@ FILE_KEY = "file_name"
 
 
 class FolderImages(_ListedImages):
-    """Images with a caption in a folder and its subfolders, sorted by path.
-
-    Captions are in NAME.txt, or under `caption_key` of a line of `*.jsonl` or `*.csv`, whose `file_name` is relative to
-    it.
-
-    Raises:
-        UserError: there are none, or a file of captions cannot be read.
-    """
+    """Images with a caption in a folder and its subfolders, sorted by path. Captions are in NAME.txt, or under
+    `caption_key` of a line of `*.jsonl` or `*.csv`, whose `file_name` is relative to it. Raises UserError if there are
+    none, or a file of captions cannot be read."""
 
     def __init__(self, folder: str, caption_key: str) -> None:
         root = Path(folder).expanduser()
@@ -384,11 +363,8 @@ def _rows(file: Path, caption_key: str) -> Iterator[Mapping[str, str]]:
 
 
 class HuggingFaceImages(_ListedImages):
-    """Images and captions from two columns of a data set; rows without a caption are left out.
-
-    Raises:
-        UserError: the data set cannot be loaded, or has no such column.
-    """
+    """Images and captions from two columns of a data set; rows without a caption are left out. Raises UserError if the
+    data set cannot be loaded, or has no such column."""
 
     def __init__(self, path: str, split: str, image_key: str, caption_key: str) -> None:
         if not path:

@@ -70,11 +70,8 @@ class LatentFormat:
 
 
 def latent_format(options: ImageOptions) -> LatentFormat:
-    """Format of samples with these options.
-
-    Raises:
-        UserError: the folder of an encoder lacks files, or the size is not a multiple of a token's.
-    """
+    """Format of samples with these options. Raises UserError if the folder of an encoder lacks files, or the size is
+    not a multiple of a token's."""
     if options.latents == PIXELS:
         token_size, channels = options.patch, COLOURS * options.patch**2
         latents: Mapping[str, Any] = {"name": PIXELS, "patch": options.patch}
@@ -111,11 +108,7 @@ def latent_format(options: ImageOptions) -> LatentFormat:
 
 
 def autoencoder_config(folder: str) -> Mapping[str, Any]:
-    """Configuration of the AutoencoderKL in a folder.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Configuration of the AutoencoderKL in a folder. Raises UserError if there is none."""
     path = Path(folder).expanduser()
     remedy = "give the folder vae of a FLUX.1 pipeline, or use latents=pixels"
     if (path / "config.json").is_file():
@@ -144,11 +137,8 @@ def absolute(folder: str) -> str:
 
 
 def text_folders(folder: str) -> list[Path]:
-    """Subfolders of a FLUX.1 pipeline: CLIP, its tokenizer, T5, and its tokenizer.
-
-    Raises:
-        UserError: one is missing.
-    """
+    """Subfolders of a FLUX.1 pipeline: CLIP, its tokenizer, T5, and its tokenizer. Raises UserError if one is
+    missing."""
     found = [Path(folder).expanduser() / name for name in TEXT_FOLDERS]
     if missing := [path.name for path in found if not path.is_dir()]:
         reason = f"it lacks {', '.join(missing)}" if found[0].parent.is_dir() else "there is no such folder"
@@ -214,11 +204,8 @@ _KEYS |= {field.name: f"data.options.{field.name}" for field in fields(ImageOpti
 
 
 def format_of(data: DataConfig) -> LatentFormat:
-    """Format of the samples of a source that holds latents.
-
-    Raises:
-        UserError: the store cannot be used, or the options do not fit.
-    """
+    """Format of the samples of a source that holds latents. Raises UserError if the store cannot be used, or the
+    options do not fit."""
     if data.source == "latents":
         return read_latent_manifest(data.paths[0])
     options = image_options(data)
@@ -227,11 +214,7 @@ def format_of(data: DataConfig) -> LatentFormat:
 
 
 def image_options(data: DataConfig) -> ImageOptions:
-    """Typed `data.options` of images.
-
-    Raises:
-        UserError: a name or a value does not fit.
-    """
+    """Typed `data.options` of images. Raises UserError if a name or a value does not fit."""
     return typed_options(ImageOptions, data.options, "data.options")
 
 

@@ -65,14 +65,9 @@ def write_latent_store(
     options: EncodeOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LatentManifest:
-    """Write or resume a store, or return a complete store with these arguments.
-
-    `progress` is called with the number of encoded samples and the number of all samples.
-
-    Raises:
-        UserError: the folder holds something else, or a store of other arguments; it cannot be written, or another
-            process writes it; an image is damaged.
-    """
+    """Write or resume a store, or return a complete store with these arguments. `progress` is called with the number of
+    encoded samples and the number of all samples. Raises UserError if the folder holds something else, or a store of
+    other arguments; it cannot be written, or another process writes it; an image is damaged."""
     codec, texts = encoders.images, encoders.texts
     side = options.size // codec.token_size
     encoded = LatentFormat(
@@ -231,11 +226,8 @@ def further_metrics(
 def validation_batches(
     data: DataConfig, *, dp_rank: int, dp_degree: int, micro_batch_size: int, all_documents: bool
 ) -> dict[str, FixedTimeBatches]:
-    """Validation batches by time. With `all_documents`, the samples are the training split's.
-
-    Raises:
-        UserError: there are no validation samples.
-    """
+    """Validation batches by time. With `all_documents`, the samples are the training split's. Raises UserError if there
+    are no validation samples."""
     split = open_latents(data).splits["train" if all_documents else "validation"]
     samples = min(len(split), data.validation_documents or len(split))
     if not samples:
@@ -266,11 +258,8 @@ class LatentData:
 
 
 def open_latents(data: DataConfig) -> LatentData:
-    """Open the samples of a source that holds latents; images and their encoders are loaded once in a process.
-
-    Raises:
-        UserError: the store, the images or their encoders cannot be used.
-    """
+    """Open the samples of a source that holds latents; images and their encoders are loaded once in a process. Raises
+    UserError if the store, the images or their encoders cannot be used."""
     if data.source == "latents":
         return open_store(data.paths[0])
     images = images_of(data)
@@ -281,11 +270,7 @@ def open_latents(data: DataConfig) -> LatentData:
 
 
 def open_store(folder: str) -> LatentData:
-    """Open the samples of a store.
-
-    Raises:
-        UserError: it cannot be used.
-    """
+    """Open the samples of a store. Raises UserError if it cannot be used."""
     store = read_latent_manifest(folder)
     splits = {split: LatentSplit(store, split) for split in SPLITS}
     return LatentData(store, splits, {"data.paths": [store.fingerprint]})
@@ -306,11 +291,8 @@ def _open_images(source: ImageSource, options: ImageOptions, validation_fraction
 
 
 class LatentSampler(RowSampler):
-    """`Sampler` over the training samples of the data group, with a new permutation in every epoch.
-
-    Raises:
-        UserError: the store or the images cannot be used, or there is nothing to train on.
-    """
+    """`Sampler` over the training samples of the data group, with a new permutation in every epoch. Raises UserError if
+    the store or the images cannot be used, or there is nothing to train on."""
 
     state_name = "latents"
     store = LatentManifest.store

@@ -26,11 +26,8 @@ SKIN_TONES = {
 
 
 class EmojiImages:
-    """Images of all single-character emoji, and of their variants in five skin tones, on white.
-
-    Raises:
-        UserError: the font is missing, or Pillow cannot combine characters.
-    """
+    """Images of all single-character emoji, and of their variants in five skin tones, on white. Raises UserError if the
+    font is missing, or Pillow cannot combine characters."""
 
     def __init__(self, size: int) -> None:
         from PIL import features

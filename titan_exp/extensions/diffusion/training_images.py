@@ -38,11 +38,7 @@ STEPS, GUIDANCE = 25, 4.0
 
 
 def parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
-    """Part that draws a run's images.
-
-    Raises:
-        UserError: the samples or the packages of their decoder are missing.
-    """
+    """Part that draws a run's images. Raises UserError if the samples or the packages of their decoder are missing."""
     tracking: Any = experiment.tracking
     yield TrainingImages(experiment.data, tracking.images_every, state.model, state.average)
 

@@ -133,9 +133,7 @@ class DoubleBlock(nn.Module):
 
 class SingleBlock(_Heads):
     """Single block: attention and feed-forward of all tokens run side by side, between one linear before and one after.
-
-    Both linears keep a head's attention beside its feed-forward channels, so that heads can be divided.
-    """
+    Both linears keep a head's attention beside its feed-forward channels, so that heads can be divided."""
 
     def __init__(self, layer: LayerSpec, eps: float, backend: AttentionBackend) -> None:
         super().__init__(layer, "", "qkv_up", eps)
@@ -166,10 +164,7 @@ TIME_FACTOR = 1000.0
 
 class DiffusionTransformer(nn.Module):
     """Diffusion transformer: predicts the velocity of a noisy latent image from its time, its text, and the guidance
-    scale if the model reads one.
-
-    `seq_len` is the longest sequence of text and image tokens.
-    """
+    scale if the model reads one. `seq_len` is the longest sequence of text and image tokens."""
 
     def __init__(self, config: spec.DiffusionConfig, blocks: Mapping[int, nn.Module], *, seq_len: int) -> None:
         super().__init__()
@@ -260,10 +255,7 @@ class Inputs(nn.Module):
         self, image: Tensor, text: Tensor, pooled: Tensor, times: Tensor, guidance: Tensor | None
     ) -> tuple[Float[Tensor, "batch seq dim"], Float[Tensor, "batch dim"]]:
         """Return text tokens followed by image tokens, and SiLU of the conditioning, which every modulation reads.
-
-        Raises:
-            ValueError: a guidance scale is missing, or given to a model that reads none.
-        """
+        Raises ValueError if a guidance scale is missing, or given to a model that reads none."""
         if (guidance is None) != (self.guidance is None):
             raise ValueError(f"the model reads {'no' if self.guidance is None else 'a'} guidance scale")
         conditioning = self.time(sinusoid(times * TIME_FACTOR))

@@ -172,11 +172,8 @@ class Anatomy:
 
 
 def take_apart(config: "Config", attention: str) -> Anatomy:
-    """Build the model of a config on the current default device, and find its parts.
-
-    Raises:
-        UserError: there is no such class, or its parts are not those of a decoder whose head is one matmul.
-    """
+    """Build the model of a config on the current default device, and find its parts. Raises UserError if there is no
+    such class, or its parts are not those of a decoder whose head is one matmul."""
     model = _built(config, attention)
     name, body = type(model).__name__, model.base_model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -201,11 +198,8 @@ def take_apart(config: "Config", attention: str) -> Anatomy:
 
 
 def recorded_calls(anatomy: Anatomy) -> AttentionCalls:
-    """Attention calls in a forward pass on the meta device, for a model with the recorder as its attention.
-
-    Raises:
-        UserError: the model does more with its hidden states or logits than the head's matmul.
-    """
+    """Attention calls in a forward pass on the meta device, for a model with the recorder as its attention. Raises
+    UserError if the model does more with its hidden states or logits than the head's matmul."""
     model, name = anatomy.model, type(anatomy.model).__name__
     seen: dict[str, Any] = {}
     # What depends on the hidden states then requires a gradient.
@@ -252,10 +246,7 @@ def unsupported(reason: str) -> UserError:
 
 def recorded_init(model: Any) -> dict[Tensor, InitSpec]:
     """Initial distribution of each parameter and buffer of a meta model; those with a distribution that we lack are
-    left out.
-
-    A padding token's embedding row, which classes set to zero, starts like the other rows.
-    """
+    left out. A padding token's embedding row, which classes set to zero, starts like the other rows."""
     with _InitRecorder(model) as recorder, torch.no_grad():
         model.initialize_weights()
     return {parameter: init for parameter, init in recorder.found.items() if init is not None}

@@ -52,11 +52,7 @@ class BlockStyles:
 
 
 def describe(config: "Config") -> ModelSpec:
-    """Spec of a config's model.
-
-    Raises:
-        UserError: transformers is missing, or the class cannot be trained here.
-    """
+    """Spec of a config's model. Raises UserError if transformers is missing, or the class cannot be trained here."""
     with torch.device("meta"):
         anatomy = recorder_of(config)
     init = recorded_init(anatomy.model)
@@ -173,11 +169,8 @@ def _by_block(calls: AttentionCalls, paths: dict[nn.Module, str]) -> dict[nn.Mod
 
 
 def _require_trainable(config: "Config", anatomy: Anatomy, calls: AttentionCalls) -> None:
-    """Refuse classes whose attention or dropout we would compute differently from the class.
-
-    Raises:
-        UserError: the class is refused.
-    """
+    """Refuse classes whose attention or dropout we would compute differently from the class. Raises UserError if the
+    class is refused."""
     model, name = anatomy.model, type(anatomy.model).__name__
     if not calls.found:
         raise unsupported(f"{name} has no attention behind the interface that takes other kernels")
@@ -218,10 +211,8 @@ def block_styles(
     parameters: Iterable[str],
     attention: tuple[str, AttentionSpec] | None,
 ) -> BlockStyles:
-    """Styles in a block, from the class's plan for it: style by path, with `*` for numbers.
-
-    `linears` has outputs by path, `parameters` all names, and `attention` the attention module's path and shapes.
-    """
+    """Styles in a block, from the class's plan for it: style by path, with `*` for numbers. `linears` has outputs by
+    path, `parameters` all names, and `attention` the attention module's path and shapes."""
     found = BlockStyles()
     named = {name: _of(plan, name) for name in parameters}
     owners = dict.fromkeys(name.rpartition(".")[0] for name in named)

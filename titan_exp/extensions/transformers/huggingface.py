@@ -62,11 +62,8 @@ def block(config: Config, layer: int, backend: "AttentionBackend") -> "nn.Module
 
 
 def state_dict_map(config: Config, form: str) -> StateDictMap:
-    """State-dict map from the class's own names, tensor by tensor.
-
-    Raises:
-        UserError: a parameter is stacked, while its tensors are separate in files.
-    """
+    """State-dict map from the class's own names, tensor by tensor. Raises UserError if a parameter is stacked, while
+    its tensors are separate in files."""
     import torch
 
     with torch.device("meta"):

@@ -91,11 +91,8 @@ class Config(ModelConfig):
 
 
 def repository_config(repository: object, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of a repository's `config.json`, with some values replaced.
-
-    `repository` is a folder, or a name on the hub (`organisation/name`), from which only this file is fetched. Raises
-    UnreadableSourceError if there is none.
-    """
+    """Content of a repository's `config.json`, with some values replaced. `repository` is a folder, or a name on the
+    hub (`organisation/name`), from which only this file is fetched. Raises UnreadableSourceError if there is none."""
     path = _config_file(str(repository))
     try:
         return {**read_object(path), **overrides}
@@ -104,11 +101,8 @@ def repository_config(repository: object, overrides: Mapping[str, Any]) -> dict[
 
 
 def config_size(values: Mapping[str, Any], size: str) -> int:
-    """A size in the content of `config.json` (`layers`, `dim`, `vocab_size`, `context`).
-
-    Raises:
-        ValueError: the size is missing.
-    """
+    """A size in the content of `config.json` (`layers`, `dim`, `vocab_size`, `context`). Raises ValueError if the size
+    is missing."""
     names = CONFIG_KEYS[size]
     found = next((values[name] for name in names if values.get(name) is not None), None)
     if found is None and size == "context":
@@ -162,11 +156,8 @@ def _fetched(repository: str) -> Path:
 
 
 def class_config(config: "Config") -> Any:
-    """Build the configuration object of transformers, with our sizes in place of those in `config.json`.
-
-    Raises:
-        UserError: transformers is missing, or has no such causal language model.
-    """
+    """Build the configuration object of transformers, with our sizes in place of those in `config.json`. Raises
+    UserError if transformers is missing, or has no such causal language model."""
     kind = supported_type(config.config_json)
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -220,10 +211,8 @@ def _resized(values: Mapping[str, Any], config: "Config", maker: Any) -> dict[st
 
 
 def _first_layers(value: Any, layers: int, first: int) -> Any:
-    """Value of `config.json` that keeps only the entries of the first layers.
-
-    A list with as many entries as layers has one per layer, and a mapping whose keys are numbers goes by layer.
-    """
+    """Value of `config.json` that keeps only the entries of the first layers. A list with as many entries as layers has
+    one per layer, and a mapping whose keys are numbers goes by layer."""
     if isinstance(value, Mapping) and value and all(str(key).isdecimal() for key in value):
         return {key: part for key, part in value.items() if int(key) < first}
     return value[:first] if isinstance(value, list | tuple) and len(value) == layers else value
@@ -246,11 +235,8 @@ def class_name(made: Any) -> str:
 
 
 def require_transformers() -> None:
-    """Import transformers, after checking that it is installed in a usable version.
-
-    Raises:
-        UserError: it is missing or too old.
-    """
+    """Import transformers, after checking that it is installed in a usable version. Raises UserError if it is missing
+    or too old."""
     if importlib.util.find_spec("transformers") is None:
         raise _refusal(
             "model.architecture",
@@ -270,11 +256,8 @@ def require_transformers() -> None:
 
 
 def supported_type(values: Mapping[str, Any]) -> str:
-    """The `model_type` of a decoder that transformers knows.
-
-    Raises:
-        UserError: transformers is missing, or does not know it.
-    """
+    """The `model_type` of a decoder that transformers knows. Raises UserError if transformers is missing, or does not
+    know it."""
     require_transformers()
     from transformers import CONFIG_MAPPING
 

@@ -186,10 +186,8 @@ class Experts(nn.Module):
 
     @property
     def row_multiple(self) -> int:
-        """Multiple of rows per expert to pad to, once for both matmuls.
-
-        It is 1 with biases, which would turn the padding zeros into other numbers; then the matmuls pad on their own.
-        """
+        """Multiple of rows per expert to pad to, once for both matmuls. It is 1 with biases, which would turn the
+        padding zeros into other numbers; then the matmuls pad on their own."""
         if self.gate_up.bias is not None:
             return 1
         return max(self.gate_up.linear_impl.row_multiple, self.down.linear_impl.row_multiple)

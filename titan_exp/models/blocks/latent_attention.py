@@ -77,10 +77,8 @@ class LatentAttention(nn.Module):
         rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...] | None,
         mask: Any,
     ) -> Float[Tensor, "batch part dim"]:
-        """Attend to earlier positions that `mask` (from the core) lets through.
-
-        With sequence parallelism `x` is this rank's part of the tokens, while `rope` and `mask` cover all.
-        """
+        """Attend to earlier positions that `mask` (from the core) lets through. With sequence parallelism `x` is this
+        rank's part of the tokens, while `rope` and `mask` cover all."""
         rope = rope or ()
         of_query = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
         query = self.q(of_query).unflatten(-1, (-1, self.spec.qk_dim))

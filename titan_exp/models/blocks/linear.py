@@ -99,10 +99,8 @@ def _numbers(init: InitSpec, words: Tensor) -> Tensor:
 
 
 def _counters(part: ShardSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Counters of a shard's random words, to be added: a column [rows, 1] and a row [words].
-
-    A word yields two neighbouring elements of the last dim; each row of the parameter begins with a new word.
-    """
+    """Counters of a shard's random words, to be added: a column [rows, 1] and a row [words]. A word yields two
+    neighbouring elements of the last dim; each row of the parameter begins with a new word."""
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for extent, start, size in zip(part.shape[:-1], part.start[:-1], part.size[:-1], strict=True):
         rows = (rows[:, None] * extent + torch.arange(start, start + size, device=device)).flatten()
@@ -173,10 +171,8 @@ class LinearImpl(nn.Module):
         return ranks.reduce_output(self(x, weight))
 
     def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
-        """Note that tensor-parallel ranks compute with shards of the weight, along inputs or outputs.
-
-        `amax_reduce` takes the elementwise maximum over these ranks.
-        """
+        """Note that tensor-parallel ranks compute with shards of the weight, along inputs or outputs. `amax_reduce`
+        takes the elementwise maximum over these ranks."""
 
 
 class GroupedLinearImpl(nn.Module):
@@ -212,16 +208,12 @@ class GroupedLinearImpl(nn.Module):
 
     def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
         """Note that ranks with the same tokens compute with shards of the experts' channels, along inputs or outputs.
-
-        `amax_reduce` takes the elementwise maximum over these ranks.
-        """
+        `amax_reduce` takes the elementwise maximum over these ranks."""
 
 
 class Linear(nn.Linear):
-    """A linear layer initialized with standard deviation `std`.
-
-    `bias_std` is the bias's; None is a layer without bias. Recipes quantize `quantizable` layers only.
-    """
+    """A linear layer initialized with standard deviation `std`. `bias_std` is the bias's; None is a layer without bias.
+    Recipes quantize `quantizable` layers only."""
 
     def __init__(
         self, fan_in: int, fan_out: int, std: float, bias_std: float | None = None, *, quantizable: bool = True
@@ -258,10 +250,8 @@ def linear(layer: LayerSpec, name: str) -> Linear:
 
 
 class GroupedLinear(nn.Module):
-    """Linear layers, one per expert, initialized with standard deviation `std`.
-
-    `bias_std` is the biases'; None is layers without biases.
-    """
+    """Linear layers, one per expert, initialized with standard deviation `std`. `bias_std` is the biases'; None is
+    layers without biases."""
 
     parameter_role = "expert"
 

@@ -140,10 +140,8 @@ class LinearAttention(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch part dim"], rope: Any, mask: Int[Tensor, "batch seq"] | None
     ) -> Float[Tensor, "batch part dim"]:
-        """Read the states of earlier tokens of the same document, whose numbers are in `mask`.
-
-        With sequence parallelism `x` is this rank's part of the tokens, while `mask` covers all.
-        """
+        """Read the states of earlier tokens of the same document, whose numbers are in `mask`. With sequence
+        parallelism `x` is this rank's part of the tokens, while `mask` covers all."""
         spec, cache, whole = self.spec, self.cache, self.gather(x)
         inputs, filters = self.qkv(whole), self.convolution()
         mixed = self.convolution_core(inputs, filters, mask) if cache is None else cache.convolve(inputs, filters)

@@ -33,10 +33,8 @@ batch."""
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang and Sennrich 2019), computed in fp32.
-
-    `writes_residual` and `zero_centered` are the spec's.
-    """
+    """Root-mean-square norm (Zhang and Sennrich 2019), computed in fp32. `writes_residual` and `zero_centered` are the
+    spec's."""
 
     def __init__(
         self,
@@ -90,18 +88,14 @@ class Embedding(nn.Module):
         head: nn.Module | None = None,
         loss: LogitsLoss | None = None,
     ) -> Float[Tensor, "batch seq dim"] | Float[Tensor, "batch seq vocab"] | LossSum | tuple[LossSum, ...]:
-        """Rows of the embedding for token ids; for hidden states, the result of a `head` tied to this weight.
-
-        Both uses are calls of this module, because FSDP gathers its weight for the time of a call.
-        """
+        """Rows of the embedding for token ids; for hidden states, the result of a `head` tied to this weight. Both uses
+        are calls of this module, because FSDP gathers its weight for the time of a call."""
         return embedding_rows(x, self.weight, self.row_dtype) if head is None else head(x, self.weight, loss)
 
 
 class Head(nn.Module):
-    """LM head: logits of the next token, or a loss, from the last hidden states.
-
-    A `tied` head has no parameter; `forward` gets the embedding's weight.
-    """
+    """LM head: logits of the next token, or a loss, from the last hidden states. A `tied` head has no parameter;
+    `forward` gets the embedding's weight."""
 
     parameter_role = "head"
 
@@ -212,10 +206,8 @@ class Attention(nn.Module):
         return self.out((out if gate is None else out * gate.sigmoid()).flatten(2))
 
     def clip_factors(self, factors: Float[Tensor, " heads"]) -> dict[str, Float[Tensor, " rows"]]:
-        """Factors of the rows of `qkv` that multiply the logits of each query head by its factor.
-
-        A key head with a single query head takes its root; a shared key head is left alone.
-        """
+        """Factors of the rows of `qkv` that multiply the logits of each query head by its factor. A key head with a
+        single query head takes its root; a shared key head is left alone."""
         # Rows of the whole weight; `group` is this rank's where tensor parallelism splits a group.
         queries, width = factors.view(-1, self.spec.group), self.head_dim
         keys = torch.ones_like(queries[:, :1])
@@ -278,10 +270,8 @@ class TransformerBlock(nn.Module):
 
 
 def _branch(norm: RMSNorm, x: Tensor, module: Callable[[Tensor], Tensor]) -> Tensor:
-    """norm(module(x)) if the norm writes to the residual stream, else module(norm(x)).
-
-    The latter recomputes the norm in backward unless it has hooks, such as those that gather its weight.
-    """
+    """norm(module(x)) if the norm writes to the residual stream, else module(norm(x)). The latter recomputes the norm
+    in backward unless it has hooks, such as those that gather its weight."""
     if norm.writes_residual:
         return norm(module(x))
     if norm._forward_hooks or norm._forward_pre_hooks:

@@ -53,11 +53,8 @@ class HuggingFace:
 
 
 def to_huggingface(config: ModelConfig, *, dtype: str, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of `config.json`; `dtype` is torch's name (`bfloat16`), `special_tokens` the known token ids.
-
-    Raises:
-        UserError: the file cannot express the model.
-    """
+    """Content of `config.json`; `dtype` is torch's name (`bfloat16`), `special_tokens` the known token ids. Raises
+    UserError if the file cannot express the model."""
     family: HuggingFace = component("model", config.architecture).huggingface
     violations = export_violations(config)
     if violations:
@@ -78,13 +75,9 @@ def export_violations(config: ModelConfig) -> list[Violation]:
 
 
 def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | None = None) -> ModelConfig:
-    """Model config from the content of a `config.json`, of any version of `transformers`.
-
-    `architecture` names the family that reads it; None takes the built-in family of its `model_type`.
-
-    Raises:
-        UserError: no family reads it, or it has parts that the family does not compute.
-    """
+    """Model config from the content of a `config.json`, of any version of `transformers`. `architecture` names the
+    family that reads it; None takes the built-in family of its `model_type`. Raises UserError if no family reads it, or
+    it has parts that the family does not compute."""
     family, noted = _family(values, architecture), NotedKeys(values)
     for key, wanted in family.fixed.items():
         if values.get(key, wanted) != wanted:
@@ -131,11 +124,7 @@ def unread_prefixes(values: Mapping[str, Any], architecture: str | None = None) 
 
 def quantized_weights(values: Mapping[str, Any]) -> tuple[int, int] | Literal["mxfp4"] | None:
     """Weight format in `config.json`: rows and columns of the fp8 blocks that share a scale, or MXFP4; None for plain
-    weights.
-
-    Raises:
-        UserError: the weights are quantized otherwise.
-    """
+    weights. Raises UserError if the weights are quantized otherwise."""
     quantization = table(values.get("quantization_config") or {}, "config.json: quantization_config")
     if not quantization:
         return None
@@ -217,13 +206,9 @@ TOWERS = {"vision_config": "vision tower", "audio_config": "audio tower"}
 
 
 def repository_lines(values: Mapping[str, Any], name: str, weights: ModelConfig | None = None) -> Iterator[str]:
-    """Lines on a repository: the preset that fits its `config.json`, then the parts that are not read.
-
-    `weights` is the model as its files hold it; None if only `config.json` is known.
-
-    Raises:
-        UserError: no family reads the `model_type`.
-    """
+    """Lines on a repository: the preset that fits its `config.json`, then the parts that are not read. `weights` is the
+    model as its files hold it; None if only `config.json` is known. Raises UserError if no family reads the
+    `model_type`."""
     from titan_exp.config.hydra.nondefault import nearest_preset  # ranks need no overrides and import no Hydra
 
     text, _ = language_model(values)

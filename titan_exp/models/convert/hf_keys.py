@@ -196,11 +196,7 @@ def rope_scaling(rope: PlainRope) -> dict[str, Any] | None:
 
 
 def read_rope(values: Mapping[str, Any], context: int, kind: type[Rope]) -> Rope:
-    """Embedding from the keys of a `config.json` with this context.
-
-    Raises:
-        UserError: its scaling is another one.
-    """
+    """Embedding from the keys of a `config.json` with this context. Raises UserError if its scaling is another one."""
     keys = rope_values(values)
     scaling = "none" if keys["rope_type"] == "default" else keys["rope_type"]
     if scaling not in ("none", *SCALINGS):

@@ -216,10 +216,8 @@ def qkv_rows(attention: AttentionSpec, query: str, key: str, value: str, interle
 
 
 def gate_up_rows(channels: int, gate: str, up: str, *, up_first: int = 0, step: int = 1) -> Iterator[RowRange]:
-    """Rows of the fused gate and up weight, which alternate in groups (see `ops.swiglu`).
-
-    Their up rows begin at `up_first`, and `step` is the stride of both.
-    """
+    """Rows of the fused gate and up weight, which alternate in groups (see `ops.swiglu`). Their up rows begin at
+    `up_first`, and `step` is the stride of both."""
     for group in range(channels // FFN_GROUP):
         first, theirs = 2 * group * FFN_GROUP, group * FFN_GROUP * step
         yield RowRange(first, FFN_GROUP, gate, theirs, step)
@@ -247,10 +245,8 @@ CheckpointFormat = Literal["huggingface", "llama", "torchtune", "diffusers", "bf
 
 
 def checkpoint_formats(config: ModelConfig) -> Sequence[str]:
-    """Checkpoint formats of other tools for this model; empty if its family has no state-dict map.
-
-    A family without `STATE_DICTS` has Hugging Face's names if it defines `huggingface`.
-    """
+    """Checkpoint formats of other tools for this model; empty if its family has no state-dict map. A family without
+    `STATE_DICTS` has Hugging Face's names if it defines `huggingface`."""
     family = component("model", config.architecture)
     has_config = hasattr(family, "huggingface")
     formats = getattr(family, "STATE_DICTS", ("huggingface",)) if hasattr(family, "state_dict_map") else ()

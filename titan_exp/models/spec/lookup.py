@@ -14,11 +14,8 @@ from titan_exp.models.spec.model_spec import ModelSpec
 
 
 def model_spec(config: ModelConfig) -> ModelSpec | None:
-    """Spec of a model; None for a plain class.
-
-    Raises:
-        UserError: the architecture's import path cannot be imported.
-    """
+    """Spec of a model; None for a plain class. Raises UserError if the architecture's import path cannot be
+    imported."""
     try:
         return _cached_spec(config)
     except TypeError:  # a user's config with a list in it has no hash
@@ -130,8 +127,5 @@ def parameter_roles(spec: ModelSpec) -> dict[str, Role]:
 
 def is_vector(shape: Sequence[int], *, stacked: bool) -> bool:
     """True for a vector, for a stack of one vector per expert, and for numbers per head that broadcast, like [1, 1,
-    heads, 1].
-
-    Two dims make a matrix even if one has size 1: a linear layer with one output.
-    """
+    heads, 1]. Two dims make a matrix even if one has size 1: a linear layer with one output."""
     return len(shape) - stacked < 2 or (len(shape) > 2 and sum(size > 1 for size in shape) < 2)

@@ -138,9 +138,7 @@ class ScaledRope(PlainRope):
 
     def longest(self, context: int) -> int:
         """Longest sequence in tokens of a model of this context: the length that its scaling reaches, if that is more.
-
-        Published models with `llama3` state a context that is not the product.
-        """
+        Published models with `llama3` state a context that is not the product."""
         rope = self.resolved(context)
         assert rope.original_context is not None, "resolved"
         if rope.scaling == "none" or (rope.scaling == "llama3" and context > rope.original_context):

@@ -35,10 +35,8 @@ class ReplicatedKV:
 
 @dataclass(frozen=True)
 class ReplicatedGateUp:
-    """Sharding of gate and up rows if the ranks' boundaries cut through groups: the weight is replicated.
-
-    A unit is a group of gate rows followed by as many up rows. Each rank computes only its own channels.
-    """
+    """Sharding of gate and up rows if the ranks' boundaries cut through groups: the weight is replicated. A unit is a
+    group of gate rows followed by as many up rows. Each rank computes only its own channels."""
 
     pieces: int
     """Channels per group."""

@@ -145,10 +145,8 @@ NORMED = AttentionVariant(qk_norm="head")
 
 
 def transformer_layer(config: TransformerConfig, *, out_std: float, attention: AttentionVariant = PLAIN) -> LayerSpec:
-    """Spec of a pre-norm block: fused qkv, attention output, fused gate and up, down.
-
-    `out_std` is the initial standard deviation of the two linears that write to the residual stream.
-    """
+    """Spec of a pre-norm block: fused qkv, attention output, fused gate and up, down. `out_std` is the initial standard
+    deviation of the two linears that write to the residual stream."""
     key, std = "model.ffn_dim", config.init_std
     linears = swiglu_linears("feed_forward", config.dim, config.ffn_dim, std=std, out_std=out_std, key=key)
     return _layer(config, linears, None, out_std=out_std, variant=attention)
@@ -347,10 +345,8 @@ class LatentAttentionConfig(DecoderConfig):
 def latent_attention(
     config: LatentAttentionConfig, *, out_std: float
 ) -> tuple[LatentAttentionSpec, tuple[LinearSpec, ...], tuple[VectorSpec, ...]]:
-    """Attention spec, linears and latent norms of a layer.
-
-    `out_std` is the initial standard deviation of the linear that writes to the residual stream.
-    """
+    """Attention spec, linears and latent norms of a layer. `out_std` is the initial standard deviation of the linear
+    that writes to the residual stream."""
     dim, std, heads = config.dim, config.init_std, config.heads
     qk_dim, kv_rank, q_rank = config.qk_nope_head_dim + config.qk_rope_head_dim, config.kv_lora_rank, config.q_lora_rank
     attention = LatentAttentionSpec(

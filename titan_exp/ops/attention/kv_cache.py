@@ -89,10 +89,8 @@ class LatentCache(nn.Module):
         self.filled = 0
 
     def append(self, latent: Float[Tensor, "batch new latent"], shared: Float[Tensor, "batch new rope"]) -> bool:
-        """Cache new tokens. Returns True if there are earlier ones, so that `attend` must be called.
-
-        The first call takes several tokens, later ones take one each.
-        """
+        """Cache new tokens. Returns True if there are earlier ones, so that `attend` must be called. The first call
+        takes several tokens, later ones take one each."""
         first, self.filled = self.filled, self.filled + latent.shape[1]
         assert self.filled <= self.length, "the sequence is longer than the cache"
         assert first == 0 or latent.shape[1] == 1, "later calls take one token"
@@ -106,10 +104,8 @@ class LatentCache(nn.Module):
     def attend(
         self, query: Float[Tensor, "batch heads 1 qk"], weight: Float[Tensor, "rows latent"]
     ) -> Float[Tensor, "batch heads 1 v"]:
-        """Attend from the last token to the cached tokens that it sees.
-
-        `weight` expands latents, by head, to the unrotated key and the value.
-        """
+        """Attend from the last token to the cached tokens that it sees. `weight` expands latents, by head, to the
+        unrotated key and the value."""
         assert self._latents is not None, "append comes first"
         assert self._shared is not None
         seen = slice(self.pattern.first_visible(self.filled - 1), self.filled)

@@ -15,9 +15,7 @@ from titan_exp.ops.autograd import in_type
 
 class RotaryEmbedding(nn.Module):
     """RoPE cache: cosines and sines by position, in fp32. A sine lies there with both signs, one for each of its pair.
-
-    It is a non-persistent buffer that `reset` computes once its memory is allocated.
-    """
+    It is a non-persistent buffer that `reset` computes once its memory is allocated."""
 
     cos: Tensor
     sin: Tensor
@@ -146,10 +144,7 @@ def split_rotated(
     Float[Tensor, "batch seq kv_heads head_dim"],
 ]:
     """Split a fused projection (per key-value head: queries, key, value) into rotated query heads, rotated keys, and
-    values.
-
-    Backward keeps nothing of `qkv`.
-    """
+    values. Backward keeps nothing of `qkv`."""
     return _SplitRotated.apply(qkv, cos, sin)  # type: ignore[return-value]  # tensors
 
 

@@ -55,13 +55,9 @@ def choose_backend(
     parts: bool = False,
     deterministic: bool = False,
 ) -> AttentionBackend:
-    """Choose the attention kernel, and activate FlashAttention 3 or 4 in this process if requested.
-
-    `auto` means flash on a CPU and `auto_backend` on CUDA (cuDNN from Hopper on), which describes the arguments.
-
-    Raises:
-        UserError: the device or the installed packages cannot run the requested backend.
-    """
+    """Choose the attention kernel, and activate FlashAttention 3 or 4 in this process if requested. `auto` means flash
+    on a CPU and `auto_backend` on CUDA (cuDNN from Hopper on), which describes the arguments. Raises UserError if the
+    device or the installed packages cannot run the requested backend."""
     activate(requested, device)
     if requested != "auto":
         return requested  # type: ignore[return-value]  # checked by the configuration
@@ -86,11 +82,8 @@ def runs_here(backend: str, device: torch.device) -> bool:
 
 
 def activate(backend: str, device: torch.device) -> None:
-    """Make a package's kernel torch's flash kernel; restore torch's own if `backend` names no package.
-
-    Raises:
-        UserError: the package does not run on this device, or cannot be imported.
-    """
+    """Make a package's kernel torch's flash kernel; restore torch's own if `backend` names no package. Raises UserError
+    if the package does not run on this device, or cannot be imported."""
     package = FLASH_PACKAGES.get(backend)
     if package is None:
         if current_flash_attention_impl() is not None:
@@ -206,9 +199,7 @@ class CausalAttention(nn.Module):
         sinks: Float[Tensor, " heads"] | None = None,
     ) -> Float[Tensor, "batch heads seq v_dim"]:
         """Compute softmax(q·k · scale) · v over visible positions, in the dtype of `query`; v may be narrower than k.
-
-        `sinks` are further logits of the softmax, beside the keys.
-        """
+        `sinks` are further logits of the softmax, beside the keys."""
         if self.backend == "flex":
             if mask is None and self.pattern.causal:
                 mask = pattern_mask(CAUSAL, query.shape[2], str(query.device))
@@ -325,10 +316,8 @@ def _visible(pattern: MaskPattern, seq: int) -> Callable[[Tensor, Tensor], Tenso
 
 
 def _visible_blocks(pattern: MaskPattern, seq: int, device: torch.device) -> tuple[Blocks, Blocks]:
-    """Blocks of the score matrix with some visible pair, and blocks in which every pair is visible.
-
-    torch's `create_block_mask` would look at every pair, with 10 bytes each.
-    """
+    """Blocks of the score matrix with some visible pair, and blocks in which every pair is visible. torch's
+    `create_block_mask` would look at every pair, with 10 bytes each."""
     starts = torch.arange(0, seq, BLOCK, device=device)
     ends = (starts + BLOCK).clamp(max=seq) - 1
     diagonal = starts[:, None] == starts

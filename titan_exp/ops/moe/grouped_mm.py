@@ -33,14 +33,9 @@ def grouped_linear(
     weight: Float[Tensor, "experts dim_out dim_in"],
     ends: Int32[Tensor, " experts"],
 ) -> Float[Tensor, "tokens dim_out"]:
-    """Compute x · weight[expert]ᵀ row by row, differentiable in both.
-
-    `x` is sorted by expert; `ends`, ascending, are the ends of each expert's rows; an expert may have none. Rows after
-    the last end give zeros and no gradient.
-
-    Raises:
-        ValueError: `ends` do not ascend or exceed the rows; only if read on the host.
-    """
+    """Compute x · weight[expert]ᵀ row by row, differentiable in both. `x` is sorted by expert; `ends`, ascending, are
+    the ends of each expert's rows; an expert may have none. Rows after the last end give zeros and no gradient. Raises
+    ValueError if `ends` do not ascend or exceed the rows; only if read on the host."""
     return _GroupedLinear.apply(x, weight, ends)  # type: ignore[return-value]  # a Tensor
 
 

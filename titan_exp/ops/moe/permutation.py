@@ -322,9 +322,7 @@ def combine_backward_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-
     block: tl.constexpr,
 ) -> None:
     """Gradients of a token's rows and weights: its gradient times each weight, and its dot product with each row.
-
-    `padded` is a power of two that is at least `choices`.
-    """
+    `padded` is a power of two that is at least `choices`."""
     token = tl.program_id(0).to(tl.int64)
     choice = tl.arange(0, padded)
     chosen = choice < choices

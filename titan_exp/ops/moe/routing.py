@@ -88,11 +88,8 @@ def router_scores(logits: Float[Tensor, "*tokens experts"], *, sigmoid: bool) ->
 def sequence_balance_loss(
     scores: Float32[Tensor, "batch part experts"], choices: Int64[Tensor, "batch experts"], length: int
 ) -> Float32[Tensor, ""]:
-    """Sum of Σ count · score / length² · experts over sequences and these tokens.
-
-    Balanced routing gives k per sequence of `length` tokens if scores add up to 1. `choices` counts the choices of each
-    expert in whole sequences.
-    """
+    """Sum of Σ count · score / length² · experts over sequences and these tokens. Balanced routing gives k per sequence
+    of `length` tokens if scores add up to 1. `choices` counts the choices of each expert in whole sequences."""
     share = choices * (choices.shape[-1] / length**2)
     return (scores.sum(1) * share).sum()
 
@@ -116,10 +113,8 @@ def normalized_scores(scores: Float32[Tensor, "*tokens experts"]) -> Float32[Ten
 
 
 def attach_loss(x: Tensor, loss: Float32[Tensor, ""]) -> Tensor:
-    """Return `x`, whose backward pass also starts the backward pass of `loss`, with gradient 1.
-
-    The loss needs no path to the objective, so this works in every pipeline schedule and with every fused loss.
-    """
+    """Return `x`, whose backward pass also starts the backward pass of `loss`, with gradient 1. The loss needs no path
+    to the objective, so this works in every pipeline schedule and with every fused loss."""
     return _AttachLoss.apply(x, loss)  # type: ignore[return-value]  # a Tensor
 
 
@@ -136,10 +131,8 @@ class _AttachLoss(torch.autograd.Function):
 
 @operator("add_unless_recomputing", mutates_args=("total",))
 def add_unless_recomputing(total: Tensor, values: Tensor) -> None:
-    """Add `values` to `total` in place, except when backward repeats a forward pass.
-
-    It is an operator so that compiled code checks at run time.
-    """
+    """Add `values` to `total` in place, except when backward repeats a forward pass. It is an operator so that compiled
+    code checks at run time."""
     if not is_recomputing():
         total.add_(values)
 

@@ -4,7 +4,7 @@ Even layers have the window, odd layers full attention. The router has a bias, a
 experts.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titan_exp.config.groups.types import PositiveFloat, PositiveInt
 from titan_exp.models import family
@@ -55,13 +55,14 @@ def spec(config: Config) -> ModelSpec:
 
 
 STATE_DICTS = {
-    "huggingface": replace(
-        HUGGINGFACE,
-        router="model.layers.{}.mlp.router.weight",
-        router_logit_bias="model.layers.{}.mlp.router.bias",
-        experts_gate_up="model.layers.{}.mlp.experts.gate_up_proj",
+    "huggingface": HUGGINGFACE.but(
+        {
+            "feed_forward.router.weight": "mlp.router.weight",
+            "feed_forward.router.logit_bias": "mlp.router.bias",
+            "feed_forward.experts.gate_up": "mlp.experts.gate_up_proj",
+            "feed_forward.experts.down": "mlp.experts.down_proj",
+        },
         alternating_gate_up=True,
-        expert_down="model.layers.{}.mlp.experts.down_proj",
     ),
 }
 """Names of `transformers`."""

@@ -3,7 +3,7 @@
 Residual branches read the stream as it is, and all weights start with one standard deviation.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titan_exp.models import family
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE
@@ -36,10 +36,11 @@ def spec(config: Config) -> ModelSpec:
 
 
 STATE_DICTS = {
-    "huggingface": replace(
-        HUGGINGFACE,
-        attention_norm="model.layers.{}.post_attention_layernorm.weight",
-        feed_forward_norm="model.layers.{}.post_feedforward_layernorm.weight",
+    "huggingface": HUGGINGFACE.but(
+        {
+            "attention_norm": "post_attention_layernorm.weight",
+            "feed_forward_norm": "post_feedforward_layernorm.weight",
+        }
     ),
 }
 """Names of `transformers`."""

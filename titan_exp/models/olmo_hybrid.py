@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_exp.models import family
-from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, LinearAttentionNames
+from titan_exp.models import family, olmo2
+from titan_exp.models.convert.decoder_state_dict import LinearAttentionNames
 from titan_exp.models.convert.hf_config import HuggingFace
 from titan_exp.models.convert.hf_keys import Key, attention_keys, both_ways
 from titan_exp.models.qwen3_next import mixer_keys
@@ -55,28 +55,27 @@ def spec(config: Config) -> ModelSpec:
     )
 
 
-_LAYER = "model.layers.{}."
-_MIXER = f"{_LAYER}linear_attn."
+_QKV = ("query", "key", "value")
 STATE_DICTS = {
     "huggingface": replace(
-        HUGGINGFACE,
-        attention_norm=f"{_LAYER}post_attention_layernorm.weight",
-        feed_forward_norm=f"{_LAYER}post_feedforward_layernorm.weight",
+        olmo2.STATE_DICTS["huggingface"],
         linear_attention=LinearAttentionNames(
-            projections=(
-                *((f"{_MIXER}{part[0]}_proj.weight", (part,)) for part in ("query", "key", "value", "gate", "beta")),
-                (f"{_MIXER}a_proj.weight", ("decay",)),
-            ),
-            convolutions=tuple((f"{_MIXER}{part[0]}_conv1d.weight", (part,)) for part in ("query", "key", "value")),
-            log_rate=f"{_MIXER}A_log",
-            bias=f"{_MIXER}dt_bias",
-            out_norm=f"{_MIXER}o_norm.weight",
-            out=f"{_MIXER}o_proj.weight",
-            attention_norm=f"{_LAYER}attention_layer_norm.weight",
-            feed_forward_norm=f"{_LAYER}feedforward_layer_norm.weight",
+            projections={
+                **{f"linear_attn.{part[0]}_proj.weight": (part,) for part in (*_QKV, "gate", "beta")},
+                "linear_attn.a_proj.weight": ("decay",),
+            },
+            convolutions={f"linear_attn.{part[0]}_conv1d.weight": (part,) for part in _QKV},
+            parts={
+                "attention_norm": "attention_layer_norm.weight",
+                "feed_forward_norm": "feedforward_layer_norm.weight",
+                "attention.forget.log_rate": "linear_attn.A_log",
+                "attention.forget.bias": "linear_attn.dt_bias",
+                "attention.out_norm": "linear_attn.o_norm.weight",
+                "attention.out": "linear_attn.o_proj.weight",
+            },
         ),
         # transformers renames on reading, and writes the norm behind attention under the name of another layer's norm.
-        aliases=((f"{_LAYER}post_attention_layernorm.weight", f"{_LAYER}feedforward_layer_norm.weight"),),
+        aliases={"post_attention_layernorm.weight": "feedforward_layer_norm.weight"},
     ),
 }
 """Names of `transformers`."""

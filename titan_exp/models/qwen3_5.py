@@ -24,17 +24,16 @@ def spec(config: Config) -> ModelSpec:
     return hybrid_spec(config, transformer_layer(config, out_std=config.init_std, attention=config.variant))
 
 
-_MIXER = "model.layers.{}.linear_attn."
 FLAT_NAMES = replace(
     NAMES,
     linear_attention=replace(
         MIXER_NAMES,
-        projections=(
-            (f"{_MIXER}in_proj_qkv.weight", ("query", "key", "value")),
-            (f"{_MIXER}in_proj_z.weight", ("gate",)),
-            (f"{_MIXER}in_proj_b.weight", ("beta",)),
-            (f"{_MIXER}in_proj_a.weight", ("decay",)),
-        ),
+        projections={
+            "linear_attn.in_proj_qkv.weight": ("query", "key", "value"),
+            "linear_attn.in_proj_z.weight": ("gate",),
+            "linear_attn.in_proj_b.weight": ("beta",),
+            "linear_attn.in_proj_a.weight": ("decay",),
+        },
         by_head=False,
     ),
 )

@@ -5,12 +5,12 @@ expert. Modules of multi-token prediction in published files are not read.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models import family
-from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, LinearAttentionNames
+from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, LinearAttentionNames, swiglu_names
 from titan_exp.models.convert.hf_config import HuggingFace
 from titan_exp.models.convert.hf_keys import (
     GLOBAL_BALANCE,
@@ -75,26 +75,26 @@ def hybrid_spec(config: HybridConfig, full: LayerSpec) -> ModelSpec:
     )
 
 
-_MIXER = "model.layers.{}.linear_attn."
 MIXER_NAMES = LinearAttentionNames(
-    projections=(
-        (f"{_MIXER}in_proj_qkvz.weight", ("query", "key", "value", "gate")),
-        (f"{_MIXER}in_proj_ba.weight", ("beta", "decay")),
-    ),
+    projections={
+        "linear_attn.in_proj_qkvz.weight": ("query", "key", "value", "gate"),
+        "linear_attn.in_proj_ba.weight": ("beta", "decay"),
+    },
     by_head=True,
-    convolutions=((f"{_MIXER}conv1d.weight", ("query", "key", "value")),),
-    log_rate=f"{_MIXER}A_log",
-    bias=f"{_MIXER}dt_bias",
-    out_norm=f"{_MIXER}norm.weight",
-    out=f"{_MIXER}out_proj.weight",
+    convolutions={"linear_attn.conv1d.weight": ("query", "key", "value")},
+    parts={
+        "attention.forget.log_rate": "linear_attn.A_log",
+        "attention.forget.bias": "linear_attn.dt_bias",
+        "attention.out_norm": "linear_attn.norm.weight",
+        "attention.out": "linear_attn.out_proj.weight",
+    },
 )
 """Names of Gated DeltaNet, whose projections are fused by key head."""
-NAMES = replace(
-    HUGGINGFACE,
-    shared_gate="model.layers.{}.mlp.shared_expert.gate_proj.weight",
-    shared_up="model.layers.{}.mlp.shared_expert.up_proj.weight",
-    shared_down="model.layers.{}.mlp.shared_expert.down_proj.weight",
-    shared_output_gate="model.layers.{}.mlp.shared_expert_gate.weight",
+NAMES = HUGGINGFACE.but(
+    {
+        **swiglu_names("feed_forward.shared", "mlp.shared_expert"),
+        "feed_forward.shared_gate": "mlp.shared_expert_gate.weight",
+    },
     linear_attention=MIXER_NAMES,
 )
 """Names of `transformers`."""

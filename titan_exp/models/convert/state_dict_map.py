@@ -197,8 +197,9 @@ class StateDictMap:
         return found
 
 
-def qkv_rows(attention: AttentionSpec, query: str, key: str, value: str, interleaved: bool) -> Iterator[RowRange]:
+def qkv_rows(attention: AttentionSpec, names: Sequence[str], *, interleaved: bool) -> Iterator[RowRange]:
     """Rows of the fused qkv weight, by key-value head: its query heads, its key, its value."""
+    query, key, value = names
     width, group = attention.qk_dim, attention.group
     of_query = 2 * width if attention.gated else width
     start = 0

@@ -17,6 +17,9 @@ from titan_exp.ops.attention.mask_pattern import CAUSAL
 from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, TemperatureTable
 from titan_exp.ops.cross_entropy import LossSum
 
+Ids = Int[Tensor, "batch seq"]
+Hidden = Float[Tensor, "batch part dim"]
+
 
 class Decoder(nn.Module):
     """Decoder: the spec's embedding, norm and head around a family's blocks, which are called as `block(x, rope,
@@ -46,12 +49,12 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        x: Int[Tensor, "batch seq"] | Float[Tensor, "batch part dim"],
-        positions: Int[Tensor, "batch seq"] | None = None,
-        documents: Int[Tensor, "batch seq"] | None = None,
+        x: Ids | Hidden,
+        positions: Ids | None = None,
+        documents: Ids | None = None,
         loss: LogitsLoss | None = None,
         further: Int[Tensor, "depth batch seq"] | None = None,
-    ) -> Float[Tensor, "depths_and_batch seq vocab"] | Float[Tensor, "batch part dim"] | LossSum | tuple[LossSum, ...]:
+    ) -> Float[Tensor, "depths_and_batch seq vocab"] | Hidden | LossSum | tuple[LossSum, ...]:
         """Logits of the next token, or their loss; hidden states if another stage has the head.
 
         `x` are token ids, or the previous pipeline stage's hidden states (with sequence parallelism, of this rank's
@@ -87,7 +90,7 @@ class Decoder(nn.Module):
             x = torch.cat(depths)
         return self.embedding(x, self.head, loss) if self.spec.tied else self.head(x, loss=loss)
 
-    def embed(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch part dim"]:
+    def embed(self, tokens: Ids) -> Hidden:
         """Compute the first hidden states; subclasses may scale them or add to them."""
         return self.embedding(tokens)
 
@@ -110,13 +113,7 @@ class Decoder(nn.Module):
         layers = len(self.spec.layers)
         return [block for number, block in self.blocks.items() if (int(number) >= layers) is mtp]
 
-    def _masks(
-        self,
-        documents: Int[Tensor, "batch seq"] | None,
-        positions: Int[Tensor, "batch seq"] | None,
-        seq: int,
-        device: Any,
-    ) -> dict[Hashable, Any]:
+    def _masks(self, documents: Ids | None, positions: Ids | None, seq: int, device: Any) -> dict[Hashable, Any]:
         """Masks by the pattern of a mixer; each is built once."""
         cores = {pattern: core for pattern, core in map(_core, self.blocks.values()) if core is not None}
         return {

@@ -14,6 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from titan_exp.ops.autograd import needs_input_grad
 from titan_exp.ops.triton_kernels import jit, rounded, runs_kernel, tl
 
+Logits = Float[Tensor, "tokens vocab"]
+Tokens = Float[Tensor, " tokens"]
+Labels = Int[Tensor, " tokens"]
+
 IGNORE_INDEX = -100
 """Label of a position without a target."""
 BLOCK, WARPS = 4096, 8
@@ -71,13 +75,13 @@ def loss_sum(
 
 
 def write_logits_gradient(  # noqa: PLR0917  # compiled functions take positional arguments
-    logits: Float[Tensor, "tokens vocab"],
-    log_z: Float[Tensor, " tokens"],
-    labels: Int[Tensor, " tokens"],
+    logits: Logits,
+    log_z: Tokens,
+    labels: Labels,
     z_loss: float,
     shard: VocabShard | None,
     scale: Float[Tensor, ""] | None = None,
-    out: Float[Tensor, "tokens vocab"] | None = None,
+    out: Logits | None = None,
 ) -> None:
     """Overwrite the logits, or `out`, by `scale` times the gradient of the summed loss, computed in fp32.
 
@@ -126,9 +130,7 @@ class _LogitsLoss(torch.autograd.Function):
 
 
 @torch.no_grad()
-def log_normalizer_and_target(
-    logits: Float[Tensor, "tokens vocab"], target: Int[Tensor, " tokens"], shard: VocabShard | None
-) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+def log_normalizer_and_target(logits: Logits, target: Labels, shard: VocabShard | None) -> tuple[Tokens, Tokens]:
     """Log of the softmax denominator over the whole vocabulary, and the target's logit, in fp32. `logits` are the
     shard's, or the whole vocabulary's if `shard` is None; `target` are ids of the whole vocabulary."""
     if has_row_kernels(logits):
@@ -151,9 +153,7 @@ def log_normalizer_and_target(
     return max_logit + denominator.log(), chosen
 
 
-def locate(
-    target: Int[Tensor, " tokens"], shard: VocabShard | None, columns: int
-) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]]:
+def locate(target: Labels, shard: VocabShard | None, columns: int) -> tuple[Labels, Labels]:
     """Column of each target in this shard of `columns` columns, and 1; for targets in other shards, any column and
     0."""
     if shard is None:
@@ -168,9 +168,7 @@ def has_row_kernels(logits: Tensor) -> bool:
     return runs_kernel(logits) and logits.stride(-1) == 1
 
 
-def row_statistics(
-    logits: Float[Tensor, "tokens vocab"], target: Int[Tensor, " tokens"], first: int | None
-) -> Float[Tensor, "3 tokens"]:
+def row_statistics(logits: Logits, target: Labels, first: int | None) -> Float[Tensor, "3 tokens"]:
     """Maximum of each row, sum of exponentials relative to it, and the target's logit, in fp32.
 
     `first` is the first token id of a vocabulary shard; targets in other shards get 0. For the whole vocabulary it is
@@ -196,14 +194,7 @@ def row_statistics(
 
 
 def write_row_gradient(
-    logits: Float[Tensor, "tokens vocab"],
-    log_z: Float[Tensor, " tokens"],
-    labels: Int[Tensor, " tokens"],
-    factor: Float[Tensor, " tokens"],
-    *,
-    z_loss: float,
-    first: int,
-    out: Float[Tensor, "tokens vocab"],
+    logits: Logits, log_z: Tokens, labels: Labels, factor: Tokens, *, z_loss: float, first: int, out: Logits
 ) -> None:
     """Write the gradient of cross-entropy plus z-loss, times a factor per token, to `out`, which may be the logits.
     `log_z` and `factor` are in fp32. Labels outside the shard that starts at the token id `first` match no column."""
@@ -328,7 +319,7 @@ class ChunkLoss(NamedTuple):
 
 
 def chunk_loss(  # compiled functions take positional arguments
-    logits: Float[Tensor, "tokens vocab"], labels: Int[Tensor, " tokens"], z_loss: float, shard: VocabShard | None
+    logits: Logits, labels: Labels, z_loss: float, shard: VocabShard | None
 ) -> ChunkLoss:
     """Loss of a chunk of logits: all computation between the head's matmul and the logits' gradient."""
     predicted = labels != IGNORE_INDEX

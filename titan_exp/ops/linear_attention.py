@@ -21,6 +21,16 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.torch_features import LINEAR_ATTENTION_BACKEND, has_fla
 from titan_exp.ops.delta_chunk import chunk_backward, read_chunk, state_after, write
 
+Keys = Float[Tensor, "batch seq key_heads K"]
+Values = Float[Tensor, "batch seq value_heads V"]
+Decays = Float[Tensor, "batch seq value_heads *K"]
+Strengths = Float[Tensor, "batch seq value_heads"]
+Documents = Int[Tensor, "batch seq"]
+State = Float[Tensor, "batch value_heads K V"]
+Channels = Float[Tensor, "batch seq channels"]
+Taps = Float[Tensor, "channels taps"]
+Before = Float[Tensor, "batch taps_minus_1 channels"]
+
 LinearAttentionBackend = Literal["fla", "torch"]
 
 CHUNK = 64
@@ -44,18 +54,18 @@ def choose_linear_attention_backend(requested: str, device: torch.device) -> Lin
 
 
 def gated_delta(  # noqa: PLR0917  # the arguments of the rule
-    q: Float[Tensor, "batch seq key_heads K"],
-    k: Float[Tensor, "batch seq key_heads K"],
-    v: Float[Tensor, "batch seq value_heads V"],
-    g: Float[Tensor, "batch seq value_heads *K"],
-    beta: Float[Tensor, "batch seq value_heads"],
-    documents: Int[Tensor, "batch seq"] | None,
+    q: Keys,
+    k: Keys,
+    v: Values,
+    g: Decays,
+    beta: Strengths,
+    documents: Documents | None,
     *,
-    state: Float[Tensor, "batch value_heads K V"] | None = None,
+    state: State | None = None,
     carry: Int[Tensor, " batch"] | None = None,
     chunk: int = CHUNK,
     backend: LinearAttentionBackend = "torch",
-) -> tuple[Float[Tensor, "batch seq value_heads V"], Float[Tensor, "batch value_heads K V"]]:
+) -> tuple[Values, State]:
     """Outputs of a segment of tokens in the dtype of `v`, and the state after it, in fp32 or fp64.
 
     The caller normalizes queries and keys and scales queries. Key head j serves value heads j · r to j · r + r - 1. `g`
@@ -70,11 +80,11 @@ def gated_delta(  # noqa: PLR0917  # the arguments of the rule
 
 
 def transition(
-    k: Float[Tensor, "batch seq key_heads K"],
-    v: Float[Tensor, "batch seq value_heads V"],
-    g: Float[Tensor, "batch seq value_heads *K"],
-    beta: Float[Tensor, "batch seq value_heads"],
-    documents: Int[Tensor, "batch seq"] | None,
+    k: Keys,
+    v: Values,
+    g: Decays,
+    beta: Strengths,
+    documents: Documents | None,
     *,
     carry: Int[Tensor, " batch"] | None = None,
     chunk: int = CHUNK,
@@ -95,8 +105,8 @@ def gated_delta_step(  # noqa: PLR0917  # as of `gated_delta`
     v: Float[Tensor, "batch value_heads V"],
     g: Float[Tensor, "batch value_heads *K"],
     beta: Float[Tensor, "batch value_heads"],
-    state: Float[Tensor, "batch value_heads K V"],
-) -> tuple[Float[Tensor, "batch value_heads V"], Float[Tensor, "batch value_heads K V"]]:
+    state: State,
+) -> tuple[Float[Tensor, "batch value_heads V"], State]:
     """`gated_delta` of one token, for generation: its output, and the state after it."""
     times = v.shape[1] // k.shape[1]
     query, key = (heads.to(state.dtype).repeat_interleave(times, 1)[:, :, None] for heads in (q, k))
@@ -123,14 +133,8 @@ class GatedDeltaCore(nn.Module):
         self.chunk = chunk
 
     def forward(  # noqa: PLR0917  # as of `gated_delta`
-        self,
-        q: Float[Tensor, "batch seq key_heads K"],
-        k: Float[Tensor, "batch seq key_heads K"],
-        v: Float[Tensor, "batch seq value_heads V"],
-        g: Float[Tensor, "batch seq value_heads *K"],
-        beta: Float[Tensor, "batch seq value_heads"],
-        documents: Int[Tensor, "batch seq"] | None,
-    ) -> Float[Tensor, "batch seq value_heads V"]:
+        self, q: Keys, k: Keys, v: Values, g: Decays, beta: Strengths, documents: Documents | None
+    ) -> Values:
         """Outputs of `gated_delta` from a zero state."""
         return gated_delta(q, k, v, g, beta, documents, chunk=self.chunk, backend=self.backend)[0]
 
@@ -142,25 +146,20 @@ class ShortConvolutionCore(nn.Module):
         super().__init__()
         self.silu = silu
 
-    def forward(
-        self,
-        x: Float[Tensor, "batch seq channels"],
-        weight: Float[Tensor, "channels taps"],
-        documents: Int[Tensor, "batch seq"] | None,
-    ) -> Float[Tensor, "batch seq channels"]:
+    def forward(self, x: Channels, weight: Taps, documents: Documents | None) -> Channels:
         """`short_convolution` with zeros before the sequence."""
         return short_convolution(x, weight, documents, silu=self.silu)
 
 
 def short_convolution(
-    x: Float[Tensor, "batch seq channels"],
-    weight: Float[Tensor, "channels taps"],
-    documents: Int[Tensor, "batch seq"] | None,
-    before: Float[Tensor, "batch taps_minus_1 channels"] | None = None,
+    x: Channels,
+    weight: Taps,
+    documents: Documents | None,
+    before: Before | None = None,
     before_documents: Int[Tensor, "batch taps_minus_1"] | None = None,
     *,
     silu: bool = True,
-) -> Float[Tensor, "batch seq channels"]:
+) -> Channels:
     """Causal convolution of each channel by itself within documents, then SiLU; the last tap is the token's own.
 
     `before` are the inputs in front of the sequence, zeros if None, and `before_documents` their documents, -1 for
@@ -186,12 +185,8 @@ def short_convolution(
 
 
 def short_convolution_step(
-    x: Float[Tensor, "batch channels"],
-    weight: Float[Tensor, "channels taps"],
-    window: Float[Tensor, "batch taps_minus_1 channels"],
-    *,
-    silu: bool = True,
-) -> tuple[Float[Tensor, "batch channels"], Float[Tensor, "batch taps_minus_1 channels"]]:
+    x: Float[Tensor, "batch channels"], weight: Taps, window: Before, *, silu: bool = True
+) -> tuple[Float[Tensor, "batch channels"], Before]:
     """`short_convolution` of one token, for generation: its output, and the last inputs for the next token."""
     out = short_convolution(x[:, None], weight, None, window, silu=silu)[:, 0]
     return out, torch.cat((window, x[:, None]), dim=1)[:, 1:]

@@ -22,6 +22,10 @@ from titan_exp.ops import autograd
 from titan_exp.ops.autograd import operator
 from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
+GateUp = Float[Tensor, "rows two_ffn"]
+Hidden = Float[Tensor, "rows ffn"]
+Weights = Float[Tensor, " rows"]
+
 GROUP = 32
 """Columns per group: gate and up columns alternate in groups of this many, so that tensor-parallel slices hold matching
 halves of both."""
@@ -82,12 +86,7 @@ def _empty_gradient(gate_up: Tensor, gradient: Tensor, group: int, **_: float | 
     return torch.empty_like(gate_up)
 
 
-def weighted_swiglu(
-    gate_up: Float[Tensor, "rows two_ffn"],
-    weights: Float[Tensor, " rows"],
-    group: int = GROUP,
-    variant: SwiGLUVariant = SWIGLU,
-) -> Float[Tensor, "rows ffn"]:
+def weighted_swiglu(gate_up: GateUp, weights: Weights, group: int = GROUP, variant: SwiGLUVariant = SWIGLU) -> Hidden:
     """Compute silu(gate) · up · weight or a variant, where `gate_up` alternates `group` gate columns and `group` up
     columns. The products are in fp32 and rounded once. Backward keeps only `gate_up` and `weights`."""
     if torch.compiler.is_compiling():
@@ -115,12 +114,8 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
 
 def weighted_swiglu_backward(
-    gate_up: Float[Tensor, "rows two_ffn"],
-    weights: Float[Tensor, " rows"],
-    gradient: Float[Tensor, "rows ffn"],
-    group: int = GROUP,
-    variant: SwiGLUVariant = SWIGLU,
-) -> tuple[Float[Tensor, "rows two_ffn"], Float[Tensor, " rows"]]:
+    gate_up: GateUp, weights: Weights, gradient: Hidden, group: int = GROUP, variant: SwiGLUVariant = SWIGLU
+) -> tuple[GateUp, Weights]:
     """Gradients of `gate_up` and `weights` from the output's contiguous gradient, which is overwritten with the
     output."""
     return _weighted_swiglu_backward(gate_up.contiguous(), weights.contiguous(), gradient, group, **variant.numbers)
@@ -256,12 +251,7 @@ def clamped_swiglu(gate_up: Tensor, weights: Tensor | None, group: int, variant:
 
 
 def clamped_swiglu_backward(  # noqa: PLR0917  # as of `clamped_swiglu`
-    gate_up: Tensor,
-    weights: Tensor | None,
-    gradient: Tensor,
-    gate_up_grad: Tensor,
-    group: int,
-    variant: SwiGLUVariant,
+    gate_up: Tensor, weights: Tensor | None, gradient: Tensor, gate_up_grad: Tensor, group: int, variant: SwiGLUVariant
 ) -> Tensor | None:
     """Write the gradient of `gate_up`. If `weights` are given, return their gradient and overwrite `gradient` with the
     output."""

@@ -269,11 +269,7 @@ def generate_images(
 
 
 def draw(
-    model: nn.Module,
-    setup: SamplingSetup,
-    options: Options,
-    prompts: Sequence[str],
-    mesh: Mesh | None = None,
+    model: nn.Module, setup: SamplingSetup, options: Options, prompts: Sequence[str], mesh: Mesh | None = None
 ) -> Iterator[np.ndarray]:
     """Draw images [height, width, 3] in uint8, `options.samples` for each prompt. A sample's initial noise is a
     function of the seed and the sample's number only; captions of a split each have their own noise."""

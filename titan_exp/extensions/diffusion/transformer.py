@@ -10,24 +10,23 @@ from torch import Tensor, nn
 
 from titan_exp.extensions.diffusion import spec
 from titan_exp.models.blocks.linear import Linear, linear
-from titan_exp.models.blocks.transformer import ResultGather, Rope, RopeOrder, TokenShard, norm
+from titan_exp.models.blocks.transformer import ResultGather, RopeOrder, TokenShard, norm
 from titan_exp.models.spec.model_spec import LayerSpec, PipelinePlan
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, FusedRows, TPStyle
-from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, rotate
+from titan_exp.ops.attention.rope import Frequencies, Rope, RotaryEmbedding, rotate
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 
+Hidden = Float[Tensor, "batch seq dim"]
+Conditioning = Float[Tensor, "batch dim"]
+Heads = Float[Tensor, "batch seq heads width"]
 
-def modulate(
-    x: Float[Tensor, "batch seq dim"],
-    shift: Float[Tensor, "batch 1 dim"],
-    scale: Float[Tensor, "batch 1 dim"],
-    eps: float,
-) -> Float[Tensor, "batch seq dim"]:
+
+def modulate(x: Hidden, shift: Float[Tensor, "batch 1 dim"], scale: Float[Tensor, "batch 1 dim"], eps: float) -> Hidden:
     """Normalize by a LayerNorm without weights, then compute (1 + scale) · x + shift."""
     return F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale) + shift
 
 
-def modulation(module: nn.Module, conditioning: Float[Tensor, "batch dim"], parts: int) -> tuple[Tensor, ...]:
+def modulation(module: nn.Module, conditioning: Conditioning, parts: int) -> tuple[Tensor, ...]:
     """Shifts, scales and gates [batch, 1, dim] of a sequence, in this order, computed from its conditioning."""
     return module(conditioning)[:, None].chunk(parts, dim=-1)
 
@@ -40,13 +39,7 @@ class JointAttention(nn.Module):
         assert layer.attention is not None, "the layer has attention"
         self.core = CausalAttention(backend, layer.attention.scale, layer.attention.pattern)
 
-    def forward(
-        self,
-        query: Float[Tensor, "batch seq heads width"],
-        key: Float[Tensor, "batch seq heads width"],
-        value: Float[Tensor, "batch seq heads width"],
-        rope: Rope,
-    ) -> Float[Tensor, "batch seq heads width"]:
+    def forward(self, query: Heads, key: Heads, value: Heads, rope: Rope) -> Heads:
         """Attend; returns the heads of every token."""
         heads = (rotate(query, *rope), rotate(key, *rope), value)
         return self.core(*(part.transpose(1, 2) for part in heads)).transpose(1, 2)
@@ -69,7 +62,7 @@ class _Heads(nn.Module):
         """Row layout of the fused weight."""
         return {self.projection: self.rows}
 
-    def heads(self, x: Float[Tensor, "batch seq dim"]) -> list[Float[Tensor, "batch seq heads _"]]:
+    def heads(self, x: Hidden) -> list[Float[Tensor, "batch seq heads _"]]:
         """Queries and keys after their norms, values, and all further rows."""
         fused = self.get_submodule(self.projection)(x).unflatten(-1, (-1, self.rows.unit))
         query, key, *others = fused.split([piece.width for piece in self.rows.pieces], dim=-1)
@@ -110,9 +103,7 @@ class DoubleBlock(nn.Module):
         self.text, self.image = Stream(layer, "text", eps), Stream(layer, "image", eps)
         self.attention = JointAttention(layer, backend)
 
-    def forward(
-        self, x: Float[Tensor, "batch seq dim"], conditioning: Float[Tensor, "batch dim"], rope: Rope, text_tokens: int
-    ) -> Float[Tensor, "batch seq dim"]:
+    def forward(self, x: Hidden, conditioning: Conditioning, rope: Rope, text_tokens: int) -> Hidden:
         """Run the block."""
         streams, lengths = (self.text, self.image), (text_tokens, x.shape[1] - text_tokens)
         parts = x.split(lengths, dim=1)
@@ -147,9 +138,7 @@ class SingleBlock(_Heads):
         """Tensor-parallel sharding of the linears, by heads."""
         return self._plan
 
-    def forward(
-        self, x: Float[Tensor, "batch seq dim"], conditioning: Float[Tensor, "batch dim"], rope: Rope, text_tokens: int
-    ) -> Float[Tensor, "batch seq dim"]:
+    def forward(self, x: Hidden, conditioning: Conditioning, rope: Rope, text_tokens: int) -> Hidden:
         """Run the block; text and image tokens are computed alike."""
         shift, scale, gate = modulation(self.modulation, conditioning, 3)
         query, key, value, up = self.heads(modulate(x, shift, scale, self.eps))
@@ -233,7 +222,7 @@ class Embedder(nn.Module):
         """Tensor-parallel sharding: linears are replicated; the conditioning modulates this rank's tokens."""
         return {"hidden": SEQUENCE_PARALLEL, "out": SEQUENCE_PARALLEL}
 
-    def forward(self, x: Float[Tensor, "batch features"]) -> Float[Tensor, "batch dim"]:
+    def forward(self, x: Float[Tensor, "batch features"]) -> Conditioning:
         """Embed the features, in the dtype of the weights."""
         return self.out(F.silu(self.hidden(x.to(self.hidden.weight.dtype))))
 
@@ -253,7 +242,7 @@ class Inputs(nn.Module):
 
     def forward(
         self, image: Tensor, text: Tensor, pooled: Tensor, times: Tensor, guidance: Tensor | None
-    ) -> tuple[Float[Tensor, "batch seq dim"], Float[Tensor, "batch dim"]]:
+    ) -> tuple[Hidden, Conditioning]:
         """Return text tokens followed by image tokens, and SiLU of the conditioning, which every modulation reads.
         Raises ValueError if a guidance scale is missing, or given to a model that reads none."""
         if (guidance is None) != (self.guidance is None):
@@ -281,7 +270,7 @@ class Output(nn.Module):
         return {"modulation": self._style, "linear": SEQUENCE_PARALLEL}
 
     def forward(
-        self, x: Float[Tensor, "batch patches dim"], conditioning: Float[Tensor, "batch dim"]
+        self, x: Float[Tensor, "batch patches dim"], conditioning: Conditioning
     ) -> Float[Tensor, "batch patches patch_dim"]:
         """Compute the velocity of the patches."""
         shift, scale = modulation(self.modulation, conditioning, 2)
@@ -308,9 +297,7 @@ class AxialRotaryEmbedding(nn.Module):
         for axis in self.axes:
             axis.reset()  # type: ignore[operator]  # a cache's method
 
-    def forward(
-        self, positions: Int[Tensor, "batch_or_1 seq axes"]
-    ) -> tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 2 half"]]:
+    def forward(self, positions: Int[Tensor, "batch_or_1 seq axes"]) -> Rope:
         """Cosines and sines of the axes, one axis after the other, for `rotate`."""
         pairs = [axis(positions.shape[1], column) for axis, column in zip(self.axes, positions.unbind(-1), strict=True)]
         cos, sin = (torch.cat(parts, dim=-1) for parts in zip(*pairs, strict=True))

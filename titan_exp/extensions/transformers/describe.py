@@ -128,10 +128,7 @@ def _plan(anatomy: Anatomy) -> dict[str, str]:
 
 
 def _layer(
-    block: nn.Module,
-    styles: BlockStyles,
-    attention: tuple[str, AttentionSpec] | None,
-    stds: dict[nn.Parameter, float],
+    block: nn.Module, styles: BlockStyles, attention: tuple[str, AttentionSpec] | None, stds: dict[nn.Parameter, float]
 ) -> LayerSpec:
     linears, described = [], set[nn.Parameter]()
     for path, module in block.named_modules():

@@ -31,6 +31,8 @@ from titan_exp.ops.moe.routing import (
 )
 from titan_exp.ops.swiglu import GROUP, swiglu
 
+Hidden = Float[Tensor, "batch part dim"]
+
 
 class FeedForward(nn.Module):
     """SwiGLU feed-forward with gate and up fused, their rows alternating in groups (see `ops.swiglu`)."""
@@ -87,7 +89,7 @@ class Router(nn.Module):
         self.recomputed = True
         """False if no backward pass repeats this forward pass, so that it need not check whether to count."""
 
-    def forward(self, x: Float[Tensor, "batch part dim"]) -> Routing:
+    def forward(self, x: Hidden) -> Routing:
         """Route these tokens; in training also balance and count them."""
         moe = self.moe
         logits = F.linear(x.float(), self.weight.float()) if moe.fp32_router else F.linear(x, self.weight)
@@ -271,7 +273,7 @@ class MoEFeedForward(Mixture):
         """Tensor-parallel sharding of the shared experts' gate, which is replicated over this rank's tokens."""
         return self._plan
 
-    def forward(self, x: Float[Tensor, "batch part dim"]) -> Float[Tensor, "batch part dim"]:
+    def forward(self, x: Hidden) -> Hidden:
         """Return the weighted sum of the routed experts' outputs, plus the shared experts', which may have a gate."""
         part = x if self.token_split is None else self.token_split.split(x)
         finish = self.dispatch(part.flatten(0, 1), self.router(part), self.experts)

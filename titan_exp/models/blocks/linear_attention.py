@@ -26,6 +26,9 @@ from titan_exp.ops.linear_attention import (
     l2_normalized,
 )
 
+Hidden = Float[Tensor, "batch part dim"]
+Documents = Int[Tensor, "batch seq"]
+
 
 class Filters(HeadNumbers):
     """Filters of a causal convolution per channel; the last tap is that of the token itself."""
@@ -128,18 +131,16 @@ class LinearAttention(nn.Module):
 
     def mask(
         self,
-        documents: Int[Tensor, "batch seq"] | None,
-        positions: Int[Tensor, "batch seq"] | None = None,
+        documents: Documents | None,
+        positions: Documents | None = None,
         *,
         seq: int = 0,
         device: torch.device | None = None,
-    ) -> Int[Tensor, "batch seq"] | None:
+    ) -> Documents | None:
         """Argument `mask` of `forward`: the documents themselves, since the state starts anew with each."""
         return documents
 
-    def forward(
-        self, x: Float[Tensor, "batch part dim"], rope: Any, mask: Int[Tensor, "batch seq"] | None
-    ) -> Float[Tensor, "batch part dim"]:
+    def forward(self, x: Hidden, rope: Any, mask: Documents | None) -> Hidden:
         """Read the states of earlier tokens of the same document, whose numbers are in `mask`. With sequence
         parallelism `x` is this rank's part of the tokens, while `mask` covers all."""
         spec, cache, whole = self.spec, self.cache, self.gather(x)

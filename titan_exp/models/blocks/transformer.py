@@ -22,10 +22,16 @@ from titan_exp.models.spec.tp_plan import (
     VocabEmbedding,
     VocabLogits,
 )
+from titan_exp.ops.attention import rope as tables
 from titan_exp.ops.attention.rope import rotate, rotate_front, split_rotated
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 from titan_exp.ops.autograd import embedding_rows, local_tensor, recompute_input
 from titan_exp.ops.cross_entropy import LossSum
+
+Hidden = Float[Tensor, "batch part dim"]
+Heads = Float[Tensor, "batch seq heads head_dim"]
+Keys = Float[Tensor, "batch seq kv_heads head_dim"]
+Rope = tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...]
 
 LogitsLoss = Callable[[Tensor, Tensor], LossSum | tuple[LossSum, ...]]
 """Computes the loss of hidden states [batch, seq, dim] and the head's weight [vocab, dim], or losses of parts of the
@@ -177,12 +183,7 @@ class Attention(nn.Module):
         """Tensor-parallel sharding of the linears: whole groups of heads, or a group's query heads."""
         return self._plan
 
-    def forward(
-        self,
-        x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...] | None,
-        mask: Any,
-    ) -> Float[Tensor, "batch part dim"]:
+    def forward(self, x: Hidden, rope: Rope | None, mask: Any) -> Hidden:
         """Attend to earlier positions that `mask` (from the core) lets through.
 
         `rope` are cosines and sines, followed by the factor of queries if the model scales them by position, and None
@@ -216,12 +217,7 @@ class Attention(nn.Module):
         rows = torch.cat((queries, keys, torch.ones_like(keys)), dim=1)
         return {"qkv": rows.repeat_interleave(width, dim=1).flatten()}
 
-    def _normalized(
-        self,
-        query: Float[Tensor, "batch seq heads head_dim"],
-        key: Float[Tensor, "batch seq kv_heads head_dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...],
-    ) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch seq kv_heads head_dim"]]:
+    def _normalized(self, query: Heads, key: Keys, rope: Rope) -> tuple[Heads, Keys]:
         """Apply the layer's norms, RoPE and temperature to query and key heads."""
         if self.q_norm is not None and self.k_norm is not None:
             if self._across_heads:
@@ -258,12 +254,7 @@ class TransformerBlock(nn.Module):
         self.feed_forward_norm = norm(layer, "feed_forward_norm", norm_eps)
         self.feed_forward = FeedForward(layer) if layer.router is None else MoEFeedForward(layer)
 
-    def forward(
-        self,
-        x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...] | None,
-        mask: Any,
-    ) -> Float[Tensor, "batch part dim"]:
+    def forward(self, x: Hidden, rope: Rope | None, mask: Any) -> Hidden:
         """Run the block."""
         x = x + _branch(self.attention_norm, x, partial(self.attention, rope=rope, mask=mask))
         return x + _branch(self.feed_forward_norm, x, self.feed_forward)
@@ -322,13 +313,7 @@ class MTPModule(TransformerBlock):
         """Tensor-parallel sharding: the projection is replicated, over this rank's tokens."""
         return self._plan
 
-    def forward(
-        self,
-        x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...] | None,
-        mask: Any,
-        embedded: Float[Tensor, "batch part dim"] | None = None,
-    ) -> Float[Tensor, "batch part dim"]:
+    def forward(self, x: Hidden, rope: Rope | None, mask: Any, embedded: Hidden | None = None) -> Hidden:
         """Compute this depth's hidden states, normalized for the head. `x` are the previous depth's hidden states,
         `embedded` the embeddings of the tokens that many places ahead."""
         assert embedded is not None, "the module reads the next tokens"
@@ -358,10 +343,6 @@ def iter_numbered_blocks(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
             seen.add(block)
 
 
-Rope = tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 2 half"]]
-"""Cosines and sines of positions."""
-
-
 class TokenShard(nn.Identity):
     """Identity that sequence parallelism replaces by this rank's part of a stream's tokens."""
 
@@ -380,6 +361,6 @@ class RopeOrder(nn.Module):
 
     tp_style = GatheredOrder()
 
-    def forward(self, rope: Rope, first_stream: int) -> Rope:
+    def forward(self, rope: tables.Rope, first_stream: int) -> tables.Rope:
         """Return the caches of all tokens; `first_stream` is this rank's number of tokens in the first stream."""
         return rope

@@ -25,6 +25,8 @@ from titan_exp.config.torch_features import ATTENTION_BACKEND, FLASH_PACKAGES, a
 from titan_exp.ops.attention.attention_with_lse import MaxLogits, attention_with_sinks, math_attention_with_sinks
 from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern, Tile
 
+Ids = Int[Tensor, "batch seq"]
+
 AttentionBackend = Literal["cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
 
 SDPA_BACKENDS: dict[str, SDPBackend] = {
@@ -108,7 +110,7 @@ def _refused(backend: str, reason: str) -> UserError:
     return UserError("This run cannot start.", [Violation(ATTENTION_BACKEND, backend, reason, remedy)])
 
 
-def document_mask(documents: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch 1 seq seq"]:
+def document_mask(documents: Ids) -> Bool[Tensor, "batch 1 seq seq"]:
     """Causal mask within documents: True where a query (second to last dim) may see a key (last dim)."""
     seq = documents.shape[1]
     same = documents[:, :, None] == documents[:, None, :]
@@ -126,11 +128,8 @@ compiled graph would stay allocated until the next garbage collection.
 
 
 def segment_ids(
-    pattern: MaskPattern,
-    documents: Int[Tensor, "batch seq"] | None,
-    positions: Int[Tensor, "batch seq"] | None,
-    index: Int[Tensor, " seq"] | None,
-) -> tuple[Int[Tensor, "batch seq"] | None, MaskPattern]:
+    pattern: MaskPattern, documents: Ids | None, positions: Ids | None, index: Int[Tensor, " seq"] | None
+) -> tuple[Ids | None, MaskPattern]:
     """Ids that are equal for tokens that may see each other, and the pattern among such tokens.
 
     `positions` are None if they count through the sequence. Otherwise they restart in documents, and so do chunks: a
@@ -164,12 +163,7 @@ class CausalAttention(nn.Module):
         """Tracks the largest logit of each head, for QK-Clip."""
 
     def mask(
-        self,
-        documents: Int[Tensor, "batch seq"] | None,
-        positions: Int[Tensor, "batch seq"] | None = None,
-        *,
-        seq: int = 0,
-        device: torch.device | None = None,
+        self, documents: Ids | None, positions: Ids | None = None, *, seq: int = 0, device: torch.device | None = None
     ) -> Any:
         """Build the argument `mask` of `forward`, once per forward pass of the model; None if kernels need none.
 
@@ -256,9 +250,7 @@ class CausalAttention(nn.Module):
         return out if out.shape[-1] == width else out.transpose(1, 2)[..., :width].transpose(1, 2)
 
 
-def _tile_mask(
-    pattern: MaskPattern, segments: Int[Tensor, "batch seq"] | None, seq: int, device: torch.device | None
-) -> TileMask:
+def _tile_mask(pattern: MaskPattern, segments: Ids | None, seq: int, device: torch.device | None) -> TileMask:
     tiles, index = tuple(pattern.tiles(range(seq), range(seq))), torch.arange(seq, device=device)
     visible: list[Tensor | None] = []
     for tile in tiles:
@@ -287,7 +279,7 @@ def flex_attention(
     return (out * torch.sigmoid(found.lse - sinks.to(found.lse.dtype)[:, None])[..., None]).to(query.dtype)
 
 
-def block_mask(pattern: MaskPattern, segments: Int[Tensor, "batch seq"]) -> Any:
+def block_mask(pattern: MaskPattern, segments: Ids) -> Any:
     """Block mask of a causal pattern within segments."""
     seq, visible = segments.shape[1], _visible(pattern, segments.shape[1])
     some, every = _visible_blocks(pattern, seq, segments.device)

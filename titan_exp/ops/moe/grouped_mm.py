@@ -22,6 +22,10 @@ from titan_exp.ops.swiglu import GROUP, weighted_swiglu, weighted_swiglu_backwar
 from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 from titan_exp.ops.triton_kernels import jit, runs_kernel, tl
 
+Ends = Int32[Tensor, " experts"]
+Rows = Float[Tensor, "rows width"]
+RowWeights = Float[Tensor, " rows"]
+
 ALIGNED = 8
 """Multiple that torch's kernel requires of dims, because each bf16 row must start on 16 bytes."""
 PROGRAMS = 1024
@@ -29,9 +33,7 @@ PROGRAMS = 1024
 
 
 def grouped_linear(
-    x: Float[Tensor, "tokens dim_in"],
-    weight: Float[Tensor, "experts dim_out dim_in"],
-    ends: Int32[Tensor, " experts"],
+    x: Float[Tensor, "tokens dim_in"], weight: Float[Tensor, "experts dim_out dim_in"], ends: Ends
 ) -> Float[Tensor, "tokens dim_out"]:
     """Compute x · weight[expert]ᵀ row by row, differentiable in both. `x` is sorted by expert; `ends`, ascending, are
     the ends of each expert's rows; an expert may have none. Rows after the last end give zeros and no gradient. Raises
@@ -174,8 +176,8 @@ def runs_of_experts(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
 def weighted_swiglu_linear(
     gate_up: Float[Tensor, "rows two_ffn"],
     weight: Float[Tensor, "experts dim ffn"],
-    row_weights: Float[Tensor, " rows"],
-    ends: Int32[Tensor, " experts"],
+    row_weights: RowWeights,
+    ends: Ends,
     group: int = GROUP,
     *,
     variant: SwiGLUVariant = SWIGLU,
@@ -191,13 +193,7 @@ def weighted_swiglu_linear(
 class _WeightedSwiGLULinear(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917  # autograd functions take positional arguments
-        ctx: Any,
-        gate_up: Tensor,
-        weight: Tensor,
-        row_weights: Tensor,
-        ends: Tensor,
-        group: int,
-        variant: SwiGLUVariant,
+        ctx: Any, gate_up: Tensor, weight: Tensor, row_weights: Tensor, ends: Tensor, group: int, variant: SwiGLUVariant
     ) -> Tensor:
         ctx.save_for_backward(gate_up, weight, row_weights, ends)
         ctx.how = group, variant
@@ -219,11 +215,8 @@ class _WeightedSwiGLULinear(torch.autograd.Function):
 
 
 def add_expert_bias(
-    rows: Float[Tensor, "rows width"],
-    bias: Float[Tensor, "experts width"],
-    ends: Int32[Tensor, " experts"],
-    weights: Float[Tensor, " rows"] | None = None,
-) -> Float[Tensor, "rows width"]:
+    rows: Rows, bias: Float[Tensor, "experts width"], ends: Ends, weights: RowWeights | None = None
+) -> Rows:
     """Compute rows + weight · bias[expert], in the dtype of `rows`, which are sorted by expert.
 
     `ends` are the ends of the experts' rows. Rows after the last end stay as they are. A bias's gradient sums an

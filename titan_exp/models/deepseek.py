@@ -12,8 +12,8 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.types import BlockCount, PositiveInt
 from titan_exp.models import family
-from titan_exp.models.convert.hf_config import MTP_KEY, HuggingFace
-from titan_exp.models.convert.hf_keys import UNBALANCED, Key, both_ways, flag, rope_keys, whole
+from titan_exp.models.convert.hf_config import MTP_KEY
+from titan_exp.models.convert.hf_keys import UNBALANCED, Key, flag, huggingface_class, rope_keys, whole
 from titan_exp.models.spec.feed_forward import moe_linears, swiglu_linears
 from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, ModelSpec, VectorSpec
 from titan_exp.models.spec.moe import MoEConfig, RouterSpec
@@ -191,12 +191,13 @@ def _unread_layers(values: Mapping[str, Any]) -> list[str]:
     return [f"model.layers.{last + module}." for module in range(max(1, values.get(MTP_KEY) or 0))]
 
 
-huggingface = HuggingFace(
-    model_type=V3,
-    architectures=("DeepseekV3ForCausalLM",),
-    **both_ways(Config, _KEYS, {"moe.fp32_router": True, "moe.balance": UNBALANCED}),
+huggingface = huggingface_class(
+    V3,
+    "DeepseekV3ForCausalLM",
+    Config,
+    _KEYS,
+    {"moe.fp32_router": True, "moe.balance": UNBALANCED},
     violations=_inexpressible,
     unread=_unread_layers,
     other_types=(V2, "kimi_k2"),
 )
-"""`config.json` of Hugging Face's DeepSeek V2 and V3, and of Kimi K2."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from titan_exp.config.groups.types import PositiveFloat, PositiveInt
 from titan_exp.models import family
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import PLAIN_ROUTER, UNBALANCED, Key, attention_keys, both_ways, rope_keys
+from titan_exp.models.convert.hf_keys import PLAIN_ROUTER, UNBALANCED, Key, attention_keys, huggingface_class, rope_keys
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.moe import MoEConfig, MoEVariant
 from titan_exp.models.spec.rope import YarnRope
@@ -65,7 +64,6 @@ STATE_DICTS = {
         alternating_gate_up=True,
     ),
 }
-"""Names of `transformers`."""
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)
 
@@ -90,15 +88,12 @@ _KEYS = {
     "attention_bias": True,
 }
 
-huggingface = HuggingFace(
-    model_type="gpt_oss",
-    architectures=("GptOssForCausalLM",),
-    **both_ways(
-        Config,
-        attention_keys(rope_keys(YarnRope), _KEYS),
-        {"moe.fp32_router": False, "moe.balance": UNBALANCED},
-        router={**PLAIN_ROUTER, "normalized": True},
-        called="GPT-OSS",
-    ),
+huggingface = huggingface_class(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    Config,
+    attention_keys(rope_keys(YarnRope), _KEYS),
+    {"moe.fp32_router": False, "moe.balance": UNBALANCED},
+    router={**PLAIN_ROUTER, "normalized": True},
+    called="GPT-OSS",
 )
-"""`config.json` of Hugging Face's GPT-OSS."""

@@ -11,8 +11,7 @@ from typing import Any
 from titan_exp.config.errors.user_error import Violation, shown
 from titan_exp.models import deepseek, family
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, LinearAttentionNames, swiglu_names
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import UNBALANCED, Key, both_ways, flag, whole
+from titan_exp.models.convert.hf_keys import UNBALANCED, Key, flag, huggingface_class, whole
 from titan_exp.models.qwen3_next import interval
 from titan_exp.models.spec.linear_attention import (
     LINEAR_ATTENTION,
@@ -185,21 +184,18 @@ def _inexpressible(config: Config) -> Iterator[Violation]:
             yield Violation(field, own, "transformers has another router in this family", f"use {field}={shown(value)}")
 
 
-huggingface = HuggingFace(
-    model_type="kimi_linear",
-    architectures=("KimiLinearForCausalLM",),
-    **both_ways(
-        Config,
-        _KEYS,
-        {
-            "moe.fp32_router": True,
-            "moe.balance": UNBALANCED,
-            "moe.router_bias": True,
-            "moe.group_score": "top2_sum",
-            "moe.score": "sigmoid",
-            "rope.theta": None,
-        },
-    ),
+huggingface = huggingface_class(
+    "kimi_linear",
+    "KimiLinearForCausalLM",
+    Config,
+    _KEYS,
+    {
+        "moe.fp32_router": True,
+        "moe.balance": UNBALANCED,
+        "moe.router_bias": True,
+        "moe.group_score": "top2_sum",
+        "moe.score": "sigmoid",
+        "rope.theta": None,
+    },
     violations=_inexpressible,
 )
-"""`config.json` of Hugging Face's Kimi Linear."""

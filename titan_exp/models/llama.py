@@ -17,8 +17,7 @@ from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.schema.typed_config import validated
 from titan_exp.models import family
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, META, TORCHTUNE
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import Key, attention_keys, both_ways, rope_keys
+from titan_exp.models.convert.hf_keys import Key, attention_keys, huggingface_class, rope_keys
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.rope import RopeConfig
 from titan_exp.models.spec.transformer import TransformerConfig, transformer_layer, transformer_spec
@@ -43,18 +42,15 @@ STATE_DICTS = {"huggingface": HUGGINGFACE, "llama": META, "torchtune": TORCHTUNE
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)
 
-huggingface = HuggingFace(
-    model_type="llama",
-    architectures=("LlamaForCausalLM",),
-    **both_ways(
-        Config,
-        attention_keys(
-            rope_keys(RopeConfig, context=2048),
-            {"intermediate_size": Key("ffn_dim"), "attention_bias": False, "mlp_bias": False},
-        ),
+huggingface = huggingface_class(
+    "llama",
+    "LlamaForCausalLM",
+    Config,
+    attention_keys(
+        rope_keys(RopeConfig, context=2048),
+        {"intermediate_size": Key("ffn_dim"), "attention_bias": False, "mlp_bias": False},
     ),
 )
-"""`config.json` of Hugging Face's Llama."""
 
 
 def to_params(config: ModelConfig) -> dict[str, Any]:

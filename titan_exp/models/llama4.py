@@ -9,8 +9,15 @@ from dataclasses import dataclass
 from titan_exp.config.groups.types import NonNegativeFloat, PositiveInt
 from titan_exp.models import family
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, swiglu_names
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import PLAIN_ROUTER, UNBALANCED, Key, attention_keys, both_ways, flag, rope_keys
+from titan_exp.models.convert.hf_keys import (
+    PLAIN_ROUTER,
+    UNBALANCED,
+    Key,
+    attention_keys,
+    flag,
+    huggingface_class,
+    rope_keys,
+)
 from titan_exp.models.spec.mixers import QueryTemperature
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 from titan_exp.models.spec.moe import MoEConfig, MoEVariant
@@ -118,17 +125,14 @@ _KEYS = {
     "attention_bias": False,
 }
 
-huggingface = HuggingFace(
-    model_type="llama4_text",
-    architectures=("Llama4ForCausalLM",),
-    **both_ways(
-        Config,
-        attention_keys(rope_keys(RopeConfig), _KEYS),
-        {"moe.fp32_router": False, "moe.balance": UNBALANCED},
-        router={**PLAIN_ROUTER, "score": "sigmoid", "normalized": False, "shared_experts": 1},
-        called="Llama 4",
-    ),
+huggingface = huggingface_class(
+    "llama4_text",
+    "Llama4ForCausalLM",
+    Config,
+    attention_keys(rope_keys(RopeConfig), _KEYS),
+    {"moe.fp32_router": False, "moe.balance": UNBALANCED},
+    router={**PLAIN_ROUTER, "score": "sigmoid", "normalized": False, "shared_experts": 1},
+    called="Llama 4",
     multimodal_type="llama4",
     multimodal_prefixes={"language_model.": ""},
 )
-"""`config.json` of the text model in Hugging Face's Llama 4."""

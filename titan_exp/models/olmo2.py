@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from titan_exp.models import family
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import Key, attention_keys, both_ways, rope_keys
+from titan_exp.models.convert.hf_keys import Key, attention_keys, huggingface_class, rope_keys
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.rope import ScaledRope
 from titan_exp.models.spec.transformer import (
@@ -43,7 +42,6 @@ STATE_DICTS = {
         }
     ),
 }
-"""Names of `transformers`."""
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)
 
@@ -56,9 +54,4 @@ _KEYS = {
     "eos_token_id": Key(write=lambda _: None),
 }
 
-huggingface = HuggingFace(
-    model_type="olmo2",
-    architectures=("Olmo2ForCausalLM",),
-    **both_ways(Config, attention_keys(rope_keys(ScaledRope), _KEYS)),
-)
-"""`config.json` of Hugging Face's OLMo 2."""
+huggingface = huggingface_class("olmo2", "Olmo2ForCausalLM", Config, attention_keys(rope_keys(ScaledRope), _KEYS))

@@ -10,8 +10,7 @@ from typing import Any
 
 from titan_exp.models import family, olmo2
 from titan_exp.models.convert.decoder_state_dict import LinearAttentionNames
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import Key, attention_keys, both_ways
+from titan_exp.models.convert.hf_keys import Key, attention_keys, huggingface_class
 from titan_exp.models.qwen3_next import mixer_keys
 from titan_exp.models.spec.linear_attention import LinearAttentionFields, hybrid_layers, with_linear_attention
 from titan_exp.models.spec.model_spec import ModelSpec
@@ -78,7 +77,6 @@ STATE_DICTS = {
         aliases={"post_attention_layernorm.weight": "feedforward_layer_norm.weight"},
     ),
 }
-"""Names of `transformers`."""
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)
 
@@ -120,9 +118,6 @@ _HEADS = {
     for name, field in (("linear_num_key_heads", "key_heads"), ("linear_num_value_heads", "value_heads"))
 }
 
-huggingface = HuggingFace(
-    model_type="olmo_hybrid",
-    architectures=("OlmoHybridForCausalLM",),
-    **both_ways(Config, attention_keys(_ROPE, {**_HEADS, **_KEYS, **_HEADS})),
+huggingface = huggingface_class(
+    "olmo_hybrid", "OlmoHybridForCausalLM", Config, attention_keys(_ROPE, {**_HEADS, **_KEYS, **_HEADS})
 )
-"""`config.json` of Hugging Face's OLMo Hybrid."""

@@ -7,8 +7,7 @@ the language model; the vision tower and the modules of multi-token prediction i
 from dataclasses import dataclass, replace
 
 from titan_exp.models import family
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import Key, both_ways
+from titan_exp.models.convert.hf_keys import Key, huggingface_class
 from titan_exp.models.qwen3_next import MIXER_NAMES, NAMES, UNREAD, HybridConfig, hybrid_keys, hybrid_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.transformer import TransformerConfig, transformer_layer
@@ -44,12 +43,12 @@ state_dict_map = family.decoder_maps(STATE_DICTS)
 MULTIMODAL_PREFIXES = {"model.language_model.": "model.", "lm_head.": "lm_head."}
 """Prefixes of the language model's tensors in published files, each with ours."""
 
-huggingface = HuggingFace(
-    model_type="qwen3_5_text",
-    architectures=("Qwen3_5ForCausalLM",),
-    **both_ways(Config, hybrid_keys("qwen3_5_text", {"intermediate_size": Key("ffn_dim")})),
+huggingface = huggingface_class(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    Config,
+    hybrid_keys("qwen3_5_text", {"intermediate_size": Key("ffn_dim")}),
     unread=lambda values: UNREAD,
     multimodal_type="qwen3_5",
     multimodal_prefixes=MULTIMODAL_PREFIXES,
 )
-"""`config.json` of the language model in Hugging Face's Qwen3.5."""

@@ -6,14 +6,13 @@ The router chooses by a softmax over all experts and divides the chosen values b
 from dataclasses import dataclass
 
 from titan_exp.models import family
-from titan_exp.models.convert.hf_config import HuggingFace
 from titan_exp.models.convert.hf_keys import (
     GLOBAL_BALANCE,
     PLAIN_ROUTER,
     Key,
     attention_keys,
-    both_ways,
     flag,
+    huggingface_class,
     rope_keys,
     whole,
 )
@@ -60,15 +59,12 @@ _KEYS = {
     "mlp_only_layers": [],
 }
 
-huggingface = HuggingFace(
-    model_type="qwen3_moe",
-    architectures=("Qwen3MoeForCausalLM",),
-    **both_ways(
-        Config,
-        attention_keys(rope_keys(ScaledRope), _KEYS),
-        {"moe.fp32_router": False} | {f"moe.balance.{name}": value for name, value in GLOBAL_BALANCE.items()},
-        router=PLAIN_ROUTER,
-        called="Qwen3 with experts",
-    ),
+huggingface = huggingface_class(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    Config,
+    attention_keys(rope_keys(ScaledRope), _KEYS),
+    {"moe.fp32_router": False} | {f"moe.balance.{name}": value for name, value in GLOBAL_BALANCE.items()},
+    router=PLAIN_ROUTER,
+    called="Qwen3 with experts",
 )
-"""`config.json` of Hugging Face's Qwen3 with experts."""

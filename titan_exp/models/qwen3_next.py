@@ -11,15 +11,14 @@ from typing import Any
 from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models import family
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, LinearAttentionNames, swiglu_names
-from titan_exp.models.convert.hf_config import HuggingFace
 from titan_exp.models.convert.hf_keys import (
     GLOBAL_BALANCE,
     PLAIN_ROUTER,
     Key,
     Keys,
     attention_keys,
-    both_ways,
     flag,
+    huggingface_class,
     rope_keys,
     whole,
 )
@@ -97,7 +96,6 @@ NAMES = HUGGINGFACE.but(
     },
     linear_attention=MIXER_NAMES,
 )
-"""Names of `transformers`."""
 STATE_DICTS = {"huggingface": NAMES}
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)
@@ -169,25 +167,22 @@ EXPERT_FIELDS: Mapping[str, Any] = {
 UNREAD = ("mtp.",)
 """Prefixes of tensors that we do not read: modules of multi-token prediction."""
 
-huggingface = HuggingFace(
-    model_type="qwen3_next",
-    architectures=("Qwen3NextForCausalLM",),
-    **both_ways(
-        Config,
-        hybrid_keys(
-            "qwen3_next",
-            {
-                "intermediate_size": Key(write=lambda config: config.moe.ffn_dim * config.moe.active_experts),
-                **EXPERT_KEYS,
-                "norm_topk_prob": Key("moe.normalized", flag, True),
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [],
-            },
-        ),
-        EXPERT_FIELDS,
-        router={**PLAIN_ROUTER, "shared_experts": 1},
-        called="Qwen3-Next",
+huggingface = huggingface_class(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    Config,
+    hybrid_keys(
+        "qwen3_next",
+        {
+            "intermediate_size": Key(write=lambda config: config.moe.ffn_dim * config.moe.active_experts),
+            **EXPERT_KEYS,
+            "norm_topk_prob": Key("moe.normalized", flag, True),
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
     ),
+    EXPERT_FIELDS,
+    router={**PLAIN_ROUTER, "shared_experts": 1},
+    called="Qwen3-Next",
     unread=lambda values: UNREAD,
 )
-"""`config.json` of Hugging Face's Qwen3-Next."""

@@ -46,11 +46,9 @@ def choose_attention_backend(
     deterministic: bool = False,
     auto: bool = False,
 ) -> AttentionBackend:
-    """Attention kernel for a model on a device: the one of its config, or `auto`.
-
-    `seq_len` is the longest sequence in tokens. `documents` says that document masks are used, `parts` that
-    context-parallel ranks exchange keys and values, `deterministic` that every run must give the same bits.
-    """
+    """Attention kernel for a model on a device: the one of its config, or `auto`. `seq_len` is the longest sequence in
+    tokens. `documents` says that document masks are used, `parts` that context-parallel ranks exchange keys and values,
+    `deterministic` that every run must give the same bits."""
     spec = model_spec(config)
     requested = "auto" if auto or spec is None else spec.attention_backend
     return choose_backend(

@@ -23,11 +23,8 @@ Hidden = Float[Tensor, "batch part dim"]
 
 class Decoder(nn.Module):
     """Decoder: the spec's embedding, norm and head around a family's blocks, which are called as `block(x, rope,
-    mask)`.
-
-    `seq_len` is the longest sequence in tokens. Modules of multi-token prediction are the last blocks, called as
-    `block(x, rope, mask, embedded)` after the final norm.
-    """
+    mask)`. `seq_len` is the longest sequence in tokens. Modules of multi-token prediction are the last blocks, called
+    as `block(x, rope, mask, embedded)` after the final norm."""
 
     def __init__(self, spec: ModelSpec, blocks: Mapping[int, nn.Module], *, seq_len: int) -> None:
         super().__init__()

@@ -80,12 +80,9 @@ def layer_kinds(config: LatentMoEConfig) -> tuple[LayerSpec, LayerSpec]:
 def violations(config: LatentMoEConfig) -> Iterator[Violation]:
     """Violations by shapes that DeepSeek models cannot have."""
     if config.dense_layers > config.layers:
-        yield Violation(
-            "model.dense_layers",
-            config.dense_layers,
-            f"the model has only model.layers={config.layers} layers",
-            f"use model.dense_layers={config.layers} or less",
-        )
+        reason = f"the model has only model.layers={config.layers} layers"
+        remedy = f"use model.dense_layers={config.layers} or less"
+        yield Violation("model.dense_layers", config.dense_layers, reason, remedy)
     yield from family.violations(config)
 
 

@@ -34,12 +34,9 @@ def adamw_update(
     factor: Tensor | None = None,
     copy: Tensor | None = None,
 ) -> None:
-    """Update a weight and its moments in place, on CUDA.
-
-    The weight is dense in memory; the moments and `copy` have its strides, and each has its own float dtype. `rates` is
-    a row of `bias_rates`, `decay` is learning rate times weight decay, and `factor` is an fp32 scalar that scales the
-    gradient. `copy` receives the new weight in its own dtype.
-    """
+    """Update a weight and its moments in place, on CUDA. The weight is dense in memory; the moments and `copy` have its
+    strides, and each has its own float dtype. `rates` is a row of `bias_rates`, `decay` is learning rate times weight
+    decay, and `factor` is an fp32 scalar that scales the gradient. `copy` receives the new weight in its own dtype."""
     if weight.numel() == 0:  # an empty shard of an unevenly sharded parameter
         return
     if isinstance(weight, FakeTensor):

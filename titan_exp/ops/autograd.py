@@ -36,10 +36,8 @@ def _is_looked_at(tensor: Tensor) -> bool:
 
 def needs_input_grad(context: Any, count: int = 2) -> tuple[bool, ...]:
     """True for each of an operator's first `count` inputs whose gradient this backward pass needs. Call it in backward.
-
     Zero-bubble schedules ask for dX and dW separately, while `ctx.needs_input_grad` covers all backward passes. A
-    compiled graph computes both.
-    """
+    compiled graph computes both."""
     needed_ever = context.needs_input_grad[:count]
     if torch.compiler.is_compiling():
         return needed_ever
@@ -67,12 +65,9 @@ def dense(out: Tensor) -> Tensor:
 
 
 def keep_unsaved(context: Any, *tensors: Tensor | None) -> None:
-    """Keep tensors for backward beside autograd's saved tensors.
-
-    Activation checkpointing recomputes a block up to its last saved tensor, so an operator at the end of a block that
-    keeps its tensors here needs no recomputation. Recomputable activations must not be kept here, since their memory is
-    held until backward.
-    """
+    """Keep tensors for backward beside autograd's saved tensors. Activation checkpointing recomputes a block up to its
+    last saved tensor, so an operator at the end of a block that keeps its tensors here needs no recomputation.
+    Recomputable activations must not be kept here, since their memory is held until backward."""
     context.unsaved = tensors
 
 
@@ -163,11 +158,8 @@ def embedding_rows(
     ids: Int[Tensor, "*any"], weight: Float[Tensor, "rows dim"], dtype: torch.dtype | None = None
 ) -> Float[Tensor, "*any dim"]:
     """Look up rows of this rank's shard of `weight`, rounded to `dtype`; None means the weight's. Only these rows are
-    rounded.
-
-    The result has the bits of a rounded weight's rows. The gradient has `dtype`, too, so `weight.grad_dtype` must allow
-    it.
-    """
+    rounded. The result has the bits of a rounded weight's rows. The gradient has `dtype`, too, so `weight.grad_dtype`
+    must allow it."""
     if dtype is None or weight.dtype == dtype:
         return F.embedding(ids, local_tensor(weight))
     return _RoundedRows.apply(weight, ids, dtype)

@@ -58,11 +58,9 @@ def loss_sum(
     z_loss: float = 0.0,
     shard: VocabShard | None = None,
 ) -> LossSum:
-    """Cross-entropy plus `z_loss` · log(Z)², Z being the softmax denominator (Chowdhery et al. 2022).
-
-    The z-loss keeps logits close to normalized in bf16. Labels are ids of the whole vocabulary. Logits are those of
-    `shard`, or of all ids if it is None. All ranks with shards call this together.
-    """
+    """Cross-entropy plus `z_loss` · log(Z)², Z being the softmax denominator (Chowdhery et al. 2022). The z-loss keeps
+    logits close to normalized in bf16. Labels are ids of the whole vocabulary. Logits are those of `shard`, or of all
+    ids if it is None. All ranks with shards call this together."""
     if shard is not None or has_row_kernels(logits):
         objective, cross_entropy, z = _LogitsLoss.apply(logits.flatten(0, 1), labels.flatten(), z_loss, shard)
         return LossSum(objective, cross_entropy, z if z_loss else None)
@@ -83,11 +81,9 @@ def write_logits_gradient(  # noqa: PLR0917  # compiled functions take positiona
     scale: Float[Tensor, ""] | None = None,
     out: Logits | None = None,
 ) -> None:
-    """Overwrite the logits, or `out`, by `scale` times the gradient of the summed loss, computed in fp32.
-
-    The gradient is p - onehot, plus 2 · z_loss · log Z · p. One kernel, Triton's or the compiler's, reads and writes
-    the logits in their own dtype; only a CPU makes the gradient in fp32.
-    """
+    """Overwrite the logits, or `out`, by `scale` times the gradient of the summed loss, computed in fp32. The gradient
+    is p - onehot, plus 2 · z_loss · log Z · p. One kernel, Triton's or the compiler's, reads and writes the logits in
+    their own dtype; only a CPU makes the gradient in fp32."""
     out = logits if out is None else out
     predicted = labels != IGNORE_INDEX
     factor = predicted.float() if scale is None else predicted * scale
@@ -169,11 +165,9 @@ def has_row_kernels(logits: Tensor) -> bool:
 
 
 def row_statistics(logits: Logits, target: Labels, first: int | None) -> Float[Tensor, "3 tokens"]:
-    """Maximum of each row, sum of exponentials relative to it, and the target's logit, in fp32.
-
-    `first` is the first token id of a vocabulary shard; targets in other shards get 0. For the whole vocabulary it is
-    None, and a target outside gets NaN.
-    """
+    """Maximum of each row, sum of exponentials relative to it, and the target's logit, in fp32. `first` is the first
+    token id of a vocabulary shard; targets in other shards get 0. For the whole vocabulary it is None, and a target
+    outside gets NaN."""
     statistics = logits.new_empty(3, logits.shape[0], dtype=torch.float32)
     if isinstance(logits, FakeTensor):
         # Fake tensors have no values; the planner sees one call, and the bytes that the kernel reads and writes.

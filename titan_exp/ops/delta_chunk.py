@@ -134,11 +134,9 @@ def chunk_backward(
 
 
 def _scores(chunk: Chunk) -> Tensor:
-    """Products of each row with the keys that it sees, decayed in between [batch, heads, 1 or 2, chunk, chunk].
-
-    One channel of decays is a factor of the products. With K, a decay is part of each product: it is computed pair by
-    pair within a block, and through the first token of the block from earlier tokens, in two factors of at most 1.
-    """
+    """Products of each row with the keys that it sees, decayed in between [batch, heads, 1 or 2, chunk, chunk]. One
+    channel of decays is a factor of the products. With K, a decay is part of each product: it is computed pair by pair
+    within a block, and through the first token of the block from earlier tokens, in two factors of at most 1."""
     rows, key, decay = chunk.rows, chunk.key, chunk.decay
     if decay.shape[-1] == 1:
         return _times(rows, key.mT) * (_pair_decays(decay)[..., 0] * chunk.visible)[:, :, None]

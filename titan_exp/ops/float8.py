@@ -43,10 +43,8 @@ def dual_amax(matrix: Tensor) -> Tensor:
 @torch.library.custom_op("titan_exp::dual_cast", mutates_args=())
 def dual_cast(matrix: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Multiply a contiguous matrix [height, width] by its scales and cast it, as it is and transposed, saturating.
-
     `row_scales`, fp32 [height, 1], apply to the plain result, `column_scales` [1, width] to the transposed one; a
-    scalar given twice applies to both.
-    """
+    scalar given twice applies to both."""
     rows, transposed = _empty_cast(matrix, row_scales, column_scales, dtype)
     if isinstance(matrix, FakeTensor):
         return rows, transposed

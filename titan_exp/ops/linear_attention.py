@@ -161,10 +161,8 @@ def short_convolution(
     silu: bool = True,
 ) -> Channels:
     """Causal convolution of each channel by itself within documents, then SiLU; the last tap is the token's own.
-
     `before` are the inputs in front of the sequence, zeros if None, and `before_documents` their documents, -1 for
-    none. Sums are in fp32 or fp64. Backward keeps the input alone.
-    """
+    none. Sums are in fp32 or fp64. Backward keeps the input alone."""
     reach = weight.shape[1] - 1
     links = None
     if documents is not None and reach:

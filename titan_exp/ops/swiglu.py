@@ -152,10 +152,8 @@ def _empty_gradients(
 
 def swiglu_in_chunks(gate_up: Tensor, weights: Tensor | None, group: int, variant: SwiGLUVariant) -> Tensor:
     """Compute silu(gate) · up [..., ffn] from the contiguous `gate_up` [..., 2 · ffn], times each row's weight if
-    given.
-
-    A `variant` changes the formula. The products are in at least fp32 and rounded once; SiLU is rounded before.
-    """
+    given. A `variant` changes the formula. The products are in at least fp32 and rounded once; SiLU is rounded
+    before."""
     if variant == SWIGLU and weights is None and _rows_of_chunk(gate_up) >= gate_up.shape[:-1].numel():
         gate, up = halves(gate_up, group)
         return (F.silu(_packed(gate)) * up).flatten(-2)

@@ -239,11 +239,8 @@ def generate_images(
     source: OpenCheckpoint, options: Options, prompts: Sequence[str], *, mesh: Mesh | None = None
 ) -> list[str]:
     """Draw images and write each to a file, and the grid of all to a last file; returns lines to print about files and
-    scores.
-
-    All ranks of a `mesh` must call it, and rank 0 writes; None is one device. Raises UserError if the
-    latent store, or an encoder of it, is missing.
-    """
+    scores. All ranks of a `mesh` must call it, and rank 0 writes; None is one device. Raises UserError if the latent
+    store, or an encoder of it, is missing."""
     scores = ImageScores(options)
     setup = sampling_setup(source, options)
     tokens = setup.encoder.tokens + setup.rows * setup.columns

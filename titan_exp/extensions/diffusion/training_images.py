@@ -45,10 +45,8 @@ def parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
 
 class TrainingImages(Part):
     """Draws images for the first training captions and the first held-out captions, with the same noise each time.
-
     Every rank computes all of them, and rank 0 decodes and writes. Raises UserError if the samples or the packages of
-    their decoder are missing.
-    """
+    their decoder are missing."""
 
     name = "images"
     phase = Phase.REPORT

@@ -56,11 +56,9 @@ class FeedForward(nn.Module):
 
 
 class Router(nn.Module):
-    """Routes each token to its experts, and balances them.
-
-    Balance is defined over sequences or the global batch. The trainer sets the batch's number of sequences by
-    `set_batch`, and calls `finish_step` with the token counts of the global batch after each optimizer step.
-    """
+    """Routes each token to its experts, and balances them. Balance is defined over sequences or the global batch. The
+    trainer sets the batch's number of sequences by `set_batch`, and calls `finish_step` with the token counts of the
+    global batch after each optimizer step."""
 
     bias: Tensor
     previous_load: Tensor
@@ -202,10 +200,8 @@ class Experts(nn.Module):
         order: PaddedOrder | None = None,
     ) -> Float[Tensor, "_ dim"]:
         """down(silu(gate(x)) · up(x)) of each row's expert, times the row's weight if given; or a variant of SwiGLU.
-
         `ends` are the ends of the experts' rows. With `order`, `rows` are tokens and the result has their rows in this
-        order.
-        """
+        order."""
         if order is not None:
             return self._down(self.gate_up(rows, ends, order=order), ends, weights, padded=True)
         if self.row_multiple == 1:

@@ -31,11 +31,9 @@ class LatentGather(nn.Identity):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention, causal; queries may have a latent of their own.
-
-    Rows of `q.weight` go by head (unrotated features, rotated features), rows of `kv_b.weight` by head (unrotated
-    features of its key, its value), and rows of `kv_a.weight` are the latent, then the rotated key of all heads.
-    """
+    """Multi-head latent attention, causal; queries may have a latent of their own. Rows of `q.weight` go by head
+    (unrotated features, rotated features), rows of `kv_b.weight` by head (unrotated features of its key, its value),
+    and rows of `kv_a.weight` are the latent, then the rotated key of all heads."""
 
     def __init__(self, layer: LayerSpec, backend: AttentionBackend) -> None:
         super().__init__()
@@ -99,10 +97,8 @@ class LatentAttention(nn.Module):
 
     def clip_factors(self, factors: Float[Tensor, " heads"]) -> dict[str, Float[Tensor, " rows"]]:
         """Factors of the rows of `q` and `kv_b` that multiply the logits of each head by its factor (Kimi Team 2025).
-
         The unrotated features of queries and keys take its root each. Rotated queries take all of it, since heads share
-        the rotated key.
-        """
+        the rotated key."""
         root, one = factors.sqrt()[:, None], torch.ones_like(factors)[:, None]
         own_dim = self.spec.qk_dim - self.spec.rope_dim
         query = torch.cat((root.expand(-1, own_dim), factors[:, None].expand(-1, self.spec.rope_dim)), dim=1)

@@ -182,11 +182,9 @@ class GroupedLinearImpl(nn.Module):
     """Multiple of rows per expert that the kernel requires; it pads rows itself unless they are `padded`."""
 
     def forward(self, x: Tensor, weight: Tensor, ends: Tensor, *, padded: bool = False) -> Tensor:
-        """Compute x · weight[expert]ᵀ: [tokens, inputs] and [experts, outputs, inputs] to [tokens, outputs].
-
-        `padded` promises that every expert has rows, a multiple of `row_multiple`; rows after the last end may then
-        come out uninitialized.
-        """
+        """Compute x · weight[expert]ᵀ: [tokens, inputs] and [experts, outputs, inputs] to [tokens, outputs]. `padded`
+        promises that every expert has rows, a multiple of `row_multiple`; rows after the last end may then come out
+        uninitialized."""
         return grouped_linear(x, weight, ends)
 
     def of_tokens(self, tokens: Tensor, weight: Tensor, order: PaddedOrder) -> Tensor:

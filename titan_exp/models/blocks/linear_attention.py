@@ -50,11 +50,9 @@ class Filters(HeadNumbers):
 
 
 class ForgetGate(HeadNumbers):
-    """Decay of the state per token, in logarithm: -exp(log_rate) · softplus(x + bias), in fp32 (Dao and Gu 2024).
-
-    The bias has a number per decay, the rate one per value head. Both stay in fp32 under mixed precision, because
-    rounding a rate to bf16 would change it by up to 0.8 %.
-    """
+    """Decay of the state per token, in logarithm: -exp(log_rate) · softplus(x + bias), in fp32 (Dao and Gu 2024). The
+    bias has a number per decay, the rate one per value head. Both stay in fp32 under mixed precision, because rounding
+    a rate to bf16 would change it by up to 0.8 %."""
 
     parameter_role = "vector"
     keeps_fp32 = True
@@ -82,11 +80,9 @@ class ForgetGate(HeadNumbers):
 
 
 class LinearAttention(nn.Module):
-    """Gated DeltaNet, or Kimi Delta Attention if the state decays per feature of a key.
-
-    Rows of `qkv.weight` and filters of `convolution` go by key head (its query, its key, the values of its value
-    heads), so that a contiguous slice holds whole heads. Context parallelism replaces the two cores.
-    """
+    """Gated DeltaNet, or Kimi Delta Attention if the state decays per feature of a key. Rows of `qkv.weight` and
+    filters of `convolution` go by key head (its query, its key, the values of its value heads), so that a contiguous
+    slice holds whole heads. Context parallelism replaces the two cores."""
 
     pattern = "documents"
     """Kind of mask: the document of each token."""

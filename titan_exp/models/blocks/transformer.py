@@ -184,11 +184,9 @@ class Attention(nn.Module):
         return self._plan
 
     def forward(self, x: Hidden, rope: Rope | None, mask: Any) -> Hidden:
-        """Attend to earlier positions that `mask` (from the core) lets through.
-
-        `rope` are cosines and sines, followed by the factor of queries if the model scales them by position, and None
-        without RoPE. With sequence parallelism `x` is this rank's part of the tokens; `rope` and `mask` cover all.
-        """
+        """Attend to earlier positions that `mask` (from the core) lets through. `rope` are cosines and sines, followed
+        by the factor of queries if the model scales them by position, and None without RoPE. With sequence parallelism
+        `x` is this rank's part of the tokens; `rope` and `mask` cover all."""
         spec, gate, rope = self.spec, None, rope or ()
         slots = self.group * (1 + spec.gated)
         groups = self.qkv(x).unflatten(-1, (-1, slots + 2, self.head_dim))
@@ -240,10 +238,8 @@ class Attention(nn.Module):
 
 class TransformerBlock(nn.Module):
     """Transformer block: attention and feed-forward, each added to the residual stream. Norms come before (pre-norm),
-    or after if the spec says that they write to the stream.
-
-    `attention` replaces grouped-query attention by a module with the same arguments, such as linear attention.
-    """
+    or after if the spec says that they write to the stream. `attention` replaces grouped-query attention by a module
+    with the same arguments, such as linear attention."""
 
     def __init__(
         self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend, attention: nn.Module | None = None

@@ -67,11 +67,9 @@ def huggingface_class(
     called: str = "",
     **others: Any,
 ) -> HuggingFace:
-    """Class of this name in `transformers`, whose `config.json` these keys both write and read.
-
-    `given` has the values of fields without keys in the file, and `router` those of fields of `moe`. A config with
-    another router is refused, in the name of the family that is `called` so.
-    """
+    """Class of this name in `transformers`, whose `config.json` these keys both write and read. `given` has the values
+    of fields without keys in the file, and `router` those of fields of `moe`. A config with another router is refused,
+    in the name of the family that is `called` so."""
     kernels = [key for key in ("attention_backend", "linear_attention_backend") if key in config.__dataclass_fields__]
     constants = {**dict.fromkeys(kernels, "auto"), **given, **{f"moe.{name}": value for name, value in router.items()}}
 

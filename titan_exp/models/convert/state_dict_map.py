@@ -67,11 +67,9 @@ class TensorRows:
 
 @dataclass(frozen=True)
 class StateDictMap:
-    """Our parameters and persistent buffers as row ranges of their tensors.
-
-    Rows of weights [experts, out, in] and biases [experts, out], stacked per expert, are numbered from 0 to
-    experts · out. Rows of a vector are its elements.
-    """
+    """Our parameters and persistent buffers as row ranges of their tensors. Rows of weights [experts, out, in] and
+    biases [experts, out], stacked per expert, are numbered from 0 to experts · out. Rows of a vector are its
+    elements."""
 
     runs: Mapping[str, tuple[RowRange, ...]]
     """Row ranges by our full name, in order, covering all rows; for a stacked parameter they cover one expert."""

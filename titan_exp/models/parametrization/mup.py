@@ -94,11 +94,9 @@ def _with_other_value(config: Any, parts: list[str]) -> Any:
 
 
 def _score_scales(layer: LayerSpec, base_head_dim: int | None) -> dict[str, ParameterScale]:
-    """Scales that multiply attention scores by sqrt(base head width / head width), by name in the block.
-
-    They go into the norm of queries or into the queries' linear layer. In a fused qkv, queries and keys take the root
-    each, and the output projection takes it back from the values.
-    """
+    """Scales that multiply attention scores by sqrt(base head width / head width), by name in the block. They go into
+    the norm of queries or into the queries' linear layer. In a fused qkv, queries and keys take the root each, and the
+    output projection takes it back from the values."""
     attention = layer.attention
     if base_head_dim is None or attention is None or attention.qk_dim == base_head_dim:
         return {}

@@ -355,11 +355,9 @@ class ModelSpec:
         return self.active_parameters - (0 if self.tied else self.vocab_size * self.dim)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of a training step per token, as executed.
-
-        Each weight of a matmul counts 6 (2 forward, 4 backward), including the head but not the embedding's look-up.
-        Attention counts visible keys only. Each module of multi-token prediction runs the head once more.
-        """
+        """FLOPs of a training step per token, as executed. Each weight of a matmul counts 6 (2 forward, 4 backward),
+        including the head but not the embedding's look-up. Attention counts visible keys only. Each module of
+        multi-token prediction runs the head once more."""
         head = 6 * self.dim * self.vocab_size * (1 + len(self.mtp_layers))
         ends = _flops_per_token(self.ends or (), seq_len)
         return head + ends + sum(layer.flops_per_token(seq_len) for layer in self.blocks)

@@ -189,29 +189,20 @@ def rope_violations(rope: PlainRope) -> Iterator[Violation]:
     if not isinstance(rope, ScaledRope):
         return
     if rope.scaling == "none" and rope.factor != 1:
-        yield Violation(
-            "model.rope.factor",
-            rope.factor,
-            "it changes nothing while model.rope.scaling is none",
-            "use model.rope.scaling=llama3 (or linear, yarn), or model.rope.factor=1",
-        )
+        reason = "it changes nothing while model.rope.scaling is none"
+        remedy = "use model.rope.scaling=llama3 (or linear, yarn), or model.rope.factor=1"
+        yield Violation("model.rope.factor", rope.factor, reason, remedy)
     if rope.scaling != "none" and rope.factor < 1:
         reason = "a scaling can only stretch the context"
         yield Violation("model.rope.factor", rope.factor, reason, "use model.rope.factor=1 or more")
     if rope.scaling == "llama3" and rope.low_freq_factor > rope.high_freq_factor:
-        yield Violation(
-            "model.rope.low_freq_factor",
-            rope.low_freq_factor,
-            f"it must not exceed model.rope.high_freq_factor, {rope.high_freq_factor:g}",
-            "use the values of Llama 3.1: model.rope.low_freq_factor=1 model.rope.high_freq_factor=4",
-        )
+        reason = f"it must not exceed model.rope.high_freq_factor, {rope.high_freq_factor:g}"
+        remedy = "use the values of Llama 3.1: model.rope.low_freq_factor=1 model.rope.high_freq_factor=4"
+        yield Violation("model.rope.low_freq_factor", rope.low_freq_factor, reason, remedy)
     if rope.scaling.startswith("yarn") and rope.beta_fast < rope.beta_slow:
-        yield Violation(
-            "model.rope.beta_fast",
-            rope.beta_fast,
-            f"it must be at least model.rope.beta_slow, {rope.beta_slow:g}",
-            "use the values of published models: model.rope.beta_fast=32 model.rope.beta_slow=1",
-        )
+        reason = f"it must be at least model.rope.beta_slow, {rope.beta_slow:g}"
+        remedy = "use the values of published models: model.rope.beta_fast=32 model.rope.beta_slow=1"
+        yield Violation("model.rope.beta_fast", rope.beta_fast, reason, remedy)
 
 
 def magnitude(factor: float, mscale: float) -> float:

@@ -244,19 +244,13 @@ def transformer_spec(config: AttentionConfig, layers: tuple[LayerSpec, ...]) -> 
 def attention_violations(config: AttentionConfig) -> Iterator[Violation]:
     """Violations by head counts and head widths that the shared block cannot compute."""
     if config.heads % config.kv_heads:
-        yield Violation(
-            "model.kv_heads",
-            config.kv_heads,
-            f"{config.heads} query heads cannot share {config.kv_heads} key and value heads evenly",
-            f"nearest: model.kv_heads={listed(nearest_numbers(config.kv_heads, divisors(config.heads)))}",
-        )
+        reason = f"{config.heads} query heads cannot share {config.kv_heads} key and value heads evenly"
+        remedy = f"nearest: model.kv_heads={listed(nearest_numbers(config.kv_heads, divisors(config.heads)))}"
+        yield Violation("model.kv_heads", config.kv_heads, reason, remedy)
     if config.head_dim % 2:
-        yield Violation(
-            "model.head_dim",
-            config.head_dim,
-            "rotary embedding rotates pairs of features, so a head's width must be even",
-            f"nearest: model.head_dim={listed(multiples_near(config.head_dim, 2))}",
-        )
+        reason = "rotary embedding rotates pairs of features, so a head's width must be even"
+        remedy = f"nearest: model.head_dim={listed(multiples_near(config.head_dim, 2))}"
+        yield Violation("model.head_dim", config.head_dim, reason, remedy)
 
 
 def rotary_violations(rotated: int, head_dim: int) -> Iterator[Violation]:
@@ -303,13 +297,11 @@ def mtp_layers(config: MTPConfig, layer: LayerSpec, dim: int, std: float) -> tup
 def mtp_violations(config: MTPConfig, *, tied: bool) -> Iterator[Violation]:
     """Violations by a model whose embedding and head the modules cannot share."""
     if config.depth and tied:
-        yield Violation(
-            MTP_DEPTH,
-            config.depth,
+        reason = (
             "its modules look up tokens beside the head, so embedding and head need a weight each, and with "
-            "model.tied_embeddings=true they share one",
-            f"use model.tied_embeddings=false, or {MTP_DEPTH}=0",
+            "model.tied_embeddings=true they share one"
         )
+        yield Violation(MTP_DEPTH, config.depth, reason, f"use model.tied_embeddings=false, or {MTP_DEPTH}=0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,18 +379,13 @@ def latent_attention(
 def latent_attention_violations(config: LatentAttentionConfig) -> Iterator[Violation]:
     """Violations by head widths that latent attention cannot compute."""
     if config.qk_rope_head_dim % 2:
-        yield Violation(
-            "model.qk_rope_head_dim",
-            config.qk_rope_head_dim,
-            "rotary embedding rotates pairs of features, so the rotated part of a head must have an even width",
-            f"nearest: model.qk_rope_head_dim={listed(multiples_near(config.qk_rope_head_dim, 2))}",
-        )
+        reason = "rotary embedding rotates pairs of features, so the rotated part of a head must have an even width"
+        remedy = f"nearest: model.qk_rope_head_dim={listed(multiples_near(config.qk_rope_head_dim, 2))}"
+        yield Violation("model.qk_rope_head_dim", config.qk_rope_head_dim, reason, remedy)
     qk_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     if config.v_head_dim > qk_dim:
-        yield Violation(
-            "model.v_head_dim",
-            config.v_head_dim,
+        reason = (
             "attention kernels do not take values wider than keys, and a key is "
-            f"model.qk_nope_head_dim + model.qk_rope_head_dim = {qk_dim} wide",
-            f"use model.v_head_dim={qk_dim} or less",
+            f"model.qk_nope_head_dim + model.qk_rope_head_dim = {qk_dim} wide"
         )
+        yield Violation("model.v_head_dim", config.v_head_dim, reason, f"use model.v_head_dim={qk_dim} or less")

@@ -46,11 +46,9 @@ def attention_forward(
     backend: PartialBackend,
     scale: float | None = None,
 ) -> tuple[Outputs, Rows]:
-    """Attention output over these keys in the dtype of `query`, and its log-sum-exp in fp32.
-
-    `bias`, in the dtype of `query`, is added to the scores and excludes `causal`; the flash kernel takes neither a bias
-    nor fp32. `scale` is the scores' factor; None means 1 / sqrt(head_dim).
-    """
+    """Attention output over these keys in the dtype of `query`, and its log-sum-exp in fp32. `bias`, in the dtype of
+    `query`, is added to the scores and excludes `causal`; the flash kernel takes neither a bias nor fp32. `scale` is
+    the scores' factor; None means 1 / sqrt(head_dim)."""
     if backend == "efficient":
         key, value = _for_every_head(query, key), _for_every_head(query, value)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -231,10 +229,8 @@ TILE_ROWS = 256
 
 class MaxLogits(nn.Module):
     """Largest logit of each query head in a step, over the visible keys of this rank's micro-batches, recomputation
-    excluded. It is reported as `model/max_logit` over all layers and heads, and by layer.
-
-    It repeats the first of attention's two forward matmuls, and needs memory for a tile of scores.
-    """
+    excluded. It is reported as `model/max_logit` over all layers and heads, and by layer. It repeats the first of
+    attention's two forward matmuls, and needs memory for a tile of scores."""
 
     def __init__(self, heads: int, layer: str, device: torch.device) -> None:
         super().__init__()

@@ -161,11 +161,9 @@ class _SplitRotated(torch.autograd.Function):
 
 
 class TemperatureTable(nn.Module):
-    """Query temperature by position, which keeps long sequences' softmax sharp (Llama 4): factors of queries
-    1 + coefficient · ln(1 + floor((position + 1) / floor_scale)), in fp32.
-
-    It is a non-persistent buffer that `reset` computes once its memory is allocated.
-    """
+    """Query temperature by position, which keeps long sequences' softmax sharp (Llama 4): factors of queries 1 +
+    coefficient · ln(1 + floor((position + 1) / floor_scale)), in fp32. It is a non-persistent buffer that `reset`
+    computes once its memory is allocated."""
 
     factors: Tensor
 

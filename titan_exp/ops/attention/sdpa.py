@@ -130,11 +130,9 @@ compiled graph would stay allocated until the next garbage collection.
 def segment_ids(
     pattern: MaskPattern, documents: Ids | None, positions: Ids | None, index: Int[Tensor, " seq"] | None
 ) -> tuple[Ids | None, MaskPattern]:
-    """Ids that are equal for tokens that may see each other, and the pattern among such tokens.
-
-    `positions` are None if they count through the sequence. Otherwise they restart in documents, and so do chunks: a
-    chunk's id is its first token's place in the sequence, computed from each token's place `index`.
-    """
+    """Ids that are equal for tokens that may see each other, and the pattern among such tokens. `positions` are None if
+    they count through the sequence. Otherwise they restart in documents, and so do chunks: a chunk's id is its first
+    token's place in the sequence, computed from each token's place `index`."""
     if pattern.chunk is None or positions is None:
         return documents, pattern
     assert index is not None, "chunks of positions need the places of their tokens"
@@ -166,10 +164,8 @@ class CausalAttention(nn.Module):
         self, documents: Ids | None, positions: Ids | None = None, *, seq: int = 0, device: torch.device | None = None
     ) -> Any:
         """Build the argument `mask` of `forward`, once per forward pass of the model; None if kernels need none.
-
         `positions` are given if they restart within the sequence of `seq` tokens; `seq` and `device` are only used
-        without documents.
-        """
+        without documents."""
         if documents is not None:
             seq, device = documents.shape[1], documents.device
         pattern = self.pattern.within(seq)

@@ -217,11 +217,9 @@ class _WeightedSwiGLULinear(torch.autograd.Function):
 def add_expert_bias(
     rows: Rows, bias: Float[Tensor, "experts width"], ends: Ends, weights: RowWeights | None = None
 ) -> Rows:
-    """Compute rows + weight · bias[expert], in the dtype of `rows`, which are sorted by expert.
-
-    `ends` are the ends of the experts' rows. Rows after the last end stay as they are. A bias's gradient sums an
-    expert's rows in order, without atomics.
-    """
+    """Compute rows + weight · bias[expert], in the dtype of `rows`, which are sorted by expert. `ends` are the ends of
+    the experts' rows. Rows after the last end stay as they are. A bias's gradient sums an expert's rows in order,
+    without atomics."""
     return _AddExpertBias.apply(rows, bias, ends, weights)  # type: ignore[return-value]  # a Tensor
 
 

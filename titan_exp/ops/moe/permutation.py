@@ -37,11 +37,9 @@ _NARROW = 2**15
 
 
 def sort_by_expert(experts: Choices, count: int) -> tuple[Order, Choices, Int32[Tensor, " count"]]:
-    """Sort choices by expert, then token; returns the order, its inverse, and the end of each expert's rows.
-
-    Row i is choice `order[i]`, of token `order[i] // k`; `inverse` is the row of each choice. Choices of expert `count`
-    or above come after the last end.
-    """
+    """Sort choices by expert, then token; returns the order, its inverse, and the end of each expert's rows. Row i is
+    choice `order[i]`, of token `order[i] // k`; `inverse` is the row of each choice. Choices of expert `count` or above
+    come after the last end."""
     flat = experts.flatten().to(torch.int16 if count < _NARROW else torch.int64)
     by_expert, order = flat.sort(stable=True)
     inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
@@ -89,10 +87,8 @@ def combine(
     rows: Rows, order: Order, inverse: Choices, weights: Weights | None, padding: Padding | None = None
 ) -> Tokens:
     """Sum each token's rows with weights, in fp32 and in the order of its choices; a plain sum if `weights` is None.
-
     Backward keeps `rows` for the gradient of `weights`, and nothing for a plain sum (see `ops.swiglu`). The gradient of
-    padding is zero.
-    """
+    padding is zero."""
     return _Combine.apply(rows, order, inverse, weights, padding)  # type: ignore[return-value]  # a Tensor
 
 

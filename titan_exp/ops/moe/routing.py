@@ -33,11 +33,9 @@ class Routing(NamedTuple):
 def choose_experts(
     scores: Scores, k: int, *, groups: int = 1, active_groups: int = 1, top2_groups: bool = False
 ) -> Chosen:
-    """Choose the k experts with the highest scores, in `active_groups` of `groups` equal groups of neighbours.
-
-    A group's score is its maximum (DeepSeek V2), or the sum of its two highest with `top2_groups` (V3). Among equal
-    scores the lowest index wins. There is no gradient.
-    """
+    """Choose the k experts with the highest scores, in `active_groups` of `groups` equal groups of neighbours. A
+    group's score is its maximum (DeepSeek V2), or the sum of its two highest with `top2_groups` (V3). Among equal
+    scores the lowest index wins. There is no gradient."""
     scores = scores.detach()
     if active_groups < groups:
         grouped = scores.unflatten(-1, (groups, -1))
@@ -50,11 +48,9 @@ def choose_experts(
 
 @operator("topk_lowest_index")
 def topk_lowest_index(scores: Tensor, k: int) -> Tensor:
-    """Indices of the k highest scores of each row, descending, lowest index first among equals.
-
-    It is an operator of its own because `torch.topk` leaves the order of equals open, and so that activation
-    checkpointing can keep the choice by name.
-    """
+    """Indices of the k highest scores of each row, descending, lowest index first among equals. It is an operator of
+    its own because `torch.topk` leaves the order of equals open, and so that activation checkpointing can keep the
+    choice by name."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 

@@ -92,17 +92,14 @@ class Decoder(nn.Module):
         return self.embedding(tokens)
 
     def pp_plan(self) -> PipelinePlan:
-        """Plan that names the children that only the first or the last stage holds."""
         return self.spec.pipeline
 
     def reset_buffers(self) -> None:
-        """Compute the RoPE cache once it has memory."""
         for table in (self.rope, self.temperature):
             if table is not None:
                 table.reset()
 
     def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of a training step per token, as executed."""
         return self.spec.flops_per_token(seq_len)
 
     def _blocks(self, *, mtp: bool) -> list[nn.Module]:

@@ -333,7 +333,6 @@ class ChunkFunctions(NamedTuple):
     """`write_logits_gradient`."""
 
     def compiled(self, compile_: Callable[..., Any]) -> "ChunkFunctions":
-        """Return the same functions, compiled."""
         return ChunkFunctions(compile_(chunk_loss), compile_(write_logits_gradient))
 
 

@@ -135,7 +135,6 @@ class GatedDeltaCore(nn.Module):
     def forward(  # noqa: PLR0917  # as of `gated_delta`
         self, q: Keys, k: Keys, v: Values, g: Decays, beta: Strengths, documents: Documents | None
     ) -> Values:
-        """Outputs of `gated_delta` from a zero state."""
         return gated_delta(q, k, v, g, beta, documents, chunk=self.chunk, backend=self.backend)[0]
 
 
@@ -147,7 +146,6 @@ class ShortConvolutionCore(nn.Module):
         self.silu = silu
 
     def forward(self, x: Channels, weight: Taps, documents: Documents | None) -> Channels:
-        """`short_convolution` with zeros before the sequence."""
         return short_convolution(x, weight, documents, silu=self.silu)
 
 

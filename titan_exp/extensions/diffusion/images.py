@@ -202,17 +202,14 @@ class _ListedImages(ABC):
         return len(self._pairs)
 
     def caption(self, index: int) -> str:
-        """Caption of an image."""
         return self._pairs[index][1]
 
     def size(self, index: int) -> tuple[int, int]:
-        """Height and width, read from the header of a file."""
         image, _ = self._open(self._pairs[index][0])
         with image:
             return image.height, image.width
 
     def image(self, index: int) -> np.ndarray:
-        """Image [height, width, 3] in uint8."""
         image, name = self._open(self._pairs[index][0])
         with image:
             return to_rgb(image, name)

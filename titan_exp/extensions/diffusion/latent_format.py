@@ -178,7 +178,6 @@ class LatentManifest(LatentFormat, StoreManifest):
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of a latent store."""
         return {
             **{key: count(values.get(key), key, 2**31) for key in SIZES},
             **{key: table(values.get(key), key) for key in ("latents", "texts", "options")},
@@ -188,11 +187,9 @@ class LatentManifest(LatentFormat, StoreManifest):
 
     @cached_property
     def samples(self) -> dict[str, int]:
-        """Number of samples of each split."""
         return self.total("samples")
 
     def fields(self, shard: Shard) -> list[Field]:
-        """Arrays of a shard, without its captions."""
         return self.shard_fields(str(self.options.get("dtype")), **shard.numbers)
 
 

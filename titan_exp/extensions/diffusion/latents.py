@@ -149,17 +149,14 @@ class LatentSplit(StoreSplit, LatentSamples):
         LatentSamples.__init__(self, (text, pooled))
 
     def read(self, indices: Sequence[int]) -> list[Sample]:
-        """Samples by index."""
         places = [(number := self.shard_of(index), index - self.offsets[number]) for index in indices]
         return [Sample(*(array[row].astype(np.float32) for array in self.map(number))) for number, row in places]
 
     def captions(self) -> list[str]:
-        """Texts of all samples."""
         files = (self.manifest.path / f"{shard.name}.captions.json" for shard in self.shards)
         return [caption for file in files for caption in json.loads(file.read_text(encoding="utf-8"))]
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Rows and columns of a sample's image tokens."""
         numbers = self.shards[self.shard_of(index)].numbers
         return numbers["rows"], numbers["columns"]
 
@@ -309,17 +306,14 @@ class LatentSampler(RowSampler):
         self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(len(self._split), "latents", seed, epoch))
 
     def rows(self, count: int) -> "LatentRows":
-        """Rows to fill."""
         return LatentRows(self._split, count)
 
     def read(self, row: int, target: Callable[[int, int], None]) -> list[int]:
-        """Fill a row with the sample of its number."""
         epoch, rank = divmod(row, len(self._split))
         target(self._order(epoch)[rank], row)
         return []
 
     def epochs(self, state: SamplerState) -> dict[str, float]:
-        """Epochs over the samples."""
         return {"": state[self.state_name]["rows"] / len(self._split)}
 
 

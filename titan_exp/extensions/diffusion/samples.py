@@ -49,18 +49,15 @@ class LatentBatch(MicroBatch):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors of the batch."""
         values = (getattr(self, field.name) for field in fields(self))
         return [value for value in values if value is not None]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "LatentBatch":
-        """Apply a function to every tensor of the batch."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         mapped: dict[str, Any] = {name: value if value is None else function(value) for name, value in values.items()}
         return LatentBatch(**mapped)
 
     def inputs(self, hidden: Tensor | None = None) -> Inputs:
-        """Arguments: noisy latents at their times, or hidden states, with their conditions."""
         assert self.times is not None, "drawn by the objective's `prepare`"
         noisy, times = self.latents, self.times[:, None, None]
         if self.noise is not None:
@@ -69,7 +66,6 @@ class LatentBatch(MicroBatch):
         return Inputs((noisy if hidden is None else hidden, self.text), named)
 
     def sharded(self, part: SequencePart) -> "LatentBatch":
-        """Take this rank's part of the text tokens and of the image tokens."""
         length = self.text.shape[1]
         positions = [part.take(tokens) for tokens in (self.positions[:, :length], self.positions[:, length:])]
         return replace(
@@ -120,7 +116,6 @@ class LatentSamples(ABC):
         """Rows and columns of a sample's image tokens."""
 
     def __getitem__(self, index: int) -> Sample:
-        """Sample by index."""
         return self.read([index])[0]
 
     def batch(self, indices: list[int], samples: list[int], weights: list[float]) -> LatentBatch:
@@ -175,11 +170,9 @@ class EncodedImages(LatentSamples):
         return [found[index] for index in indices]
 
     def captions(self) -> list[str]:
-        """Texts of all samples."""
         return [self._images.caption(index) for _, index in self._places]
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Rows and columns of a sample's image tokens."""
         bucket, _ = self._places[index]
         return bucket.rows, bucket.columns
 

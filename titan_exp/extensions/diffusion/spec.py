@@ -258,12 +258,10 @@ class LatentInputs(ModelInputs):
     """True if the model reads a guidance scale."""
 
     def streams(self, seq_len: int) -> tuple[int, ...]:
-        """Number of text tokens, then of image tokens."""
         text = min(self.text_tokens, seq_len)
         return text, seq_len - text
 
     def example(self, rows: int, seq_len: int) -> "LatentBatch":
-        """Batch of zeros with noise, times and guidance."""
         import torch
 
         from titan_exp.extensions.diffusion.samples import LatentBatch

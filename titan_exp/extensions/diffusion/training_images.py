@@ -78,15 +78,12 @@ class TrainingImages(Part):
             self._codec = image_codec(encoded.latents) if dist.get_rank() == 0 else None
 
     def begin(self, run: Run) -> None:
-        """Get the run's folder and sinks to write to."""
         self._folder, self._report = run.folder, run.report
 
     def due(self, step: int, *, last: bool) -> bool:
-        """True if images are drawn after this step."""
         return last or step % self._every == 0
 
     def after(self, step: Step) -> None:
-        """Draw the grid if due."""
         if self._report.writes and self.due(step.step, last=step.last):
             self._write(step.step)
 

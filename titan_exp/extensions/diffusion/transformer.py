@@ -40,7 +40,6 @@ class JointAttention(nn.Module):
         self.core = CausalAttention(backend, layer.attention.scale, layer.attention.pattern)
 
     def forward(self, query: Heads, key: Heads, value: Heads, rope: Rope) -> Heads:
-        """Attend; returns the heads of every token."""
         heads = (rotate(query, *rope), rotate(key, *rope), value)
         return self.core(*(part.transpose(1, 2) for part in heads)).transpose(1, 2)
 
@@ -59,7 +58,6 @@ class _Heads(nn.Module):
 
     @property
     def fused_rows(self) -> dict[str, FusedRows]:
-        """Row layout of the fused weight."""
         return {self.projection: self.rows}
 
     def heads(self, x: Hidden) -> list[Float[Tensor, "batch seq heads _"]]:
@@ -82,7 +80,6 @@ class Stream(_Heads):
         self.down = linear(layer, f"{name}.down")
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears, by heads and channels."""
         return self._plan
 
     def after_attention(
@@ -104,7 +101,6 @@ class DoubleBlock(nn.Module):
         self.attention = JointAttention(layer, backend)
 
     def forward(self, x: Hidden, conditioning: Conditioning, rope: Rope, text_tokens: int) -> Hidden:
-        """Run the block."""
         streams, lengths = (self.text, self.image), (text_tokens, x.shape[1] - text_tokens)
         parts = x.split(lengths, dim=1)
         modulations = [modulation(stream.modulation, conditioning, 6) for stream in streams]
@@ -135,11 +131,9 @@ class SingleBlock(_Heads):
         self.out = linear(layer, "out")
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears, by heads."""
         return self._plan
 
     def forward(self, x: Hidden, conditioning: Conditioning, rope: Rope, text_tokens: int) -> Hidden:
-        """Run the block; text and image tokens are computed alike."""
         shift, scale, gate = modulation(self.modulation, conditioning, 3)
         query, key, value, up = self.heads(modulate(x, shift, scale, self.eps))
         rope = self.rope_order(rope, text_tokens)
@@ -199,15 +193,12 @@ class DiffusionTransformer(nn.Module):
         return self.output(x[:, text.shape[1] :], conditioning)
 
     def pp_plan(self) -> PipelinePlan:
-        """Plan that names the children that only the first or the last stage holds."""
         return self.spec.pipeline
 
     def reset_buffers(self) -> None:
-        """Compute the RoPE caches once they have memory."""
         self.rope.reset()
 
     def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of a training step per token, as executed."""
         return self.spec.flops_per_token(seq_len)
 
 
@@ -219,7 +210,6 @@ class Embedder(nn.Module):
         self.hidden, self.out = linears[f"{name}.hidden"], linears[f"{name}.out"]
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding: linears are replicated; the conditioning modulates this rank's tokens."""
         return {"hidden": SEQUENCE_PARALLEL, "out": SEQUENCE_PARALLEL}
 
     def forward(self, x: Float[Tensor, "batch features"]) -> Conditioning:
@@ -237,7 +227,6 @@ class Inputs(nn.Module):
         self.guidance = Embedder(linears, "inputs.guidance") if "inputs.guidance.out" in linears else None
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding: linears are replicated, over this rank's tokens."""
         return {"image": SEQUENCE_PARALLEL, "text": SEQUENCE_PARALLEL}
 
     def forward(
@@ -266,13 +255,11 @@ class Output(nn.Module):
         self.eps, self._style = eps, style
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding: the modulation is sharded, and the linear replicated over this rank's tokens."""
         return {"modulation": self._style, "linear": SEQUENCE_PARALLEL}
 
     def forward(
         self, x: Float[Tensor, "batch patches dim"], conditioning: Conditioning
     ) -> Float[Tensor, "batch patches patch_dim"]:
-        """Compute the velocity of the patches."""
         shift, scale = modulation(self.modulation, conditioning, 2)
         return self.gather(self.linear(modulate(x, shift, scale, self.eps)))
 
@@ -293,12 +280,10 @@ class AxialRotaryEmbedding(nn.Module):
         self.axes = nn.ModuleList(RotaryEmbedding(width, length, Frequencies(theta)) for width in widths)
 
     def reset(self) -> None:
-        """Fill the caches."""
         for axis in self.axes:
             axis.reset()  # type: ignore[operator]  # a cache's method
 
     def forward(self, positions: Int[Tensor, "batch_or_1 seq axes"]) -> Rope:
-        """Cosines and sines of the axes, one axis after the other, for `rotate`."""
         pairs = [axis(positions.shape[1], column) for axis, column in zip(self.axes, positions.unbind(-1), strict=True)]
         cos, sin = (torch.cat(parts, dim=-1) for parts in zip(*pairs, strict=True))
         return cos, sin

@@ -103,15 +103,12 @@ class ClassDecoder(nn.Module):
         return self.embedding(hidden, self.head, loss) if self.spec.tied else self.head(hidden, loss=loss)
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears of this stage, by full name."""
         return {name: style for name, style in self._plan.items() if name.split(".")[1] in self.blocks}
 
     def pp_plan(self) -> PipelinePlan:
-        """Plan that names the children that FSDP gathers for their own calls."""
         return self.spec.pipeline
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initial distributions of the class's own initialization, by full name."""
         theirs = {ours: self._init.get(name) for ours, name in self.names.items()}
         return {name: init for name, init in theirs.items() if init is not None}
 
@@ -125,7 +122,6 @@ class ClassDecoder(nn.Module):
                 self._body[0]._init_weights(module)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of a training step per token, as executed."""
         return self.spec.flops_per_token(seq_len)
 
     def _replace_linears(self) -> None:
@@ -190,7 +186,6 @@ class _OtherStage(nn.Module):
         self._stage, self._ends = stage, ends
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the hidden states of the previous stage."""
         if self._ends:
             raise _StageEnd(args[0] if args else kwargs["hidden_states"])
         assert self._stage.received is not None, "earlier stages send theirs"

@@ -86,7 +86,6 @@ class Config(ModelConfig):
 
     @property
     def has_own_blocks(self) -> bool:
-        """False, because the blocks are the class's."""
         return False
 
 

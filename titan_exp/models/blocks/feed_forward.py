@@ -47,7 +47,6 @@ class FeedForward(nn.Module):
         self.down = linear(layer, f"{name}.down")
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears."""
         return self._plan
 
     def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
@@ -125,12 +124,10 @@ class Router(nn.Module):
         self.losses.zero_()
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         return weight_and_bias(self.std, self.logit_bias_std, "logit_bias")
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
-        """Fill the buffers once they have memory."""
         for name, buffer in self.named_buffers(recurse=False):
             buffer.fill_(1 if name == "previous_load" else 0)
 
@@ -266,7 +263,6 @@ class MoEFeedForward(Mixture):
         self._plan = {name: style for name, style in layer.tp_plan("feed_forward").items() if name == "shared_gate"}
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the shared experts' gate, which is replicated over this rank's tokens."""
         return self._plan
 
     def forward(self, x: Hidden) -> Hidden:

@@ -57,11 +57,9 @@ class LatentAttention(nn.Module):
         """Cache of earlier tokens' latents, in generation."""
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears: expansions by heads, latents replicated."""
         return self._plan
 
     def enable_cache(self, length: int) -> LatentCache:
-        """Keep the latents of at most `length` tokens from now on."""
         assert self.spec.scale is not None, "latent attention names its scale"
         own_dim = self.spec.qk_dim - self.spec.rope_dim
         self.cache = LatentCache(

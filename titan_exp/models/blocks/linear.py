@@ -221,11 +221,9 @@ class Linear(nn.Linear):
         self.linear_impl = LinearImpl()
 
     def forward(self, input: Float[Tensor, "*any fan_in"]) -> Float[Tensor, "*any fan_out"]:
-        """input · weightᵀ, by `linear_impl`, plus the bias."""
         return add_bias(self.linear_impl(input, self.weight), self.bias)
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         return weight_and_bias(self.std, self.bias_std)
 
 
@@ -295,9 +293,7 @@ class GroupedLinear(nn.Module):
         return add_expert_bias(out, bias, ends, row_weights)
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         return weight_and_bias(self.std, self.bias_std)
 
     def extra_repr(self) -> str:
-        """Shape for `print(model)`."""
         return f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"

@@ -41,11 +41,9 @@ class Filters(HeadNumbers):
         self.std = std
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         return {"weight": InitSpec("normal", self.std)}
 
     def forward(self) -> Float[Tensor, "channels taps"]:
-        """Filters of this rank's channels."""
         return self.of_rank("weight")
 
 
@@ -65,7 +63,6 @@ class ForgetGate(HeadNumbers):
         self.spec = spec
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         steps = self.spec.steps
         bias = InitSpec("ones") if steps is None else InitSpec("inverse_softplus", bounds=steps)
         return {"log_rate": InitSpec("log_uniform", bounds=self.spec.rates), "bias": bias}
@@ -113,7 +110,6 @@ class LinearAttention(nn.Module):
         """Cache of the state, in generation."""
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears: by key head, with its value heads."""
         return self._plan
 
     def reset_buffers(self) -> None:
@@ -121,7 +117,6 @@ class LinearAttention(nn.Module):
         self.core.backend = choose_linear_attention_backend(self.spec.backend, self.out_norm.weight.device)
 
     def enable_cache(self, length: int) -> RecurrentCache:
-        """Keep the state from now on; it is as large for any `length`."""
         self.cache = RecurrentCache()
         return self.cache
 

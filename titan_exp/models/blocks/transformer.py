@@ -57,7 +57,6 @@ class RMSNorm(nn.Module):
         self.writes_residual, self.zero_centered = writes_residual, zero_centered
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         return {"weight": InitSpec("zeros" if self.zero_centered else "ones")}
 
     def forward(self, x: Float[Tensor, "*any dim"]) -> Float[Tensor, "*any dim"]:
@@ -85,7 +84,6 @@ class Embedding(nn.Module):
         self.std = std
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         return {"weight": InitSpec("normal", self.std)}
 
     def forward(
@@ -112,7 +110,6 @@ class Head(nn.Module):
         self.tp_style = VocabLogits(vocab)
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         return {} if self.weight is None else {"weight": InitSpec("normal", self.std)}
 
     def forward(
@@ -149,11 +146,9 @@ class AttentionSinks(HeadNumbers):
         self.std = std
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         return {"weight": InitSpec("normal", self.std)}
 
     def forward(self) -> Float[Tensor, " heads"]:
-        """Logits of this rank's heads."""
         return self.of_rank("weight")
 
 
@@ -180,7 +175,6 @@ class Attention(nn.Module):
         self.core = CausalAttention(backend, self.spec.scale, self.spec.pattern)
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears: whole groups of heads, or a group's query heads."""
         return self._plan
 
     def forward(self, x: Hidden, rope: Rope | None, mask: Any) -> Hidden:
@@ -251,7 +245,6 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(layer) if layer.router is None else MoEFeedForward(layer)
 
     def forward(self, x: Hidden, rope: Rope | None, mask: Any) -> Hidden:
-        """Run the block."""
         x = x + _branch(self.attention_norm, x, partial(self.attention, rope=rope, mask=mask))
         return x + _branch(self.feed_forward_norm, x, self.feed_forward)
 
@@ -306,7 +299,6 @@ class MTPModule(TransformerBlock):
         self.norm = norm(layer, "norm", norm_eps)
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding: the projection is replicated, over this rank's tokens."""
         return self._plan
 
     def forward(self, x: Hidden, rope: Rope | None, mask: Any, embedded: Hidden | None = None) -> Hidden:

@@ -80,7 +80,6 @@ class OptionalRope(PlainRope):
 
     @property
     def rotates(self) -> bool:
-        """False if queries and keys know no positions."""
         return self.theta is not None
 
 
@@ -123,15 +122,12 @@ class ScaledRope(PlainRope):
     E.g. `model.rope.truncate=false`."""
 
     def resolved(self, context: int) -> "ScaledRope":
-        """Return the embedding with values resolved for a model of this context; its scaling is never
-        `yarn_if_longer`."""
         original = self.original_context or context
         if self.scaling != "yarn_if_longer":
             return replace(self, original_context=original)
         return replace(self, original_context=original, scaling="yarn" if context > original else "none")
 
     def effective(self, context: int) -> "ScaledRope":
-        """Return the resolved embedding, with all keys that its scaling does not read at their defaults."""
         rope = self.resolved(context)
         unread = {one.name: one.default for one in fields(ScaledRope) if one.name not in READ_BY[rope.scaling]}
         return replace(rope, **unread | {"theta": rope.theta, "scaling": rope.scaling})
@@ -154,12 +150,10 @@ class ScaledRope(PlainRope):
 
     @property
     def score_factor(self) -> float:
-        """Factor of the scores of latent attention."""
         return magnitude(self.factor, self.mscale_all_dim) ** 2 if self.scaling == "yarn" else 1.0
 
     @property
     def frequencies(self) -> dict[str, Any]:
-        """Arguments of `ops.attention.rope.Frequencies`."""
         assert self.scaling != "yarn_if_longer", "resolved by the family's spec"
         given = {key: value for key, value in vars(self).items() if key not in ("mscale", "mscale_all_dim")}
         return {**given, "magnitude": self.magnitude}

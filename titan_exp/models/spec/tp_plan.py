@@ -84,7 +84,6 @@ class Colwise(TPStyle):
         return self.common is not None and self.units % degree != 0
 
     def repeats_outputs(self, degree: int) -> bool:
-        """True if ranks share the key and value heads of a unit."""
         return isinstance(self.common, ReplicatedKV) and self.is_replicated(degree)
 
 

@@ -58,7 +58,6 @@ class DecoderConfig(ModelConfig):
     The log says which one runs. E.g. `model.attention_backend=cudnn`."""
 
     def effective(self) -> "DecoderConfig":
-        """Return the same decoder, with the keys of RoPE that its scaling does not read at their defaults."""
         return replace(self, rope=self.rope.effective(self.context))
 
 

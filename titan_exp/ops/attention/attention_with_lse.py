@@ -248,11 +248,9 @@ class MaxLogits(nn.Module):
         add_found_logits(self.largest, found.detach())
 
     def metrics(self) -> dict[str, Tensor]:
-        """Largest logit, under the layer's name and under the name of all layers."""
         return dict.fromkeys(self.metric_reductions, self.largest.amax())
 
     def reset_metrics(self) -> None:
-        """Reset the logits for the next step."""
         self.largest.fill_(-torch.inf)
 
 

@@ -25,7 +25,6 @@ class CachedAttention(nn.Module):
         self._values: Tensor | None = None
 
     def reset(self) -> None:
-        """Start another sequence."""
         self.filled = 0
 
     def mask(self, documents: Any, positions: Any = None, *, seq: int = 0, device: torch.device | None = None) -> Any:
@@ -85,7 +84,6 @@ class LatentCache(nn.Module):
         self._shared: Tensor | None = None
 
     def reset(self) -> None:
-        """Start another sequence."""
         self.filled = 0
 
     def append(self, latent: Float[Tensor, "batch new latent"], shared: Float[Tensor, "batch new rope"]) -> bool:
@@ -129,7 +127,6 @@ class RecurrentCache(nn.Module):
         self._state: Tensor | None = None
 
     def reset(self) -> None:
-        """Start another sequence."""
         self.filled = 0
 
     def convolve(

@@ -26,12 +26,10 @@ class Tile(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Query rows."""
         return slice(self.first_row, self.end_row)
 
     @property
     def keys(self) -> slice:
-        """Key columns."""
         return slice(self.first_key, self.end_key)
 
 

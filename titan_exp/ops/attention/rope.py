@@ -36,14 +36,12 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Fill the cache, in fp64 on the CPU so that every device holds the same values."""
         positions = torch.arange(self.length, dtype=torch.float64)
         angles, magnitude = torch.outer(positions, self.frequencies.inverse(self.head_dim)), self.frequencies.magnitude
         self.cos.copy_(angles.cos() * magnitude)
         self.sin.copy_(torch.stack((-angles.sin(), angles.sin()), dim=1) * magnitude)
 
     def forward(self, seq: int, positions: Positions | None) -> Rope:
-        """Cosines and signed sines of the given positions, or of 0 .. seq - 1."""
         if positions is None:
             return self.cos[None, :seq, None], self.sin[None, :seq, None]
         return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
@@ -174,11 +172,9 @@ class TemperatureTable(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Fill the table, in fp64 on the CPU so that every device holds the same values."""
         steps = (torch.arange(self.length) + 1) // self.floor_scale
         self.factors.copy_(1 + self.coefficient * steps.double().log1p())
 
     def forward(self, seq: int, positions: Positions | None) -> Float[Tensor, "batch_or_1 seq 1 1"]:
-        """Factors of the given positions, or of 0 .. seq - 1."""
         found = self.factors[None, :seq] if positions is None else self.factors[positions]
         return found[..., None, None]

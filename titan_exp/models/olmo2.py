@@ -8,19 +8,13 @@ from dataclasses import dataclass
 from titan_exp.models import family
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE
 from titan_exp.models.convert.hf_keys import Key, attention_keys, huggingface_class, rope_keys
+from titan_exp.models.spec import transformer
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.rope import ScaledRope
-from titan_exp.models.spec.transformer import (
-    AttentionVariant,
-    TransformerConfig,
-    post_normed,
-    transformer_layer,
-    transformer_spec,
-)
 
 
 @dataclass(frozen=True)
-class Config(TransformerConfig):
+class Config(transformer.TransformerConfig):
     """Shape of an OLMo 2."""
 
     rope: ScaledRope
@@ -29,9 +23,9 @@ class Config(TransformerConfig):
 
 def spec(config: Config) -> ModelSpec:
     """Spec: layers of one kind, with norms after both branches."""
-    attention = AttentionVariant(qk_norm="all_heads")
-    layer = post_normed(transformer_layer(config, out_std=config.init_std, attention=attention))
-    return transformer_spec(config, (layer,) * config.layers)
+    attention = transformer.AttentionVariant(qk_norm="all_heads")
+    layer = transformer.post_normed(transformer.transformer_layer(config, out_std=config.init_std, attention=attention))
+    return transformer.transformer_spec(config, (layer,) * config.layers)
 
 
 STATE_DICTS = {

@@ -12,23 +12,17 @@ from titan_exp.models import family, olmo2
 from titan_exp.models.convert.decoder_state_dict import LinearAttentionNames
 from titan_exp.models.convert.hf_keys import Key, attention_keys, huggingface_class
 from titan_exp.models.qwen3_next import mixer_keys
+from titan_exp.models.spec import transformer
 from titan_exp.models.spec.linear_attention import LinearAttentionFields, hybrid_layers, with_linear_attention
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.rope import OptionalRope
-from titan_exp.models.spec.transformer import (
-    AttentionVariant,
-    TransformerConfig,
-    decoder_spec,
-    post_normed,
-    transformer_layer,
-)
 
 OUT_NORM_EPS = 1e-5
 """Epsilon of the norm over the outputs of linear attention, independent of the other norms."""
 
 
 @dataclass(frozen=True)
-class Config(LinearAttentionFields, TransformerConfig):
+class Config(LinearAttentionFields, transformer.TransformerConfig):
     """Shape of an OLMo Hybrid."""
 
     rope: OptionalRope
@@ -37,8 +31,8 @@ class Config(LinearAttentionFields, TransformerConfig):
 
 def spec(config: Config) -> ModelSpec:
     """Spec: pre-norm layers with linear attention, and layers with softmax attention whose norms come after."""
-    attention = AttentionVariant(qk_norm="all_heads", rope=config.rope.rotates)
-    layer = transformer_layer(config, out_std=config.init_std, attention=attention)
+    attention = transformer.AttentionVariant(qk_norm="all_heads", rope=config.rope.rotates)
+    layer = transformer.transformer_layer(config, out_std=config.init_std, attention=attention)
     mixer = replace(
         config.gated_delta_net(OUT_NORM_EPS),
         strongest_write=2.0,
@@ -46,9 +40,11 @@ def spec(config: Config) -> ModelSpec:
         steps=(1e-3, 0.1),
     )
     linear = with_linear_attention(layer, mixer, config.dim, config.init_std)
-    return decoder_spec(
+    return transformer.decoder_spec(
         config,
-        hybrid_layers(config.linear_attention, [post_normed(layer)] * config.layers, [linear] * config.layers),
+        hybrid_layers(
+            config.linear_attention, [transformer.post_normed(layer)] * config.layers, [linear] * config.layers
+        ),
         rope=config.rope,
         rope_dim=config.head_dim,
     )

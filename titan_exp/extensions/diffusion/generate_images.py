@@ -26,18 +26,11 @@ from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.user_error import UserError, Violation, divisors, listed, nearest_numbers
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.typed_config import load_group, typed_options
-from titan_exp.extensions.diffusion import encoders
+from titan_exp.extensions.diffusion import encoders, rectified_flow
 from titan_exp.extensions.diffusion.config import DrawOptions, RectifiedFlowOptions
 from titan_exp.extensions.diffusion.images import image_grid, save_image
 from titan_exp.extensions.diffusion.latent_format import LatentFormat, format_of, read_latent_manifest
 from titan_exp.extensions.diffusion.latents import LatentData, open_latents, open_store
-from titan_exp.extensions.diffusion.rectified_flow import (
-    conditions,
-    euler,
-    guided_velocity,
-    sampling_noise,
-    sampling_times,
-)
 from titan_exp.extensions.diffusion.samples import LatentSamples
 from titan_exp.extensions.diffusion.spec import LatentInputs, latent_inputs
 from titan_exp.inference.generate import DTYPES, load_sharded
@@ -273,18 +266,18 @@ def draw(
     latents, device = _inputs(model.spec), next(model.parameters()).device
     image_tokens = setup.rows * setup.columns
     scale = options.model_guidance if latents.guidance else None
-    times = sampling_times(options.steps, image_tokens, shift=setup.shift)
+    times = rectified_flow.sampling_times(options.steps, image_tokens, shift=setup.shift)
     outputs = partial(whole_outputs, model, mesh=mesh)
-    empty = conditions(setup.encoder, [""], setup.rows, setup.columns, scale).to(device)
+    empty = rectified_flow.conditions(setup.encoder, [""], setup.rows, setup.columns, scale).to(device)
     jobs = [(prompt, sample) for prompt in prompts for sample in range(options.samples)]
     if options.captions:
         jobs = [(prompt, number) for number, (prompt, _) in enumerate(jobs)]
     for first in range(0, len(jobs), ROWS):
         texts, samples = zip(*jobs[first : first + ROWS], strict=True)
-        given = conditions(setup.encoder, texts, setup.rows, setup.columns, scale).to(device)
-        predict = guided_velocity(outputs, given, empty, options.guidance)
-        noise = sampling_noise(options.seed, samples, image_tokens, latents.patch_dim)
-        found = euler(predict, noise.to(device), times)
+        given = rectified_flow.conditions(setup.encoder, texts, setup.rows, setup.columns, scale).to(device)
+        predict = rectified_flow.guided_velocity(outputs, given, empty, options.guidance)
+        noise = rectified_flow.sampling_noise(options.seed, samples, image_tokens, latents.patch_dim)
+        found = rectified_flow.euler(predict, noise.to(device), times)
         yield from setup.codec.decode(found.cpu().numpy(), setup.rows, setup.columns)
 
 

@@ -26,28 +26,12 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.foreign_file import read_object
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.foreign_code import SourceDescription
+from titan_exp.data import sample_store
 from titan_exp.data.batch import Permutation, RowSampler, SamplerState
-from titan_exp.data.sample_store import (
-    ShardWriter,
-    StoreSplit,
-    StoreWriter,
-    explain_disk_errors,
-    file_checksum,
-    map_field,
-    write_json,
-)
+from titan_exp.extensions.diffusion import latent_format as formats
 from titan_exp.extensions.diffusion.config import EncodeOptions, ImageOptions, ImageSource, images_of
 from titan_exp.extensions.diffusion.encoders import Encoders, order_samples
 from titan_exp.extensions.diffusion.images import Bucket, CaptionedImages, aspect_buckets, open_images
-from titan_exp.extensions.diffusion.latent_format import (
-    DTYPES,
-    LatentFormat,
-    LatentManifest,
-    image_options,
-    in_keys_of_data,
-    latent_format,
-    read_latent_manifest,
-)
 from titan_exp.extensions.diffusion.samples import EncodedImages, LatentBatch, LatentSamples, Sample, noise_of
 
 ENCODED_TOGETHER = 16
@@ -64,13 +48,13 @@ def write_latent_store(
     encoders: Encoders,
     options: EncodeOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> LatentManifest:
+) -> formats.LatentManifest:
     """Write or resume a store, or return a complete store with these arguments. `progress` is called with the number of
     encoded samples and the number of all samples. Raises UserError if the folder holds something else, or a store of
     other arguments; it cannot be written, or another process writes it; an image is damaged."""
     codec, texts = encoders.images, encoders.texts
     side = options.size // codec.token_size
-    encoded = LatentFormat(
+    encoded = formats.LatentFormat(
         latents=codec.description,
         texts=texts.description,
         rows=side,
@@ -81,24 +65,24 @@ def write_latent_store(
         pooled_dim=texts.pooled_dim,
     )
     plan = {"images": images.name, **vars(encoded), "options": {key: getattr(options, key) for key in STORED}}
-    store = StoreWriter(LatentManifest, out, str(out), plan, "plan.json")
-    with explain_disk_errors(out):
+    store = sample_store.StoreWriter(formats.LatentManifest, out, str(out), plan, "plan.json")
+    with sample_store.explain_disk_errors(out):
         if store.is_finished():
-            return read_latent_manifest(out)
+            return formats.read_latent_manifest(out)
         with store.lock():
             empty = dict[str, str]()
             for kind, array in zip(("text", "pooled"), texts(""), strict=True):
                 name = f"empty.{kind}.npy"
-                np.save(out / name, array.astype(DTYPES[options.dtype]))
-                empty[name] = file_checksum(out / name)
+                np.save(out / name, array.astype(formats.DTYPES[options.dtype]))
+                empty[name] = sample_store.file_checksum(out / name)
             splits = _write_shards(store, encoded, images, encoders, options=options, progress=progress)
             store.finish(splits, [plan, splits, empty], files=empty)
-    return read_latent_manifest(out)
+    return formats.read_latent_manifest(out)
 
 
 def _write_shards(
-    store: StoreWriter,
-    encoded: LatentFormat,
+    store: sample_store.StoreWriter,
+    encoded: formats.LatentFormat,
     images: CaptionedImages,
     encoders: Encoders,
     *,
@@ -111,15 +95,15 @@ def _write_shards(
         record = store.journal / f"{name}.json"
         if not record.is_file():
             fields = encoded.shard_fields(options.dtype, len(indices), *bucket)
-            with closing(ShardWriter(store.folder, name, fields)) as shard:
+            with closing(sample_store.ShardWriter(store.folder, name, fields)) as shard:
                 for chunk in _chunks(indices, ENCODED_TOGETHER):
                     for field, array in zip(fields, encoders.encode(images, chunk, bucket), strict=True):
                         shard.add(field.name, array)
                     progress(done + shard.lengths[fields[0].name], len(images))
                 captions = [images.caption(index) for index in indices]
-                written = write_json(store.folder / f"{name}.captions.json", captions)
+                written = sample_store.write_json(store.folder / f"{name}.captions.json", captions)
                 numbers = {"samples": len(indices), **bucket._asdict()}
-                write_json(record, shard.commit(numbers, {"captions.json": written}))
+                sample_store.write_json(record, shard.commit(numbers, {"captions.json": written}))
         splits[split].append(read_object(record))
         done += len(indices)
     return splits
@@ -140,12 +124,14 @@ def _chunks(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
         yield indices[first : first + size]
 
 
-class LatentSplit(StoreSplit, LatentSamples):
+class LatentSplit(sample_store.StoreSplit, LatentSamples):
     """Samples of one split of a store."""
 
-    def __init__(self, manifest: LatentManifest, split: str) -> None:
-        StoreSplit.__init__(self, manifest, split)
-        text, pooled = (map_field(manifest, "empty", each) for each in manifest.shard_fields("", 1, 1, 1)[1:3])
+    def __init__(self, manifest: formats.LatentManifest, split: str) -> None:
+        sample_store.StoreSplit.__init__(self, manifest, split)
+        text, pooled = (
+            sample_store.map_field(manifest, "empty", each) for each in manifest.shard_fields("", 1, 1, 1)[1:3]
+        )
         LatentSamples.__init__(self, (text, pooled))
 
     def read(self, indices: Sequence[int]) -> list[Sample]:
@@ -246,7 +232,7 @@ def _none_held_out(data: DataConfig) -> Violation:
 class LatentData:
     """Samples of both splits."""
 
-    format: LatentFormat
+    format: formats.LatentFormat
     """Encoders and sizes."""
     splits: Mapping[str, LatentSamples]
     """Samples by split."""
@@ -261,21 +247,21 @@ def open_latents(data: DataConfig) -> LatentData:
         return open_store(data.paths[0])
     images = images_of(data)
     assert images is not None, "checked by the rules"
-    options, source = image_options(data), ImageSource(images, *data.paths)
-    with in_keys_of_data():
+    options, source = formats.image_options(data), ImageSource(images, *data.paths)
+    with formats.in_keys_of_data():
         return _open_images(source, options, data.validation_fraction)
 
 
 def open_store(folder: str) -> LatentData:
     """Open the samples of a store. Raises UserError if it cannot be used."""
-    store = read_latent_manifest(folder)
+    store = formats.read_latent_manifest(folder)
     splits = {split: LatentSplit(store, split) for split in SPLITS}
     return LatentData(store, splits, {"data.paths": [store.fingerprint]})
 
 
 @lru_cache(maxsize=1)
 def _open_images(source: ImageSource, options: ImageOptions, validation_fraction: float) -> LatentData:
-    found, images = latent_format(options), open_images(source, options)
+    found, images = formats.latent_format(options), open_images(source, options)
     encoders = Encoders.build(found)
     buckets = aspect_buckets(found.rows, options.max_aspect)
     splits = {
@@ -292,7 +278,7 @@ class LatentSampler(RowSampler):
     the store or the images cannot be used, or there is nothing to train on."""
 
     state_name = "latents"
-    store = LatentManifest.store
+    store = formats.LatentManifest.store
 
     def __init__(self, data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> None:
         found = open_latents(data)

@@ -14,21 +14,8 @@ from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.tp_plan import TPStyle
 from titan_exp.ops.autograd import recompute_input
+from titan_exp.ops.moe import routing as routing_ops
 from titan_exp.ops.moe.permutation import PaddedOrder, TokenPadding, combine, permute, permute_weights, sort_by_expert
-from titan_exp.ops.moe.routing import (
-    Routing,
-    SumCounts,
-    add_unless_recomputing,
-    attach_loss,
-    batch_balance_loss,
-    choices_per_expert,
-    choose_experts,
-    expert_weights,
-    normalized_scores,
-    router_scores,
-    router_z_loss,
-    sequence_balance_loss,
-)
 from titan_exp.ops.swiglu import GROUP, swiglu
 
 Hidden = Float[Tensor, "batch part dim"]
@@ -81,32 +68,34 @@ class Router(nn.Module):
         bake in a number."""
         self.sequence_ranks = 1
         """Ranks that share each sequence, each with equally many of its tokens."""
-        self.sum_counts: SumCounts | None = None
+        self.sum_counts: routing_ops.SumCounts | None = None
         """Function that sums counts over these ranks; None if there is one."""
         self.recomputed = True
         """False if no backward pass repeats this forward pass, so that it need not check whether to count."""
 
-    def forward(self, x: Hidden) -> Routing:
+    def forward(self, x: Hidden) -> routing_ops.Routing:
         """Route these tokens; in training also balance and count them."""
         moe = self.moe
         logits = F.linear(x.float(), self.weight.float()) if moe.fp32_router else F.linear(x, self.weight)
         logits = add_bias(logits, self.logit_bias).float()
-        scores = router_scores(logits, sigmoid=moe.score == "sigmoid")
+        scores = routing_ops.router_scores(logits, sigmoid=moe.score == "sigmoid")
         # Sigmoids of large logits are all 1, so the logits rank experts.
         ranking = logits if moe.score == "sigmoid" and moe.groups == 1 else scores
-        experts = choose_experts(
+        experts = routing_ops.choose_experts(
             scores.detach() + self.bias if moe.router_bias else ranking,
             moe.active_experts,
             groups=moe.groups,
             active_groups=moe.active_groups,
             top2_groups=moe.group_score == "top2_sum",
         )
-        weights = expert_weights(scores, experts, normalized=moe.normalized, scale=moe.scale)
+        weights = routing_ops.expert_weights(scores, experts, normalized=moe.normalized, scale=moe.scale)
         if torch.is_grad_enabled():
             weights = self._balanced(weights, logits, scores, experts)
-        return Routing(experts.flatten(0, 1), weights.flatten(0, 1))
+        return routing_ops.Routing(experts.flatten(0, 1), weights.flatten(0, 1))
 
-    def set_batch(self, sequences: Tensor | int, sequence_ranks: int = 1, sum_counts: SumCounts | None = None) -> None:
+    def set_batch(
+        self, sequences: Tensor | int, sequence_ranks: int = 1, sum_counts: routing_ops.SumCounts | None = None
+    ) -> None:
         """Set the number of sequences of the global batch, the ranks that share each sequence, and the sum over
         them."""
         self.sequences, self.sequence_ranks, self.sum_counts = sequences, sequence_ranks, sum_counts
@@ -134,33 +123,36 @@ class Router(nn.Module):
     def _balanced(self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
         """Count the tokens of each expert, and attach the gradients of the balance losses to the weights."""
         moe, balance = self.moe, self.moe.balance
-        choices = choices_per_expert(experts.flatten(1), moe.experts)
-        count = add_unless_recomputing if self.recomputed else Tensor.add_
+        choices = routing_ops.choices_per_expert(experts.flatten(1), moe.experts)
+        count = routing_ops.add_unless_recomputing if self.recomputed else Tensor.add_
         count(self.counts, choices.sum(0))
         length = experts.shape[1] * self.sequence_ranks
         loss = z_loss = None
         if balance.coefficient:
             loss = self._balance_loss(scores, choices, length) * (balance.coefficient / self.sequences)
         if balance.z_loss:
-            z_loss = router_z_loss(logits) * (balance.z_loss / (self.sequences * length))
+            z_loss = routing_ops.router_z_loss(logits) * (balance.z_loss / (self.sequences * length))
         losses = [term for term in (loss, z_loss) if term is not None]
         if not losses:
             return weights
         zero = torch.zeros((), device=weights.device)
         terms = [zero if term is None else term.detach() for term in (loss, z_loss)]
         count(self.losses, torch.stack(terms))
-        return attach_loss(weights, sum(losses[1:], losses[0]))
+        return routing_ops.attach_loss(weights, sum(losses[1:], losses[0]))
 
     def _balance_loss(self, scores: Tensor, choices: Tensor, length: int) -> Tensor:
         """Part of the balance loss that these tokens contribute, summed over sequences."""
         moe = self.moe
         if moe.balance.loss == "global_batch":
-            return batch_balance_loss(normalized_scores(scores), self.previous_load) / length
+            return routing_ops.batch_balance_loss(routing_ops.normalized_scores(scores), self.previous_load) / length
         if self.sum_counts is not None:
             choices = self.sum_counts(choices)
         if moe.balance.loss == "switch":
-            return sequence_balance_loss(scores, choices, length)
-        return sequence_balance_loss(normalized_scores(scores), choices, length) / moe.active_experts
+            return routing_ops.sequence_balance_loss(scores, choices, length)
+        return (
+            routing_ops.sequence_balance_loss(routing_ops.normalized_scores(scores), choices, length)
+            / moe.active_experts
+        )
 
 
 class Experts(nn.Module):
@@ -217,7 +209,7 @@ class Experts(nn.Module):
         )
 
 
-Dispatch = Callable[[Tensor, Routing, Experts], Callable[[], Tensor]]
+Dispatch = Callable[[Tensor, routing_ops.Routing, Experts], Callable[[], Tensor]]
 """Starts to send tokens [tokens, dim] to the experts that they are routed to.
 
 The result computes the experts' outputs, weighted and summed [tokens, dim]. The messages travel between the two calls.
@@ -278,12 +270,12 @@ class MoEFeedForward(Mixture):
         return found if shared is None else found + shared
 
 
-def dispatch_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Callable[[], Tensor]:
+def dispatch_locally(tokens: Tensor, routing: routing_ops.Routing, experts: Experts) -> Callable[[], Tensor]:
     """Dispatch to experts that are all on this rank."""
     return lambda: compute_locally(tokens, routing, experts)
 
 
-def compute_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+def compute_locally(tokens: Tensor, routing: routing_ops.Routing, experts: Experts) -> Tensor:
     """Weighted sum of the outputs of experts that are all on this rank."""
     if experts.row_multiple > 1 and not experts.weighted_inputs:
         return _compute_padded(tokens, routing, experts)
@@ -307,7 +299,7 @@ def compute_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Tenso
     return combine(rows, order, inverse, routing.weights if weights is None else None)
 
 
-def _compute_padded(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+def _compute_padded(tokens: Tensor, routing: routing_ops.Routing, experts: Experts) -> Tensor:
     """Compute the same with kernels that need padded rows: permuting puts rows where the matmuls read them."""
     order = PaddedOrder.sort(routing.experts, experts.count, experts.row_multiple)
     weights = None if experts.is_quantized else permute_weights(routing.weights, order.order, order.inverse)

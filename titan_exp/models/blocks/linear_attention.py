@@ -18,13 +18,8 @@ from titan_exp.models.blocks.transformer import HeadNumbers, norm
 from titan_exp.models.spec.mixers import CHUNK, LinearAttentionSpec
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.tp_plan import TPStyle
+from titan_exp.ops import linear_attention as delta_rule
 from titan_exp.ops.attention.kv_cache import RecurrentCache
-from titan_exp.ops.linear_attention import (
-    GatedDeltaCore,
-    ShortConvolutionCore,
-    choose_linear_attention_backend,
-    l2_normalized,
-)
 
 Hidden = Float[Tensor, "batch part dim"]
 Documents = Int[Tensor, "batch seq"]
@@ -104,8 +99,8 @@ class LinearAttention(nn.Module):
         self.forget = ForgetGate(spec)
         self.out_norm = norm(layer, "attention.out_norm", spec.norm_eps)
         self.out = linear(layer, "attention.out")
-        self.convolution_core = ShortConvolutionCore()
-        self.core = GatedDeltaCore(chunk=CHUNK)
+        self.convolution_core = delta_rule.ShortConvolutionCore()
+        self.core = delta_rule.GatedDeltaCore(chunk=CHUNK)
         self.cache: RecurrentCache | None = None
         """Cache of the state, in generation."""
 
@@ -114,7 +109,7 @@ class LinearAttention(nn.Module):
 
     def reset_buffers(self) -> None:
         """Choose the kernels once the parameters are on their device."""
-        self.core.backend = choose_linear_attention_backend(self.spec.backend, self.out_norm.weight.device)
+        self.core.backend = delta_rule.choose_linear_attention_backend(self.spec.backend, self.out_norm.weight.device)
 
     def enable_cache(self, length: int) -> RecurrentCache:
         self.cache = RecurrentCache()
@@ -139,7 +134,7 @@ class LinearAttention(nn.Module):
         mixed = self.convolution_core(inputs, filters, mask) if cache is None else cache.convolve(inputs, filters)
         widths = (spec.key_dim, spec.key_dim, spec.group * spec.value_dim)
         query, key, value = mixed.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
-        query, key = l2_normalized(query, spec.key_dim**-0.5), l2_normalized(key)
+        query, key = delta_rule.l2_normalized(query, spec.key_dim**-0.5), delta_rule.l2_normalized(key)
         value = value.unflatten(-1, (spec.group, spec.value_dim)).flatten(2, 3)
         forget, gate = self._gates(x, whole)
         beta = self.beta(whole).to(forget.dtype).sigmoid() * spec.strongest_write

@@ -11,17 +11,8 @@ from torch import Tensor, nn
 
 from titan_exp.models.blocks.feed_forward import FeedForward, MoEFeedForward
 from titan_exp.models.blocks.linear import InitSpec, linear
+from titan_exp.models.spec import tp_plan as styles
 from titan_exp.models.spec.model_spec import LayerSpec
-from titan_exp.models.spec.tp_plan import (
-    SEQUENCE_PARALLEL,
-    GatheredOrder,
-    GatherResult,
-    HeadSharded,
-    ShardTokens,
-    TPStyle,
-    VocabEmbedding,
-    VocabLogits,
-)
 from titan_exp.ops.attention import rope as tables
 from titan_exp.ops.attention.rope import rotate, rotate_front, split_rotated
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
@@ -46,7 +37,7 @@ class RMSNorm(nn.Module):
         self,
         dim: int,
         eps: float,
-        tp_style: TPStyle = SEQUENCE_PARALLEL,
+        tp_style: styles.TPStyle = styles.SEQUENCE_PARALLEL,
         *,
         writes_residual: bool = False,
         zero_centered: bool = False,
@@ -71,7 +62,7 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Module):
     """Token embedding."""
 
-    tp_style = VocabEmbedding()
+    tp_style = styles.VocabEmbedding()
     parameter_role = "embedding"
     reads_weight_in_backward = False
     """True if FSDP must gather the weight for backward; a lookup's backward only needs token ids."""
@@ -107,7 +98,7 @@ class Head(nn.Module):
         super().__init__()
         self.weight = None if tied else nn.Parameter(torch.empty(vocab, dim))
         self.std = std
-        self.tp_style = VocabLogits(vocab)
+        self.tp_style = styles.VocabLogits(vocab)
 
     def init_spec(self) -> dict[str, InitSpec]:
         return {} if self.weight is None else {"weight": InitSpec("normal", self.std)}
@@ -124,7 +115,7 @@ class Head(nn.Module):
 class HeadNumbers(nn.Module):
     """Parameters of numbers per head, which tensor parallelism shards with the heads."""
 
-    tp_style = HeadSharded()
+    tp_style = styles.HeadSharded()
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +165,7 @@ class Attention(nn.Module):
         self.sinks = _sinks(layer)
         self.core = CausalAttention(backend, self.spec.scale, self.spec.pattern)
 
-    def tp_plan(self) -> dict[str, TPStyle]:
+    def tp_plan(self) -> dict[str, styles.TPStyle]:
         return self._plan
 
     def forward(self, x: Hidden, rope: Rope | None, mask: Any) -> Hidden:
@@ -292,13 +283,13 @@ class MTPModule(TransformerBlock):
         self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend, attention: nn.Module | None = None
     ) -> None:
         super().__init__(layer, norm_eps, backend, attention)
-        self._plan: dict[str, TPStyle] = {"projection": SEQUENCE_PARALLEL}
+        self._plan: dict[str, styles.TPStyle] = {"projection": styles.SEQUENCE_PARALLEL}
         self.embedding_norm = norm(layer, "embedding_norm", norm_eps)
         self.hidden_norm = norm(layer, "hidden_norm", norm_eps)
         self.projection = linear(layer, "projection")
         self.norm = norm(layer, "norm", norm_eps)
 
-    def tp_plan(self) -> dict[str, TPStyle]:
+    def tp_plan(self) -> dict[str, styles.TPStyle]:
         return self._plan
 
     def forward(self, x: Hidden, rope: Rope | None, mask: Any, embedded: Hidden | None = None) -> Hidden:
@@ -334,20 +325,20 @@ def iter_numbered_blocks(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 class TokenShard(nn.Identity):
     """Identity that sequence parallelism replaces by this rank's part of a stream's tokens."""
 
-    tp_style = ShardTokens()
+    tp_style = styles.ShardTokens()
 
 
 class ResultGather(nn.Identity):
     """Identity that sequence parallelism replaces by a gather of results of all tokens."""
 
-    tp_style = GatherResult()
+    tp_style = styles.GatherResult()
 
 
 class RopeOrder(nn.Module):
     """RoPE caches in the order of the gathered sequence, which without sequence parallelism is one stream, then the
     other."""
 
-    tp_style = GatheredOrder()
+    tp_style = styles.GatheredOrder()
 
     def forward(self, rope: tables.Rope, first_stream: int) -> tables.Rope:
         """Return the caches of all tokens; `first_stream` is this rank's number of tokens in the first stream."""

@@ -12,22 +12,12 @@ from typing import Any, Literal
 from titan_exp.config.errors.user_error import Violation, divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.groups.experiment import NO_CHANGE, ModelConfig
 from titan_exp.config.groups.types import BlockCount, NonNegativeFloat, PositiveFloat, PositiveInt
+from titan_exp.models.spec import tp_plan as styles
 from titan_exp.models.spec.feed_forward import moe_linears, shared_gate, swiglu_linears, swiglu_violations
 from titan_exp.models.spec.mixers import AttentionSpec, QueryTemperature
 from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, ModelSpec, VectorSpec
 from titan_exp.models.spec.moe import PLAIN_EXPERTS, MoEConfig, MoEVariant, RouterSpec
 from titan_exp.models.spec.rope import PlainRope
-from titan_exp.models.spec.tp_plan import (
-    SEQUENCE_PARALLEL,
-    AcrossHeads,
-    Colwise,
-    FusedRows,
-    HeadParallel,
-    HeadSharded,
-    ReplicatedKV,
-    RowPiece,
-    Rowwise,
-)
 
 WIDTHS = ("dim", "heads", "kv_heads", "ffn_dim", "moe.ffn_dim")
 """Keys of the group `model` that grow with the width of a transformer."""
@@ -195,17 +185,19 @@ def _layer(
     )
     heads = f"{config.heads} query heads with {config.kv_heads} key and value heads"
     of_query = 2 * width if variant.gated else width
-    qkv = Colwise(config.kv_heads, ReplicatedKV(attention.group, of_query, count="group"), heads)
-    queries = RowPiece("query_and_gate" if variant.gated else "query", of_query, attention.group)
-    rows = FusedRows("attention", (queries, RowPiece("key", width), RowPiece("value", width)))
-    sinks = VectorSpec("attention.sinks", config.heads, HeadSharded(), variant.sinks_std)
+    qkv = styles.Colwise(config.kv_heads, styles.ReplicatedKV(attention.group, of_query, count="group"), heads)
+    queries = styles.RowPiece("query_and_gate" if variant.gated else "query", of_query, attention.group)
+    rows = styles.FusedRows("attention", (queries, styles.RowPiece("key", width), styles.RowPiece("value", width)))
+    sinks = VectorSpec("attention.sinks", config.heads, styles.HeadSharded(), variant.sinks_std)
     outputs, bias = config.heads * of_query + 2 * config.kv_heads * width, variant.bias_std is not None
     biases: dict[str, Any] = {"bias": bias, "bias_std": variant.bias_std or 0.0}
     return LayerSpec(
         attention,
         linears=(
             LinearSpec("attention.qkv", dim, outputs, config.init_std, qkv, rows=rows, **biases),
-            LinearSpec("attention.out", config.heads * width, dim, out_std, Rowwise(), **biases, writes_residual=True),
+            LinearSpec(
+                "attention.out", config.heads * width, dim, out_std, styles.Rowwise(), **biases, writes_residual=True
+            ),
             *feed_forward,
         ),
         vectors=(
@@ -222,9 +214,9 @@ def _qk_norms(config: AttentionConfig, variant: AttentionVariant) -> Iterator[Ve
     """Norms of queries and keys."""
     for name, heads in (("attention.q_norm", config.heads), ("attention.k_norm", config.kv_heads)):
         if variant.qk_norm == "head":
-            yield VectorSpec(name, config.head_dim, HeadParallel(), zero_centered=variant.zero_centered)
+            yield VectorSpec(name, config.head_dim, styles.HeadParallel(), zero_centered=variant.zero_centered)
         elif variant.qk_norm == "all_heads":
-            yield VectorSpec(name, heads * config.head_dim, AcrossHeads(heads))
+            yield VectorSpec(name, heads * config.head_dim, styles.AcrossHeads(heads))
 
 
 def post_normed(layer: LayerSpec) -> LayerSpec:
@@ -285,7 +277,7 @@ class MTPConfig:
 def mtp_layers(config: MTPConfig, layer: LayerSpec, dim: int, std: float) -> tuple[LayerSpec, ...]:
     """Specs of the modules of multi-token prediction. Their block is `layer`; each has its own norms and projection,
     and shares embedding and head with the model."""
-    projection = LinearSpec("projection", 2 * dim, dim, std, SEQUENCE_PARALLEL)
+    projection = LinearSpec("projection", 2 * dim, dim, std, styles.SEQUENCE_PARALLEL)
     before = (VectorSpec("embedding_norm", dim), VectorSpec("hidden_norm", dim))
     module = replace(
         layer, linears=(projection, *layer.linears), vectors=(*before, *layer.vectors, VectorSpec("norm", dim))
@@ -351,16 +343,20 @@ def latent_attention(
         latent_dim=kv_rank,
         rope_dim=config.qk_rope_head_dim,
     )
-    by_head = Colwise(heads, described=f"{heads} heads (model.heads)", key="model.heads")
-    query_latent = () if q_rank is None else (LinearSpec("attention.q_a", dim, q_rank, std, SEQUENCE_PARALLEL),)
-    queries = FusedRows("attention", (RowPiece("query", qk_dim),))
-    latents = FusedRows("attention", (RowPiece("latent", kv_rank), RowPiece("rotated_key", config.qk_rope_head_dim)))
-    expanded = FusedRows("attention", (RowPiece("key", config.qk_nope_head_dim), RowPiece("value", config.v_head_dim)))
+    by_head = styles.Colwise(heads, described=f"{heads} heads (model.heads)", key="model.heads")
+    query_latent = () if q_rank is None else (LinearSpec("attention.q_a", dim, q_rank, std, styles.SEQUENCE_PARALLEL),)
+    queries = styles.FusedRows("attention", (styles.RowPiece("query", qk_dim),))
+    latents = styles.FusedRows(
+        "attention", (styles.RowPiece("latent", kv_rank), styles.RowPiece("rotated_key", config.qk_rope_head_dim))
+    )
+    expanded = styles.FusedRows(
+        "attention", (styles.RowPiece("key", config.qk_nope_head_dim), styles.RowPiece("value", config.v_head_dim))
+    )
     latent_width = kv_rank + config.qk_rope_head_dim
     linears = (
         *query_latent,
         LinearSpec("attention.q", q_rank or dim, heads * qk_dim, std, by_head, rows=queries),
-        LinearSpec("attention.kv_a", dim, latent_width, std, SEQUENCE_PARALLEL, rows=latents),
+        LinearSpec("attention.kv_a", dim, latent_width, std, styles.SEQUENCE_PARALLEL, rows=latents),
         LinearSpec(
             "attention.kv_b",
             kv_rank,
@@ -369,7 +365,7 @@ def latent_attention(
             replace(by_head, gathers=False),
             rows=expanded,
         ),
-        LinearSpec("attention.out", heads * config.v_head_dim, dim, out_std, Rowwise(), writes_residual=True),
+        LinearSpec("attention.out", heads * config.v_head_dim, dim, out_std, styles.Rowwise(), writes_residual=True),
     )
     query_norm = () if q_rank is None else (VectorSpec("attention.q_a_norm", q_rank),)
     return attention, linears, (*query_norm, VectorSpec("attention.kv_a_norm", kv_rank))

@@ -12,26 +12,27 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 
-def operator(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operator(
+    name: str, *, fake: Callable[..., Any] | None = None, mutates_args: Iterable[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Custom operator `titan_exp::name` without a gradient, for calls by autograd functions. Compilers, the planner and
     selective recomputation look at operators. If none of them is active, the function is called directly, since the
-    dispatcher takes longer than a small kernel. The first argument is a tensor."""
+    dispatcher takes longer than a small kernel. The first argument is a tensor; `fake` makes results without data."""
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         defined: Any = torch.library.custom_op(f"titan_exp::{name}", mutates_args=tuple(mutates_args))(function)
+        if fake is not None:
+            defined.register_fake(fake)
 
         def call(first: Tensor, *others: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling() or torch.is_grad_enabled() or _is_looked_at(first):
+            is_looked_at = torch._C._len_torch_dispatch_stack() > 0 or isinstance(first, FakeTensor) or first.is_meta
+            if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_looked_at:
                 return defined(first, *others, **options)
             return function(first, *others, **options)
 
         return call
 
     return define
-
-
-def _is_looked_at(tensor: Tensor) -> bool:
-    return torch._C._len_torch_dispatch_stack() > 0 or isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def needs_input_grad(context: Any, count: int = 2) -> tuple[bool, ...]:

@@ -141,12 +141,8 @@ class GatedDeltaCore(nn.Module):
 class ShortConvolutionCore(nn.Module):
     """Short convolution without its weight. It is a module, so that context parallelism can replace it."""
 
-    def __init__(self, *, silu: bool = True) -> None:
-        super().__init__()
-        self.silu = silu
-
     def forward(self, x: Channels, weight: Taps, documents: Documents | None) -> Channels:
-        return short_convolution(x, weight, documents, silu=self.silu)
+        return short_convolution(x, weight, documents)
 
 
 def short_convolution(
@@ -155,8 +151,6 @@ def short_convolution(
     documents: Documents | None,
     before: Before | None = None,
     before_documents: Int[Tensor, "batch taps_minus_1"] | None = None,
-    *,
-    silu: bool = True,
 ) -> Channels:
     """Causal convolution of each channel by itself within documents, then SiLU; the last tap is the token's own.
     `before` are the inputs in front of the sequence, zeros if None, and `before_documents` their documents, -1 for
@@ -167,24 +161,21 @@ def short_convolution(
         if before_documents is None:
             before_documents = documents[:, :1].expand(-1, reach)
         ids = torch.cat((before_documents, documents), dim=1)
-        runs = (ids[:, 1:] != ids[:, :-1]).cumsum(1)
-        runs = F.pad(runs, (1, 0))
-        seq = documents.shape[1]
+        runs, seq = F.pad((ids[:, 1:] != ids[:, :-1]).cumsum(1), (1, 0)), documents.shape[1]
         links = torch.stack(
             [runs[:, reach:] == runs[:, reach - tap : reach - tap + seq] for tap in range(1, reach + 1)]
         )
     if torch.compiler.is_compiling():
         # A compiler derives the same backward pass and fuses it.
-        out = _convolve(_padded(x, before, reach), weight, links)
-        return (F.silu(out) if silu else out).to(x.dtype)
-    return _ShortConvolution.apply(x, weight, before, links, silu)  # type: ignore[return-value]  # a Tensor
+        return F.silu(_convolve(_padded(x, before, reach), weight, links)).to(x.dtype)
+    return _ShortConvolution.apply(x, weight, before, links)  # type: ignore[return-value]  # a Tensor
 
 
 def short_convolution_step(
-    x: Float[Tensor, "batch channels"], weight: Taps, window: Before, *, silu: bool = True
+    x: Float[Tensor, "batch channels"], weight: Taps, window: Before
 ) -> tuple[Float[Tensor, "batch channels"], Before]:
     """`short_convolution` of one token, for generation: its output, and the last inputs for the next token."""
-    out = short_convolution(x[:, None], weight, None, window, silu=silu)[:, 0]
+    out = short_convolution(x[:, None], weight, None, window)[:, 0]
     return out, torch.cat((window, x[:, None]), dim=1)[:, 1:]
 
 
@@ -214,27 +205,23 @@ def _convolve(padded: Tensor, weight: Tensor, links: Tensor | None) -> Tensor:
 
 class _ShortConvolution(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0917  # autograd functions take positional arguments
-        ctx: Any, x: Tensor, weight: Tensor, before: Tensor | None, links: Tensor | None, silu: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, before: Tensor | None, links: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, before, links)
-        ctx.silu = silu
         out = _convolve(_padded(x, before, weight.shape[1] - 1), weight, links)
-        return (F.silu(out, inplace=True) if silu else out).to(x.dtype)
+        return F.silu(out, inplace=True).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight, before, links = ctx.saved_tensors
         padded, gradient = _padded(x, before, weight.shape[1] - 1), gradients[0].to(_wide(x.dtype))
-        if ctx.silu:
-            gradient = torch.ops.aten.silu_backward(gradient, _convolve(padded, weight, links))
+        gradient = torch.ops.aten.silu_backward(gradient, _convolve(padded, weight, links))
         of_padded, of_weight = torch.zeros_like(padded, dtype=gradient.dtype), torch.empty_like(weight)
         for column, at, linked in _taps(padded, weight, links):
             part = gradient if linked is None else gradient * linked
             of_padded[:, at].addcmul_(part, weight[:, column].to(gradient.dtype))
             of_weight[:, column] = (part * padded[:, at]).sum((0, 1))
         of_before, of_x = of_padded.to(x.dtype).tensor_split([weight.shape[1] - 1], dim=1)
-        return of_x.contiguous(), of_weight, None if before is None else of_before.contiguous(), None, None
+        return of_x.contiguous(), of_weight, None if before is None else of_before.contiguous(), None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -55,7 +55,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, group: int, variant: SwiGLUVariant) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.group, ctx.variant = group, variant
-        return _swiglu(gate_up.contiguous(), group, **variant.numbers)
+        return _swiglu(gate_up.contiguous(), None, group, **variant.numbers)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -64,26 +64,18 @@ class _SwiGLU(torch.autograd.Function):
         return _swiglu_backward(gate_up.contiguous(), gradient, ctx.group, **ctx.variant.numbers), None, None
 
 
-@operator("swiglu")
-def _swiglu(gate_up: Tensor, group: int, *, alpha: float, limit: float | None, offset: float) -> Tensor:
-    return swiglu_in_chunks(gate_up, None, group, SwiGLUVariant(alpha, limit, offset))
+@operator("swiglu", fake=lambda gate_up, *_, **__: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+def _swiglu(
+    gate_up: Tensor, weights: Tensor | None, group: int, *, alpha: float, limit: float | None, offset: float
+) -> Tensor:
+    return swiglu_in_chunks(gate_up, weights, group, SwiGLUVariant(alpha, limit, offset))
 
 
-@operator("swiglu_backward")
+@operator("swiglu_backward", fake=lambda gate_up, *_, **__: torch.empty_like(gate_up))
 def _swiglu_backward(
     gate_up: Tensor, gradient: Tensor, group: int, *, alpha: float, limit: float | None, offset: float
 ) -> Tensor:
     return swiglu_backward_in_chunks(gate_up, None, gradient, group, SwiGLUVariant(alpha, limit, offset))[0]
-
-
-@torch.library.register_fake("titan_exp::swiglu")
-def _empty_output(gate_up: Tensor, group: int, **_: float | None) -> Tensor:
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
-@torch.library.register_fake("titan_exp::swiglu_backward")
-def _empty_gradient(gate_up: Tensor, gradient: Tensor, group: int, **_: float | None) -> Tensor:
-    return torch.empty_like(gate_up)
 
 
 def weighted_swiglu(gate_up: GateUp, weights: Weights, group: int = GROUP, variant: SwiGLUVariant = SWIGLU) -> Hidden:
@@ -104,7 +96,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, weights: Tensor, group: int, variant: SwiGLUVariant) -> Tensor:
         ctx.save_for_backward(gate_up, weights)
         ctx.group, ctx.variant = group, variant
-        return _weighted_swiglu(gate_up.contiguous(), weights.contiguous(), group, **variant.numbers)
+        return _swiglu(gate_up.contiguous(), weights.contiguous(), group, **variant.numbers)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -121,14 +113,11 @@ def weighted_swiglu_backward(
     return _weighted_swiglu_backward(gate_up.contiguous(), weights.contiguous(), gradient, group, **variant.numbers)
 
 
-@operator("weighted_swiglu")
-def _weighted_swiglu(
-    gate_up: Tensor, weights: Tensor, group: int, *, alpha: float, limit: float | None, offset: float
-) -> Tensor:
-    return swiglu_in_chunks(gate_up, weights, group, SwiGLUVariant(alpha, limit, offset))
-
-
-@operator("weighted_swiglu_backward", mutates_args=("gradient",))
+@operator(
+    "weighted_swiglu_backward",
+    fake=lambda gate_up, weights, *_, **__: (torch.empty_like(gate_up), torch.empty_like(weights)),
+    mutates_args=("gradient",),
+)
 def _weighted_swiglu_backward(
     gate_up: Tensor, weights: Tensor, gradient: Tensor, group: int, *, alpha: float, limit: float | None, offset: float
 ) -> tuple[Tensor, Tensor]:
@@ -136,18 +125,6 @@ def _weighted_swiglu_backward(
     gate_up_grad, weights_grad = swiglu_backward_in_chunks(gate_up, weights, gradient, group, variant)
     assert weights_grad is not None, "weights are given"
     return gate_up_grad, weights_grad
-
-
-@torch.library.register_fake("titan_exp::weighted_swiglu")
-def _empty_weighted(gate_up: Tensor, weights: Tensor, group: int, **_: float | None) -> Tensor:
-    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-
-
-@torch.library.register_fake("titan_exp::weighted_swiglu_backward")
-def _empty_gradients(
-    gate_up: Tensor, weights: Tensor, gradient: Tensor, group: int, **_: float | None
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(gate_up), torch.empty_like(weights)
 
 
 def swiglu_in_chunks(gate_up: Tensor, weights: Tensor | None, group: int, variant: SwiGLUVariant) -> Tensor:

@@ -285,19 +285,7 @@ def raise_to_logits(
         torch.maximum(largest, scale * scores.amax((0, 3, 4)).flatten().float(), out=largest)
 
 
-@add_max_logits.register_fake
-def _added(  # noqa: PLR0917  # as above
-    largest: Tensor, query: Tensor, key: Tensor, visible: Tensor | None, causal: bool, scale: float
-) -> None:
-    return None
-
-
 @torch.library.custom_op("titan_exp::add_found_logits", mutates_args=("largest",))
 def add_found_logits(largest: Tensor, found: Tensor) -> None:
     """Raise `largest` to each head's logit in `found`."""
     torch.maximum(largest, found, out=largest)
-
-
-@add_found_logits.register_fake
-def _found(largest: Tensor, found: Tensor) -> None:
-    return None

@@ -81,14 +81,14 @@ def _has_kernel(left: Tensor, right: Tensor) -> bool:
     )
 
 
-@operator("grouped_rows")
+@operator("grouped_rows", fake=lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[2]))
 def _grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(x, weight):
         out = F.grouped_mm(x.contiguous(), weight, offs=ends)
         # The kernel leaves rows after the last end uninitialized.
         _zero_rows_after(out, ends)
         return out
-    out, sizes = _empty_rows(x, weight, ends), sizes_of_experts(ends, x.shape[0])
+    out, sizes = x.new_empty(x.shape[0], weight.shape[2]), sizes_of_experts(ends, x.shape[0])
     *parts, rest = out.split_with_sizes(sizes)
     for part, rows, matrix in zip(parts, x.split_with_sizes(sizes), weight.unbind(), strict=False):
         if rows.shape[0]:
@@ -98,7 +98,11 @@ def _grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@operator("grouped_outer")
+def _empty_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+@operator("grouped_outer", fake=_empty_outer)
 def _loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     out, sizes = _empty_outer(left, right, ends), sizes_of_experts(ends, left.shape[0])
     of_experts = out.unbind(), left.split_with_sizes(sizes), right.split_with_sizes(sizes)
@@ -108,16 +112,6 @@ def _loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
         else:
             part.zero_()
     return out
-
-
-@torch.library.register_fake("titan_exp::grouped_rows")
-def _empty_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-@torch.library.register_fake("titan_exp::grouped_outer")
-def _empty_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
 
 def _zero_rows_after(rows: Tensor, ends: Tensor) -> None:
@@ -269,7 +263,7 @@ def _bias_of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:
     return torch.cat((bias, bias.new_zeros(1, bias.shape[1])))[expert]
 
 
-@operator("add_expert_bias")
+@operator("add_expert_bias", fake=lambda rows, *_: torch.empty_like(rows))
 def _add_bias(rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
     out = rows.clone()
     for expert, part in runs_of_experts(ends, rows.shape[0]):
@@ -293,11 +287,6 @@ def _bias_backward(
         if bias is not None:
             weights_grad[part] = (upstream @ bias[expert].to(upstream.dtype)).to(weights_grad.dtype)
     return bias_grad, weights_grad
-
-
-@torch.library.register_fake("titan_exp::add_expert_bias")
-def _empty_biased(rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
-    return torch.empty_like(rows)
 
 
 @torch.library.register_fake("titan_exp::expert_bias_backward")

@@ -187,9 +187,9 @@ def copy_tokens(x: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
     return torch.index_select(x, 0, of_rows, out=rows)
 
 
-@operator("sum_rows")
+@operator("sum_rows", fake=lambda rows, inverse, _: rows.new_empty(inverse.shape[0], rows.shape[1]))
 def _sum_rows_kernel(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
-    out = _empty_sums(rows, inverse, weights)
+    out = rows.new_empty(inverse.shape[0], rows.shape[1])
     if runs_kernel(rows):
         operands = rows, rows if weights is None else weights.contiguous()
         choices = {"choices": inverse.shape[1], "weighted": weights is not None}
@@ -232,11 +232,6 @@ def _combine_backward(
 @torch.library.register_fake("titan_exp::copy_tokens")
 def _empty_copies(x: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
     return x.new_empty(inverse.numel() + (0 if padding is None else padding.shape[0]), x.shape[1])
-
-
-@torch.library.register_fake("titan_exp::sum_rows")
-def _empty_sums(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
-    return rows.new_empty(inverse.shape[0], rows.shape[1])
 
 
 @torch.library.register_fake("titan_exp::combine_backward")

@@ -46,17 +46,15 @@ def choose_experts(
     return topk_lowest_index(scores, k)
 
 
-@operator("topk_lowest_index")
+@operator(
+    "topk_lowest_index",
+    fake=lambda scores, k: scores.new_empty(*scores.shape[:-1], k, dtype=torch.int64),
+)
 def topk_lowest_index(scores: Tensor, k: int) -> Tensor:
     """Indices of the k highest scores of each row, descending, lowest index first among equals. It is an operator of
     its own because `torch.topk` leaves the order of equals open, and so that activation checkpointing can keep the
     choice by name."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
-
-
-@torch.library.register_fake("titan_exp::topk_lowest_index")
-def _empty_choice(scores: Tensor, k: int) -> Tensor:
-    return scores.new_empty(*scores.shape[:-1], k, dtype=torch.int64)
 
 
 def expert_weights(scores: Scores, experts: Chosen, *, normalized: bool, scale: float) -> Float32[Tensor, "*tokens k"]:
@@ -126,11 +124,6 @@ def add_unless_recomputing(total: Tensor, values: Tensor) -> None:
     code checks at run time."""
     if not is_recomputing():
         total.add_(values)
-
-
-@torch.library.register_fake("titan_exp::add_unless_recomputing")
-def _added(total: Tensor, values: Tensor) -> None:
-    return None
 
 
 SumCounts = Callable[[Tensor], Tensor]

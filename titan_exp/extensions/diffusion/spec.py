@@ -15,7 +15,6 @@ from titan_exp.config.groups.types import BlockCount, PositiveBlockCount, Positi
 from titan_exp.models.spec import model_spec
 from titan_exp.models.spec import tp_plan as styles
 from titan_exp.models.spec.mixers import AttentionSpec
-from titan_exp.models.spec.model_inputs import ModelInputs
 
 if TYPE_CHECKING:
     from titan_exp.extensions.diffusion.samples import LatentBatch
@@ -223,7 +222,7 @@ def _tensors(linear: model_spec.LinearSpec) -> tuple[model_spec.TensorSpec, mode
 
 
 @dataclass(frozen=True)
-class LatentInputs(ModelInputs):
+class LatentInputs(model_spec.ModelInputs):
     """Inputs of a model of latents: noisy image tokens and the states of their texts. Sizes go by the key of the
     model's configuration."""
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, InitSpec, add_bias, linear, weight_and_bias
+from titan_exp.models.blocks import linear as linears
+from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, InitSpec, Planned, add_bias, linear
 from titan_exp.models.spec.feed_forward import FFN_GROUP
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.moe import RouterSpec
@@ -21,20 +22,16 @@ from titan_exp.ops.swiglu import GROUP, swiglu
 Hidden = Float[Tensor, "batch part dim"]
 
 
-class FeedForward(nn.Module):
+class FeedForward(Planned):
     """SwiGLU feed-forward with gate and up fused, their rows alternating in groups (see `ops.swiglu`)."""
 
     def __init__(self, layer: LayerSpec, name: str = "feed_forward") -> None:
-        super().__init__()
+        super().__init__(layer, name)
         assert FFN_GROUP == GROUP, "rows are fused as the operator reads them"
         assert layer.linear(f"{name}.down").inputs % GROUP == 0, "checked by the family's rules"
-        self._plan, self.fused_rows = layer.tp_plan(name), layer.fused_rows(name)
         self.group, self.variant = GROUP, layer.swiglu
         self.gate_up = linear(layer, f"{name}.gate_up")
         self.down = linear(layer, f"{name}.down")
-
-    def tp_plan(self) -> dict[str, TPStyle]:
-        return self._plan
 
     def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
         """down(silu(gate(x)) · up(x)), or a variant."""
@@ -113,7 +110,7 @@ class Router(nn.Module):
         self.losses.zero_()
 
     def init_spec(self) -> dict[str, InitSpec]:
-        return weight_and_bias(self.std, self.logit_bias_std, "logit_bias")
+        return linears.weight_and_bias(self.std, self.logit_bias_std, "logit_bias")
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
@@ -278,33 +275,29 @@ def dispatch_locally(tokens: Tensor, routing: routing_ops.Routing, experts: Expe
 def compute_locally(tokens: Tensor, routing: routing_ops.Routing, experts: Experts) -> Tensor:
     """Weighted sum of the outputs of experts that are all on this rank."""
     if experts.row_multiple > 1 and not experts.weighted_inputs:
-        return _compute_padded(tokens, routing, experts)
-    order, inverse, ends = sort_by_expert(routing.experts, experts.count)
+        # Permuting puts rows where the matmuls read them.
+        order = PaddedOrder.sort(routing.experts, experts.count, experts.row_multiple)
+        weights = None if experts.is_quantized else permute_weights(routing.weights, order.order, order.inverse)
+        rows = experts(tokens, order.ends, weights, order)
+        return combine(rows, order.order, order.inverse, routing.weights if weights is None else None, order.padding)
+    by_expert, inverse, ends = sort_by_expert(routing.experts, experts.count)
     if experts.weighted_inputs:
-        by_row = permute_weights(routing.weights, order, inverse)
+        by_row = permute_weights(routing.weights, by_expert, inverse)
         rows = recompute_input(
-            lambda tokens: permute(tokens, order, inverse),
+            lambda tokens: permute(tokens, by_expert, inverse),
             tokens,
             lambda rows: recompute_input(
                 lambda rows: weigh_rows(rows, by_row), rows, lambda weighed: experts(weighed, ends)
             ),
         )
-        return combine(rows, order, inverse, None)
+        return combine(rows, by_expert, inverse, None)
     # Outputs that are weighted before the down projection need not be kept for the gradient of the weights. But what
     # a recipe rounds would then differ from what other ranks' experts round.
-    weights = None if experts.is_quantized else permute_weights(routing.weights, order, inverse)
+    weights = None if experts.is_quantized else permute_weights(routing.weights, by_expert, inverse)
     rows = recompute_input(
-        lambda tokens: permute(tokens, order, inverse), tokens, lambda rows: experts(rows, ends, weights)
+        lambda tokens: permute(tokens, by_expert, inverse), tokens, lambda rows: experts(rows, ends, weights)
     )
-    return combine(rows, order, inverse, routing.weights if weights is None else None)
-
-
-def _compute_padded(tokens: Tensor, routing: routing_ops.Routing, experts: Experts) -> Tensor:
-    """Compute the same with kernels that need padded rows: permuting puts rows where the matmuls read them."""
-    order = PaddedOrder.sort(routing.experts, experts.count, experts.row_multiple)
-    weights = None if experts.is_quantized else permute_weights(routing.weights, order.order, order.inverse)
-    rows = experts(tokens, order.ends, weights, order)
-    return combine(rows, order.order, order.inverse, routing.weights if weights is None else None, order.padding)
+    return combine(rows, by_expert, inverse, routing.weights if weights is None else None)
 
 
 def weigh_rows(rows: Tensor, weights: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor, nn
 
 from titan_exp.models.spec.model_spec import LayerSpec
+from titan_exp.models.spec.tp_plan import TPStyle
 from titan_exp.ops.autograd import local_tensor, recompute_input
 from titan_exp.ops.moe.grouped_mm import add_expert_bias, grouped_linear, weighted_swiglu_linear
 from titan_exp.ops.moe.permutation import PaddedOrder, permute
@@ -236,6 +237,17 @@ def weight_and_bias(std: float, bias_std: float | None, bias: str = "bias") -> d
 def add_bias(x: Float[Tensor, "*any fan_out"], bias: Float[Tensor, " fan_out"] | None) -> Float[Tensor, "*any fan_out"]:
     """x + bias, in the dtype of `x`; `x` itself without bias."""
     return x if bias is None else x + bias.to(x.dtype)
+
+
+class Planned(nn.Module):
+    """Module whose linears a layer's spec describes under its path in the block, with their tensor-parallel styles."""
+
+    def __init__(self, layer: LayerSpec, path: str) -> None:
+        super().__init__()
+        self._plan, self.fused_rows = layer.tp_plan(path), layer.fused_rows(path)
+
+    def tp_plan(self) -> dict[str, TPStyle]:
+        return self._plan
 
 
 def linear(layer: LayerSpec, name: str) -> Linear:

@@ -13,11 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.latent_attention import TokenGather
-from titan_exp.models.blocks.linear import InitSpec, linear
+from titan_exp.models.blocks.linear import InitSpec, Planned, linear
 from titan_exp.models.blocks.transformer import HeadNumbers, norm
 from titan_exp.models.spec.mixers import CHUNK, LinearAttentionSpec
 from titan_exp.models.spec.model_spec import LayerSpec
-from titan_exp.models.spec.tp_plan import TPStyle
 from titan_exp.ops import linear_attention as delta_rule
 from titan_exp.ops.attention.kv_cache import RecurrentCache
 
@@ -71,7 +70,7 @@ class ForgetGate(HeadNumbers):
         return -rate * step
 
 
-class LinearAttention(nn.Module):
+class LinearAttention(Planned):
     """Gated DeltaNet, or Kimi Delta Attention if the state decays per feature of a key. Rows of `qkv.weight` and
     filters of `convolution` go by key head (its query, its key, the values of its value heads), so that a contiguous
     slice holds whole heads. Context parallelism replaces the two cores."""
@@ -80,22 +79,20 @@ class LinearAttention(nn.Module):
     """Kind of mask: the document of each token."""
 
     def __init__(self, layer: LayerSpec) -> None:
-        super().__init__()
+        super().__init__(layer, "attention")
         spec = layer.linear_attention
         assert spec is not None, "the layer has linear attention"
-        self._plan, self.spec = layer.tp_plan("attention"), spec
-        self.fused_rows = layer.fused_rows("attention")
+        self.spec = spec
         self.gather = TokenGather()
         self.qkv = linear(layer, "attention.qkv")
         self.convolution = Filters(spec.channels, spec.taps, layer.linear("attention.qkv").std)
         self.beta = linear(layer, "attention.beta")
         by_channel = spec.decay == "channel"
-        self.decay = None if by_channel else linear(layer, "attention.decay")
-        self.gate = None if by_channel else linear(layer, "attention.gate")
-        self.decay_a = linear(layer, "attention.decay_a") if by_channel else None
-        self.decay_b = linear(layer, "attention.decay_b") if by_channel else None
-        self.gate_a = linear(layer, "attention.gate_a") if by_channel else None
-        self.gate_b = linear(layer, "attention.gate_b") if by_channel else None
+        names = ("decay", "gate", "decay_a", "decay_b", "gate_a", "gate_b")
+        built = {name: linear(layer, f"attention.{name}") for name in names if ("_" in name) == by_channel}
+        self.decay, self.gate = built.get("decay"), built.get("gate")
+        self.decay_a, self.decay_b = built.get("decay_a"), built.get("decay_b")
+        self.gate_a, self.gate_b = built.get("gate_a"), built.get("gate_b")
         self.forget = ForgetGate(spec)
         self.out_norm = norm(layer, "attention.out_norm", spec.norm_eps)
         self.out = linear(layer, "attention.out")
@@ -103,9 +100,6 @@ class LinearAttention(nn.Module):
         self.core = delta_rule.GatedDeltaCore(chunk=CHUNK)
         self.cache: RecurrentCache | None = None
         """Cache of the state, in generation."""
-
-    def tp_plan(self) -> dict[str, TPStyle]:
-        return self._plan
 
     def reset_buffers(self) -> None:
         """Choose the kernels once the parameters are on their device."""

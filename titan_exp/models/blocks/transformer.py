@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.feed_forward import FeedForward, MoEFeedForward
-from titan_exp.models.blocks.linear import InitSpec, linear
+from titan_exp.models.blocks.linear import InitSpec, Planned, linear
 from titan_exp.models.spec import tp_plan as styles
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.ops.attention import rope as tables
@@ -143,7 +143,7 @@ class AttentionSinks(HeadNumbers):
         return self.of_rank("weight")
 
 
-class Attention(nn.Module):
+class Attention(Planned):
     """Grouped-query self-attention (Ainslie et al. 2023) with one fused projection.
 
     Rows of `qkv.weight` are ordered by key-value head (its query heads, its key, its value), so that a contiguous slice
@@ -152,21 +152,21 @@ class Attention(nn.Module):
     """
 
     def __init__(self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend) -> None:
-        super().__init__()
+        super().__init__(layer, "attention")
         assert layer.attention is not None, "the layer has attention"
-        self._plan, self.spec = layer.tp_plan("attention"), layer.attention
-        self.fused_rows = layer.fused_rows("attention")
+        self.spec = layer.attention
         self.head_dim, self.group = layer.attention.qk_dim, layer.attention.group
         self.qkv = linear(layer, "attention.qkv")
-        self.q_norm = _head_norm(layer, "attention.q_norm", norm_eps)
-        self.k_norm = _head_norm(layer, "attention.k_norm", norm_eps)
+        self.q_norm, self.k_norm = (
+            norm(layer, name, norm_eps) if layer.vector(name) else None
+            for name in ("attention.q_norm", "attention.k_norm")
+        )
         self._across_heads = self.q_norm is not None and self.q_norm.weight.numel() > self.head_dim
         self.out = linear(layer, "attention.out")
-        self.sinks = _sinks(layer)
+        sinks = layer.vector("attention.sinks")
+        assert (sinks is not None) == self.spec.sinks, "described twice"
+        self.sinks = None if sinks is None or sinks.std is None else AttentionSinks(sinks.size, sinks.std)
         self.core = CausalAttention(backend, self.spec.scale, self.spec.pattern)
-
-    def tp_plan(self) -> dict[str, styles.TPStyle]:
-        return self._plan
 
     def forward(self, x: Hidden, rope: Rope | None, mask: Any) -> Hidden:
         """Attend to earlier positions that `mask` (from the core) lets through. `rope` are cosines and sines, followed
@@ -257,16 +257,6 @@ def norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm":
     return RMSNorm(
         vector.size, eps, vector.tp, writes_residual=vector.writes_residual, zero_centered=vector.zero_centered
     )
-
-
-def _sinks(layer: LayerSpec) -> AttentionSinks | None:
-    vector = layer.vector("attention.sinks")
-    assert (vector is not None) == (layer.attention is not None and layer.attention.sinks), "described twice"
-    return None if vector is None or vector.std is None else AttentionSinks(vector.size, vector.std)
-
-
-def _head_norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm | None":
-    return None if layer.vector(name) is None else norm(layer, name, eps)
 
 
 class MTPModule(TransformerBlock):

@@ -144,7 +144,13 @@ class StateDictMap:
         """Row ranges of one of their tensors, or of the tensor that it duplicates, in each of our parameters that hold
         its rows."""
         name = self.copies.get(name, name)
-        return tuple(self._rows_in(name, ours, expert) for ours, expert in self._owners[name])
+        found = []
+        for ours, expert in self._owners[name]:
+            rows = self.shapes[ours][0 if expert is None else 1]
+            first = (expert or 0) * rows
+            runs = tuple(run for run in self.of(ours, first, first + rows) if run.name == name)
+            found.append(TensorRows(ours, expert, runs))
+        return tuple(found)
 
     def their_names(self, name: str) -> list[str]:
         """Their tensors that one of our parameters is made of."""
@@ -156,11 +162,6 @@ class StateDictMap:
     def is_buffer(self, name: str) -> bool:
         """True if one of their tensors is one of our buffers."""
         return self.owner(name) in self.buffers
-
-    def _rows_in(self, name: str, ours: str, expert: int | None) -> TensorRows:
-        rows = self.shapes[ours][0] if expert is None else self.shapes[ours][1]
-        first = (expert or 0) * rows
-        return TensorRows(ours, expert, tuple(run for run in self.of(ours, first, first + rows) if run.name == name))
 
     def _within(self, name: str, start: int, stop: int) -> Iterator[RowRange]:
         runs = self.runs[name]

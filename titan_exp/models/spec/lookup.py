@@ -77,17 +77,8 @@ def attention_backend(config: ModelConfig) -> str:
     return "auto" if spec is None else spec.attention_backend
 
 
-def with_attention_backend(config: ModelConfig, backend: str) -> ModelConfig:
-    """The same model with another attention kernel; unchanged if it has no such key."""
-    return _with_key(config, "attention_backend", backend)
-
-
-def with_linear_attention_backend(config: ModelConfig, backend: str) -> ModelConfig:
-    """The same model with other kernels of linear attention; unchanged if it has no such key."""
-    return _with_key(config, "linear_attention_backend", backend)
-
-
-def _with_key(config: ModelConfig, key: str, value: object) -> ModelConfig:
+def with_key(config: ModelConfig, key: str, value: object) -> ModelConfig:
+    """The same model with another value of a key, such as another kernel; unchanged if it has no such key."""
     return replace(config, **{key: value}) if any(field.name == key for field in fields(config)) else config
 
 

@@ -169,19 +169,14 @@ def _layer(
     variant: AttentionVariant,
 ) -> LayerSpec:
     dim, width = config.dim, config.head_dim
+    shared = ("window", "chunk", "rope", "rotated_norm_eps", "temperature", "rotary_dim", "gated")
     attention = AttentionSpec(
         config.heads,
         config.kv_heads,
         qk_dim=width,
         v_dim=width,
-        window=variant.window,
-        chunk=variant.chunk,
         sinks=variant.sinks_std is not None,
-        rope=variant.rope,
-        rotated_norm_eps=variant.rotated_norm_eps,
-        temperature=variant.temperature,
-        rotary_dim=variant.rotary_dim,
-        gated=variant.gated,
+        **{name: getattr(variant, name) for name in shared},
     )
     heads = f"{config.heads} query heads with {config.kv_heads} key and value heads"
     of_query = 2 * width if variant.gated else width
@@ -189,6 +184,12 @@ def _layer(
     queries = styles.RowPiece("query_and_gate" if variant.gated else "query", of_query, attention.group)
     rows = styles.FusedRows("attention", (queries, styles.RowPiece("key", width), styles.RowPiece("value", width)))
     sinks = VectorSpec("attention.sinks", config.heads, styles.HeadSharded(), variant.sinks_std)
+    qk_norms = []
+    for name, count in (("attention.q_norm", config.heads), ("attention.k_norm", config.kv_heads)):
+        if variant.qk_norm == "head":
+            qk_norms.append(VectorSpec(name, width, styles.HeadParallel(), zero_centered=variant.zero_centered))
+        elif variant.qk_norm == "all_heads":
+            qk_norms.append(VectorSpec(name, count * width, styles.AcrossHeads(count)))
     outputs, bias = config.heads * of_query + 2 * config.kv_heads * width, variant.bias_std is not None
     biases: dict[str, Any] = {"bias": bias, "bias_std": variant.bias_std or 0.0}
     return LayerSpec(
@@ -202,21 +203,12 @@ def _layer(
         ),
         vectors=(
             VectorSpec("attention_norm", dim, zero_centered=variant.zero_centered),
-            *_qk_norms(config, variant),
+            *qk_norms,
             *(() if variant.sinks_std is None else (sinks,)),
             VectorSpec("feed_forward_norm", dim, zero_centered=variant.zero_centered),
         ),
         router=router,
     )
-
-
-def _qk_norms(config: AttentionConfig, variant: AttentionVariant) -> Iterator[VectorSpec]:
-    """Norms of queries and keys."""
-    for name, heads in (("attention.q_norm", config.heads), ("attention.k_norm", config.kv_heads)):
-        if variant.qk_norm == "head":
-            yield VectorSpec(name, config.head_dim, styles.HeadParallel(), zero_centered=variant.zero_centered)
-        elif variant.qk_norm == "all_heads":
-            yield VectorSpec(name, heads * config.head_dim, styles.AcrossHeads(heads))
 
 
 def post_normed(layer: LayerSpec) -> LayerSpec:
@@ -258,8 +250,8 @@ def shape_violations(config: TransformerConfig) -> Iterator[Violation]:
     yield from swiglu_violations(config.ffn_dim, "model.ffn_dim")
 
 
-MTP_DEPTH, MTP_WEIGHT = "model.mtp.depth", "model.mtp.weight"
-"""Keys of multi-token prediction in the configuration."""
+MTP_DEPTH = "model.mtp.depth"
+"""Key of multi-token prediction in the configuration."""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ def operator(
             defined.register_fake(fake)
 
         def call(first: Tensor, *others: Any, **options: Any) -> Any:
-            is_looked_at = torch._C._len_torch_dispatch_stack() > 0 or isinstance(first, FakeTensor) or first.is_meta
-            if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_looked_at:
+            is_looked_at = torch.compiler.is_compiling() or torch.is_grad_enabled()
+            is_looked_at = is_looked_at or torch._C._len_torch_dispatch_stack() > 0
+            if is_looked_at or isinstance(first, FakeTensor) or first.is_meta:
                 return defined(first, *others, **options)
             return function(first, *others, **options)
 

@@ -11,7 +11,7 @@ from glob import glob
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -22,27 +22,27 @@ SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 """Suffixes of image files."""
 
 
-class CaptionedImages(Protocol):
+class CaptionedImages(ABC):
     """Images with captions, by index."""
 
     name: str
     """Identity of images and captions, as far as it can be known without decoding them."""
 
+    @abstractmethod
     def __len__(self) -> int:
         """Number of images."""
-        ...
 
+    @abstractmethod
     def caption(self, index: int) -> str:
         """Text of an image."""
-        ...
 
+    @abstractmethod
     def size(self, index: int) -> tuple[int, int]:
         """Height and width of an image in pixels."""
-        ...
 
+    @abstractmethod
     def image(self, index: int) -> np.ndarray:
         """Image [height, width, 3] in uint8."""
-        ...
 
 
 def open_image(file: Path | IO[bytes], name: str) -> Any:
@@ -189,7 +189,7 @@ def _wrapped(caption: str, font: Any, width: int) -> list[str]:
     return lines
 
 
-class _ListedImages(ABC):
+class _ListedImages(CaptionedImages):
     """Images that are opened one by one; `_pairs` has an opener for each, and its caption."""
 
     _pairs: list[tuple[Any, str]]

@@ -218,15 +218,15 @@ def image_options(data: DataConfig) -> ImageOptions:
 @contextmanager
 def in_keys_of_data() -> Iterator[None]:
     """Replace option names of `titan-exp encode` in errors by their keys in the data group."""
+
+    def named(option: re.Match[str]) -> str:
+        return _KEYS.get(option[0], option[0])
+
     try:
         yield
     except UserError as error:
         found = [
-            replace(each, field=_KEYS.get(each.field, each.field), remedy=re.sub(r"\w+(?==)", _key, each.remedy))
+            replace(each, field=_KEYS.get(each.field, each.field), remedy=re.sub(r"\w+(?==)", named, each.remedy))
             for each in error.violations
         ]
         raise UserError("We cannot use these images.", found) from error
-
-
-def _key(option: re.Match[str]) -> str:
-    return _KEYS.get(option[0], option[0])

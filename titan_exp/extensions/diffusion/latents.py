@@ -31,7 +31,7 @@ from titan_exp.data.batch import Permutation, RowSampler, SamplerState
 from titan_exp.extensions.diffusion import latent_format as formats
 from titan_exp.extensions.diffusion.config import EncodeOptions, ImageOptions, ImageSource, images_of
 from titan_exp.extensions.diffusion.encoders import Encoders, order_samples
-from titan_exp.extensions.diffusion.images import Bucket, CaptionedImages, aspect_buckets, open_images
+from titan_exp.extensions.diffusion.images import CaptionedImages, aspect_buckets, open_images
 from titan_exp.extensions.diffusion.samples import EncodedImages, LatentBatch, LatentSamples, Sample, noise_of
 
 ENCODED_TOGETHER = 16
@@ -91,7 +91,16 @@ def _write_shards(
 ) -> dict[str, list[dict[str, Any]]]:
     """Write the missing shards; returns the manifest entries of all shards, by split."""
     splits, done = {split: list[dict[str, Any]]() for split in SPLITS}, 0
-    for split, name, bucket, indices in _shards(images, aspect_buckets(encoded.rows, options.max_aspect), options):
+    buckets = aspect_buckets(encoded.rows, options.max_aspect)
+    groups = order_samples(images, buckets, options.validation_fraction, options.seed)
+    shards = [
+        (split, f"{split}-{number:05d}", bucket, indices)
+        for split, by_bucket in groups.items()
+        for number, (bucket, indices) in enumerate(
+            (bucket, chunk) for bucket, group in by_bucket for chunk in _chunks(group, options.shard_samples)
+        )
+    ]
+    for split, name, bucket, indices in shards:
         record = store.journal / f"{name}.json"
         if not record.is_file():
             fields = encoded.shard_fields(options.dtype, len(indices), *bucket)
@@ -107,16 +116,6 @@ def _write_shards(
         splits[split].append(read_object(record))
         done += len(indices)
     return splits
-
-
-def _shards(
-    images: CaptionedImages, buckets: list[Bucket], options: EncodeOptions
-) -> Iterator[tuple[str, str, Bucket, Sequence[int]]]:
-    """Split, name, bucket and image indices of each shard."""
-    for split, groups in order_samples(images, buckets, options.validation_fraction, options.seed).items():
-        chunks = ((bucket, chunk) for bucket, group in groups for chunk in _chunks(group, options.shard_samples))
-        for number, (bucket, chunk) in enumerate(chunks):
-            yield split, f"{split}-{number:05d}", bucket, chunk
 
 
 def _chunks(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
@@ -214,18 +213,16 @@ def validation_batches(
     split = open_latents(data).splits["train" if all_documents else "validation"]
     samples = min(len(split), data.validation_documents or len(split))
     if not samples:
-        raise UserError("There is nothing to evaluate on.", [_none_held_out(data)])
+        if data.source == "images":
+            reason, remedy = "it holds out no image", "use a larger one, or evaluation.every=0"
+            violation = Violation("data.validation_fraction", data.validation_fraction, reason, remedy)
+        else:
+            reason, remedy = "this store has no validation samples", "use evaluation.every=0, or another store"
+            violation = Violation("data.paths", data.paths[0], reason, remedy)
+        raise UserError("There is nothing to evaluate on.", [violation])
     return {
         f"t={time:g}": FixedTimeBatches(split, samples, time, dp_rank, dp_degree, micro_batch_size) for time in TIMES
     }
-
-
-def _none_held_out(data: DataConfig) -> Violation:
-    if data.source == "images":
-        reason, remedy = "it holds out no image", "use a larger one, or evaluation.every=0"
-        return Violation("data.validation_fraction", data.validation_fraction, reason, remedy)
-    reason = "this store has no validation samples"
-    return Violation("data.paths", data.paths[0], reason, "use evaluation.every=0, or another store")
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from titan_exp.extensions.transformers.anatomy import (
     KERNELS,
+    RECORDER,
     Anatomy,
     give_kernels,
     recorded_calls,
     recorded_init,
-    recorder_of,
     take_apart,
 )
 from titan_exp.extensions.transformers.describe import styles_of_block
@@ -40,7 +40,7 @@ class ClassDecoder(nn.Module):
     def __init__(self, config: "Config", spec: ModelSpec, backend: AttentionBackend) -> None:
         super().__init__()
         with torch.device("meta"):
-            recorder = recorder_of(config)
+            recorder = take_apart(config, RECORDER)
         init = recorded_init(recorder.model)
         self._init = {name: init[parameter] for parameter, name in recorder.names.items() if parameter in init}
         zeroed = [name for name, buffer in recorder.model.named_buffers() if init.get(buffer) == InitSpec("zeros")]
@@ -69,7 +69,7 @@ class ClassDecoder(nn.Module):
             self._plan_tensor_parallelism(anatomy, attention)
         # The body is not a child itself, because its modules have our names.
         self._body = (anatomy.model, anatomy.body, anatomy.blocks)
-        self.names = our_names(self, anatomy)
+        self.names = {name: anatomy.names[parameter] for name, parameter in self.named_parameters()}
         """Parameter names of the class, by our names."""
         self.positions_restart = True
         """True if `positions` may restart within a sequence, False if they count through it."""
@@ -198,8 +198,3 @@ class _StageEnd(Exception):  # no error
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.hidden = hidden
-
-
-def our_names(model: ClassDecoder, anatomy: Anatomy) -> dict[str, str]:
-    """Names of the class's parameters, by our names."""
-    return {name: anatomy.names[parameter] for name, parameter in model.named_parameters()}

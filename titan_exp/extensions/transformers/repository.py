@@ -107,16 +107,13 @@ def config_size(values: Mapping[str, Any], size: str) -> int:
     if found is None and size == "context":
         return UNLIMITED
     if found is None and size == "layers":
-        found = _kinds_of_layers(values)
+        # The longest list of names lists the kinds of layers.
+        lists = [value for value in values.values() if isinstance(value, Sequence) and not isinstance(value, str)]
+        lengths = (len(names) for names in lists if all(isinstance(name, str) for name in names))
+        found = max(lengths, default=0) or None
     if type(found) is not int:
         raise ValueError(f"config.json has no {' or '.join(names)}")
     return found
-
-
-def _kinds_of_layers(values: Mapping[str, Any]) -> int | None:
-    """Length of the longest list of names in a `config.json`, which lists the kinds of layers."""
-    lists = [value for value in values.values() if isinstance(value, Sequence) and not isinstance(value, str)]
-    return max((len(names) for names in lists if all(isinstance(name, str) for name in names)), default=0) or None
 
 
 def _config_file(repository: str) -> Path:
@@ -129,13 +126,10 @@ def _config_file(repository: str) -> Path:
         offer = f"its folder {near[0]} has one: model.repository={folder / near[0]}" if near else REMEDY
         raise UnreadableSourceError("this folder has no config.json", offer)
     if repository.count("/") != 1 or repository.startswith((".", "~", "/")) or folder.parent.is_dir():
-        beside = [str(folder.parent / other.name) for other in _folders(folder.parent)]
+        others = folder.parent.iterdir() if folder.parent.is_dir() else ()
+        beside = [str(folder.parent / other.name) for other in others if other.is_dir()]
         raise UnreadableSourceError("there is no such folder", did_you_mean(str(folder), beside) or REMEDY)
     return _fetched(repository)
-
-
-def _folders(parent: Path) -> list[Path]:
-    return [entry for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
 
 
 @cache

@@ -112,9 +112,7 @@ def _groups(key: str, values: Mapping[str, Any], _: object) -> int:
 
 _KEYS: dict[str, Any] = {
     "model_type": Key(
-        "moe.group_score",
-        read=lambda values, _: "max" if values["model_type"] == V2 else "top2_sum",
-        write=_version,
+        "moe.group_score", read=lambda values, _: "max" if values["model_type"] == V2 else "top2_sum", write=_version
     ),
     "architectures": Key(write=lambda config: [f"DeepseekV{_version(config)[-1]}ForCausalLM"]),
     "num_hidden_layers": Key("layers"),

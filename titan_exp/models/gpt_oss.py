@@ -62,7 +62,7 @@ STATE_DICTS = {
             "feed_forward.experts.down": "mlp.experts.down_proj",
         },
         alternating_gate_up=True,
-    ),
+    )
 }
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)
@@ -80,8 +80,7 @@ _KEYS = {
     "router_aux_loss_coef": Key(write=lambda config: config.moe.balance.coefficient),
     "sliding_window": Key("window"),
     "layer_types": Key(
-        write=_layer_types,
-        refusal="layer_types must alternate between sliding_attention and full_attention.",
+        write=_layer_types, refusal="layer_types must alternate between sliding_attention and full_attention."
     ),
     "swiglu_alpha": Key("swiglu_alpha", float, 1.702),
     "swiglu_limit": Key("swiglu_limit", float, 7.0),

@@ -36,11 +36,7 @@ def spec(config: Config) -> ModelSpec:
     """Spec: layers with linear and with latent attention, dense layers first, then layers with experts."""
     dense, mixed = deepseek.layer_kinds(config)
     mixer = replace(
-        config.gated_delta_net(config.norm_eps),
-        decay="channel",
-        gate="sigmoid",
-        rates=(1.0, 16.0),
-        steps=(1e-3, 0.1),
+        config.gated_delta_net(config.norm_eps), decay="channel", gate="sigmoid", rates=(1.0, 16.0), steps=(1e-3, 0.1)
     )
     full = [dense] * config.dense_layers + [mixed] * (config.layers - config.dense_layers)
     linear = {layer: with_linear_attention(layer, mixer, config.dim, config.init_std) for layer in (dense, mixed)}
@@ -79,7 +75,7 @@ STATE_DICTS = {
         ),
         # transformers writes dense layers under the name of layers with experts.
         aliases={f"mlp.{part}_proj.weight": f"block_sparse_moe.{part}_proj.weight" for part in ("gate", "up", "down")},
-    ),
+    )
 }
 """Names of the published files, and of those that `transformers` writes."""
 block, violations = family.block, deepseek.violations

@@ -89,7 +89,7 @@ STATE_DICTS = {
             "feed_forward.experts.down": "feed_forward.experts.down_proj",
         },
         interleaved=True,
-    ),
+    )
 }
 """Names of `transformers`, which rotates neighbours as Meta does."""
 block, violations = family.block, family.violations

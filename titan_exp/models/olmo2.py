@@ -30,11 +30,8 @@ def spec(config: Config) -> ModelSpec:
 
 STATE_DICTS = {
     "huggingface": HUGGINGFACE.but(
-        {
-            "attention_norm": "post_attention_layernorm.weight",
-            "feed_forward_norm": "post_feedforward_layernorm.weight",
-        }
-    ),
+        {"attention_norm": "post_attention_layernorm.weight", "feed_forward_norm": "post_feedforward_layernorm.weight"}
+    )
 }
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)

@@ -33,12 +33,7 @@ def spec(config: Config) -> ModelSpec:
     """Spec: pre-norm layers with linear attention, and layers with softmax attention whose norms come after."""
     attention = transformer.AttentionVariant(qk_norm="all_heads", rope=config.rope.rotates)
     layer = transformer.transformer_layer(config, out_std=config.init_std, attention=attention)
-    mixer = replace(
-        config.gated_delta_net(OUT_NORM_EPS),
-        strongest_write=2.0,
-        rates=(0.0, 16.0),
-        steps=(1e-3, 0.1),
-    )
+    mixer = replace(config.gated_delta_net(OUT_NORM_EPS), strongest_write=2.0, rates=(0.0, 16.0), steps=(1e-3, 0.1))
     linear = with_linear_attention(layer, mixer, config.dim, config.init_std)
     return transformer.decoder_spec(
         config,
@@ -71,7 +66,7 @@ STATE_DICTS = {
         ),
         # transformers renames on reading, and writes the norm behind attention under the name of another layer's norm.
         aliases={"post_attention_layernorm.weight": "feedforward_layer_norm.weight"},
-    ),
+    )
 }
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)

@@ -353,12 +353,7 @@ class TokenPadding:
         moved, source = expert < experts, row_after - shift[mine_after]
         filled = (expert_after < experts) & (source < ends[mine_after])
         return TokenPadding(
-            after,
-            expert_after,
-            (row + shift[mine]).where(moved, 0),
-            moved,
-            source.where(filled, 0),
-            filled,
+            after, expert_after, (row + shift[mine]).where(moved, 0), moved, source.where(filled, 0), filled
         )
 
     def spread(self, rows: Tensor) -> Tensor:

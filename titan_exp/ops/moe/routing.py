@@ -46,10 +46,7 @@ def choose_experts(
     return topk_lowest_index(scores, k)
 
 
-@operator(
-    "topk_lowest_index",
-    fake=lambda scores, k: scores.new_empty(*scores.shape[:-1], k, dtype=torch.int64),
-)
+@operator("topk_lowest_index", fake=lambda scores, k: scores.new_empty(*scores.shape[:-1], k, dtype=torch.int64))
 def topk_lowest_index(scores: Tensor, k: int) -> Tensor:
     """Indices of the k highest scores of each row, descending, lowest index first among equals. It is an operator of
     its own because `torch.topk` leaves the order of equals open, and so that activation checkpointing can keep the

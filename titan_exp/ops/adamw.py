@@ -47,7 +47,7 @@ def adamw_update(
         gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
     buffers = [tensor for tensor in (first, second, copy) if tensor is not None]
     assert all(tensor.stride() == weight.stride() for tensor in buffers), "moments and copy have the weight's strides"
-    adamw_kernel[(-(-weight.numel() // BLOCK),)](
+    pointers = (
         weight,
         gradient,
         first,
@@ -55,17 +55,10 @@ def adamw_update(
         weight if copy is None else copy,
         rates if factor is None else factor,
         rates,
-        1 - decay,
-        betas[0],
-        1 - betas[0],
-        betas[1],
-        1 - betas[1],
-        eps,
-        weight.numel(),
-        has_factor=factor is not None,
-        has_copy=copy is not None,
-        block=BLOCK,
     )
+    numbers = 1 - decay, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps, weight.numel()
+    options = {"has_factor": factor is not None, "has_copy": copy is not None, "block": BLOCK}
+    adamw_kernel[(-(-weight.numel() // BLOCK),)](*pointers, *numbers, **options)
 
 
 @jit

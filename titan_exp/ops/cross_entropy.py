@@ -173,17 +173,9 @@ def row_statistics(logits: Logits, target: Labels, first: int | None) -> Float[T
         # Fake tensors have no values; the planner sees one call, and the bytes that the kernel reads and writes.
         torch.sum(logits, -1, dtype=torch.float32, out=statistics[0])
         return statistics
-    row_statistics_kernel[(logits.shape[0],)](
-        logits,
-        target,
-        *statistics,
-        logits.stride(0),
-        logits.shape[1],
-        first or 0,
-        math.nan if first is None else 0.0,
-        block=BLOCK,
-        num_warps=WARPS,
-    )
+    sizes, absent = (logits.stride(0), logits.shape[1], first or 0), math.nan if first is None else 0.0
+    kernel = row_statistics_kernel[(logits.shape[0],)]
+    kernel(logits, target, *statistics, *sizes, absent, block=BLOCK, num_warps=WARPS)
     return statistics
 
 
@@ -195,20 +187,9 @@ def write_row_gradient(
     if isinstance(logits, FakeTensor):
         torch.mul(logits, factor[:, None], out=out)  # as above
         return
-    logits_gradient_kernel[(logits.shape[0],)](
-        logits,
-        out,
-        log_z,
-        labels,
-        factor,
-        logits.stride(0),
-        out.stride(0),
-        logits.shape[1],
-        first,
-        z_loss,
-        block=BLOCK,
-        num_warps=WARPS,
-    )
+    sizes = logits.stride(0), out.stride(0), logits.shape[1], first
+    kernel = logits_gradient_kernel[(logits.shape[0],)]
+    kernel(logits, out, log_z, labels, factor, *sizes, z_loss, block=BLOCK, num_warps=WARPS)
 
 
 @jit
@@ -305,7 +286,6 @@ class ChunkLoss(NamedTuple):
     """Loss of a chunk's logits, summed over tokens in fp32."""
 
     cross_entropy: Tensor
-    """Cross-entropy."""
     z: Tensor
     """Z-loss; 0 without a coefficient."""
     log_z: Tensor
@@ -328,9 +308,7 @@ class ChunkFunctions(NamedTuple):
     """Functions between the head's matmuls; by default they are not compiled."""
 
     loss: Callable[..., ChunkLoss] = chunk_loss
-    """`chunk_loss`."""
     write_gradient: Callable[..., None] = write_logits_gradient
-    """`write_logits_gradient`."""
 
     def compiled(self, compile_: Callable[..., Any]) -> "ChunkFunctions":
         return ChunkFunctions(compile_(chunk_loss), compile_(write_logits_gradient))

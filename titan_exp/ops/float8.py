@@ -49,18 +49,8 @@ def dual_cast(matrix: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: 
     if isinstance(matrix, FakeTensor):
         return rows, transposed
     height, width = matrix.shape
-    cast_kernel[_grid(matrix)](
-        matrix,
-        row_scales,
-        column_scales,
-        rows,
-        transposed,
-        height,
-        width,
-        torch.finfo(dtype).max,
-        per_tensor=row_scales.dim() == 0,
-        side=SIDE,
-    )
+    tensors, largest = (matrix, row_scales, column_scales, rows, transposed), torch.finfo(dtype).max
+    cast_kernel[_grid(matrix)](*tensors, height, width, largest, per_tensor=row_scales.dim() == 0, side=SIDE)
     return rows, transposed
 
 
@@ -201,16 +191,8 @@ def weights_amax_kernel(
     height, width = tl.load(entry + 3), tl.multiple_of(tl.load(entry + 4), 16)
     across = tl.cdiv(width, side)
     row, column = _indices(tile // across, tile % across, side)
-    matrix = _pointer(entry, source.dtype)
-    _reduce_tile(
-        matrix,
-        _pointer(entry + 1, tl.pointer_type(tl.int32)),
-        _pointer(entry + 2, tl.pointer_type(tl.int32)),
-        row,
-        column,
-        height,
-        width,
-    )
+    matrix, bits = _pointer(entry, source.dtype), tl.pointer_type(tl.int32)
+    _reduce_tile(matrix, _pointer(entry + 1, bits), _pointer(entry + 2, bits), row, column, height, width)
 
 
 @jit

@@ -265,9 +265,7 @@ class Encoders:
     """Frozen encoders."""
 
     images: ImageCodec
-    """Codec of images."""
     texts: TextEncoder
-    """Encoder of captions."""
 
     @classmethod
     def build(cls, encoded: latent_format.LatentFormat) -> "Encoders":

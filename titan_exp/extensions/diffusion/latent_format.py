@@ -33,24 +33,17 @@ TEXT_FOLDERS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 @dataclass(frozen=True, kw_only=True)
 class LatentFormat:
-    """Encoders of images and texts, and the sizes of a sample."""
+    """Encoders of images and texts by name and arguments, and the sizes of a sample: a square image has `rows` by
+    `columns` tokens of `channels` features, and its text `text_tokens` states of `text_dim` and one of `pooled_dim`."""
 
     latents: Mapping[str, Any]
-    """Encoder of images: its name and arguments."""
     texts: Mapping[str, Any]
-    """Encoder of texts: its name and arguments."""
     rows: int
-    """Rows of image tokens in a square image."""
     columns: int
-    """Columns of image tokens in a square image."""
     channels: int
-    """Features of an image token."""
     text_tokens: int
-    """Text tokens per sample."""
     text_dim: int
-    """Width of their states."""
     pooled_dim: int
-    """Width of a pooled embedding."""
 
     @property
     def tokens(self) -> int:

@@ -227,14 +227,11 @@ def validation_batches(
 
 @dataclass(frozen=True)
 class LatentData:
-    """Samples of both splits."""
+    """Samples of both splits, and their identity and order by config key."""
 
     format: formats.LatentFormat
-    """Encoders and sizes."""
     splits: Mapping[str, LatentSamples]
-    """Samples by split."""
     identity: Mapping[str, Any]
-    """Identity of the samples and their order, by config key."""
 
 
 def open_latents(data: DataConfig) -> LatentData:

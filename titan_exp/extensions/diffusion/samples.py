@@ -78,16 +78,12 @@ class LatentBatch(MicroBatch):
 
 
 class Sample(NamedTuple):
-    """One sample, in fp32."""
+    """One sample, in fp32; see `LatentBatch`."""
 
     latents: np.ndarray
-    """Latents [image, channels]."""
     text: np.ndarray
-    """States of the text [text, text_dim]."""
     pooled: np.ndarray
-    """Pooled embedding of the text [pooled_dim]."""
     deviations: np.ndarray | None = None
-    """Standard deviations of the posterior [image, channels], if the encoder has one."""
 
 
 class LatentSamples(ABC):

@@ -117,19 +117,15 @@ class Anatomy:
     """A transformers model taken apart; the modules are the model's own."""
 
     model: Any
-    """The whole model."""
     embedding: nn.Embedding
-    """Token embedding."""
     embedding_scale: float | None
     """Factor of the embedding's output rows; None if there is none."""
     blocks_path: str
     """Path of the list of blocks in the model's body, such as `layers`."""
     blocks: nn.ModuleList
-    """Blocks in order."""
     others: dict[str, nn.Module]
     """Outermost modules of the body beside embedding and blocks, by path with `_` for dots."""
     head: nn.Linear
-    """LM head."""
     tied: bool
     """True if the head uses the embedding's weight."""
     names: dict[nn.Parameter, str]

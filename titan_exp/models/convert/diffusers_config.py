@@ -17,11 +17,9 @@ class Diffusers:
     """A family's class in diffusers."""
 
     class_name: str
-    """Name in `config.json`."""
     fixed: Mapping[str, object]
     """Required values of keys in `config.json`; absent keys are accepted."""
     to_config: Callable[[Any], dict[str, Any]]
-    """Keys of `config.json` from the family's config."""
     from_config: Callable[[Mapping[str, Any], str], ModelConfig]
     """The family's config from `config.json` and a name."""
     violations: Callable[[Any], Iterable[Violation]] = lambda config: ()

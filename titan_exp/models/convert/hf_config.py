@@ -104,7 +104,7 @@ def config_json(folder: Path) -> dict[str, Any]:
 def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     """Language model's part of a multimodal `config.json`, and the prefixes of its tensors, each with the family's own;
     else the whole file and no prefixes."""
-    for family in _families().values():
+    for _, family in _families().values():
         if values.get("model_type") == family.multimodal_type and isinstance(values.get("text_config"), Mapping):
             return {"model_type": family.model_type, **values["text_config"]}, family.multimodal_prefixes
     return values, {}
@@ -161,20 +161,17 @@ def special_tokens_of(values: Mapping[str, Any]) -> dict[str, Any]:
 def family_types() -> list[str]:
     """Every `model_type` that a family here reads, except the family's that reads every other type."""
     families = _families()
-    return [
-        kind
-        for kind in (*families, *(family.multimodal_type for family in families.values()))
-        if kind not in ("", ANY_TYPE)
-    ]
+    kinds = (*families, *(family.multimodal_type for _, family in families.values()))
+    return [kind for kind in kinds if kind not in ("", ANY_TYPE)]
 
 
 def other_family() -> tuple[str, HuggingFace] | None:
     """Name and class of the family that reads every `model_type` of no other family; None if there is none."""
-    found = ((name, getattr(component("model", name), "huggingface", None)) for name in builtin_components("model"))
-    return next(((name, family) for name, family in found if family and family.model_type == ANY_TYPE), None)
+    return _families().get(ANY_TYPE)
 
 
-def _families() -> dict[str, HuggingFace]:
+def _families() -> dict[str, tuple[str, HuggingFace]]:
+    """Name and class of the family that reads each `model_type`."""
     found: dict[str, tuple[str, HuggingFace]] = {}
     for name in builtin_components("model"):
         family: HuggingFace | None = getattr(component("model", name), "huggingface", None)
@@ -186,7 +183,7 @@ def _families() -> dict[str, HuggingFace]:
                     f"config.json: the families {other[0]} and {name} both read the model_type {kind!r}. "
                     "Give one of them another model_type, or uninstall the extension that brings it."
                 )
-    return {kind: family for kind, (_, family) in found.items()}
+    return found
 
 
 def _family(values: Mapping[str, Any], architecture: str | None) -> HuggingFace:
@@ -194,11 +191,9 @@ def _family(values: Mapping[str, Any], architecture: str | None) -> HuggingFace:
     if architecture is not None:
         return component("model", architecture).huggingface
     found, kind = _families(), str(values.get("model_type"))
-    if kind not in found and ANY_TYPE in found:
-        return found[ANY_TYPE]
-    if kind not in found:
+    if (family := found.get(kind, found.get(ANY_TYPE))) is None:
         raise UserError(f"config.json: model_type is {kind!r}. We read {', '.join(map(repr, found))}.")
-    return found[kind]
+    return family[1]
 
 
 TOWERS = {"vision_config": "vision tower", "audio_config": "audio tower"}

@@ -17,18 +17,14 @@ from titan_exp.models.spec.mixers import AttentionSpec
 
 @dataclass(frozen=True)
 class RowRange:
-    """Range of rows of one of our parameters that equal rows of one of their tensors."""
+    """Range of `rows` consecutive rows of one of our parameters, from `start` on, that equal the rows of their tensor
+    `name` from `first` on, with a stride of `step`."""
 
     start: int
-    """First row of ours."""
     rows: int
-    """Number of rows, consecutive in ours."""
     name: str
-    """Their tensor."""
     first: int
-    """First row of theirs."""
     step: int = 1
-    """Stride of the rows in theirs."""
 
     def within(self, start: int, stop: int) -> "RowRange | None":
         """Overlap with our rows `start` to `stop`; None if empty."""
@@ -55,10 +51,9 @@ class RowRange:
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Rows of one of their tensors inside one of our parameters."""
+    """Rows of one of their tensors inside our parameter `ours`."""
 
     ours: str
-    """Our parameter."""
     expert: int | None
     """Expert whose weight in our stacked parameter has the rows; None if the parameter is not stacked."""
     ranges: tuple[RowRange, ...]
@@ -102,7 +97,11 @@ class StateDictMap:
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self.their_shapes.items():
             stack, _ = self.stored(name)
-            found[stack] = self.reshaped.get(name, shape) if stack == name else (self._experts(stack), *reversed(shape))
+            found[stack] = (
+                self.reshaped.get(name, shape)
+                if stack == name
+                else (self.shapes[self.owner(stack)][0], *reversed(shape))
+            )
         return found
 
     def stored(self, name: str) -> tuple[str, int | None]:
@@ -171,9 +170,6 @@ class StateDictMap:
                 return
             yield part
 
-    def _experts(self, stack: str) -> int:
-        return self.shapes[self.owner(stack)][0]
-
     @cached_property
     def _members(self) -> dict[str, tuple[str, int]]:
         """Stored tensor and expert index by tensor name, for every expert's tensor that is stored in one of all
@@ -181,7 +177,7 @@ class StateDictMap:
         return {
             template.format(expert): (stack, expert)
             for stack, template in self.stacks.items()
-            for expert in range(self._experts(stack))
+            for expert in range(self.shapes[self.owner(stack)][0])
         }
 
     @cached_property

@@ -178,7 +178,15 @@ class CausalAttention(nn.Module):
             return pattern_mask(pattern, seq, str(device)) if segments is None else block_mask(pattern, segments)
         if pattern.is_causal and segments is not None:
             return document_mask(segments)
-        return _tile_mask(pattern, segments, seq, device)
+        tiles, places = tuple(pattern.tiles(range(seq), range(seq))), torch.arange(seq, device=device)
+        seen: list[Tensor | None] = [None] * len(tiles)
+        for number, tile in enumerate(tiles):
+            if segments is not None or tile.kind == "masked":
+                pairs = pattern.visible(places[tile.rows, None], places[None, tile.keys])[None]
+                if segments is not None:
+                    pairs = pairs & (segments[:, tile.rows, None] == segments[:, None, tile.keys])
+                seen[number] = pairs[:, None]
+        return tiles, tuple(seen)
 
     def forward(
         self,
@@ -244,20 +252,6 @@ class CausalAttention(nn.Module):
             )
         # Kernels lay out rows of all heads together, and copy a gradient that is laid out otherwise.
         return out if out.shape[-1] == width else out.transpose(1, 2)[..., :width].transpose(1, 2)
-
-
-def _tile_mask(pattern: MaskPattern, segments: Ids | None, seq: int, device: torch.device | None) -> TileMask:
-    tiles, index = tuple(pattern.tiles(range(seq), range(seq))), torch.arange(seq, device=device)
-    visible: list[Tensor | None] = []
-    for tile in tiles:
-        if segments is None and tile.kind != "masked":
-            visible.append(None)
-            continue
-        seen = pattern.visible(index[tile.rows, None], index[None, tile.keys])[None]
-        if segments is not None:
-            seen = seen & (segments[:, tile.rows, None] == segments[:, None, tile.keys])
-        visible.append(seen[:, None])
-    return tiles, tuple(visible)
 
 
 def flex_attention(

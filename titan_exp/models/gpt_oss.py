@@ -68,10 +68,6 @@ block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)
 
 
-def _layer_types(config: Config) -> list[str]:
-    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config.layers)]
-
-
 _KEYS = {
     "intermediate_size": Key("moe.ffn_dim"),
     "num_local_experts": Key("moe.experts"),
@@ -80,7 +76,8 @@ _KEYS = {
     "router_aux_loss_coef": Key(write=lambda config: config.moe.balance.coefficient),
     "sliding_window": Key("window"),
     "layer_types": Key(
-        write=_layer_types, refusal="layer_types must alternate between sliding_attention and full_attention."
+        write=lambda config: ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config.layers)],
+        refusal="layer_types must alternate between sliding_attention and full_attention.",
     ),
     "swiglu_alpha": Key("swiglu_alpha", float, 1.702),
     "swiglu_limit": Key("swiglu_limit", float, 7.0),

@@ -82,15 +82,13 @@ def with_key(config: ModelConfig, key: str, value: object) -> ModelConfig:
     return replace(config, **{key: value}) if any(field.name == key for field in fields(config)) else config
 
 
-@lru_cache(maxsize=256)
-def _cached_spec(config: ModelConfig) -> ModelSpec | None:
-    return _spec(config)
-
-
 def _spec(config: ModelConfig) -> ModelSpec | None:
     family = component("model", config.architecture)
     with _calling("spec", config):
         return family.spec(config)
+
+
+_cached_spec = lru_cache(maxsize=256)(_spec)
 
 
 def _calling(function: str, config: ModelConfig) -> AbstractContextManager[None]:

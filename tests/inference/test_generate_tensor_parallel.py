@@ -66,7 +66,7 @@ def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[in
         texts = generate(source, options, PROMPTS, window=16, mesh=mesh)
     (session,) = sessions
     weights = sum(local_tensor(parameter).numel() for parameter in session._model.parameters())
-    return texts, weights, {cache._keys.shape[1] for cache in session._caches}
+    return texts, weights, {cache._kept[0].shape[1] for cache in session._caches}
 
 
 @pytest.mark.proves("llama", "generate")

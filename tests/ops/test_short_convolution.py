@@ -3,7 +3,6 @@
 import itertools
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,10 +35,10 @@ def documents() -> Tensor:
     return torch.stack(rows)
 
 
-def published(x: Tensor, weight: Tensor, silu: bool = True) -> Tensor:
+def published(x: Tensor, weight: Tensor) -> Tensor:
     """Of one document [tokens, channels], zeros before it."""
     out = F.conv1d(x.T[None], weight[:, None], padding=TAPS - 1, groups=CHANNELS)[0, :, : len(x)].T
-    return F.silu(out) if silu else out
+    return F.silu(out)
 
 
 def assert_same(found: Tensor, expected: Tensor, *leaves: Tensor) -> None:
@@ -51,20 +50,19 @@ def assert_same(found: Tensor, expected: Tensor, *leaves: Tensor) -> None:
         torch.testing.assert_close(mine, theirs, **EXACT)
 
 
-@pytest.mark.parametrize("silu", [True, False])
-def test_it_is_torch_s_in_each_document(silu: bool):
+def test_it_is_torch_s_in_each_document():
     x, weight, _ = operands()
     assert_same(
-        ShortConvolutionCore(silu=silu)(x, weight, None),
-        torch.stack([published(row, weight, silu) for row in x]),
+        ShortConvolutionCore()(x, weight, None),
+        torch.stack([published(row, weight) for row in x]),
         x,
         weight,
     )
     rows = [
-        torch.cat([published(row[start:end], weight, silu) for start, end in itertools.pairwise(cuts)])
+        torch.cat([published(row[start:end], weight) for start, end in itertools.pairwise(cuts)])
         for row, cuts in zip(x, CUTS, strict=True)
     ]
-    assert_same(short_convolution(x, weight, documents(), silu=silu), torch.stack(rows), x, weight)
+    assert_same(short_convolution(x, weight, documents()), torch.stack(rows), x, weight)
 
 
 def test_the_inputs_before_belong_to_their_documents():

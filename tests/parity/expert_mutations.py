@@ -80,7 +80,7 @@ def biases_never_change() -> None:
 
 def the_bias_weighs_too() -> None:
     patch(
-        f"{ROUTER}.expert_weights",
+        "titan_exp.ops.moe.routing.expert_weights",
         lambda original: (
             lambda scores, experts, **options: original(scores + 0.05 * (experts[..., :1] == 0), experts, **options)
         ),
@@ -88,7 +88,7 @@ def the_bias_weighs_too() -> None:
 
 
 def the_router_gets_no_gradient_of_the_balance() -> None:
-    patch(f"{ROUTER}.attach_loss", lambda _: lambda x, loss: x)
+    patch("titan_exp.ops.moe.routing.attach_loss", lambda _: lambda x, loss: x)
 
 
 def routers_stop_at_a_layer_without_experts() -> None:

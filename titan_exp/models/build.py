@@ -19,14 +19,9 @@ from titan_exp.ops.attention.sdpa import AttentionBackend, choose_backend
 
 
 def build_model(config: ModelConfig, *, seq_len: int, attention_backend: AttentionBackend) -> nn.Module:
-    """Build the model on the current default device (meta, in training).
-
-    A family's blocks go into the skeleton `Decoder`, unless the family builds its model itself by a public
-    `model(config, seq_len=..., backend=...)`.
-
-    Raises:
-        UserError: the import path cannot be imported, or the family's spec describes other parameters.
-    """
+    """Build the model on the current default device (meta, in training). A family's blocks go into the skeleton
+    `Decoder`, unless the family builds its model itself by a public `model(config, seq_len=..., backend=...)`. Raises
+    UserError if the import path cannot be imported, or the family's spec describes other parameters."""
     family, spec = component("model", config.architecture), model_spec(config)
     config = config if is_builtin("model", config.architecture) else revealed(config, "model")
     if hasattr(family, "model"):
@@ -51,11 +46,9 @@ def choose_attention_backend(
     deterministic: bool = False,
     auto: bool = False,
 ) -> AttentionBackend:
-    """Attention kernel for a model on a device: the one of its config, or `auto`.
-
-    `seq_len` is the longest sequence in tokens. `documents` says that document masks are used, `parts` that
-    context-parallel ranks exchange keys and values, `deterministic` that every run must give the same bits.
-    """
+    """Attention kernel for a model on a device: the one of its config, or `auto`. `seq_len` is the longest sequence in
+    tokens. `documents` says that document masks are used, `parts` that context-parallel ranks exchange keys and values,
+    `deterministic` that every run must give the same bits."""
     spec = model_spec(config)
     requested = "auto" if auto or spec is None else spec.attention_backend
     return choose_backend(

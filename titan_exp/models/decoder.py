@@ -17,14 +17,14 @@ from titan_exp.ops.attention.mask_pattern import CAUSAL
 from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, TemperatureTable
 from titan_exp.ops.cross_entropy import LossSum
 
+Ids = Int[Tensor, "batch seq"]
+Hidden = Float[Tensor, "batch part dim"]
+
 
 class Decoder(nn.Module):
     """Decoder: the spec's embedding, norm and head around a family's blocks, which are called as `block(x, rope,
-    mask)`.
-
-    `seq_len` is the longest sequence in tokens. Modules of multi-token prediction are the last blocks, called as
-    `block(x, rope, mask, embedded)` after the final norm.
-    """
+    mask)`. `seq_len` is the longest sequence in tokens. Modules of multi-token prediction are the last blocks, called
+    as `block(x, rope, mask, embedded)` after the final norm."""
 
     def __init__(self, spec: ModelSpec, blocks: Mapping[int, nn.Module], *, seq_len: int) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        x: Int[Tensor, "batch seq"] | Float[Tensor, "batch part dim"],
-        positions: Int[Tensor, "batch seq"] | None = None,
-        documents: Int[Tensor, "batch seq"] | None = None,
+        x: Ids | Hidden,
+        positions: Ids | None = None,
+        documents: Ids | None = None,
         loss: LogitsLoss | None = None,
         further: Int[Tensor, "depth batch seq"] | None = None,
-    ) -> Float[Tensor, "depths_and_batch seq vocab"] | Float[Tensor, "batch part dim"] | LossSum | tuple[LossSum, ...]:
+    ) -> Float[Tensor, "depths_and_batch seq vocab"] | Hidden | LossSum | tuple[LossSum, ...]:
         """Logits of the next token, or their loss; hidden states if another stage has the head.
 
         `x` are token ids, or the previous pipeline stage's hidden states (with sequence parallelism, of this rank's
@@ -90,31 +90,22 @@ class Decoder(nn.Module):
             x = torch.cat(depths)
         return self.embedding(x, self.head, loss) if self.spec.tied else self.head(x, loss=loss)
 
-    def embed(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch part dim"]:
+    def embed(self, tokens: Ids) -> Hidden:
         """Compute the first hidden states; subclasses may scale them or add to them."""
         return self.embedding(tokens)
 
     def pp_plan(self) -> PipelinePlan:
-        """Plan that names the children that only the first or the last stage holds."""
         return self.spec.pipeline
 
     def reset_buffers(self) -> None:
-        """Compute the RoPE cache once it has memory."""
         for table in (self.rope, self.temperature):
             if table is not None:
                 table.reset()
 
     def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of a training step per token, as executed."""
         return self.spec.flops_per_token(seq_len)
 
-    def _masks(
-        self,
-        documents: Int[Tensor, "batch seq"] | None,
-        positions: Int[Tensor, "batch seq"] | None,
-        seq: int,
-        device: Any,
-    ) -> dict[str, Any]:
+    def _masks(self, documents: Ids | None, positions: Ids | None, seq: int, device: Any) -> dict[str, Any]:
         """Mask of each block, None without one; masks of the same pattern are built once."""
         cores = {number: _core(block) for number, block in self.blocks.items()}
         masks = {

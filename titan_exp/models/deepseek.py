@@ -12,23 +12,17 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.types import BlockCount, PositiveInt
 from titan_exp.models import family
-from titan_exp.models.convert.hf_config import MTP_KEY, HuggingFace
-from titan_exp.models.convert.hf_keys import UNBALANCED, Key, both_ways, flag, rope_keys, whole
+from titan_exp.models.convert.hf_config import MTP_KEY
+from titan_exp.models.convert.hf_keys import UNBALANCED, Key, flag, huggingface_class, rope_keys, whole
+from titan_exp.models.spec import transformer
 from titan_exp.models.spec.feed_forward import moe_linears, swiglu_linears
 from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, ModelSpec, VectorSpec
 from titan_exp.models.spec.moe import MoEConfig, RouterSpec
 from titan_exp.models.spec.rope import YarnRope
-from titan_exp.models.spec.transformer import (
-    LatentAttentionConfig,
-    MTPConfig,
-    decoder_spec,
-    latent_attention,
-    mtp_layers,
-)
 
 
 @dataclass(frozen=True)
-class LatentMoEConfig(LatentAttentionConfig):
+class LatentMoEConfig(transformer.LatentAttentionConfig):
     """Fields of a decoder with latent attention, dense layers first, then layers with experts."""
 
     dense_layers: BlockCount
@@ -45,7 +39,7 @@ class Config(LatentMoEConfig):
 
     rope: YarnRope
     """Rotary position embedding. E.g. `model.rope.theta=1e6`."""
-    mtp: MTPConfig = field(default_factory=MTPConfig)
+    mtp: transformer.MTPConfig = field(default_factory=transformer.MTPConfig)
     """Multi-token prediction: modules behind the last block predict further tokens in training. Inference does not use
     them. E.g. `model=deepseek_debug model.mtp.depth=1`."""
 
@@ -53,12 +47,12 @@ class Config(LatentMoEConfig):
 def spec(config: Config) -> ModelSpec:
     """Spec: dense layers first, then layers with experts. Modules of multi-token prediction have experts, too."""
     dense, mixed = layer_kinds(config)
-    return decoder_spec(
+    return transformer.decoder_spec(
         config,
         (dense,) * config.dense_layers + (mixed,) * (config.layers - config.dense_layers),
         rope=config.rope.resolved(config.context),
         rope_dim=config.qk_rope_head_dim,
-        mtp_layers=mtp_layers(config.mtp, mixed, config.dim, config.init_std),
+        mtp_layers=transformer.mtp_layers(config.mtp, mixed, config.dim, config.init_std),
         mtp_weight=config.mtp.weight,
     )
 
@@ -66,7 +60,7 @@ def spec(config: Config) -> ModelSpec:
 def layer_kinds(config: LatentMoEConfig) -> tuple[LayerSpec, LayerSpec]:
     """Specs of a dense layer and of a layer with experts."""
     dim, std = config.dim, config.init_std
-    attention, linears, norms = latent_attention(config, out_std=std)
+    attention, linears, norms = transformer.latent_attention(config, out_std=std)
 
     def layer(feed_forward: tuple[LinearSpec, ...], router: RouterSpec | None) -> LayerSpec:
         vectors = (VectorSpec("attention_norm", dim), *norms, VectorSpec("feed_forward_norm", dim))
@@ -80,12 +74,9 @@ def layer_kinds(config: LatentMoEConfig) -> tuple[LayerSpec, LayerSpec]:
 def violations(config: LatentMoEConfig) -> Iterator[Violation]:
     """Violations by shapes that DeepSeek models cannot have."""
     if config.dense_layers > config.layers:
-        yield Violation(
-            "model.dense_layers",
-            config.dense_layers,
-            f"the model has only model.layers={config.layers} layers",
-            f"use model.dense_layers={config.layers} or less",
-        )
+        reason = f"the model has only model.layers={config.layers} layers"
+        remedy = f"use model.dense_layers={config.layers} or less"
+        yield Violation("model.dense_layers", config.dense_layers, reason, remedy)
     yield from family.violations(config)
 
 
@@ -121,9 +112,7 @@ def _groups(key: str, values: Mapping[str, Any], _: object) -> int:
 
 _KEYS: dict[str, Any] = {
     "model_type": Key(
-        "moe.group_score",
-        read=lambda values, _: "max" if values["model_type"] == V2 else "top2_sum",
-        write=_version,
+        "moe.group_score", read=lambda values, _: "max" if values["model_type"] == V2 else "top2_sum", write=_version
     ),
     "architectures": Key(write=lambda config: [f"DeepseekV{_version(config)[-1]}ForCausalLM"]),
     "num_hidden_layers": Key("layers"),
@@ -191,12 +180,13 @@ def _unread_layers(values: Mapping[str, Any]) -> list[str]:
     return [f"model.layers.{last + module}." for module in range(max(1, values.get(MTP_KEY) or 0))]
 
 
-huggingface = HuggingFace(
-    model_type=V3,
-    architectures=("DeepseekV3ForCausalLM",),
-    **both_ways(Config, _KEYS, {"moe.fp32_router": True, "moe.balance": UNBALANCED}),
+huggingface = huggingface_class(
+    V3,
+    "DeepseekV3ForCausalLM",
+    Config,
+    _KEYS,
+    {"moe.fp32_router": True, "moe.balance": UNBALANCED},
     violations=_inexpressible,
     unread=_unread_layers,
     other_types=(V2, "kimi_k2"),
 )
-"""`config.json` of Hugging Face's DeepSeek V2 and V3, and of Kimi K2."""

@@ -8,20 +8,11 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.schema.component import component
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, TensorNames, decoder_map
 from titan_exp.models.convert.state_dict_map import StateDictMap
+from titan_exp.models.spec import transformer
 from titan_exp.models.spec.feed_forward import moe_violations, swiglu_violations
 from titan_exp.models.spec.linear_attention import linear_attention_violations
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.rope import rope_violations
-from titan_exp.models.spec.transformer import (
-    AttentionConfig,
-    DecoderConfig,
-    LatentAttentionConfig,
-    LatentAttentionSpec,
-    attention_violations,
-    latent_attention_violations,
-    mtp_violations,
-    rotary_violations,
-)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,14 +21,14 @@ if TYPE_CHECKING:
     from titan_exp.ops.attention.sdpa import AttentionBackend
 
 
-def block(config: DecoderConfig, layer: int, backend: "AttentionBackend") -> "TransformerBlock":
+def block(config: transformer.DecoderConfig, layer: int, backend: "AttentionBackend") -> "TransformerBlock":
     """Build the block that the family's spec describes; after the last layer, a module of multi-token prediction."""
     from titan_exp.models.blocks.latent_attention import LatentAttention
     from titan_exp.models.blocks.transformer import MTPModule, TransformerBlock
 
     described, kind = _spec(config).blocks[layer], TransformerBlock if layer < config.layers else MTPModule
     attention: nn.Module | None = None
-    if isinstance(described.attention, LatentAttentionSpec):
+    if isinstance(described.attention, transformer.LatentAttentionSpec):
         attention = LatentAttention(described, backend)
     elif described.linear_attention is not None:
         from titan_exp.models.blocks.linear_attention import LinearAttention
@@ -46,15 +37,15 @@ def block(config: DecoderConfig, layer: int, backend: "AttentionBackend") -> "Tr
     return kind(described, config.norm_eps, backend, attention)
 
 
-def violations(config: DecoderConfig) -> Iterator[Violation]:
+def violations(config: transformer.DecoderConfig) -> Iterator[Violation]:
     """Violations by shapes that the shared blocks cannot compute, for the parts that the config has."""
-    if isinstance(config, AttentionConfig):
-        yield from attention_violations(config)
-    if isinstance(config, LatentAttentionConfig):
-        yield from latent_attention_violations(config)
+    if isinstance(config, transformer.AttentionConfig):
+        yield from transformer.attention_violations(config)
+    if isinstance(config, transformer.LatentAttentionConfig):
+        yield from transformer.latent_attention_violations(config)
     parts = vars(config)
-    if "rotary_dim" in parts and isinstance(config, AttentionConfig):
-        yield from rotary_violations(parts["rotary_dim"], config.head_dim)
+    if "rotary_dim" in parts and isinstance(config, transformer.AttentionConfig):
+        yield from transformer.rotary_violations(parts["rotary_dim"], config.head_dim)
     if "linear_attention" in parts:
         yield from linear_attention_violations(parts["linear_attention"])
     if "ffn_dim" in parts:
@@ -63,16 +54,16 @@ def violations(config: DecoderConfig) -> Iterator[Violation]:
     if "moe" in parts:
         yield from moe_violations(parts["moe"])
     if "mtp" in parts:
-        yield from mtp_violations(parts["mtp"], tied=config.tied_embeddings)
+        yield from transformer.mtp_violations(parts["mtp"], tied=config.tied_embeddings)
 
 
 def decoder_maps(
     names: Mapping[str, TensorNames] = {"huggingface": HUGGINGFACE},
-) -> Callable[[DecoderConfig, str], StateDictMap]:
+) -> Callable[[transformer.DecoderConfig, str], StateDictMap]:
     """Make a family's `state_dict_map` from another tool's tensors to our parameters, given the names of each
     format."""
     return lambda config, form: decoder_map(_spec(config), names[form])
 
 
-def _spec(config: DecoderConfig) -> ModelSpec:
+def _spec(config: transformer.DecoderConfig) -> ModelSpec:
     return component("model", config.architecture).spec(config)

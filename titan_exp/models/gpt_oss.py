@@ -4,13 +4,12 @@ Even layers have the window, odd layers full attention. The router has a bias, a
 experts.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titan_exp.config.groups.types import PositiveFloat, PositiveInt
 from titan_exp.models import family
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import PLAIN_ROUTER, UNBALANCED, Key, attention_keys, both_ways, rope_keys
+from titan_exp.models.convert.hf_keys import PLAIN_ROUTER, UNBALANCED, Key, attention_keys, huggingface_class, rope_keys
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.moe import MoEConfig, MoEVariant
 from titan_exp.models.spec.rope import YarnRope
@@ -55,22 +54,18 @@ def spec(config: Config) -> ModelSpec:
 
 
 STATE_DICTS = {
-    "huggingface": replace(
-        HUGGINGFACE,
-        router="model.layers.{}.mlp.router.weight",
-        router_logit_bias="model.layers.{}.mlp.router.bias",
-        experts_gate_up="model.layers.{}.mlp.experts.gate_up_proj",
+    "huggingface": HUGGINGFACE.but(
+        {
+            "feed_forward.router.weight": "mlp.router.weight",
+            "feed_forward.router.logit_bias": "mlp.router.bias",
+            "feed_forward.experts.gate_up": "mlp.experts.gate_up_proj",
+            "feed_forward.experts.down": "mlp.experts.down_proj",
+        },
         alternating_gate_up=True,
-        expert_down="model.layers.{}.mlp.experts.down_proj",
-    ),
+    )
 }
-"""Names of `transformers`."""
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)
-
-
-def _layer_types(config: Config) -> list[str]:
-    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config.layers)]
 
 
 _KEYS = {
@@ -81,7 +76,7 @@ _KEYS = {
     "router_aux_loss_coef": Key(write=lambda config: config.moe.balance.coefficient),
     "sliding_window": Key("window"),
     "layer_types": Key(
-        write=_layer_types,
+        write=lambda config: ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config.layers)],
         refusal="layer_types must alternate between sliding_attention and full_attention.",
     ),
     "swiglu_alpha": Key("swiglu_alpha", float, 1.702),
@@ -89,15 +84,12 @@ _KEYS = {
     "attention_bias": True,
 }
 
-huggingface = HuggingFace(
-    model_type="gpt_oss",
-    architectures=("GptOssForCausalLM",),
-    **both_ways(
-        Config,
-        attention_keys(rope_keys(YarnRope), _KEYS),
-        {"moe.fp32_router": False, "moe.balance": UNBALANCED},
-        router={**PLAIN_ROUTER, "normalized": True},
-        called="GPT-OSS",
-    ),
+huggingface = huggingface_class(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    Config,
+    attention_keys(rope_keys(YarnRope), _KEYS),
+    {"moe.fp32_router": False, "moe.balance": UNBALANCED},
+    router={**PLAIN_ROUTER, "normalized": True},
+    called="GPT-OSS",
 )
-"""`config.json` of Hugging Face's GPT-OSS."""

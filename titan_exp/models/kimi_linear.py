@@ -10,9 +10,8 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import Violation, shown
 from titan_exp.models import deepseek, family
-from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, LinearAttentionNames
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import UNBALANCED, Key, both_ways, flag, whole
+from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, LinearAttentionNames, swiglu_names
+from titan_exp.models.convert.hf_keys import UNBALANCED, Key, flag, huggingface_class, whole
 from titan_exp.models.qwen3_next import interval
 from titan_exp.models.spec.linear_attention import (
     LINEAR_ATTENTION,
@@ -37,11 +36,7 @@ def spec(config: Config) -> ModelSpec:
     """Spec: layers with linear and with latent attention, dense layers first, then layers with experts."""
     dense, mixed = deepseek.layer_kinds(config)
     mixer = replace(
-        config.gated_delta_net(config.norm_eps),
-        decay="channel",
-        gate="sigmoid",
-        rates=(1.0, 16.0),
-        steps=(1e-3, 0.1),
+        config.gated_delta_net(config.norm_eps), decay="channel", gate="sigmoid", rates=(1.0, 16.0), steps=(1e-3, 0.1)
     )
     full = [dense] * config.dense_layers + [mixed] * (config.layers - config.dense_layers)
     linear = {layer: with_linear_attention(layer, mixer, config.dim, config.init_std) for layer in (dense, mixed)}
@@ -53,37 +48,34 @@ def spec(config: Config) -> ModelSpec:
     )
 
 
-_LAYER = "model.layers.{}."
-_MIXER, _MOE, _DENSE = f"{_LAYER}self_attn.", f"{_LAYER}block_sparse_moe.", f"{_LAYER}mlp."
+_QKV = ("query", "key", "value")
 STATE_DICTS = {
-    "huggingface": replace(
-        HUGGINGFACE,
-        router=f"{_MOE}gate.weight",
-        router_bias=f"{_MOE}gate.e_score_correction_bias",
-        expert_gate=f"{_MOE}experts.{{}}.w1.weight",
-        expert_up=f"{_MOE}experts.{{}}.w3.weight",
-        expert_down=f"{_MOE}experts.{{}}.w2.weight",
-        shared_gate=f"{_MOE}shared_experts.gate_proj.weight",
-        shared_up=f"{_MOE}shared_experts.up_proj.weight",
-        shared_down=f"{_MOE}shared_experts.down_proj.weight",
+    "huggingface": HUGGINGFACE.but(
+        {
+            "feed_forward.router.weight": "block_sparse_moe.gate.weight",
+            "feed_forward.router.bias": "block_sparse_moe.gate.e_score_correction_bias",
+            **swiglu_names("feed_forward.experts", "block_sparse_moe.experts.{}", ("w1", "w3", "w2")),
+            **swiglu_names("feed_forward.shared", "block_sparse_moe.shared_experts"),
+        },
         linear_attention=LinearAttentionNames(
-            projections=(
-                *((f"{_MIXER}{part[0]}_proj.weight", (part,)) for part in ("query", "key", "value", "beta")),
-                (f"{_MIXER}f_b_proj.weight", ("decay",)),
-                (f"{_MIXER}g_b_proj.weight", ("gate",)),
-            ),
-            convolutions=tuple((f"{_MIXER}{part[0]}_conv1d.weight", (part,)) for part in ("query", "key", "value")),
-            log_rate=f"{_MIXER}A_log",
+            projections={
+                **{f"self_attn.{part[0]}_proj.weight": (part,) for part in (*_QKV, "beta")},
+                "self_attn.f_b_proj.weight": ("decay",),
+                "self_attn.g_b_proj.weight": ("gate",),
+            },
+            convolutions={f"self_attn.{part[0]}_conv1d.weight": (part,) for part in _QKV},
+            parts={
+                "attention.forget.log_rate": "self_attn.A_log",
+                "attention.forget.bias": "self_attn.dt_bias",
+                "attention.out_norm": "self_attn.o_norm.weight",
+                "attention.decay_a": "self_attn.f_a_proj.weight",
+                "attention.gate_a": "self_attn.g_a_proj.weight",
+            },
             log_rate_dims=4,
-            bias=f"{_MIXER}dt_bias",
-            out_norm=f"{_MIXER}o_norm.weight",
-            out=f"{_MIXER}o_proj.weight",
-            decay_a=f"{_MIXER}f_a_proj.weight",
-            gate_a=f"{_MIXER}g_a_proj.weight",
         ),
         # transformers writes dense layers under the name of layers with experts.
-        aliases=tuple((f"{_DENSE}{part}_proj.weight", f"{_MOE}{part}_proj.weight") for part in ("gate", "up", "down")),
-    ),
+        aliases={f"mlp.{part}_proj.weight": f"block_sparse_moe.{part}_proj.weight" for part in ("gate", "up", "down")},
+    )
 }
 """Names of the published files, and of those that `transformers` writes."""
 block, violations = family.block, deepseek.violations
@@ -188,21 +180,18 @@ def _inexpressible(config: Config) -> Iterator[Violation]:
             yield Violation(field, own, "transformers has another router in this family", f"use {field}={shown(value)}")
 
 
-huggingface = HuggingFace(
-    model_type="kimi_linear",
-    architectures=("KimiLinearForCausalLM",),
-    **both_ways(
-        Config,
-        _KEYS,
-        {
-            "moe.fp32_router": True,
-            "moe.balance": UNBALANCED,
-            "moe.router_bias": True,
-            "moe.group_score": "top2_sum",
-            "moe.score": "sigmoid",
-            "rope.theta": None,
-        },
-    ),
+huggingface = huggingface_class(
+    "kimi_linear",
+    "KimiLinearForCausalLM",
+    Config,
+    _KEYS,
+    {
+        "moe.fp32_router": True,
+        "moe.balance": UNBALANCED,
+        "moe.router_bias": True,
+        "moe.group_score": "top2_sum",
+        "moe.score": "sigmoid",
+        "rope.theta": None,
+    },
     violations=_inexpressible,
 )
-"""`config.json` of Hugging Face's Kimi Linear."""

@@ -17,8 +17,7 @@ from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.schema.typed_config import validated
 from titan_exp.models import family
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, META, TORCHTUNE
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import Key, attention_keys, both_ways, rope_keys
+from titan_exp.models.convert.hf_keys import Key, attention_keys, huggingface_class, rope_keys
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.rope import RopeConfig
 from titan_exp.models.spec.transformer import TransformerConfig, transformer_layer, transformer_spec
@@ -43,26 +42,19 @@ STATE_DICTS = {"huggingface": HUGGINGFACE, "llama": META, "torchtune": TORCHTUNE
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)
 
-huggingface = HuggingFace(
-    model_type="llama",
-    architectures=("LlamaForCausalLM",),
-    **both_ways(
-        Config,
-        attention_keys(
-            rope_keys(RopeConfig, context=2048),
-            {"intermediate_size": Key("ffn_dim"), "attention_bias": False, "mlp_bias": False},
-        ),
+huggingface = huggingface_class(
+    "llama",
+    "LlamaForCausalLM",
+    Config,
+    attention_keys(
+        rope_keys(RopeConfig, context=2048),
+        {"intermediate_size": Key("ffn_dim"), "attention_bias": False, "mlp_bias": False},
     ),
 )
-"""`config.json` of Hugging Face's Llama."""
 
 
 def to_params(config: ModelConfig) -> dict[str, Any]:
-    """Content of Meta's `params.json`.
-
-    Raises:
-        UserError: Meta's Llama cannot have this shape.
-    """
+    """Content of Meta's `params.json`. Raises UserError if Meta's Llama cannot have this shape."""
     assert isinstance(config, Config), "only Llama has Meta's tensor names"
     if config.head_dim * config.heads != config.dim:
         raise UserError(
@@ -91,11 +83,8 @@ def to_params(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_params(params: Mapping[str, Any], name: str, *, vocab_size: int, ffn_dim: int, tied: bool) -> Config:
-    """Config from the content of a `params.json` and the shapes of the tensors beside it.
-
-    Raises:
-        UserError: a key is missing.
-    """
+    """Config from the content of a `params.json` and the shapes of the tensors beside it. Raises UserError if a key is
+    missing."""
     noted = NotedKeys(params)
     with named_errors(noted, "params.json", "a Llama's"):
         found = _from_params(noted, name, vocab_size=vocab_size, ffn_dim=ffn_dim, tied=tied)

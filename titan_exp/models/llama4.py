@@ -4,13 +4,20 @@ Layers without RoPE have full attention and a query temperature; in the others, 
 The router takes one expert by its logit, and its sigmoid is the weight; one expert is shared.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titan_exp.config.groups.types import NonNegativeFloat, PositiveInt
 from titan_exp.models import family
-from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import PLAIN_ROUTER, UNBALANCED, Key, attention_keys, both_ways, flag, rope_keys
+from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, swiglu_names
+from titan_exp.models.convert.hf_keys import (
+    PLAIN_ROUTER,
+    UNBALANCED,
+    Key,
+    attention_keys,
+    flag,
+    huggingface_class,
+    rope_keys,
+)
 from titan_exp.models.spec.mixers import QueryTemperature
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 from titan_exp.models.spec.moe import MoEConfig, MoEVariant
@@ -73,19 +80,16 @@ def _layer(config: Config, layer: int) -> LayerSpec:
 
 
 STATE_DICTS = {
-    "huggingface": replace(
-        HUGGINGFACE,
+    "huggingface": HUGGINGFACE.but(
+        {
+            **swiglu_names("feed_forward", "feed_forward"),
+            **swiglu_names("feed_forward.shared", "feed_forward.shared_expert"),
+            "feed_forward.router.weight": "feed_forward.router.weight",
+            "feed_forward.experts.gate_up": "feed_forward.experts.gate_up_proj",
+            "feed_forward.experts.down": "feed_forward.experts.down_proj",
+        },
         interleaved=True,
-        gate="model.layers.{}.feed_forward.gate_proj.weight",
-        up="model.layers.{}.feed_forward.up_proj.weight",
-        down="model.layers.{}.feed_forward.down_proj.weight",
-        router="model.layers.{}.feed_forward.router.weight",
-        experts_gate_up="model.layers.{}.feed_forward.experts.gate_up_proj",
-        expert_down="model.layers.{}.feed_forward.experts.down_proj",
-        shared_gate="model.layers.{}.feed_forward.shared_expert.gate_proj.weight",
-        shared_up="model.layers.{}.feed_forward.shared_expert.up_proj.weight",
-        shared_down="model.layers.{}.feed_forward.shared_expert.down_proj.weight",
-    ),
+    )
 }
 """Names of `transformers`, which rotates neighbours as Meta does."""
 block, violations = family.block, family.violations
@@ -121,17 +125,14 @@ _KEYS = {
     "attention_bias": False,
 }
 
-huggingface = HuggingFace(
-    model_type="llama4_text",
-    architectures=("Llama4ForCausalLM",),
-    **both_ways(
-        Config,
-        attention_keys(rope_keys(RopeConfig), _KEYS),
-        {"moe.fp32_router": False, "moe.balance": UNBALANCED},
-        router={**PLAIN_ROUTER, "score": "sigmoid", "normalized": False, "shared_experts": 1},
-        called="Llama 4",
-    ),
+huggingface = huggingface_class(
+    "llama4_text",
+    "Llama4ForCausalLM",
+    Config,
+    attention_keys(rope_keys(RopeConfig), _KEYS),
+    {"moe.fp32_router": False, "moe.balance": UNBALANCED},
+    router={**PLAIN_ROUTER, "score": "sigmoid", "normalized": False, "shared_experts": 1},
+    called="Llama 4",
     multimodal_type="llama4",
     multimodal_prefixes={"language_model.": ""},
 )
-"""`config.json` of the text model in Hugging Face's Llama 4."""

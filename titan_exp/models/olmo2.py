@@ -3,25 +3,18 @@
 Residual branches read the stream as it is, and all weights start with one standard deviation.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titan_exp.models import family
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import Key, attention_keys, both_ways, rope_keys
+from titan_exp.models.convert.hf_keys import Key, attention_keys, huggingface_class, rope_keys
+from titan_exp.models.spec import transformer
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.rope import ScaledRope
-from titan_exp.models.spec.transformer import (
-    AttentionVariant,
-    TransformerConfig,
-    post_normed,
-    transformer_layer,
-    transformer_spec,
-)
 
 
 @dataclass(frozen=True)
-class Config(TransformerConfig):
+class Config(transformer.TransformerConfig):
     """Shape of an OLMo 2."""
 
     rope: ScaledRope
@@ -30,19 +23,16 @@ class Config(TransformerConfig):
 
 def spec(config: Config) -> ModelSpec:
     """Spec: layers of one kind, with norms after both branches."""
-    attention = AttentionVariant(qk_norm="all_heads")
-    layer = post_normed(transformer_layer(config, out_std=config.init_std, attention=attention))
-    return transformer_spec(config, (layer,) * config.layers)
+    attention = transformer.AttentionVariant(qk_norm="all_heads")
+    layer = transformer.post_normed(transformer.transformer_layer(config, out_std=config.init_std, attention=attention))
+    return transformer.transformer_spec(config, (layer,) * config.layers)
 
 
 STATE_DICTS = {
-    "huggingface": replace(
-        HUGGINGFACE,
-        attention_norm="model.layers.{}.post_attention_layernorm.weight",
-        feed_forward_norm="model.layers.{}.post_feedforward_layernorm.weight",
-    ),
+    "huggingface": HUGGINGFACE.but(
+        {"attention_norm": "post_attention_layernorm.weight", "feed_forward_norm": "post_feedforward_layernorm.weight"}
+    )
 }
-"""Names of `transformers`."""
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)
 
@@ -55,9 +45,4 @@ _KEYS = {
     "eos_token_id": Key(write=lambda _: None),
 }
 
-huggingface = HuggingFace(
-    model_type="olmo2",
-    architectures=("Olmo2ForCausalLM",),
-    **both_ways(Config, attention_keys(rope_keys(ScaledRope), _KEYS)),
-)
-"""`config.json` of Hugging Face's OLMo 2."""
+huggingface = huggingface_class("olmo2", "Olmo2ForCausalLM", Config, attention_keys(rope_keys(ScaledRope), _KEYS))

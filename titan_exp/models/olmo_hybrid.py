@@ -8,28 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_exp.models import family
-from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, LinearAttentionNames
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import Key, attention_keys, both_ways
+from titan_exp.models import family, olmo2
+from titan_exp.models.convert.decoder_state_dict import LinearAttentionNames
+from titan_exp.models.convert.hf_keys import Key, attention_keys, huggingface_class
 from titan_exp.models.qwen3_next import mixer_keys
+from titan_exp.models.spec import transformer
 from titan_exp.models.spec.linear_attention import LinearAttentionFields, hybrid_layers, with_linear_attention
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.rope import OptionalRope
-from titan_exp.models.spec.transformer import (
-    AttentionVariant,
-    TransformerConfig,
-    decoder_spec,
-    post_normed,
-    transformer_layer,
-)
 
 OUT_NORM_EPS = 1e-5
 """Epsilon of the norm over the outputs of linear attention, independent of the other norms."""
 
 
 @dataclass(frozen=True)
-class Config(LinearAttentionFields, TransformerConfig):
+class Config(LinearAttentionFields, transformer.TransformerConfig):
     """Shape of an OLMo Hybrid."""
 
     rope: OptionalRope
@@ -38,48 +31,43 @@ class Config(LinearAttentionFields, TransformerConfig):
 
 def spec(config: Config) -> ModelSpec:
     """Spec: pre-norm layers with linear attention, and layers with softmax attention whose norms come after."""
-    attention = AttentionVariant(qk_norm="all_heads", rope=config.rope.rotates)
-    layer = transformer_layer(config, out_std=config.init_std, attention=attention)
-    mixer = replace(
-        config.gated_delta_net(OUT_NORM_EPS),
-        strongest_write=2.0,
-        rates=(0.0, 16.0),
-        steps=(1e-3, 0.1),
-    )
+    attention = transformer.AttentionVariant(qk_norm="all_heads", rope=config.rope.rotates)
+    layer = transformer.transformer_layer(config, out_std=config.init_std, attention=attention)
+    mixer = replace(config.gated_delta_net(OUT_NORM_EPS), strongest_write=2.0, rates=(0.0, 16.0), steps=(1e-3, 0.1))
     linear = with_linear_attention(layer, mixer, config.dim, config.init_std)
-    return decoder_spec(
+    return transformer.decoder_spec(
         config,
-        hybrid_layers(config.linear_attention, [post_normed(layer)] * config.layers, [linear] * config.layers),
+        hybrid_layers(
+            config.linear_attention, [transformer.post_normed(layer)] * config.layers, [linear] * config.layers
+        ),
         rope=config.rope,
         rope_dim=config.head_dim,
     )
 
 
-_LAYER = "model.layers.{}."
-_MIXER = f"{_LAYER}linear_attn."
+_QKV = ("query", "key", "value")
 STATE_DICTS = {
     "huggingface": replace(
-        HUGGINGFACE,
-        attention_norm=f"{_LAYER}post_attention_layernorm.weight",
-        feed_forward_norm=f"{_LAYER}post_feedforward_layernorm.weight",
+        olmo2.STATE_DICTS["huggingface"],
         linear_attention=LinearAttentionNames(
-            projections=(
-                *((f"{_MIXER}{part[0]}_proj.weight", (part,)) for part in ("query", "key", "value", "gate", "beta")),
-                (f"{_MIXER}a_proj.weight", ("decay",)),
-            ),
-            convolutions=tuple((f"{_MIXER}{part[0]}_conv1d.weight", (part,)) for part in ("query", "key", "value")),
-            log_rate=f"{_MIXER}A_log",
-            bias=f"{_MIXER}dt_bias",
-            out_norm=f"{_MIXER}o_norm.weight",
-            out=f"{_MIXER}o_proj.weight",
-            attention_norm=f"{_LAYER}attention_layer_norm.weight",
-            feed_forward_norm=f"{_LAYER}feedforward_layer_norm.weight",
+            projections={
+                **{f"linear_attn.{part[0]}_proj.weight": (part,) for part in (*_QKV, "gate", "beta")},
+                "linear_attn.a_proj.weight": ("decay",),
+            },
+            convolutions={f"linear_attn.{part[0]}_conv1d.weight": (part,) for part in _QKV},
+            parts={
+                "attention_norm": "attention_layer_norm.weight",
+                "feed_forward_norm": "feedforward_layer_norm.weight",
+                "attention.forget.log_rate": "linear_attn.A_log",
+                "attention.forget.bias": "linear_attn.dt_bias",
+                "attention.out_norm": "linear_attn.o_norm.weight",
+                "attention.out": "linear_attn.o_proj.weight",
+            },
         ),
         # transformers renames on reading, and writes the norm behind attention under the name of another layer's norm.
-        aliases=((f"{_LAYER}post_attention_layernorm.weight", f"{_LAYER}feedforward_layer_norm.weight"),),
-    ),
+        aliases={"post_attention_layernorm.weight": "feedforward_layer_norm.weight"},
+    )
 }
-"""Names of `transformers`."""
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)
 
@@ -121,9 +109,6 @@ _HEADS = {
     for name, field in (("linear_num_key_heads", "key_heads"), ("linear_num_value_heads", "value_heads"))
 }
 
-huggingface = HuggingFace(
-    model_type="olmo_hybrid",
-    architectures=("OlmoHybridForCausalLM",),
-    **both_ways(Config, attention_keys(_ROPE, {**_HEADS, **_KEYS, **_HEADS})),
+huggingface = huggingface_class(
+    "olmo_hybrid", "OlmoHybridForCausalLM", Config, attention_keys(_ROPE, {**_HEADS, **_KEYS, **_HEADS})
 )
-"""`config.json` of Hugging Face's OLMo Hybrid."""

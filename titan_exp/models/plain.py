@@ -23,10 +23,7 @@ def spec(config: Config) -> None:
 
 
 def model(config: Config, *, seq_len: int, backend: object) -> "nn.Module":
-    """Call the class as `Class(config, **config.options)`.
-
-    Its `forward(tokens, positions, documents)` returns logits. Blocks in a `ModuleDict` named `blocks` are sharded,
-    recomputed and compiled one by one.
-    """
+    """Call the class as `Class(config, **config.options)`. Its `forward(tokens, positions, documents)` returns logits.
+    Blocks in a `ModuleDict` named `blocks` are sharded, recomputed and compiled one by one."""
     call = Call(("config",), (), "model.options", config.options)
     return import_callable(config.architecture, "model.architecture", call)(config, **config.options)

@@ -6,8 +6,7 @@ A head's width is independent of dim / heads, and all weights start with one sta
 from dataclasses import dataclass
 
 from titan_exp.models import family
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import Key, attention_keys, both_ways, rope_keys
+from titan_exp.models.convert.hf_keys import Key, attention_keys, huggingface_class, rope_keys
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.rope import ScaledRope
 from titan_exp.models.spec.transformer import NORMED, TransformerConfig, transformer_layer, transformer_spec
@@ -30,15 +29,12 @@ def spec(config: Config) -> ModelSpec:
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps()
 
-huggingface = HuggingFace(
-    model_type="qwen3",
-    architectures=("Qwen3ForCausalLM",),
-    **both_ways(
-        Config,
-        attention_keys(
-            rope_keys(ScaledRope),
-            {"intermediate_size": Key("ffn_dim"), "attention_bias": False, "use_sliding_window": False},
-        ),
+huggingface = huggingface_class(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    Config,
+    attention_keys(
+        rope_keys(ScaledRope),
+        {"intermediate_size": Key("ffn_dim"), "attention_bias": False, "use_sliding_window": False},
     ),
 )
-"""`config.json` of Hugging Face's Qwen3."""

@@ -7,8 +7,7 @@ the language model; the vision tower and the modules of multi-token prediction i
 from dataclasses import dataclass, replace
 
 from titan_exp.models import family
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import Key, both_ways
+from titan_exp.models.convert.hf_keys import Key, huggingface_class
 from titan_exp.models.qwen3_next import MIXER_NAMES, NAMES, UNREAD, HybridConfig, hybrid_keys, hybrid_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.transformer import TransformerConfig, transformer_layer
@@ -24,17 +23,16 @@ def spec(config: Config) -> ModelSpec:
     return hybrid_spec(config, transformer_layer(config, out_std=config.init_std, attention=config.variant))
 
 
-_MIXER = "model.layers.{}.linear_attn."
 FLAT_NAMES = replace(
     NAMES,
     linear_attention=replace(
         MIXER_NAMES,
-        projections=(
-            (f"{_MIXER}in_proj_qkv.weight", ("query", "key", "value")),
-            (f"{_MIXER}in_proj_z.weight", ("gate",)),
-            (f"{_MIXER}in_proj_b.weight", ("beta",)),
-            (f"{_MIXER}in_proj_a.weight", ("decay",)),
-        ),
+        projections={
+            "linear_attn.in_proj_qkv.weight": ("query", "key", "value"),
+            "linear_attn.in_proj_z.weight": ("gate",),
+            "linear_attn.in_proj_b.weight": ("beta",),
+            "linear_attn.in_proj_a.weight": ("decay",),
+        },
         by_head=False,
     ),
 )
@@ -45,12 +43,12 @@ state_dict_map = family.decoder_maps(STATE_DICTS)
 MULTIMODAL_PREFIXES = {"model.language_model.": "model.", "lm_head.": "lm_head."}
 """Prefixes of the language model's tensors in published files, each with ours."""
 
-huggingface = HuggingFace(
-    model_type="qwen3_5_text",
-    architectures=("Qwen3_5ForCausalLM",),
-    **both_ways(Config, hybrid_keys("qwen3_5_text", {"intermediate_size": Key("ffn_dim")})),
+huggingface = huggingface_class(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    Config,
+    hybrid_keys("qwen3_5_text", {"intermediate_size": Key("ffn_dim")}),
     unread=lambda values: UNREAD,
     multimodal_type="qwen3_5",
     multimodal_prefixes=MULTIMODAL_PREFIXES,
 )
-"""`config.json` of the language model in Hugging Face's Qwen3.5."""

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from titan_exp.models import family, qwen3_next
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import PLAIN_ROUTER, both_ways
+from titan_exp.models.convert.hf_keys import PLAIN_ROUTER, huggingface_class
 from titan_exp.models.qwen3_5 import MULTIMODAL_PREFIXES, STATE_DICTS
 from titan_exp.models.spec.model_spec import ModelSpec
 
@@ -22,18 +21,15 @@ def spec(config: Config) -> ModelSpec:
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)
 
-huggingface = HuggingFace(
-    model_type="qwen3_5_moe_text",
-    architectures=("Qwen3_5MoeForCausalLM",),
-    **both_ways(
-        Config,
-        qwen3_next.hybrid_keys("qwen3_5_moe_text", qwen3_next.EXPERT_KEYS),
-        qwen3_next.EXPERT_FIELDS,
-        router={**PLAIN_ROUTER, "shared_experts": 1, "normalized": True},
-        called="Qwen3.5 with experts",
-    ),
+huggingface = huggingface_class(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    Config,
+    qwen3_next.hybrid_keys("qwen3_5_moe_text", qwen3_next.EXPERT_KEYS),
+    qwen3_next.EXPERT_FIELDS,
+    router={**PLAIN_ROUTER, "shared_experts": 1, "normalized": True},
+    called="Qwen3.5 with experts",
     unread=lambda values: qwen3_next.UNREAD,
     multimodal_type="qwen3_5_moe",
     multimodal_prefixes=MULTIMODAL_PREFIXES,
 )
-"""`config.json` of the language model in Hugging Face's Qwen3.5 with experts."""

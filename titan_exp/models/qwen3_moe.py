@@ -6,17 +6,7 @@ The router chooses by a softmax over all experts and divides the chosen values b
 from dataclasses import dataclass
 
 from titan_exp.models import family
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import (
-    GLOBAL_BALANCE,
-    PLAIN_ROUTER,
-    Key,
-    attention_keys,
-    both_ways,
-    flag,
-    rope_keys,
-    whole,
-)
+from titan_exp.models.convert import hf_keys
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.moe import MoEConfig
 from titan_exp.models.spec.rope import ScaledRope
@@ -44,31 +34,28 @@ state_dict_map = family.decoder_maps()
 
 _KEYS = {
     # Width of a dense layer; there is none.
-    "intermediate_size": Key(write=lambda config: config.moe.ffn_dim * config.moe.active_experts),
-    "moe_intermediate_size": Key("moe.ffn_dim"),
-    "num_experts": Key(
+    "intermediate_size": hf_keys.Key(write=lambda config: config.moe.ffn_dim * config.moe.active_experts),
+    "moe_intermediate_size": hf_keys.Key("moe.ffn_dim"),
+    "num_experts": hf_keys.Key(
         "moe.experts",
         # The former is the name in transformers 5.
-        read=lambda values, _: whole(values.get("num_local_experts") or values["num_experts"]),
+        read=lambda values, _: hf_keys.whole(values.get("num_local_experts") or values["num_experts"]),
     ),
-    "num_experts_per_tok": Key("moe.active_experts"),
-    "norm_topk_prob": Key("moe.normalized", flag, False),
-    "router_aux_loss_coef": Key("moe.balance.coefficient", float, 0.001),
+    "num_experts_per_tok": hf_keys.Key("moe.active_experts"),
+    "norm_topk_prob": hf_keys.Key("moe.normalized", hf_keys.flag, False),
+    "router_aux_loss_coef": hf_keys.Key("moe.balance.coefficient", float, 0.001),
     "attention_bias": False,
     "use_sliding_window": False,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
 
-huggingface = HuggingFace(
-    model_type="qwen3_moe",
-    architectures=("Qwen3MoeForCausalLM",),
-    **both_ways(
-        Config,
-        attention_keys(rope_keys(ScaledRope), _KEYS),
-        {"moe.fp32_router": False} | {f"moe.balance.{name}": value for name, value in GLOBAL_BALANCE.items()},
-        router=PLAIN_ROUTER,
-        called="Qwen3 with experts",
-    ),
+huggingface = hf_keys.huggingface_class(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    Config,
+    hf_keys.attention_keys(hf_keys.rope_keys(ScaledRope), _KEYS),
+    {"moe.fp32_router": False} | {f"moe.balance.{name}": value for name, value in hf_keys.GLOBAL_BALANCE.items()},
+    router=hf_keys.PLAIN_ROUTER,
+    called="Qwen3 with experts",
 )
-"""`config.json` of Hugging Face's Qwen3 with experts."""

@@ -5,24 +5,13 @@ expert. Modules of multi-token prediction in published files are not read.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models import family
-from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, LinearAttentionNames
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.hf_keys import (
-    GLOBAL_BALANCE,
-    PLAIN_ROUTER,
-    Key,
-    Keys,
-    attention_keys,
-    both_ways,
-    flag,
-    rope_keys,
-    whole,
-)
+from titan_exp.models.convert import hf_keys
+from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, LinearAttentionNames, swiglu_names
 from titan_exp.models.spec.linear_attention import LinearAttentionFields, hybrid_layers, with_linear_attention
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 from titan_exp.models.spec.moe import MoEConfig, MoEVariant
@@ -75,29 +64,28 @@ def hybrid_spec(config: HybridConfig, full: LayerSpec) -> ModelSpec:
     )
 
 
-_MIXER = "model.layers.{}.linear_attn."
 MIXER_NAMES = LinearAttentionNames(
-    projections=(
-        (f"{_MIXER}in_proj_qkvz.weight", ("query", "key", "value", "gate")),
-        (f"{_MIXER}in_proj_ba.weight", ("beta", "decay")),
-    ),
+    projections={
+        "linear_attn.in_proj_qkvz.weight": ("query", "key", "value", "gate"),
+        "linear_attn.in_proj_ba.weight": ("beta", "decay"),
+    },
     by_head=True,
-    convolutions=((f"{_MIXER}conv1d.weight", ("query", "key", "value")),),
-    log_rate=f"{_MIXER}A_log",
-    bias=f"{_MIXER}dt_bias",
-    out_norm=f"{_MIXER}norm.weight",
-    out=f"{_MIXER}out_proj.weight",
+    convolutions={"linear_attn.conv1d.weight": ("query", "key", "value")},
+    parts={
+        "attention.forget.log_rate": "linear_attn.A_log",
+        "attention.forget.bias": "linear_attn.dt_bias",
+        "attention.out_norm": "linear_attn.norm.weight",
+        "attention.out": "linear_attn.out_proj.weight",
+    },
 )
 """Names of Gated DeltaNet, whose projections are fused by key head."""
-NAMES = replace(
-    HUGGINGFACE,
-    shared_gate="model.layers.{}.mlp.shared_expert.gate_proj.weight",
-    shared_up="model.layers.{}.mlp.shared_expert.up_proj.weight",
-    shared_down="model.layers.{}.mlp.shared_expert.down_proj.weight",
-    shared_output_gate="model.layers.{}.mlp.shared_expert_gate.weight",
+NAMES = HUGGINGFACE.but(
+    {
+        **swiglu_names("feed_forward.shared", "mlp.shared_expert"),
+        "feed_forward.shared_gate": "mlp.shared_expert_gate.weight",
+    },
     linear_attention=MIXER_NAMES,
 )
-"""Names of `transformers`."""
 STATE_DICTS = {"huggingface": NAMES}
 block, violations = family.block, family.violations
 state_dict_map = family.decoder_maps(STATE_DICTS)
@@ -113,18 +101,18 @@ def interval(values: Mapping[str, Any], default: int = 4) -> int:
     """Interval of layers with softmax attention, from `config.json`."""
     kinds = values.get("layer_types") or []
     found = kinds.index("full_attention") + 1 if "full_attention" in kinds else default
-    return whole(values.get("full_attention_interval") or found)
+    return hf_keys.whole(values.get("full_attention_interval") or found)
 
 
-def mixer_keys(name: str) -> Keys:
+def mixer_keys(name: str) -> hf_keys.Keys:
     """Keys of linear attention for a model_type of this name, in the group `linear_attention`."""
     return {
-        "linear_conv_kernel_dim": Key("linear_attention.taps", default=4),
-        "linear_key_head_dim": Key("linear_attention.key_dim", default=128),
-        "linear_value_head_dim": Key("linear_attention.value_dim", default=128),
-        "linear_num_key_heads": Key("linear_attention.key_heads", default=16),
-        "linear_num_value_heads": Key("linear_attention.value_heads", default=32),
-        "layer_types": Key(
+        "linear_conv_kernel_dim": hf_keys.Key("linear_attention.taps", default=4),
+        "linear_key_head_dim": hf_keys.Key("linear_attention.key_dim", default=128),
+        "linear_value_head_dim": hf_keys.Key("linear_attention.value_dim", default=128),
+        "linear_num_key_heads": hf_keys.Key("linear_attention.key_heads", default=16),
+        "linear_num_value_heads": hf_keys.Key("linear_attention.value_heads", default=32),
+        "layer_types": hf_keys.Key(
             "linear_attention.full_every",
             read=lambda values, _: interval(values),
             write=lambda config: config.linear_attention.kinds(config.layers),
@@ -134,60 +122,60 @@ def mixer_keys(name: str) -> Keys:
     }
 
 
-def hybrid_keys(name: str, keys: Keys) -> Keys:
+def hybrid_keys(name: str, keys: hf_keys.Keys) -> hf_keys.Keys:
     """Keys of a Qwen with linear attention for a model_type of this name, around `keys`."""
-    rotary = Key(
+    rotary = hf_keys.Key(
         "rotary_dim",
-        read=lambda values, fields: whole(fields["head_dim"] * rotated_share(values)),
+        read=lambda values, fields: hf_keys.whole(fields["head_dim"] * rotated_share(values)),
         write=lambda config: config.rotary_dim / config.head_dim,
     )
     own = {
         "partial_rotary_factor": rotary,
-        "full_attention_interval": Key(write=lambda config: config.linear_attention.full_every),
+        "full_attention_interval": hf_keys.Key(write=lambda config: config.linear_attention.full_every),
         **mixer_keys(name),
         "attention_bias": False,
     }
-    return {**attention_keys(rope_keys(ScaledRope), own | dict(keys)), "head_dim": Key("head_dim", default=256)}
+    return {
+        **hf_keys.attention_keys(hf_keys.rope_keys(ScaledRope), own | dict(keys)),
+        "head_dim": hf_keys.Key("head_dim", default=256),
+    }
 
 
-EXPERT_KEYS: Keys = {
-    "moe_intermediate_size": Key("moe.ffn_dim"),
-    "shared_expert_intermediate_size": Key(
+EXPERT_KEYS: hf_keys.Keys = {
+    "moe_intermediate_size": hf_keys.Key("moe.ffn_dim"),
+    "shared_expert_intermediate_size": hf_keys.Key(
         write=lambda config: config.moe.ffn_dim,
         refusal="shared_expert_intermediate_size={value!r}, but our shared expert is as wide as the others.",
     ),
-    "num_experts": Key("moe.experts"),
-    "num_experts_per_tok": Key("moe.active_experts"),
-    "router_aux_loss_coef": Key("moe.balance.coefficient", float, 0.001),
+    "num_experts": hf_keys.Key("moe.experts"),
+    "num_experts_per_tok": hf_keys.Key("moe.active_experts"),
+    "router_aux_loss_coef": hf_keys.Key("moe.balance.coefficient", float, 0.001),
 }
 """Keys of experts, one of which is shared."""
 EXPERT_FIELDS: Mapping[str, Any] = {
     "moe.fp32_router": False,
-    **{f"moe.balance.{key}": value for key, value in GLOBAL_BALANCE.items()},
+    **{f"moe.balance.{key}": value for key, value in hf_keys.GLOBAL_BALANCE.items()},
 }
 """Fields of experts that have no keys in the file."""
 UNREAD = ("mtp.",)
 """Prefixes of tensors that we do not read: modules of multi-token prediction."""
 
-huggingface = HuggingFace(
-    model_type="qwen3_next",
-    architectures=("Qwen3NextForCausalLM",),
-    **both_ways(
-        Config,
-        hybrid_keys(
-            "qwen3_next",
-            {
-                "intermediate_size": Key(write=lambda config: config.moe.ffn_dim * config.moe.active_experts),
-                **EXPERT_KEYS,
-                "norm_topk_prob": Key("moe.normalized", flag, True),
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [],
-            },
-        ),
-        EXPERT_FIELDS,
-        router={**PLAIN_ROUTER, "shared_experts": 1},
-        called="Qwen3-Next",
+huggingface = hf_keys.huggingface_class(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    Config,
+    hybrid_keys(
+        "qwen3_next",
+        {
+            "intermediate_size": hf_keys.Key(write=lambda config: config.moe.ffn_dim * config.moe.active_experts),
+            **EXPERT_KEYS,
+            "norm_topk_prob": hf_keys.Key("moe.normalized", hf_keys.flag, True),
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
     ),
+    EXPERT_FIELDS,
+    router={**hf_keys.PLAIN_ROUTER, "shared_experts": 1},
+    called="Qwen3-Next",
     unread=lambda values: UNREAD,
 )
-"""`config.json` of Hugging Face's Qwen3-Next."""

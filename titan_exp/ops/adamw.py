@@ -34,12 +34,9 @@ def adamw_update(
     factor: Tensor | None = None,
     copy: Tensor | None = None,
 ) -> None:
-    """Update a weight and its moments in place, on CUDA.
-
-    The weight is dense in memory; the moments and `copy` have its strides, and each has its own float dtype. `rates` is
-    a row of `bias_rates`, `decay` is learning rate times weight decay, and `factor` is an fp32 scalar that scales the
-    gradient. `copy` receives the new weight in its own dtype.
-    """
+    """Update a weight and its moments in place, on CUDA. The weight is dense in memory; the moments and `copy` have its
+    strides, and each has its own float dtype. `rates` is a row of `bias_rates`, `decay` is learning rate times weight
+    decay, and `factor` is an fp32 scalar that scales the gradient. `copy` receives the new weight in its own dtype."""
     if weight.numel() == 0:  # an empty shard of an unevenly sharded parameter
         return
     if isinstance(weight, FakeTensor):
@@ -50,7 +47,7 @@ def adamw_update(
         gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
     buffers = [tensor for tensor in (first, second, copy) if tensor is not None]
     assert all(tensor.stride() == weight.stride() for tensor in buffers), "moments and copy have the weight's strides"
-    adamw_kernel[(-(-weight.numel() // BLOCK),)](
+    pointers = (
         weight,
         gradient,
         first,
@@ -58,17 +55,10 @@ def adamw_update(
         weight if copy is None else copy,
         rates if factor is None else factor,
         rates,
-        1 - decay,
-        betas[0],
-        1 - betas[0],
-        betas[1],
-        1 - betas[1],
-        eps,
-        weight.numel(),
-        has_factor=factor is not None,
-        has_copy=copy is not None,
-        block=BLOCK,
     )
+    numbers = 1 - decay, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps, weight.numel()
+    options = {"has_factor": factor is not None, "has_copy": copy is not None, "block": BLOCK}
+    adamw_kernel[(-(-weight.numel() // BLOCK),)](*pointers, *numbers, **options)
 
 
 @jit

@@ -12,16 +12,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 
-def operator(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operator(
+    name: str, *, fake: Callable[..., Any] | None = None, mutates_args: Iterable[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Custom operator `titan_exp::name` without a gradient, for calls by autograd functions. Compilers, the planner and
     selective recomputation look at operators. If none of them is active, the function is called directly, since the
-    dispatcher takes longer than a small kernel. The first argument is a tensor."""
+    dispatcher takes longer than a small kernel. The first argument is a tensor; `fake` makes results without data."""
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         defined: Any = torch.library.custom_op(f"titan_exp::{name}", mutates_args=tuple(mutates_args))(function)
+        if fake is not None:
+            defined.register_fake(fake)
 
         def call(first: Tensor, *others: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling() or torch.is_grad_enabled() or _is_looked_at(first):
+            is_looked_at = torch.compiler.is_compiling() or torch.is_grad_enabled()
+            is_looked_at = is_looked_at or torch._C._len_torch_dispatch_stack() > 0
+            if is_looked_at or isinstance(first, FakeTensor) or first.is_meta:
                 return defined(first, *others, **options)
             return function(first, *others, **options)
 
@@ -30,16 +36,10 @@ def operator(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Callab
     return define
 
 
-def _is_looked_at(tensor: Tensor) -> bool:
-    return torch._C._len_torch_dispatch_stack() > 0 or isinstance(tensor, FakeTensor) or tensor.is_meta
-
-
 def needs_input_grad(context: Any, count: int = 2) -> tuple[bool, ...]:
     """True for each of an operator's first `count` inputs whose gradient this backward pass needs. Call it in backward.
-
     Zero-bubble schedules ask for dX and dW separately, while `ctx.needs_input_grad` covers all backward passes. A
-    compiled graph computes both.
-    """
+    compiled graph computes both."""
     needed_ever = context.needs_input_grad[:count]
     if torch.compiler.is_compiling():
         return needed_ever
@@ -56,10 +56,8 @@ def _will_run(node: Any) -> bool:
 
 
 def in_type(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert the output of an autograd function to `dtype`; returns the output itself if it has the dtype.
-
-    torch 2.11's compiler passes a zero gradient after an operator that does nothing.
-    """
+    """Convert the output of an autograd function to `dtype`; returns the output itself if it has the dtype. torch
+    2.11's compiler passes a zero gradient after an operator that does nothing."""
     return out if out.dtype == dtype else out.to(dtype)
 
 
@@ -69,12 +67,9 @@ def dense(out: Tensor) -> Tensor:
 
 
 def keep_unsaved(context: Any, *tensors: Tensor | None) -> None:
-    """Keep tensors for backward beside autograd's saved tensors.
-
-    Activation checkpointing recomputes a block up to its last saved tensor, so an operator at the end of a block that
-    keeps its tensors here needs no recomputation. Recomputable activations must not be kept here, since their memory is
-    held until backward.
-    """
+    """Keep tensors for backward beside autograd's saved tensors. Activation checkpointing recomputes a block up to its
+    last saved tensor, so an operator at the end of a block that keeps its tensors here needs no recomputation.
+    Recomputable activations must not be kept here, since their memory is held until backward."""
     context.unsaved = tensors
 
 
@@ -165,11 +160,8 @@ def embedding_rows(
     ids: Int[Tensor, "*any"], weight: Float[Tensor, "rows dim"], dtype: torch.dtype | None = None
 ) -> Float[Tensor, "*any dim"]:
     """Look up rows of this rank's shard of `weight`, rounded to `dtype`; None means the weight's. Only these rows are
-    rounded.
-
-    The result has the bits of a rounded weight's rows. The gradient has `dtype`, too, so `weight.grad_dtype` must allow
-    it.
-    """
+    rounded. The result has the bits of a rounded weight's rows. The gradient has `dtype`, too, so `weight.grad_dtype`
+    must allow it."""
     if dtype is None or weight.dtype == dtype:
         return F.embedding(ids, local_tensor(weight))
     return _RoundedRows.apply(weight, ids, dtype)

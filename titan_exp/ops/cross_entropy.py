@@ -14,6 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from titan_exp.ops.autograd import needs_input_grad
 from titan_exp.ops.triton_kernels import jit, rounded, runs_kernel, tl
 
+Logits = Float[Tensor, "tokens vocab"]
+Tokens = Float[Tensor, " tokens"]
+Labels = Int[Tensor, " tokens"]
+
 IGNORE_INDEX = -100
 """Label of a position without a target."""
 BLOCK, WARPS = 4096, 8
@@ -54,11 +58,9 @@ def loss_sum(
     z_loss: float = 0.0,
     shard: VocabShard | None = None,
 ) -> LossSum:
-    """Cross-entropy plus `z_loss` · log(Z)², Z being the softmax denominator (Chowdhery et al. 2022).
-
-    The z-loss keeps logits close to normalized in bf16. Labels are ids of the whole vocabulary. Logits are those of
-    `shard`, or of all ids if it is None. All ranks with shards call this together.
-    """
+    """Cross-entropy plus `z_loss` · log(Z)², Z being the softmax denominator (Chowdhery et al. 2022). The z-loss keeps
+    logits close to normalized in bf16. Labels are ids of the whole vocabulary. Logits are those of `shard`, or of all
+    ids if it is None. All ranks with shards call this together."""
     if shard is not None or has_row_kernels(logits):
         objective, cross_entropy, z = _LogitsLoss.apply(logits.flatten(0, 1), labels.flatten(), z_loss, shard)
         return LossSum(objective, cross_entropy, z if z_loss else None)
@@ -71,19 +73,17 @@ def loss_sum(
 
 
 def write_logits_gradient(  # noqa: PLR0917  # compiled functions take positional arguments
-    logits: Float[Tensor, "tokens vocab"],
-    log_z: Float[Tensor, " tokens"],
-    labels: Int[Tensor, " tokens"],
+    logits: Logits,
+    log_z: Tokens,
+    labels: Labels,
     z_loss: float,
     shard: VocabShard | None,
     scale: Float[Tensor, ""] | None = None,
-    out: Float[Tensor, "tokens vocab"] | None = None,
+    out: Logits | None = None,
 ) -> None:
-    """Overwrite the logits, or `out`, by `scale` times the gradient of the summed loss, computed in fp32.
-
-    The gradient is p - onehot, plus 2 · z_loss · log Z · p. One kernel, Triton's or the compiler's, reads and writes
-    the logits in their own dtype; only a CPU makes the gradient in fp32.
-    """
+    """Overwrite the logits, or `out`, by `scale` times the gradient of the summed loss, computed in fp32. The gradient
+    is p - onehot, plus 2 · z_loss · log Z · p. One kernel, Triton's or the compiler's, reads and writes the logits in
+    their own dtype; only a CPU makes the gradient in fp32."""
     out = logits if out is None else out
     predicted = labels != IGNORE_INDEX
     factor = predicted.float() if scale is None else predicted * scale
@@ -126,13 +126,9 @@ class _LogitsLoss(torch.autograd.Function):
 
 
 @torch.no_grad()
-def log_normalizer_and_target(
-    logits: Float[Tensor, "tokens vocab"], target: Int[Tensor, " tokens"], shard: VocabShard | None
-) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """Log of the softmax denominator over the whole vocabulary, and the target's logit, in fp32.
-
-    `logits` are the shard's, or the whole vocabulary's if `shard` is None; `target` are ids of the whole vocabulary.
-    """
+def log_normalizer_and_target(logits: Logits, target: Labels, shard: VocabShard | None) -> tuple[Tokens, Tokens]:
+    """Log of the softmax denominator over the whole vocabulary, and the target's logit, in fp32. `logits` are the
+    shard's, or the whole vocabulary's if `shard` is None; `target` are ids of the whole vocabulary."""
     if has_row_kernels(logits):
         statistics = row_statistics(logits, target, None if shard is None else shard.first)
         max_logit, denominator, chosen = statistics
@@ -153,9 +149,7 @@ def log_normalizer_and_target(
     return max_logit + denominator.log(), chosen
 
 
-def locate(
-    target: Int[Tensor, " tokens"], shard: VocabShard | None, columns: int
-) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]]:
+def locate(target: Labels, shard: VocabShard | None, columns: int) -> tuple[Labels, Labels]:
     """Column of each target in this shard of `columns` columns, and 1; for targets in other shards, any column and
     0."""
     if shard is None:
@@ -170,64 +164,32 @@ def has_row_kernels(logits: Tensor) -> bool:
     return runs_kernel(logits) and logits.stride(-1) == 1
 
 
-def row_statistics(
-    logits: Float[Tensor, "tokens vocab"], target: Int[Tensor, " tokens"], first: int | None
-) -> Float[Tensor, "3 tokens"]:
-    """Maximum of each row, sum of exponentials relative to it, and the target's logit, in fp32.
-
-    `first` is the first token id of a vocabulary shard; targets in other shards get 0. For the whole vocabulary it is
-    None, and a target outside gets NaN.
-    """
+def row_statistics(logits: Logits, target: Labels, first: int | None) -> Float[Tensor, "3 tokens"]:
+    """Maximum of each row, sum of exponentials relative to it, and the target's logit, in fp32. `first` is the first
+    token id of a vocabulary shard; targets in other shards get 0. For the whole vocabulary it is None, and a target
+    outside gets NaN."""
     statistics = logits.new_empty(3, logits.shape[0], dtype=torch.float32)
     if isinstance(logits, FakeTensor):
         # Fake tensors have no values; the planner sees one call, and the bytes that the kernel reads and writes.
         torch.sum(logits, -1, dtype=torch.float32, out=statistics[0])
         return statistics
-    row_statistics_kernel[(logits.shape[0],)](
-        logits,
-        target,
-        *statistics,
-        logits.stride(0),
-        logits.shape[1],
-        first or 0,
-        math.nan if first is None else 0.0,
-        block=BLOCK,
-        num_warps=WARPS,
-    )
+    sizes, absent = (logits.stride(0), logits.shape[1], first or 0), math.nan if first is None else 0.0
+    kernel = row_statistics_kernel[(logits.shape[0],)]
+    kernel(logits, target, *statistics, *sizes, absent, block=BLOCK, num_warps=WARPS)
     return statistics
 
 
 def write_row_gradient(
-    logits: Float[Tensor, "tokens vocab"],
-    log_z: Float[Tensor, " tokens"],
-    labels: Int[Tensor, " tokens"],
-    factor: Float[Tensor, " tokens"],
-    *,
-    z_loss: float,
-    first: int,
-    out: Float[Tensor, "tokens vocab"],
+    logits: Logits, log_z: Tokens, labels: Labels, factor: Tokens, *, z_loss: float, first: int, out: Logits
 ) -> None:
     """Write the gradient of cross-entropy plus z-loss, times a factor per token, to `out`, which may be the logits.
-
-    `log_z` and `factor` are in fp32. Labels outside the shard that starts at the token id `first` match no column.
-    """
+    `log_z` and `factor` are in fp32. Labels outside the shard that starts at the token id `first` match no column."""
     if isinstance(logits, FakeTensor):
         torch.mul(logits, factor[:, None], out=out)  # as above
         return
-    logits_gradient_kernel[(logits.shape[0],)](
-        logits,
-        out,
-        log_z,
-        labels,
-        factor,
-        logits.stride(0),
-        out.stride(0),
-        logits.shape[1],
-        first,
-        z_loss,
-        block=BLOCK,
-        num_warps=WARPS,
-    )
+    sizes = logits.stride(0), out.stride(0), logits.shape[1], first
+    kernel = logits_gradient_kernel[(logits.shape[0],)]
+    kernel(logits, out, log_z, labels, factor, *sizes, z_loss, block=BLOCK, num_warps=WARPS)
 
 
 @jit
@@ -324,7 +286,6 @@ class ChunkLoss(NamedTuple):
     """Loss of a chunk's logits, summed over tokens in fp32."""
 
     cross_entropy: Tensor
-    """Cross-entropy."""
     z: Tensor
     """Z-loss; 0 without a coefficient."""
     log_z: Tensor
@@ -332,7 +293,7 @@ class ChunkLoss(NamedTuple):
 
 
 def chunk_loss(  # compiled functions take positional arguments
-    logits: Float[Tensor, "tokens vocab"], labels: Int[Tensor, " tokens"], z_loss: float, shard: VocabShard | None
+    logits: Logits, labels: Labels, z_loss: float, shard: VocabShard | None
 ) -> ChunkLoss:
     """Loss of a chunk of logits: all computation between the head's matmul and the logits' gradient."""
     predicted = labels != IGNORE_INDEX
@@ -347,12 +308,9 @@ class ChunkFunctions(NamedTuple):
     """Functions between the head's matmuls; by default they are not compiled."""
 
     loss: Callable[..., ChunkLoss] = chunk_loss
-    """`chunk_loss`."""
     write_gradient: Callable[..., None] = write_logits_gradient
-    """`write_logits_gradient`."""
 
     def compiled(self, compile_: Callable[..., Any]) -> "ChunkFunctions":
-        """Return the same functions, compiled."""
         return ChunkFunctions(compile_(chunk_loss), compile_(write_logits_gradient))
 
 

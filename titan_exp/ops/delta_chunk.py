@@ -84,10 +84,8 @@ def read_chunk(  # noqa: PLR0917  # as the operator
 
 
 def write(chunk: Chunk, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores, what the rows read from the state before the chunk, the values that are new to it, and the writes.
-
-    Scores are [batch, heads, 1 or 2, chunk, chunk], the others [batch, heads, (1 or 2,) chunk, columns].
-    """
+    """Scores, what the rows read from the state before the chunk, the values that are new to it, and the writes. Scores
+    are [batch, heads, 1 or 2, chunk, chunk], the others [batch, heads, (1 or 2,) chunk, columns]."""
     scores, reading = _scores(chunk), _times(chunk.read, state)
     missing = chunk.values - reading[:, :, 0]
     lower = chunk.beta * scores[:, :, 0]
@@ -104,9 +102,7 @@ def chunk_backward(
     chunk: Chunk, state: Tensor, out_grad: Tensor | None, state_grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of rows, of keys as they are written, of values, log decays, strengths and the state before a chunk.
-
-    `out_grad` is None for a chunk without queries; `state_grad` is the gradient of the state after the chunk.
-    """
+    `out_grad` is None for a chunk without queries; `state_grad` is the gradient of the state after the chunk."""
     scores, _, missing, written = write(chunk, state)
     of_written = (chunk.key * chunk.out) @ state_grad
     if out_grad is not None:
@@ -138,11 +134,9 @@ def chunk_backward(
 
 
 def _scores(chunk: Chunk) -> Tensor:
-    """Products of each row with the keys that it sees, decayed in between [batch, heads, 1 or 2, chunk, chunk].
-
-    One channel of decays is a factor of the products. With K, a decay is part of each product: it is computed pair by
-    pair within a block, and through the first token of the block from earlier tokens, in two factors of at most 1.
-    """
+    """Products of each row with the keys that it sees, decayed in between [batch, heads, 1 or 2, chunk, chunk]. One
+    channel of decays is a factor of the products. With K, a decay is part of each product: it is computed pair by pair
+    within a block, and through the first token of the block from earlier tokens, in two factors of at most 1."""
     rows, key, decay = chunk.rows, chunk.key, chunk.decay
     if decay.shape[-1] == 1:
         return _times(rows, key.mT) * (_pair_decays(decay)[..., 0] * chunk.visible)[:, :, None]

@@ -43,26 +43,14 @@ def dual_amax(matrix: Tensor) -> Tensor:
 @torch.library.custom_op("titan_exp::dual_cast", mutates_args=())
 def dual_cast(matrix: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Multiply a contiguous matrix [height, width] by its scales and cast it, as it is and transposed, saturating.
-
     `row_scales`, fp32 [height, 1], apply to the plain result, `column_scales` [1, width] to the transposed one; a
-    scalar given twice applies to both.
-    """
+    scalar given twice applies to both."""
     rows, transposed = _empty_cast(matrix, row_scales, column_scales, dtype)
     if isinstance(matrix, FakeTensor):
         return rows, transposed
     height, width = matrix.shape
-    cast_kernel[_grid(matrix)](
-        matrix,
-        row_scales,
-        column_scales,
-        rows,
-        transposed,
-        height,
-        width,
-        torch.finfo(dtype).max,
-        per_tensor=row_scales.dim() == 0,
-        side=SIDE,
-    )
+    tensors, largest = (matrix, row_scales, column_scales, rows, transposed), torch.finfo(dtype).max
+    cast_kernel[_grid(matrix)](*tensors, height, width, largest, per_tensor=row_scales.dim() == 0, side=SIDE)
     return rows, transposed
 
 
@@ -107,9 +95,7 @@ def cast_weights(
     dtype: torch.dtype,
 ) -> None:
     """Round contiguous matrices of one dtype to `dtype`, scale and cast them to float8, into `rows` and `transposed`.
-
-    Scales are fp32: one per row or column, or scalars, the same way for all matrices. CUDA only.
-    """
+    Scales are fp32: one per row or column, or scalars, the same way for all matrices. CUDA only."""
     if isinstance(weights[0], FakeTensor):
         # As above; the kernel reads the weights once and writes both layouts.
         torch._foreach_copy_(list(rows), list(weights))
@@ -142,10 +128,7 @@ def _table(
     addresses: tuple[tuple[int, ...], ...], shapes: tuple[tuple[int, ...], ...], device: torch.device
 ) -> tuple[Tensor, Tensor, int]:
     """Tables for a launch: the first tile of each matrix, padded to a power of two; addresses and shapes by matrix; the
-    number of tiles.
-
-    It is cached, because weights stay in place and a copy to the device could wait for the device.
-    """
+    number of tiles. It is cached, because weights stay in place and a copy to the device could wait for the device."""
     starts = [0]
     for height, width in shapes:
         starts.append(starts[-1] + -(-height // SIDE) * -(-width // SIDE))
@@ -158,9 +141,7 @@ def _table(
 @torch.library.custom_op("titan_exp::cast_tokens", mutates_args=())
 def cast_tokens(x: Tensor, inverse: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
     """Cast `x` [tokens, dim] to e4m3 in the rows of a `PaddedOrder`; returns rows and their fp32 scales, powers of two.
-
-    For finite tokens, the bits equal those of torchao's rowwise cast of the permuted and padded tokens.
-    """
+    For finite tokens, the bits equal those of torchao's rowwise cast of the permuted and padded tokens."""
     rows, scales = _empty_rows(x, inverse, padding)
     # These are the bits of zeros.
     rows.view(torch.uint8).index_fill_(0, padding, 0)
@@ -210,16 +191,8 @@ def weights_amax_kernel(
     height, width = tl.load(entry + 3), tl.multiple_of(tl.load(entry + 4), 16)
     across = tl.cdiv(width, side)
     row, column = _indices(tile // across, tile % across, side)
-    matrix = _pointer(entry, source.dtype)
-    _reduce_tile(
-        matrix,
-        _pointer(entry + 1, tl.pointer_type(tl.int32)),
-        _pointer(entry + 2, tl.pointer_type(tl.int32)),
-        row,
-        column,
-        height,
-        width,
-    )
+    matrix, bits = _pointer(entry, source.dtype), tl.pointer_type(tl.int32)
+    _reduce_tile(matrix, _pointer(entry + 1, bits), _pointer(entry + 2, bits), row, column, height, width)
 
 
 @jit

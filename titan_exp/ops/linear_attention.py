@@ -21,6 +21,16 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.torch_features import LINEAR_ATTENTION_BACKEND, has_fla
 from titan_exp.ops.delta_chunk import chunk_backward, read_chunk, state_after, write
 
+Keys = Float[Tensor, "batch seq key_heads K"]
+Values = Float[Tensor, "batch seq value_heads V"]
+Decays = Float[Tensor, "batch seq value_heads *K"]
+Strengths = Float[Tensor, "batch seq value_heads"]
+Documents = Int[Tensor, "batch seq"]
+State = Float[Tensor, "batch value_heads K V"]
+Channels = Float[Tensor, "batch seq channels"]
+Taps = Float[Tensor, "channels taps"]
+Before = Float[Tensor, "batch taps_minus_1 channels"]
+
 LinearAttentionBackend = Literal["fla", "torch"]
 
 CHUNK = 64
@@ -31,11 +41,8 @@ TRACED_CHUNKS = 8
 
 def choose_linear_attention_backend(requested: str, device: torch.device) -> LinearAttentionBackend:
     """Choose the kernels of linear attention; `auto` means those of the package fla-core on CUDA if it is installed,
-    and torch's operators elsewhere.
-
-    Raises:
-        UserError: fla is requested, and is not installed or the device is not a GPU.
-    """
+    and torch's operators elsewhere. Raises UserError if fla is requested, and is not installed or the device is not a
+    GPU."""
     runs = device.type == "cuda" and has_fla()
     if requested == "fla" and not runs:
         reason, first = "Python finds no module fla", "type pip install 'fla-core[cuda]', or "
@@ -47,18 +54,18 @@ def choose_linear_attention_backend(requested: str, device: torch.device) -> Lin
 
 
 def gated_delta(  # noqa: PLR0917  # the arguments of the rule
-    q: Float[Tensor, "batch seq key_heads K"],
-    k: Float[Tensor, "batch seq key_heads K"],
-    v: Float[Tensor, "batch seq value_heads V"],
-    g: Float[Tensor, "batch seq value_heads *K"],
-    beta: Float[Tensor, "batch seq value_heads"],
-    documents: Int[Tensor, "batch seq"] | None,
+    q: Keys,
+    k: Keys,
+    v: Values,
+    g: Decays,
+    beta: Strengths,
+    documents: Documents | None,
     *,
-    state: Float[Tensor, "batch value_heads K V"] | None = None,
+    state: State | None = None,
     carry: Int[Tensor, " batch"] | None = None,
     chunk: int = CHUNK,
     backend: LinearAttentionBackend = "torch",
-) -> tuple[Float[Tensor, "batch seq value_heads V"], Float[Tensor, "batch value_heads K V"]]:
+) -> tuple[Values, State]:
     """Outputs of a segment of tokens in the dtype of `v`, and the state after it, in fp32 or fp64.
 
     The caller normalizes queries and keys and scales queries. Key head j serves value heads j · r to j · r + r - 1. `g`
@@ -73,20 +80,18 @@ def gated_delta(  # noqa: PLR0917  # the arguments of the rule
 
 
 def transition(
-    k: Float[Tensor, "batch seq key_heads K"],
-    v: Float[Tensor, "batch seq value_heads V"],
-    g: Float[Tensor, "batch seq value_heads *K"],
-    beta: Float[Tensor, "batch seq value_heads"],
-    documents: Int[Tensor, "batch seq"] | None,
+    k: Keys,
+    v: Values,
+    g: Decays,
+    beta: Strengths,
+    documents: Documents | None,
     *,
     carry: Int[Tensor, " batch"] | None = None,
     chunk: int = CHUNK,
     backend: LinearAttentionBackend = "torch",
 ) -> Float[Tensor, "batch value_heads K V_plus_K"]:
-    """Affine map [B | A] of the state over a segment: the state after it is A · S + B, if it was S before.
-
-    Arguments are those of `gated_delta`. The map (A, B) and then (C, D) is the map (C · A, C · B + D).
-    """
+    """Affine map [B | A] of the state over a segment: the state after it is A · S + B, if it was S before. Arguments
+    are those of `gated_delta`. The map (A, B) and then (C, D) is the map (C · A, C · B + D)."""
     batch, _, heads, width = v.shape
     identity = torch.eye(k.shape[-1], dtype=_wide(v.dtype), device=v.device)
     # Columns of a state do not mix. Those beyond the values start as the identity, and no value is written to them.
@@ -100,8 +105,8 @@ def gated_delta_step(  # noqa: PLR0917  # as of `gated_delta`
     v: Float[Tensor, "batch value_heads V"],
     g: Float[Tensor, "batch value_heads *K"],
     beta: Float[Tensor, "batch value_heads"],
-    state: Float[Tensor, "batch value_heads K V"],
-) -> tuple[Float[Tensor, "batch value_heads V"], Float[Tensor, "batch value_heads K V"]]:
+    state: State,
+) -> tuple[Float[Tensor, "batch value_heads V"], State]:
     """`gated_delta` of one token, for generation: its output, and the state after it."""
     times = v.shape[1] // k.shape[1]
     query, key = (heads.to(state.dtype).repeat_interleave(times, 1)[:, :, None] for heads in (q, k))
@@ -128,77 +133,49 @@ class GatedDeltaCore(nn.Module):
         self.chunk = chunk
 
     def forward(  # noqa: PLR0917  # as of `gated_delta`
-        self,
-        q: Float[Tensor, "batch seq key_heads K"],
-        k: Float[Tensor, "batch seq key_heads K"],
-        v: Float[Tensor, "batch seq value_heads V"],
-        g: Float[Tensor, "batch seq value_heads *K"],
-        beta: Float[Tensor, "batch seq value_heads"],
-        documents: Int[Tensor, "batch seq"] | None,
-    ) -> Float[Tensor, "batch seq value_heads V"]:
-        """Outputs of `gated_delta` from a zero state."""
+        self, q: Keys, k: Keys, v: Values, g: Decays, beta: Strengths, documents: Documents | None
+    ) -> Values:
         return gated_delta(q, k, v, g, beta, documents, chunk=self.chunk, backend=self.backend)[0]
 
 
 class ShortConvolutionCore(nn.Module):
     """Short convolution without its weight. It is a module, so that context parallelism can replace it."""
 
-    def __init__(self, *, silu: bool = True) -> None:
-        super().__init__()
-        self.silu = silu
-
-    def forward(
-        self,
-        x: Float[Tensor, "batch seq channels"],
-        weight: Float[Tensor, "channels taps"],
-        documents: Int[Tensor, "batch seq"] | None,
-    ) -> Float[Tensor, "batch seq channels"]:
-        """`short_convolution` with zeros before the sequence."""
-        return short_convolution(x, weight, documents, silu=self.silu)
+    def forward(self, x: Channels, weight: Taps, documents: Documents | None) -> Channels:
+        return short_convolution(x, weight, documents)
 
 
 def short_convolution(
-    x: Float[Tensor, "batch seq channels"],
-    weight: Float[Tensor, "channels taps"],
-    documents: Int[Tensor, "batch seq"] | None,
-    before: Float[Tensor, "batch taps_minus_1 channels"] | None = None,
+    x: Channels,
+    weight: Taps,
+    documents: Documents | None,
+    before: Before | None = None,
     before_documents: Int[Tensor, "batch taps_minus_1"] | None = None,
-    *,
-    silu: bool = True,
-) -> Float[Tensor, "batch seq channels"]:
+) -> Channels:
     """Causal convolution of each channel by itself within documents, then SiLU; the last tap is the token's own.
-
     `before` are the inputs in front of the sequence, zeros if None, and `before_documents` their documents, -1 for
-    none. Sums are in fp32 or fp64. Backward keeps the input alone.
-    """
+    none. Sums are in fp32 or fp64. Backward keeps the input alone."""
     reach = weight.shape[1] - 1
     links = None
     if documents is not None and reach:
         if before_documents is None:
             before_documents = documents[:, :1].expand(-1, reach)
         ids = torch.cat((before_documents, documents), dim=1)
-        runs = (ids[:, 1:] != ids[:, :-1]).cumsum(1)
-        runs = F.pad(runs, (1, 0))
-        seq = documents.shape[1]
+        runs, seq = F.pad((ids[:, 1:] != ids[:, :-1]).cumsum(1), (1, 0)), documents.shape[1]
         links = torch.stack(
             [runs[:, reach:] == runs[:, reach - tap : reach - tap + seq] for tap in range(1, reach + 1)]
         )
     if torch.compiler.is_compiling():
         # A compiler derives the same backward pass and fuses it.
-        out = _convolve(_padded(x, before, reach), weight, links)
-        return (F.silu(out) if silu else out).to(x.dtype)
-    return _ShortConvolution.apply(x, weight, before, links, silu)  # type: ignore[return-value]  # a Tensor
+        return F.silu(_convolve(_padded(x, before, reach), weight, links)).to(x.dtype)
+    return _ShortConvolution.apply(x, weight, before, links)  # type: ignore[return-value]  # a Tensor
 
 
 def short_convolution_step(
-    x: Float[Tensor, "batch channels"],
-    weight: Float[Tensor, "channels taps"],
-    window: Float[Tensor, "batch taps_minus_1 channels"],
-    *,
-    silu: bool = True,
-) -> tuple[Float[Tensor, "batch channels"], Float[Tensor, "batch taps_minus_1 channels"]]:
+    x: Float[Tensor, "batch channels"], weight: Taps, window: Before
+) -> tuple[Float[Tensor, "batch channels"], Before]:
     """`short_convolution` of one token, for generation: its output, and the last inputs for the next token."""
-    out = short_convolution(x[:, None], weight, None, window, silu=silu)[:, 0]
+    out = short_convolution(x[:, None], weight, None, window)[:, 0]
     return out, torch.cat((window, x[:, None]), dim=1)[:, 1:]
 
 
@@ -208,12 +185,15 @@ def _padded(x: Tensor, before: Tensor | None, reach: int) -> Tensor:
 
 
 def _taps(padded: Tensor, weight: Tensor, links: Bool[Tensor, "reach batch seq"] | None) -> Any:
-    """Yield for each distance to an earlier token its weights [channels], the slice of the padded input, and the mask
+    """Yield for each distance to an earlier token the column of its weights, the slice of padded input, and the mask
     of tokens of one document [batch, seq, 1]."""
-    reach = weight.shape[1] - 1
-    for tap in range(reach + 1):
-        linked = None if links is None or tap == 0 else links[tap - 1][..., None]
-        yield reach - tap, slice(reach - tap, padded.shape[1] - tap), linked
+    for column in reversed(range(reach := weight.shape[1])):
+        tap = reach - 1 - column
+        yield (
+            column,
+            slice(column, padded.shape[1] - tap),
+            None if links is None or not tap else links[tap - 1][..., None],
+        )
 
 
 def _convolve(padded: Tensor, weight: Tensor, links: Tensor | None) -> Tensor:
@@ -228,27 +208,23 @@ def _convolve(padded: Tensor, weight: Tensor, links: Tensor | None) -> Tensor:
 
 class _ShortConvolution(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0917  # autograd functions take positional arguments
-        ctx: Any, x: Tensor, weight: Tensor, before: Tensor | None, links: Tensor | None, silu: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, before: Tensor | None, links: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, before, links)
-        ctx.silu = silu
         out = _convolve(_padded(x, before, weight.shape[1] - 1), weight, links)
-        return (F.silu(out, inplace=True) if silu else out).to(x.dtype)
+        return F.silu(out, inplace=True).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight, before, links = ctx.saved_tensors
         padded, gradient = _padded(x, before, weight.shape[1] - 1), gradients[0].to(_wide(x.dtype))
-        if ctx.silu:
-            gradient = torch.ops.aten.silu_backward(gradient, _convolve(padded, weight, links))
+        gradient = torch.ops.aten.silu_backward(gradient, _convolve(padded, weight, links))
         of_padded, of_weight = torch.zeros_like(padded, dtype=gradient.dtype), torch.empty_like(weight)
         for column, at, linked in _taps(padded, weight, links):
             part = gradient if linked is None else gradient * linked
             of_padded[:, at].addcmul_(part, weight[:, column].to(gradient.dtype))
             of_weight[:, column] = (part * padded[:, at]).sum((0, 1))
         of_before, of_x = of_padded.to(x.dtype).tensor_split([weight.shape[1] - 1], dim=1)
-        return of_x.contiguous(), of_weight, None if before is None else of_before.contiguous(), None, None
+        return of_x.contiguous(), of_weight, None if before is None else of_before.contiguous(), None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -286,11 +262,8 @@ def linear_attention(  # noqa: PLR0917  # custom ops take positional arguments
     chunk: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs, empty without queries, and the state after the last token.
-
-    `state` may have more columns than `v`, to which zeros are written; `runs` count document starts. Backward keeps
-    the arguments alone.
-    """
+    """Outputs, empty without queries, and the state after the last token. `state` may have more columns than `v`, to
+    which zeros are written; `runs` count document starts. Backward keeps the arguments alone."""
     if backend == "fla":
         return _fla(q, k, v, g, beta, state, runs)
     if _is_planned(v, chunk):
@@ -319,10 +292,8 @@ def linear_attention_backward(  # noqa: PLR0917  # custom ops take positional ar
     chunk: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the floating-point arguments; that of the queries is empty without them.
-
-    The states in front of all chunks are recomputed, then each chunk from the last to the first.
-    """
+    """Gradients of the floating-point arguments; that of the queries is empty without them. The states in front of all
+    chunks are recomputed, then each chunk from the last to the first."""
     if backend == "fla":
         return _fla_backward(out_grad, state_grad, q, k, v, g, beta, state, runs)
     if _is_planned(v, chunk):

@@ -32,10 +32,8 @@ def matmul_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def count_grouped_heads() -> None:
-    """Let torch's attention formulas take fewer key heads than query heads, which torch 2.11's refuse.
-
-    The compiler uses them to choose what to recompute within a budget.
-    """
+    """Let torch's attention formulas take fewer key heads than query heads, which torch 2.11's refuse. The compiler
+    uses them to choose what to recompute within a budget."""
     for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
         formula = getattr(flop_counter, name)
         if not hasattr(formula, "__wrapped__"):

@@ -22,6 +22,10 @@ from titan_exp.ops import autograd
 from titan_exp.ops.autograd import operator
 from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
+GateUp = Float[Tensor, "rows two_ffn"]
+Hidden = Float[Tensor, "rows ffn"]
+Weights = Float[Tensor, " rows"]
+
 GROUP = 32
 """Columns per group: gate and up columns alternate in groups of this many, so that tensor-parallel slices hold matching
 halves of both."""
@@ -35,9 +39,7 @@ def swiglu(
     gate_up: Float[Tensor, "*rows two_ffn"], group: int = GROUP, variant: SwiGLUVariant = SWIGLU
 ) -> Float[Tensor, "*rows ffn"]:
     """Compute silu(gate) · up or a variant, where `gate_up` alternates `group` gate columns and `group` up columns.
-
-    Backward keeps `gate_up` alone; if that is small, SiLU's output too, as in `recompute_input`.
-    """
+    Backward keeps `gate_up` alone; if that is small, SiLU's output too, as in `recompute_input`."""
     compiling = torch.compiler.is_compiling()
     if variant == SWIGLU and (compiling or gate_up.nbytes < autograd.RECOMPUTED_BYTES):
         # A compiler derives the same backward and fuses it; a small tensor's takes less time than a function of ours.
@@ -53,7 +55,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, group: int, variant: SwiGLUVariant) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.group, ctx.variant = group, variant
-        return _swiglu(gate_up.contiguous(), group, **variant.numbers)
+        return _swiglu(gate_up.contiguous(), None, group, **variant.numbers)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -62,39 +64,23 @@ class _SwiGLU(torch.autograd.Function):
         return _swiglu_backward(gate_up.contiguous(), gradient, ctx.group, **ctx.variant.numbers), None, None
 
 
-@operator("swiglu")
-def _swiglu(gate_up: Tensor, group: int, *, alpha: float, limit: float | None, offset: float) -> Tensor:
-    return swiglu_in_chunks(gate_up, None, group, SwiGLUVariant(alpha, limit, offset))
+@operator("swiglu", fake=lambda gate_up, *_, **__: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+def _swiglu(
+    gate_up: Tensor, weights: Tensor | None, group: int, *, alpha: float, limit: float | None, offset: float
+) -> Tensor:
+    return swiglu_in_chunks(gate_up, weights, group, SwiGLUVariant(alpha, limit, offset))
 
 
-@operator("swiglu_backward")
+@operator("swiglu_backward", fake=lambda gate_up, *_, **__: torch.empty_like(gate_up))
 def _swiglu_backward(
     gate_up: Tensor, gradient: Tensor, group: int, *, alpha: float, limit: float | None, offset: float
 ) -> Tensor:
     return swiglu_backward_in_chunks(gate_up, None, gradient, group, SwiGLUVariant(alpha, limit, offset))[0]
 
 
-@torch.library.register_fake("titan_exp::swiglu")
-def _empty_output(gate_up: Tensor, group: int, **_: float | None) -> Tensor:
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
-@torch.library.register_fake("titan_exp::swiglu_backward")
-def _empty_gradient(gate_up: Tensor, gradient: Tensor, group: int, **_: float | None) -> Tensor:
-    return torch.empty_like(gate_up)
-
-
-def weighted_swiglu(
-    gate_up: Float[Tensor, "rows two_ffn"],
-    weights: Float[Tensor, " rows"],
-    group: int = GROUP,
-    variant: SwiGLUVariant = SWIGLU,
-) -> Float[Tensor, "rows ffn"]:
+def weighted_swiglu(gate_up: GateUp, weights: Weights, group: int = GROUP, variant: SwiGLUVariant = SWIGLU) -> Hidden:
     """Compute silu(gate) · up · weight or a variant, where `gate_up` alternates `group` gate columns and `group` up
-    columns.
-
-    The products are in fp32 and rounded once. Backward keeps only `gate_up` and `weights`.
-    """
+    columns. The products are in fp32 and rounded once. Backward keeps only `gate_up` and `weights`."""
     if torch.compiler.is_compiling():
         if variant != SWIGLU:
             return clamped_swiglu(gate_up, weights, group, variant)
@@ -110,7 +96,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, weights: Tensor, group: int, variant: SwiGLUVariant) -> Tensor:
         ctx.save_for_backward(gate_up, weights)
         ctx.group, ctx.variant = group, variant
-        return _weighted_swiglu(gate_up.contiguous(), weights.contiguous(), group, **variant.numbers)
+        return _swiglu(gate_up.contiguous(), weights.contiguous(), group, **variant.numbers)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -120,25 +106,18 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
 
 def weighted_swiglu_backward(
-    gate_up: Float[Tensor, "rows two_ffn"],
-    weights: Float[Tensor, " rows"],
-    gradient: Float[Tensor, "rows ffn"],
-    group: int = GROUP,
-    variant: SwiGLUVariant = SWIGLU,
-) -> tuple[Float[Tensor, "rows two_ffn"], Float[Tensor, " rows"]]:
+    gate_up: GateUp, weights: Weights, gradient: Hidden, group: int = GROUP, variant: SwiGLUVariant = SWIGLU
+) -> tuple[GateUp, Weights]:
     """Gradients of `gate_up` and `weights` from the output's contiguous gradient, which is overwritten with the
     output."""
     return _weighted_swiglu_backward(gate_up.contiguous(), weights.contiguous(), gradient, group, **variant.numbers)
 
 
-@operator("weighted_swiglu")
-def _weighted_swiglu(
-    gate_up: Tensor, weights: Tensor, group: int, *, alpha: float, limit: float | None, offset: float
-) -> Tensor:
-    return swiglu_in_chunks(gate_up, weights, group, SwiGLUVariant(alpha, limit, offset))
-
-
-@operator("weighted_swiglu_backward", mutates_args=("gradient",))
+@operator(
+    "weighted_swiglu_backward",
+    fake=lambda gate_up, weights, *_, **__: (torch.empty_like(gate_up), torch.empty_like(weights)),
+    mutates_args=("gradient",),
+)
 def _weighted_swiglu_backward(
     gate_up: Tensor, weights: Tensor, gradient: Tensor, group: int, *, alpha: float, limit: float | None, offset: float
 ) -> tuple[Tensor, Tensor]:
@@ -148,24 +127,10 @@ def _weighted_swiglu_backward(
     return gate_up_grad, weights_grad
 
 
-@torch.library.register_fake("titan_exp::weighted_swiglu")
-def _empty_weighted(gate_up: Tensor, weights: Tensor, group: int, **_: float | None) -> Tensor:
-    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-
-
-@torch.library.register_fake("titan_exp::weighted_swiglu_backward")
-def _empty_gradients(
-    gate_up: Tensor, weights: Tensor, gradient: Tensor, group: int, **_: float | None
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(gate_up), torch.empty_like(weights)
-
-
 def swiglu_in_chunks(gate_up: Tensor, weights: Tensor | None, group: int, variant: SwiGLUVariant) -> Tensor:
     """Compute silu(gate) · up [..., ffn] from the contiguous `gate_up` [..., 2 · ffn], times each row's weight if
-    given.
-
-    A `variant` changes the formula. The products are in at least fp32 and rounded once; SiLU is rounded before.
-    """
+    given. A `variant` changes the formula. The products are in at least fp32 and rounded once; SiLU is rounded
+    before."""
     if variant == SWIGLU and weights is None and _rows_of_chunk(gate_up) >= gate_up.shape[:-1].numel():
         gate, up = halves(gate_up, group)
         return (F.silu(_packed(gate)) * up).flatten(-2)
@@ -186,10 +151,8 @@ def swiglu_in_chunks(gate_up: Tensor, weights: Tensor | None, group: int, varian
 def swiglu_backward_in_chunks(
     gate_up: Tensor, weights: Tensor | None, gradient: Tensor, group: int, variant: SwiGLUVariant
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `gate_up`, and of `weights` if given, from the output's contiguous gradient.
-
-    With `weights` it overwrites `gradient` with the output.
-    """
+    """Gradients of `gate_up`, and of `weights` if given, from the output's contiguous gradient. With `weights` it
+    overwrites `gradient` with the output."""
     gate_up_grad = torch.empty_like(gate_up)
     weights_grad = None if weights is None else torch.empty_like(weights)
     for rows, fused, fused_grad, upstream in _chunks(gate_up, gate_up_grad, gradient):
@@ -263,12 +226,7 @@ def clamped_swiglu(gate_up: Tensor, weights: Tensor | None, group: int, variant:
 
 
 def clamped_swiglu_backward(  # noqa: PLR0917  # as of `clamped_swiglu`
-    gate_up: Tensor,
-    weights: Tensor | None,
-    gradient: Tensor,
-    gate_up_grad: Tensor,
-    group: int,
-    variant: SwiGLUVariant,
+    gate_up: Tensor, weights: Tensor | None, gradient: Tensor, gate_up_grad: Tensor, group: int, variant: SwiGLUVariant
 ) -> Tensor | None:
     """Write the gradient of `gate_up`. If `weights` are given, return their gradient and overwrite `gradient` with the
     output."""

@@ -1,15 +1,7 @@
 """SwiGLU variant: clamps, sharpness and offset of the gate. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import TypedDict
-
-
-class VariantNumbers(TypedDict):
-    """Coefficients of a variant, as keyword arguments of operators and kernels."""
-
-    alpha: float
-    limit: float | None
-    offset: float
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,9 +16,9 @@ class SwiGLUVariant:
     """Term added to up."""
 
     @property
-    def numbers(self) -> VariantNumbers:
+    def numbers(self) -> dict[str, Any]:
         """Keyword arguments of operators and kernels, which take no dataclass."""
-        return {"alpha": self.alpha, "limit": self.limit, "offset": self.offset}
+        return vars(self)
 
 
 SWIGLU = SwiGLUVariant()

@@ -39,9 +39,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 def runs_kernel(tensor: Tensor) -> bool:
     """True if a Triton kernel computes on `tensor`: on CUDA and uncompiled, since the compiler fuses torch's operators.
-
-    Fake tensors stand for a GPU's tensors, whose torch includes Triton.
-    """
+    Fake tensors stand for a GPU's tensors, whose torch includes Triton."""
     if torch.compiler.is_compiling() or not tensor.is_cuda or tensor.dtype not in DTYPES:
         return False
     # Subclasses such as DTensor have operators of their own.
@@ -54,10 +52,7 @@ _has_triton = cache(has_triton)
 @jit
 def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Cast fp32 numbers to a smaller dtype, rounding to nearest with ties to even; none may exceed float8's largest
-    value.
-
-    Triton's interpreter truncates instead of rounding, so there we round in fp32 first.
-    """
+    value. Triton's interpreter truncates instead of rounding, so there we round in fp32 first."""
     if INTERPRETED:
         if dtype == tl.bfloat16:
             x = _nearest(x, 7, 1)
@@ -70,10 +65,8 @@ def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @jit
 def _nearest(x: tl.tensor, mantissa: tl.constexpr, least: tl.constexpr) -> tl.tensor:
-    """Round fp32 numbers to `mantissa` bits; `least` is the smallest normal exponent, biased by 127.
-
-    Adding a number whose last bit equals the result's makes the adder round.
-    """
+    """Round fp32 numbers to `mantissa` bits; `least` is the smallest normal exponent, biased by 127. Adding a number
+    whose last bit equals the result's makes the adder round."""
     bits = x.to(tl.uint32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 0xFF, least) + (23 - mantissa)
     large = ((exponent << 23) | 0x400000).to(tl.float32, bitcast=True)

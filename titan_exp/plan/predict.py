@@ -13,7 +13,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.pipeline_schedules import pipeline_seconds
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, share_of_world
 from titan_exp.config.schema.foreign_code import import_paths
-from titan_exp.models.spec.lookup import model_spec, with_attention_backend
+from titan_exp.models.spec.lookup import model_spec, with_key
 from titan_exp.plan import evaluation
 from titan_exp.plan.caching_allocator import Reserved, steady_reserved
 from titan_exp.plan.devices import Device, room_of
@@ -439,7 +439,7 @@ def as_traced(experiment: Experiment, device: Device | None) -> Experiment:
     traced = share_of_world(experiment)
     if device_type(traced.cluster) != "cuda":
         return traced
-    traced = replace(traced, model=with_attention_backend(traced.model, attention_kernel(traced)))
+    traced = replace(traced, model=with_key(traced.model, "attention_backend", attention_kernel(traced)))
     kernel = None if device is None else with_run_kernels(device, experiment).kernel
     if kernel not in ("flash", "cudnn"):
         return traced

@@ -18,7 +18,7 @@ from titan_exp.config.torch_features import (
     ON_CPU,
     efficient_multiple,
 )
-from titan_exp.models.parametrization.mup import fixed_inputs
+from titan_exp.models.parametrization.mup import fixed_sizes
 from titan_exp.models.spec.lookup import family_violations, model_spec, parameter_roles, token_mixing
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 from titan_exp.models.spec.rope import exceeds_context
@@ -213,7 +213,7 @@ def fixed_keys_set_inputs(
                 "this is the width that grows, so it cannot be fixed",
                 "leave it out, or use parametrization=standard",
             )
-        elif not fixed_inputs(model, (key,)):
+        elif not fixed_sizes(model, (key,), "inputs"):
             yield Violation(field, key, "the inputs of no linear layer depend on it", "leave it out")
 
 

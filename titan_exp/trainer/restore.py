@@ -37,7 +37,7 @@ from titan_exp.config.schema.typed_config import load_group, to_dict
 from titan_exp.config.torch_features import HEAD_SIZES, MERGING, ON_CPU
 from titan_exp.data.tokenizers import ByteTokenizer, Tokenizer
 from titan_exp.models.build import build_model, choose_attention_backend
-from titan_exp.models.spec.lookup import model_spec, with_linear_attention_backend, with_mtp_depth
+from titan_exp.models.spec.lookup import model_spec, with_key, with_mtp_depth
 from titan_exp.models.spec.rope import longest_sequence
 from titan_exp.ops.attention.sdpa import runs_here
 from titan_exp.ops.autograd import local_tensor
@@ -303,7 +303,7 @@ def _building(
 ) -> tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]:
     """Functions that build the model, and that shard it or a stage of it and read its weights."""
     # The kernels used in training may not run here.
-    config = with_linear_attention_backend(with_mtp_depth(source.model, 0), "auto")
+    config = with_key(with_mtp_depth(source.model, 0), "linear_attention_backend", "auto")
     spec = model_spec(source.model)
     trained_with = "auto" if spec is None else spec.attention_backend
     backend = choose_attention_backend(

@@ -6,13 +6,14 @@ import numpy as np
 
 from titan_exp.extensions.diffusion.config import EncodeOptions
 from titan_exp.extensions.diffusion.encoders import HashedWords, Pixels
+from titan_exp.extensions.diffusion.images import CaptionedImages
 from titan_exp.extensions.diffusion.latent_format import LatentManifest
 from titan_exp.extensions.diffusion.latents import Encoders, write_latent_store
 
 COLOURS = {"red": (230, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 230), "white": (250, 250, 250)}
 
 
-class Flags:
+class Flags(CaptionedImages):
     """An image per colour, whose lower half is black."""
 
     name = "flags, 4x4"

@@ -174,16 +174,16 @@ def test_missing_networks_are_said(
 def test_images_of_captions_begin_with_noise_of_their_own(drawn: Path, tmp_path: Path):
     """One noise for all would make a set of images narrower than the model is."""
 
-    from titan_exp.extensions.diffusion import generate_images
+    from titan_exp.extensions.diffusion import rectified_flow
 
     seen = list[int]()
-    noise = generate_images.sampling_noise
+    noise = rectified_flow.sampling_noise
 
     def noted(seed: int, samples: Any, *given: int) -> Tensor:
         seen.extend(samples)
         return noise(seed, samples, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate_images, "sampling_noise", noted)
+        patch.setattr(rectified_flow, "sampling_noise", noted)
         assert generate_command([str(drawn), "captions=training", "steps=1", f"out={tmp_path}"]) == 0
     assert seen == [0, 1, 2, 3]

@@ -16,6 +16,7 @@ from titan_exp.cli.main import main
 from titan_exp.config.data_files import MANIFEST
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import DataConfig
+from titan_exp.data import sample_store
 from titan_exp.data.sample_store import AtomicFile
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
@@ -119,15 +120,15 @@ def test_a_store_holds_what_was_encoded(store: Path):
 def test_an_interrupted_store_is_continued_and_is_the_same(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    plain, calls = writer.write_json, list[str]()
+    plain, calls = sample_store.write_json, list[str]()
 
     def interrupted(path: Path, content: Any) -> str:
         calls.append(path.name)
-        if len(calls) == 6:  # captions and a record of each shard
+        if len(calls) == 7:  # the plan, then captions and a record of each shard
             raise KeyboardInterrupt
         return plain(path, content)
 
-    monkeypatch.setattr(writer, "write_json", interrupted)
+    monkeypatch.setattr(sample_store, "write_json", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "store")
     with pytest.raises(UserError, match=r"not complete yet\n.*the same titan-exp encode command again"):

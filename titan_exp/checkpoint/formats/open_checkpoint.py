@@ -179,7 +179,7 @@ def _open_meta(folder: Path, trust: bool) -> OpenCheckpoint:
     model, store = torch_file.open_consolidated(folder, known)
     model = _require_supported(model, folder)
     # A head equal to the embedding is tied.
-    parameters = _mapped(store, model, "llama", folder, {torch_file.IGNORED, META.head})
+    parameters = _mapped(store, model, "llama", folder, {torch_file.IGNORED, META.parts["head.weight"]})
     return OpenCheckpoint(folder, "llama", model, parameters, _tokenizer_in(folder), special)
 
 

@@ -188,7 +188,8 @@ def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[M
     if numbers != [f"{number:02d}" for number in range(len(files))]:
         raise UserError(f"{folder} holds {', '.join(file.name for file in files)}: a file between them is missing.")
     pieces = [torch_load_safely(file) for file in files]
-    embedding, head, gate = META.embedding, META.head, META.gate.format(0)
+    embedding, head = META.parts["embedding.weight"], META.parts["head.weight"]
+    gate = META.layer.format(0) + META.parts["feed_forward.gate"]
     for file, piece in zip(files, pieces, strict=True):
         missing = [name for name in (embedding, gate) if name not in piece]
         if missing:

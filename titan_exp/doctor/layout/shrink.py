@@ -8,7 +8,7 @@ from titan_exp.config.groups.experiment import Experiment, ModelConfig
 from titan_exp.config.groups.parallelism import ActivationCheckpointConfig, ParallelismConfig, QuantizationConfig
 from titan_exp.config.groups.training import GradClipConfig, WeightAverageConfig
 from titan_exp.config.layout.pipeline_schedules import SCHEDULES
-from titan_exp.models.spec.lookup import model_spec, with_attention_backend, with_mtp_depth
+from titan_exp.models.spec.lookup import model_spec, with_key, with_mtp_depth
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 from titan_exp.optim.sgd import Config as SGD
 
@@ -112,7 +112,8 @@ def stages(parallelism: ParallelismConfig) -> int:
 
 
 def _smaller(model: ModelConfig, spec: ModelSpec | None, multiple: int) -> Iterator[ModelConfig]:
-    small = with_attention_backend(with_mtp_depth(model, min(1, 0 if spec is None else len(spec.mtp_layers))), "auto")
+    depth = min(1, 0 if spec is None else len(spec.mtp_layers))
+    small = with_key(with_mtp_depth(model, depth), "attention_backend", "auto")
     for sizes in (SIZES, {name: SIZES[name] for name in ("vocab_size", "experts", "num_experts")}):
         try:
             found = _with_layers(_resized(small, sizes), spec, multiple)

@@ -3,12 +3,13 @@ CLIP), and the order of samples. Networks of diffusers and transformers come fro
 
 import logging
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +23,8 @@ from titan_exp.extensions.diffusion.images import Bucket, CaptionedImages, fit, 
 
 @contextmanager
 def loading(option: str, folder: str, contents: str) -> Iterator[None]:
-    """Add the folder of an option to errors of packages and files in the `with` block; `contents` is the remedy.
-
-    Raises:
-        UserError: a package is not installed, or a file is missing, damaged or of something else.
-    """
+    """Add the folder of an option to errors of packages and files in the `with` block; `contents` is the remedy. Raises
+    UserError if a package is not installed, or a file is missing, damaged or of something else."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # packages set the levels of their loggers when they are imported
     try:
@@ -46,11 +44,7 @@ def loading(option: str, folder: str, contents: str) -> Iterator[None]:
 @contextmanager
 def encoders_of_samples() -> Iterator[None]:
     """Explain, for an encoder that cannot be loaded, that the samples of a store or a run name it, so options cannot
-    replace it.
-
-    Raises:
-        UserError: an encoder cannot be loaded.
-    """
+    replace it. Raises UserError if an encoder cannot be loaded."""
     try:
         yield
     except UserError as error:
@@ -60,11 +54,8 @@ def encoders_of_samples() -> Iterator[None]:
 
 
 def load_network(kind: Any, path: Path) -> Any:
-    """Load a network of a class with `from_pretrained`, in evaluation mode, on the GPU if there is one.
-
-    Raises:
-        ValueError: weights are missing, for which the class would take random ones.
-    """
+    """Load a network of a class with `from_pretrained`, in evaluation mode, on the GPU if there is one. Raises
+    ValueError if weights are missing, for which the class would take random ones."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -75,11 +66,8 @@ def load_network(kind: Any, path: Path) -> Any:
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Load the tokenizer of a folder.
-
-    Raises:
-        ValueError: its vocabulary is missing, for which transformers would take a few special tokens.
-    """
+    """Load the tokenizer of a folder. Raises ValueError if its vocabulary is missing, for which transformers would take
+    a few special tokens."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
@@ -94,26 +82,39 @@ def _refusal(option: str, folder: str, reason: str, remedy: str) -> UserError:
     return UserError("We cannot use this frozen network.", [Violation(option, folder, reason, remedy)])
 
 
-class Pixels:
+class ImageCodec(ABC):
+    """Codec between images [n, height, width, 3] in uint8 and tokens [n, rows · columns, channels] in fp32. The
+    description has `posterior` if images have a distribution of latents."""
+
+    token_size: int
+    """Height and width of a token in pixels."""
+    channels: int
+    """Features of a token."""
+    description: Mapping[str, Any]
+    """Entry in the manifest, from which `image_codec` builds it again."""
+
+    @abstractmethod
+    def encode(self, images: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Encode images whose height and width are multiples of `token_size`: as latents, or as means and standard
+        deviations of their posterior."""
+
+    @abstractmethod
+    def decode(self, tokens: np.ndarray, rows: int, columns: int) -> np.ndarray:
+        """Decode tokens to images."""
+
+
+class Pixels(ImageCodec):
     """Image codec that scales pixels to [-1, 1] and divides them into patches."""
 
     def __init__(self, patch: int) -> None:
         self.token_size = patch
-        """Height and width of a token in pixels."""
         self.channels = latent_format.COLOURS * patch**2
-        """Features of a token."""
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        """Entry in the manifest."""
-        return {"name": latent_format.PIXELS, "patch": self.token_size}
+        self.description = {"name": latent_format.PIXELS, "patch": patch}
 
     def encode(self, images: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Encode images [n, height, width, 3] in uint8 as tokens [n, rows · columns, channels] in fp32."""
         return (to_tokens(images / np.float32(127.5) - 1, self.token_size),)
 
     def decode(self, tokens: np.ndarray, rows: int, columns: int) -> np.ndarray:
-        """Decode tokens [n, rows · columns, channels] to images [n, height, width, 3] in uint8."""
         return to_uint8(from_tokens(tokens, rows, columns, self.token_size))
 
 
@@ -135,18 +136,12 @@ def to_uint8(images: np.ndarray) -> np.ndarray:
     return ((images + 1) * 127.5).round().clip(0, 255).astype(np.uint8)
 
 
-class Autoencoder:
-    """Image codec: latents are (z - shift) · scale in patches, for z of the posterior.
-
-    Raises:
-        UserError: the package or the files are missing.
-    """
+class Autoencoder(ImageCodec):
+    """Image codec: latents are (z - shift) · scale in patches, for z of the posterior. Raises UserError if the package
+    or the files are missing."""
 
     def __init__(self, folder: str) -> None:
-        self.description: Mapping[str, Any] = latent_format.autoencoder_description(
-            folder, latent_format.autoencoder_config(folder)
-        )
-        """Entry in the manifest."""
+        self.description = latent_format.autoencoder_description(folder, latent_format.autoencoder_config(folder))
         self._shift, self._scale = self.description["shift"], self.description["scale"]
         with loading("latents", folder, "give the folder vae of a FLUX.1 pipeline, or use latents=pixels"):
             from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -155,18 +150,14 @@ class Autoencoder:
         self._device = self._model.device
         config = self._model.config
         self.token_size = latent_format.LATENT_PATCH * 2 ** (len(config.block_out_channels) - 1)
-        """Height and width of a token in pixels."""
         self.channels = config.latent_channels * latent_format.LATENT_PATCH**2
-        """Features of a token."""
 
     def encode(self, images: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Means and standard deviations [n, rows · columns, channels] in fp32 for images [n, height, width, 3]."""
         # Images go one by one: kernels round other batch sizes differently, and samples would depend on the layout.
         moments = zip(*(self._moments(image) for image in images), strict=True)
         return tuple(to_tokens(np.stack(moment), latent_format.LATENT_PATCH) for moment in moments)
 
     def decode(self, tokens: np.ndarray, rows: int, columns: int) -> np.ndarray:
-        """Decode tokens [n, rows · columns, channels] to images [n, height, width, 3] in uint8."""
         latents = from_tokens(tokens, rows, columns, latent_format.LATENT_PATCH)
         return np.stack([self._image(latent) for latent in latents])
 
@@ -184,56 +175,39 @@ class Autoencoder:
         return to_uint8(pixels[0].float().permute(1, 2, 0).cpu().numpy())
 
 
-class ImageCodec(Protocol):
-    """Codec between images [n, height, width, 3] in uint8 and tokens [n, rows · columns, channels] in fp32.
-
-    The description has `posterior` if images have a distribution of latents.
-    """
-
-    token_size: int
-    """Height and width of a token in pixels."""
-    channels: int
-    """Features of a token."""
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        """Entry in the manifest, from which `image_codec` builds it again."""
-        ...
-
-    def encode(self, images: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Encode images whose height and width are multiples of `token_size`: as latents, or as means and standard
-        deviations of their posterior."""
-        ...
-
-    def decode(self, tokens: np.ndarray, rows: int, columns: int) -> np.ndarray:
-        """Decode tokens to images."""
-        ...
-
-
 def image_codec(description: Mapping[str, Any]) -> ImageCodec:
-    """Build the codec from a manifest's entry `latents`.
-
-    Raises:
-        UserError: its package or files are missing.
-    """
+    """Build the codec from a manifest's entry `latents`. Raises UserError if its package or files are missing."""
     if description["name"] == latent_format.AUTOENCODER:
         return Autoencoder(description["folder"])
     return Pixels(description["patch"])
 
 
-class HashedWords:
+class TextEncoder(ABC):
+    """Frozen encoder of texts."""
+
+    tokens: int
+    """Number of states per text."""
+    dim: int
+    """Width of a state."""
+    pooled_dim: int
+    """Width of the pooled embedding."""
+    description: Mapping[str, Any]
+    """Entry in the manifest, from which `text_encoder` builds it again."""
+
+    @abstractmethod
+    def __call__(self, caption: str) -> tuple[np.ndarray, np.ndarray]:
+        """States [tokens, dim] and pooled embedding [pooled_dim], in fp32."""
+
+
+class HashedWords(TextEncoder):
     """Caption encoder by hashed words; words are letters and digits, in any case."""
 
     def __init__(self, tokens: int, dim: int, pooled_dim: int, seed: int) -> None:
         self.tokens, self.dim, self.pooled_dim, self.seed = tokens, dim, pooled_dim, seed
+        self.description = {"name": latent_format.HASHED_WORDS, "seed": seed}
         half = -(-dim // 2)
         angles = np.arange(tokens)[:, None] * 10_000.0 ** (-np.arange(half) / half)
         self._places = np.concatenate((np.cos(angles), np.sin(angles)), axis=1)[:, :dim]
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        """Entry in the manifest."""
-        return {"name": latent_format.HASHED_WORDS, "seed": self.seed}
 
     def __call__(self, caption: str) -> tuple[np.ndarray, np.ndarray]:
         """States [tokens, dim] of the first words, with zeros after the last one; and the sum of all words' vectors
@@ -250,17 +224,13 @@ class HashedWords:
         return keyed_generator(self.seed, 0, f"{purpose}/{word}").standard_normal(width)
 
 
-class T5AndCLIP:
+class T5AndCLIP(TextEncoder):
     """Frozen caption encoder by T5 and CLIP; `tokens` is the number of T5's states, including padding, which is not
-    masked.
-
-    Raises:
-        UserError: the package or the files are missing.
-    """
+    masked. Raises UserError if the package or the files are missing."""
 
     def __init__(self, folder: str, tokens: int) -> None:
         clip, clip_tokenizer, t5, t5_tokenizer = latent_format.text_folders(folder)
-        self._folder = latent_format.absolute(folder)
+        self.description = {"name": latent_format.T5_AND_CLIP, "folder": latent_format.absolute(folder)}
         with loading("texts", folder, "give the folder of a FLUX.1 pipeline of diffusers, or use texts=hashed_words"):
             from transformers import CLIPTextModel, T5EncoderModel
 
@@ -269,14 +239,8 @@ class T5AndCLIP:
         self._device = self._t5.device
         self.tokens, self.dim, self.pooled_dim = tokens, self._t5.config.d_model, self._clip.config.hidden_size
 
-    @property
-    def description(self) -> Mapping[str, Any]:
-        """Entry in the manifest."""
-        return {"name": latent_format.T5_AND_CLIP, "folder": self._folder}
-
     @torch.no_grad()
     def __call__(self, caption: str) -> tuple[np.ndarray, np.ndarray]:
-        """States [tokens, dim] and pooled embedding [pooled_dim], in fp32."""
         states = self._t5(self._ids(1, caption, self.tokens)).last_hidden_state
         pooled = self._clip(self._ids(0, caption, self._clip.config.max_position_embeddings)).pooler_output
         return states[0].float().cpu().numpy(), pooled[0].float().cpu().numpy()
@@ -287,32 +251,9 @@ class T5AndCLIP:
         return found.input_ids.to(self._device)
 
 
-class TextEncoder(Protocol):
-    """Frozen encoder of texts."""
-
-    tokens: int
-    """Number of states per text."""
-    dim: int
-    """Width of a state."""
-    pooled_dim: int
-    """Width of the pooled embedding."""
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        """Entry in the manifest, from which `text_encoder` builds it again."""
-        ...
-
-    def __call__(self, caption: str) -> tuple[np.ndarray, np.ndarray]:
-        """States [tokens, dim] and pooled embedding [pooled_dim], in fp32."""
-        ...
-
-
 def text_encoder(encoded: latent_format.LatentFormat) -> TextEncoder:
-    """Build the text encoder of a store, or of images encoded in training.
-
-    Raises:
-        UserError: its package or files are missing.
-    """
+    """Build the text encoder of a store, or of images encoded in training. Raises UserError if its package or files are
+    missing."""
     texts = encoded.texts
     if texts["name"] == latent_format.T5_AND_CLIP:
         return T5AndCLIP(texts["folder"], encoded.text_tokens)
@@ -324,26 +265,16 @@ class Encoders:
     """Frozen encoders."""
 
     images: ImageCodec
-    """Codec of images."""
     texts: TextEncoder
-    """Encoder of captions."""
 
     @classmethod
     def build(cls, encoded: latent_format.LatentFormat) -> "Encoders":
-        """Load encoders.
-
-        Raises:
-            UserError: their packages or files are missing.
-        """
+        """Load encoders. Raises UserError if their packages or files are missing."""
         return cls(image_codec(encoded.latents), text_encoder(encoded))
 
     def encode(self, images: CaptionedImages, indices: Sequence[int], bucket: Bucket) -> tuple[np.ndarray, ...]:
         """Latents, text states and pooled embeddings for images of a bucket, and standard deviations if there is a
-        posterior.
-
-        Raises:
-            UserError: an image is damaged.
-        """
+        posterior. Raises UserError if an image is damaged."""
         pixels = np.stack([fit(images.image(index), bucket, self.images.token_size) for index in indices])
         states, pooled = zip(*(self.texts(images.caption(index)) for index in indices), strict=True)
         latents, *deviations = self.images.encode(pixels)

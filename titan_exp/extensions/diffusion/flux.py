@@ -9,7 +9,6 @@ from titan_exp.extensions.diffusion.spec import DiffusionConfig, diffusion_spec,
 from titan_exp.extensions.diffusion.state_dict import BFL, DIFFUSERS, diffusion_map
 from titan_exp.models.convert.diffusers_config import Diffusers
 from titan_exp.models.convert.state_dict_map import StateDictMap
-from titan_exp.models.spec.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,9 +22,7 @@ class Config(DiffusionConfig):
     """Shape of a FLUX.1."""
 
 
-def spec(config: Config) -> ModelSpec:
-    """Spec: double blocks, then single blocks."""
-    return diffusion_spec(config)
+spec, violations = diffusion_spec, diffusion_violations
 
 
 def block(config: Config, layer: int, backend: "AttentionBackend") -> "nn.Module":
@@ -42,11 +39,6 @@ def model(config: Config, *, seq_len: int, backend: "AttentionBackend") -> "Diff
 
     blocks = {layer: block(config, layer, backend) for layer in range(config.layers)}
     return DiffusionTransformer(config, blocks, seq_len=seq_len)
-
-
-def violations(config: Config) -> Iterator[Violation]:
-    """Violations by shapes that a FLUX.1 cannot have."""
-    yield from diffusion_violations(config)
 
 
 STATE_DICTS = {"diffusers": DIFFUSERS, "bfl": BFL}
@@ -100,7 +92,7 @@ def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
     )
 
 
-def _export_violations(config: Config) -> Iterator[Violation]:
+def _inexpressible(config: Config) -> Iterator[Violation]:
     for key, only in (("rope_theta", 10_000.0), ("norm_eps", 1e-6)):
         if (value := getattr(config, key)) != only:
             yield Violation(f"model.{key}", value, f"diffusers only has {only:g}", f"use model.{key}={only:g}")
@@ -111,17 +103,13 @@ diffusers = Diffusers(
     fixed={"patch_size": 1, "out_channels": None},
     to_config=_to_config_json,
     from_config=_from_config_json,
-    violations=_export_violations,
+    violations=_inexpressible,
 )
 """`config.json` of diffusers' Flux."""
 
 
 def from_bfl_shapes(shapes: Mapping[str, tuple[int, ...]], name: str) -> Config:
-    """Config from the shapes of Black Forest Labs' tensors.
-
-    Raises:
-        UserError: they are not those of a FLUX.1.
-    """
+    """Config from the shapes of Black Forest Labs' tensors. Raises UserError if they are not those of a FLUX.1."""
 
     def blocks(prefix: str) -> int:
         return len({key.split(".")[1] for key in shapes if key.startswith(prefix)})

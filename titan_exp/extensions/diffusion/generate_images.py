@@ -26,19 +26,11 @@ from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.user_error import UserError, Violation, divisors, listed, nearest_numbers
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.typed_config import load_group, typed_options
-from titan_exp.extensions.diffusion import encoders
+from titan_exp.extensions.diffusion import encoders, rectified_flow
 from titan_exp.extensions.diffusion.config import DrawOptions, RectifiedFlowOptions
 from titan_exp.extensions.diffusion.images import image_grid, save_image
 from titan_exp.extensions.diffusion.latent_format import LatentFormat, format_of, read_latent_manifest
 from titan_exp.extensions.diffusion.latents import LatentData, open_latents, open_store
-from titan_exp.extensions.diffusion.rectified_flow import (
-    conditions,
-    euler,
-    guided_velocity,
-    sampling_noise,
-    sampling_times,
-)
-from titan_exp.extensions.diffusion.samples import LatentSamples
 from titan_exp.extensions.diffusion.spec import LatentInputs, latent_inputs
 from titan_exp.inference.generate import DTYPES, load_sharded
 from titan_exp.models.spec.lookup import model_spec
@@ -53,14 +45,9 @@ Features = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
 def inception_features(file: str) -> Features:
-    """Feature function of a TorchScript module that takes images [n, 3, height, width] in uint8.
-
-    Published distances use inception-2015-12-05.pt of NVIDIA's StyleGAN, which resizes images itself; its argument
-    `return_features` is set.
-
-    Raises:
-        UserError: there is no such file, or it is not TorchScript.
-    """
+    """Feature function of a TorchScript module that takes images [n, 3, height, width] in uint8. Published distances
+    use inception-2015-12-05.pt of NVIDIA's StyleGAN, which resizes images itself; its argument `return_features` is
+    set. Raises UserError if there is no such file, or it is not TorchScript."""
     path = Path(file).expanduser()
     remedy = "give the path of inception-2015-12-05.pt, as NVIDIA publishes it, or of another TorchScript module"
     if not path.is_file():
@@ -92,11 +79,8 @@ def inception_features(file: str) -> Features:
 
 
 def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Distance between Gaussians fitted to two sets of features [n, width].
-
-    Raises:
-        UserError: a set has fewer than two.
-    """
+    """Distance between Gaussians fitted to two sets of features [n, width]. Raises UserError if a set has fewer than
+    two."""
     if min(len(a), len(b)) < 2:
         raise UserError("FID needs at least two generated and two real images, since it compares covariances.")
     (mean_a, covariance_a), (mean_b, covariance_b) = (
@@ -116,44 +100,29 @@ MISSING = {
 
 
 class ImageScores:
-    """Scores by the networks `options.clip` and `options.fid`; each is None if it is not given.
-
-    Raises:
-        UserError: a network is missing or cannot be read.
-    """
+    """Scores by the networks `options.clip` and `options.fid`; each is None if it is not given. Raises UserError if a
+    network is missing or cannot be read."""
 
     def __init__(self, options: DrawOptions) -> None:
         self._clip = CLIPScore(options.clip) if options.clip else None
         self._features: Features | None = inception_features(options.fid) if options.fid else None
-        self._evaluates = bool(options.captions)
+        self._missing = MISSING if options.captions else {}
 
     def lines(
         self, images: Sequence[np.ndarray], prompts: Sequence[str], real: Callable[[], Sequence[np.ndarray]]
     ) -> list[str]:
         """Lines to print about images of prompts, compared with the `real` images. They say what an evaluation lacks.
-
-        Raises:
-            UserError: there are too few images.
-        """
-        found = list[str]()
+        Raises UserError if there are too few images."""
+        found = dict(self._missing)
         if self._clip is not None:
-            found.append(f"CLIP score: {self._clip(images, prompts):.3f} over {len(images):,} images")
-        elif self._evaluates:
-            found.append(MISSING["clip"])
+            found["clip"] = f"CLIP score: {self._clip(images, prompts):.3f} over {len(images):,} images"
         if self._features is not None:
             generated, theirs = self._features(images), self._features(real())
             count = f"{len(generated):,} images and {len(theirs):,} real ones"
             width = generated.shape[1]
             few = f" (biased, because {width:,} features need more images)" if len(generated) <= width else ""
-            found.append(f"FID: {frechet_distance(generated, theirs):.3f} between {count}{few}")
-        elif self._evaluates:
-            found.append(MISSING["fid"])
-        return found
-
-
-def real_images(samples: LatentSamples, codec: encoders.ImageCodec) -> list[np.ndarray]:
-    """Images [height, width, 3] of a split, decoded from the means of their latents."""
-    return [codec.decode(samples[index].latents[None], *samples.shape(index))[0] for index in range(len(samples))]
+            found["fid"] = f"FID: {frechet_distance(generated, theirs):.3f} between {count}{few}"
+        return list(found.values())
 
 
 CONTENTS = "give the folder of a CLIPModel with its tokenizer and image processor, as transformers saves it"
@@ -161,11 +130,8 @@ CONTENTS = "give the folder of a CLIPModel with its tokenizer and image processo
 
 
 class CLIPScore:
-    """Mean of max(0, 100 · cosine) over images and their prompts; texts beyond CLIP's length are cut.
-
-    Raises:
-        UserError: the package or files are missing.
-    """
+    """Mean of max(0, 100 · cosine) over images and their prompts; texts beyond CLIP's length are cut. Raises UserError
+    if the package or files are missing."""
 
     def __init__(self, folder: str) -> None:
         path = Path(folder).expanduser()
@@ -210,22 +176,20 @@ else:
 
 ROWS = 16
 """Number of images that are sampled together."""
+SPLITS = {"": "validation", "held_out": "validation", "training": "train"}
+"""Split of the images that `captions` names."""
 GRID_COLUMNS = 8
 """Number of images in a row of the grid, if each prompt has a single one."""
 
 
 @dataclass(frozen=True)
 class SamplingSetup:
-    """Encoders of a latent store, and the shape of the images to draw."""
+    """Encoders of a latent store, and the shape of the images to draw in image tokens."""
 
     encoder: encoders.TextEncoder
-    """Encoder that reads prompts."""
     codec: encoders.ImageCodec
-    """Codec that decodes latents."""
     rows: int
-    """Rows of image tokens."""
     columns: int
-    """Columns of image tokens."""
     shift: bool
     """True if times are shifted by the number of image tokens."""
 
@@ -237,13 +201,15 @@ class Images:
     averaged = True
 
     def prepared(self, source: OpenCheckpoint, options: Options, prompts: Sequence[str]) -> Sequence[str]:
-        """Return the captions instead of prompts, if a split's captions are drawn.
-
-        Raises:
-            UserError: the encoders are missing, or ranks cannot share a sequence.
-        """
+        """Return the captions instead of prompts, if a split's captions are drawn. Raises UserError if the encoders are
+        missing, or ranks cannot share a sequence."""
         encoded = encoders_of(source, options)
-        prompts = captions_of(source, options) if options.captions else prompts
+        if options.captions:
+            prompts = _latents_of(source, options).splits[SPLITS[options.captions]].captions()
+            if not prompts:
+                reason, remedy = "the run held out no image", "use captions=training"
+                raise UserError("There is nothing to draw.", [Violation("captions", options.captions, reason, remedy)])
+            prompts = prompts[: options.limit or None]
         if not options.height and not options.width:
             require_even_shares(encoded.text_tokens, encoded.rows * encoded.columns, options.cp)
         return prompts
@@ -251,76 +217,65 @@ class Images:
     def lines(
         self, path: Path, source: OpenCheckpoint, options: Options, prompts: Sequence[str], mesh: Mesh | None
     ) -> list[str]:
-        """Paths of files, and scores."""
-        return generate_images(source, options, prompts, mesh=mesh)
+        """Draw images and write each to a file, and the grid of all to a last file; lines are paths and scores. Raises
+        UserError if the latent store, or an encoder of it, is missing."""
+        scores, setup = ImageScores(options), sampling_setup(source, options)
+        tokens = setup.encoder.tokens + setup.rows * setup.columns
+        require_even_shares(setup.encoder.tokens, setup.rows * setup.columns, options.cp)
+        model = load_sharded(source, seq_len=tokens, dtype=DTYPES[options.dtype], mesh=mesh)
+        images = list(draw(model, setup, options, prompts, mesh))
+        if mesh is not None and dist.get_rank() > 0:
+            return []
+        run, folder = _run_of(source), Path(options.out or "generated").expanduser()
+        if run is not None and not options.out:
+            folder = run / "generated" / source.path.name
+        folder.mkdir(parents=True, exist_ok=True)
+        written = list[Path]()
+        texts = [prompt for prompt in prompts for _ in range(options.samples)]
+        for number, (image, prompt) in enumerate(zip(images, texts, strict=True)):
+            place, sample = divmod(number, options.samples)
+            slug = "-".join(re.findall(r"[a-z0-9]+", prompt.lower()))[:40] or "empty"
+            written.append(folder / f"{place:02d}-{slug}-{options.seed}-{sample}.png")
+            facts = {"prompt": prompt, "weights": source.path, "seed": options.seed, "sample": sample}
+            save_image(written[-1], image, {**facts, "steps": options.steps, "guidance": options.guidance})
+        columns = options.samples if options.samples > 1 else min(GRID_COLUMNS, len(images))
+        save_image(folder / "grid.png", image_grid(images, texts, columns), {"weights": source.path})
 
+        def real() -> list[np.ndarray]:
+            """Images of the split, decoded from the means of their latents."""
+            split = _latents_of(source, options).splits[SPLITS[options.captions]]
+            places = range(len(split))
+            return [setup.codec.decode(split[at].latents[None], *split.shape(at))[0] for at in places]
 
-def generate_images(
-    source: OpenCheckpoint, options: Options, prompts: Sequence[str], *, mesh: Mesh | None = None
-) -> list[str]:
-    """Draw images and write each to a file, and the grid of all to a last file; returns lines to print about files and
-    scores.
-
-    All ranks of a `mesh` must call it, and rank 0 writes; None is one device. Raises UserError if the
-    latent store, or an encoder of it, is missing.
-    """
-    scores = ImageScores(options)
-    setup = sampling_setup(source, options)
-    tokens = setup.encoder.tokens + setup.rows * setup.columns
-    require_even_shares(setup.encoder.tokens, setup.rows * setup.columns, options.cp)
-    model = load_sharded(source, seq_len=tokens, dtype=DTYPES[options.dtype], mesh=mesh)
-    images = list(draw(model, setup, options, prompts, mesh))
-    if mesh is not None and dist.get_rank() > 0:
-        return []
-    folder = Path(options.out).expanduser() if options.out else _folder(source)
-    folder.mkdir(parents=True, exist_ok=True)
-    written = list[Path]()
-    texts = [prompt for prompt in prompts for _ in range(options.samples)]
-    for number, (image, prompt) in enumerate(zip(images, texts, strict=True)):
-        place, sample = divmod(number, options.samples)
-        written.append(folder / f"{place:02d}-{_slug(prompt)}-{options.seed}-{sample}.png")
-        facts = {"prompt": prompt, "weights": source.path, "seed": options.seed, "sample": sample}
-        save_image(written[-1], image, {**facts, "steps": options.steps, "guidance": options.guidance})
-    columns = options.samples if options.samples > 1 else min(GRID_COLUMNS, len(images))
-    save_image(folder / "grid.png", image_grid(images, texts, columns), {"weights": source.path})
-    splits = {"": "validation", "held_out": "validation", "training": "train"}
-    real = partial(_real_images, source, options, splits[options.captions], setup.codec)
-    return [*map(str, (*written, folder / "grid.png")), *scores.lines(images, texts, real)]
+        return [*map(str, (*written, folder / "grid.png")), *scores.lines(images, texts, real)]
 
 
 def draw(
-    model: nn.Module,
-    setup: SamplingSetup,
-    options: Options,
-    prompts: Sequence[str],
-    mesh: Mesh | None = None,
+    model: nn.Module, setup: SamplingSetup, options: Options, prompts: Sequence[str], mesh: Mesh | None = None
 ) -> Iterator[np.ndarray]:
     """Draw images [height, width, 3] in uint8, `options.samples` for each prompt. A sample's initial noise is a
     function of the seed and the sample's number only; captions of a split each have their own noise."""
     latents, device = _inputs(model.spec), next(model.parameters()).device
     image_tokens = setup.rows * setup.columns
     scale = options.model_guidance if latents.guidance else None
-    times = sampling_times(options.steps, image_tokens, shift=setup.shift)
+    times = rectified_flow.sampling_times(options.steps, image_tokens, shift=setup.shift)
     outputs = partial(whole_outputs, model, mesh=mesh)
-    empty = conditions(setup.encoder, [""], setup.rows, setup.columns, scale).to(device)
+    empty = rectified_flow.conditions(setup.encoder, [""], setup.rows, setup.columns, scale).to(device)
     jobs = [(prompt, sample) for prompt in prompts for sample in range(options.samples)]
     if options.captions:
         jobs = [(prompt, number) for number, (prompt, _) in enumerate(jobs)]
     for first in range(0, len(jobs), ROWS):
         texts, samples = zip(*jobs[first : first + ROWS], strict=True)
-        given = conditions(setup.encoder, texts, setup.rows, setup.columns, scale).to(device)
-        predict = guided_velocity(outputs, given, empty, options.guidance)
-        noise = sampling_noise(options.seed, samples, image_tokens, latents.patch_dim)
-        found = euler(predict, noise.to(device), times)
+        given = rectified_flow.conditions(setup.encoder, texts, setup.rows, setup.columns, scale).to(device)
+        predict = rectified_flow.guided_velocity(outputs, given, empty, options.guidance)
+        noise = rectified_flow.sampling_noise(options.seed, samples, image_tokens, latents.patch_dim)
+        found = rectified_flow.euler(predict, noise.to(device), times)
         yield from setup.codec.decode(found.cpu().numpy(), setup.rows, setup.columns)
 
 
 def require_even_shares(text: int, image: int, cp: int) -> None:
-    """Check that context-parallel ranks can have equally many text tokens, and equally many image tokens.
-
-    Raises:
-        UserError: they cannot.
-    """
+    """Check that context-parallel ranks can have equally many text tokens, and equally many image tokens. Raises
+    UserError if they cannot."""
     common = math.gcd(text, image)
     if common % cp:
         reason = f"a sequence has {text} text and {image} image tokens, and cp must divide both"
@@ -329,11 +284,8 @@ def require_even_shares(text: int, image: int, cp: int) -> None:
 
 
 def sampling_setup(source: OpenCheckpoint, options: Options) -> SamplingSetup:
-    """Encoders for a model, from `options.store` or the store of its run.
-
-    Raises:
-        UserError: there is no store, or its sizes or those of the images do not fit.
-    """
+    """Encoders for a model, from `options.store` or the store of its run. Raises UserError if there is no store, or its
+    sizes or those of the images do not fit."""
     run, encoded = _run_of(source), encoders_of(source, options)
     latents, violations = _inputs(model_spec(source.model)), list[Violation]()
     sizes = {
@@ -365,11 +317,8 @@ def sampling_setup(source: OpenCheckpoint, options: Options) -> SamplingSetup:
 
 
 def encoders_of(source: OpenCheckpoint, options: Options) -> LatentFormat:
-    """Encoders of `options.store`, or of the data that the source's run was trained on.
-
-    Raises:
-        UserError: there is no such store, or an encoder's folder is missing.
-    """
+    """Encoders of `options.store`, or of the data that the source's run was trained on. Raises UserError if there is no
+    such store, or an encoder's folder is missing."""
     if options.store:
         return read_latent_manifest(options.store)
     run = _run_of(source)
@@ -388,24 +337,6 @@ def encoders_of(source: OpenCheckpoint, options: Options) -> LatentFormat:
         raise UserError(
             "We cannot encode the prompts.", [Violation("store", str(data.paths[0]), reason, remedy)]
         ) from error
-
-
-def captions_of(source: OpenCheckpoint, options: Options) -> list[str]:
-    """Captions of `options.captions`, of `options.store` or the data that the source's run was trained on.
-
-    Raises:
-        UserError: there are none.
-    """
-    split = "train" if options.captions == "training" else "validation"
-    captions = _latents_of(source, options).splits[split].captions()
-    if not captions:
-        reason, remedy = "the run held out no image", "use captions=training"
-        raise UserError("There is nothing to draw.", [Violation("captions", options.captions, reason, remedy)])
-    return captions[: options.limit or None]
-
-
-def _real_images(source: OpenCheckpoint, options: Options, split: str, codec: encoders.ImageCodec) -> list[np.ndarray]:
-    return real_images(_latents_of(source, options).splits[split], codec)
 
 
 def _latents_of(source: OpenCheckpoint, options: Options) -> LatentData:
@@ -438,12 +369,3 @@ def _run_of(source: OpenCheckpoint) -> Path | None:
     """Run folder of a checkpoint; None for other weights."""
     run = source.path.parent.parent
     return run if source.format == "dcp" and (run / "config.yaml").is_file() else None
-
-
-def _folder(source: OpenCheckpoint) -> Path:
-    run = _run_of(source)
-    return Path("generated") if run is None else run / "generated" / source.path.name
-
-
-def _slug(prompt: str) -> str:
-    return "-".join(re.findall(r"[a-z0-9]+", prompt.lower()))[:40] or "empty"

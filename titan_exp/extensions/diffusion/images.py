@@ -11,7 +11,7 @@ from glob import glob
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -22,35 +22,31 @@ SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 """Suffixes of image files."""
 
 
-class CaptionedImages(Protocol):
+class CaptionedImages(ABC):
     """Images with captions, by index."""
 
     name: str
     """Identity of images and captions, as far as it can be known without decoding them."""
 
+    @abstractmethod
     def __len__(self) -> int:
         """Number of images."""
-        ...
 
+    @abstractmethod
     def caption(self, index: int) -> str:
         """Text of an image."""
-        ...
 
+    @abstractmethod
     def size(self, index: int) -> tuple[int, int]:
         """Height and width of an image in pixels."""
-        ...
 
+    @abstractmethod
     def image(self, index: int) -> np.ndarray:
         """Image [height, width, 3] in uint8."""
-        ...
 
 
 def open_image(file: Path | IO[bytes], name: str) -> Any:
-    """Open an image with Pillow, without reading its pixels.
-
-    Raises:
-        UserError: it is not an image.
-    """
+    """Open an image with Pillow, without reading its pixels. Raises UserError if it is not an image."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -60,11 +56,8 @@ def open_image(file: Path | IO[bytes], name: str) -> Any:
 
 
 def to_rgb(image: Any, name: str) -> np.ndarray:
-    """Convert a Pillow image to [height, width, 3] in uint8; transparent parts become white.
-
-    Raises:
-        UserError: it cannot be decoded.
-    """
+    """Convert a Pillow image to [height, width, 3] in uint8; transparent parts become white. Raises UserError if it
+    cannot be decoded."""
     from PIL import Image
 
     try:
@@ -99,10 +92,7 @@ class Bucket(NamedTuple):
 
 def aspect_buckets(side: int, max_aspect: float) -> list[Bucket]:
     """Shapes with side² tokens and at most this ratio of their sides, from wide to high; a ratio of 1 gives only the
-    square.
-
-    Sides with many divisors have many shapes: 48 tokens have 36 × 64 (9:16) and 32 × 72 besides 48 × 48.
-    """
+    square. Sides with many divisors have many shapes: 48 tokens have 36 × 64 (9:16) and 32 × 72 besides 48 × 48."""
     tokens = side**2
     shapes = [Bucket(rows, tokens // rows) for rows in range(1, tokens + 1) if tokens % rows == 0]
     return [shape for shape in shapes if max(shape) <= max_aspect * min(shape)]
@@ -128,11 +118,7 @@ def fit(image: np.ndarray, bucket: Bucket, token_size: int) -> np.ndarray:
 
 
 def open_images(source: ImageSource, options: ImageOptions) -> CaptionedImages:
-    """Open images.
-
-    Raises:
-        UserError: there are none, or they cannot be read.
-    """
+    """Open images. Raises UserError if there are none, or they cannot be read."""
     match source.images:
         case "emoji":
             from titan_exp.extensions.diffusion.rendered_images import EmojiImages
@@ -203,7 +189,7 @@ def _wrapped(caption: str, font: Any, width: int) -> list[str]:
     return lines
 
 
-class _ListedImages(ABC):
+class _ListedImages(CaptionedImages):
     """Images that are opened one by one; `_pairs` has an opener for each, and its caption."""
 
     _pairs: list[tuple[Any, str]]
@@ -216,17 +202,14 @@ class _ListedImages(ABC):
         return len(self._pairs)
 
     def caption(self, index: int) -> str:
-        """Caption of an image."""
         return self._pairs[index][1]
 
     def size(self, index: int) -> tuple[int, int]:
-        """Height and width, read from the header of a file."""
         image, _ = self._open(self._pairs[index][0])
         with image:
             return image.height, image.width
 
     def image(self, index: int) -> np.ndarray:
-        """Image [height, width, 3] in uint8."""
         image, name = self._open(self._pairs[index][0])
         with image:
             return to_rgb(image, name)
@@ -247,10 +230,8 @@ class _Member(NamedTuple):
 
 
 class WebDatasetImages(_ListedImages):
-    """Images in uncompressed tar files that have a caption in KEY.txt, or under `caption_key` in KEY.json.
-
-    `paths` is a shard or a pattern, as in `shards/*.tar`. Raises UserError if there are none, or one is damaged.
-    """
+    """Images in uncompressed tar files that have a caption in KEY.txt, or under `caption_key` in KEY.json. `paths` is a
+    shard or a pattern, as in `shards/*.tar`. Raises UserError if there are none, or one is damaged."""
 
     def __init__(self, paths: str, caption_key: str) -> None:
         shards = [Path(path) for path in sorted(glob(str(Path(paths).expanduser())))]
@@ -317,14 +298,9 @@ FILE_KEY = "file_name"
 
 
 class FolderImages(_ListedImages):
-    """Images with a caption in a folder and its subfolders, sorted by path.
-
-    Captions are in NAME.txt, or under `caption_key` of a line of `*.jsonl` or `*.csv`, whose `file_name` is relative to
-    it.
-
-    Raises:
-        UserError: there are none, or a file of captions cannot be read.
-    """
+    """Images with a caption in a folder and its subfolders, sorted by path. Captions are in NAME.txt, or under
+    `caption_key` of a line of `*.jsonl` or `*.csv`, whose `file_name` is relative to it. Raises UserError if there are
+    none, or a file of captions cannot be read."""
 
     def __init__(self, folder: str, caption_key: str) -> None:
         root = Path(folder).expanduser()
@@ -384,11 +360,8 @@ def _rows(file: Path, caption_key: str) -> Iterator[Mapping[str, str]]:
 
 
 class HuggingFaceImages(_ListedImages):
-    """Images and captions from two columns of a data set; rows without a caption are left out.
-
-    Raises:
-        UserError: the data set cannot be loaded, or has no such column.
-    """
+    """Images and captions from two columns of a data set; rows without a caption are left out. Raises UserError if the
+    data set cannot be loaded, or has no such column."""
 
     def __init__(self, path: str, split: str, image_key: str, caption_key: str) -> None:
         if not path:

@@ -33,24 +33,17 @@ TEXT_FOLDERS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 @dataclass(frozen=True, kw_only=True)
 class LatentFormat:
-    """Encoders of images and texts, and the sizes of a sample."""
+    """Encoders of images and texts by name and arguments, and the sizes of a sample: a square image has `rows` by
+    `columns` tokens of `channels` features, and its text `text_tokens` states of `text_dim` and one of `pooled_dim`."""
 
     latents: Mapping[str, Any]
-    """Encoder of images: its name and arguments."""
     texts: Mapping[str, Any]
-    """Encoder of texts: its name and arguments."""
     rows: int
-    """Rows of image tokens in a square image."""
     columns: int
-    """Columns of image tokens in a square image."""
     channels: int
-    """Features of an image token."""
     text_tokens: int
-    """Text tokens per sample."""
     text_dim: int
-    """Width of their states."""
     pooled_dim: int
-    """Width of a pooled embedding."""
 
     @property
     def tokens(self) -> int:
@@ -70,11 +63,8 @@ class LatentFormat:
 
 
 def latent_format(options: ImageOptions) -> LatentFormat:
-    """Format of samples with these options.
-
-    Raises:
-        UserError: the folder of an encoder lacks files, or the size is not a multiple of a token's.
-    """
+    """Format of samples with these options. Raises UserError if the folder of an encoder lacks files, or the size is
+    not a multiple of a token's."""
     if options.latents == PIXELS:
         token_size, channels = options.patch, COLOURS * options.patch**2
         latents: Mapping[str, Any] = {"name": PIXELS, "patch": options.patch}
@@ -111,11 +101,7 @@ def latent_format(options: ImageOptions) -> LatentFormat:
 
 
 def autoencoder_config(folder: str) -> Mapping[str, Any]:
-    """Configuration of the AutoencoderKL in a folder.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Configuration of the AutoencoderKL in a folder. Raises UserError if there is none."""
     path = Path(folder).expanduser()
     remedy = "give the folder vae of a FLUX.1 pipeline, or use latents=pixels"
     if (path / "config.json").is_file():
@@ -144,11 +130,8 @@ def absolute(folder: str) -> str:
 
 
 def text_folders(folder: str) -> list[Path]:
-    """Subfolders of a FLUX.1 pipeline: CLIP, its tokenizer, T5, and its tokenizer.
-
-    Raises:
-        UserError: one is missing.
-    """
+    """Subfolders of a FLUX.1 pipeline: CLIP, its tokenizer, T5, and its tokenizer. Raises UserError if one is
+    missing."""
     found = [Path(folder).expanduser() / name for name in TEXT_FOLDERS]
     if missing := [path.name for path in found if not path.is_dir()]:
         reason = f"it lacks {', '.join(missing)}" if found[0].parent.is_dir() else "there is no such folder"
@@ -188,7 +171,6 @@ class LatentManifest(LatentFormat, StoreManifest):
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of a latent store."""
         return {
             **{key: count(values.get(key), key, 2**31) for key in SIZES},
             **{key: table(values.get(key), key) for key in ("latents", "texts", "options")},
@@ -198,11 +180,9 @@ class LatentManifest(LatentFormat, StoreManifest):
 
     @cached_property
     def samples(self) -> dict[str, int]:
-        """Number of samples of each split."""
         return self.total("samples")
 
     def fields(self, shard: Shard) -> list[Field]:
-        """Arrays of a shard, without its captions."""
         return self.shard_fields(str(self.options.get("dtype")), **shard.numbers)
 
 
@@ -214,11 +194,8 @@ _KEYS |= {field.name: f"data.options.{field.name}" for field in fields(ImageOpti
 
 
 def format_of(data: DataConfig) -> LatentFormat:
-    """Format of the samples of a source that holds latents.
-
-    Raises:
-        UserError: the store cannot be used, or the options do not fit.
-    """
+    """Format of the samples of a source that holds latents. Raises UserError if the store cannot be used, or the
+    options do not fit."""
     if data.source == "latents":
         return read_latent_manifest(data.paths[0])
     options = image_options(data)
@@ -227,26 +204,22 @@ def format_of(data: DataConfig) -> LatentFormat:
 
 
 def image_options(data: DataConfig) -> ImageOptions:
-    """Typed `data.options` of images.
-
-    Raises:
-        UserError: a name or a value does not fit.
-    """
+    """Typed `data.options` of images. Raises UserError if a name or a value does not fit."""
     return typed_options(ImageOptions, data.options, "data.options")
 
 
 @contextmanager
 def in_keys_of_data() -> Iterator[None]:
     """Replace option names of `titan-exp encode` in errors by their keys in the data group."""
+
+    def named(option: re.Match[str]) -> str:
+        return _KEYS.get(option[0], option[0])
+
     try:
         yield
     except UserError as error:
         found = [
-            replace(each, field=_KEYS.get(each.field, each.field), remedy=re.sub(r"\w+(?==)", _key, each.remedy))
+            replace(each, field=_KEYS.get(each.field, each.field), remedy=re.sub(r"\w+(?==)", named, each.remedy))
             for each in error.violations
         ]
         raise UserError("We cannot use these images.", found) from error
-
-
-def _key(option: re.Match[str]) -> str:
-    return _KEYS.get(option[0], option[0])

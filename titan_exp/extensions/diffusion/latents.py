@@ -26,28 +26,12 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.foreign_file import read_object
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.foreign_code import SourceDescription
+from titan_exp.data import sample_store
 from titan_exp.data.batch import Permutation, RowSampler, SamplerState
-from titan_exp.data.sample_store import (
-    ShardWriter,
-    StoreSplit,
-    StoreWriter,
-    explain_disk_errors,
-    file_checksum,
-    map_field,
-    write_json,
-)
+from titan_exp.extensions.diffusion import latent_format as formats
 from titan_exp.extensions.diffusion.config import EncodeOptions, ImageOptions, ImageSource, images_of
 from titan_exp.extensions.diffusion.encoders import Encoders, order_samples
-from titan_exp.extensions.diffusion.images import Bucket, CaptionedImages, aspect_buckets, open_images
-from titan_exp.extensions.diffusion.latent_format import (
-    DTYPES,
-    LatentFormat,
-    LatentManifest,
-    image_options,
-    in_keys_of_data,
-    latent_format,
-    read_latent_manifest,
-)
+from titan_exp.extensions.diffusion.images import CaptionedImages, aspect_buckets, open_images
 from titan_exp.extensions.diffusion.samples import EncodedImages, LatentBatch, LatentSamples, Sample, noise_of
 
 ENCODED_TOGETHER = 16
@@ -64,18 +48,13 @@ def write_latent_store(
     encoders: Encoders,
     options: EncodeOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> LatentManifest:
-    """Write or resume a store, or return a complete store with these arguments.
-
-    `progress` is called with the number of encoded samples and the number of all samples.
-
-    Raises:
-        UserError: the folder holds something else, or a store of other arguments; it cannot be written, or another
-            process writes it; an image is damaged.
-    """
+) -> formats.LatentManifest:
+    """Write or resume a store, or return a complete store with these arguments. `progress` is called with the number of
+    encoded samples and the number of all samples. Raises UserError if the folder holds something else, or a store of
+    other arguments; it cannot be written, or another process writes it; an image is damaged."""
     codec, texts = encoders.images, encoders.texts
     side = options.size // codec.token_size
-    encoded = LatentFormat(
+    encoded = formats.LatentFormat(
         latents=codec.description,
         texts=texts.description,
         rows=side,
@@ -86,24 +65,24 @@ def write_latent_store(
         pooled_dim=texts.pooled_dim,
     )
     plan = {"images": images.name, **vars(encoded), "options": {key: getattr(options, key) for key in STORED}}
-    store = StoreWriter(LatentManifest, out, str(out), plan, "plan.json")
-    with explain_disk_errors(out):
+    store = sample_store.StoreWriter(formats.LatentManifest, out, str(out), plan, "plan.json")
+    with sample_store.explain_disk_errors(out):
         if store.is_finished():
-            return read_latent_manifest(out)
+            return formats.read_latent_manifest(out)
         with store.lock():
             empty = dict[str, str]()
             for kind, array in zip(("text", "pooled"), texts(""), strict=True):
                 name = f"empty.{kind}.npy"
-                np.save(out / name, array.astype(DTYPES[options.dtype]))
-                empty[name] = file_checksum(out / name)
+                np.save(out / name, array.astype(formats.DTYPES[options.dtype]))
+                empty[name] = sample_store.file_checksum(out / name)
             splits = _write_shards(store, encoded, images, encoders, options=options, progress=progress)
             store.finish(splits, [plan, splits, empty], files=empty)
-    return read_latent_manifest(out)
+    return formats.read_latent_manifest(out)
 
 
 def _write_shards(
-    store: StoreWriter,
-    encoded: LatentFormat,
+    store: sample_store.StoreWriter,
+    encoded: formats.LatentFormat,
     images: CaptionedImages,
     encoders: Encoders,
     *,
@@ -112,32 +91,31 @@ def _write_shards(
 ) -> dict[str, list[dict[str, Any]]]:
     """Write the missing shards; returns the manifest entries of all shards, by split."""
     splits, done = {split: list[dict[str, Any]]() for split in SPLITS}, 0
-    for split, name, bucket, indices in _shards(images, aspect_buckets(encoded.rows, options.max_aspect), options):
+    buckets = aspect_buckets(encoded.rows, options.max_aspect)
+    groups = order_samples(images, buckets, options.validation_fraction, options.seed)
+    shards = [
+        (split, f"{split}-{number:05d}", bucket, indices)
+        for split, by_bucket in groups.items()
+        for number, (bucket, indices) in enumerate(
+            (bucket, chunk) for bucket, group in by_bucket for chunk in _chunks(group, options.shard_samples)
+        )
+    ]
+    for split, name, bucket, indices in shards:
         record = store.journal / f"{name}.json"
         if not record.is_file():
             fields = encoded.shard_fields(options.dtype, len(indices), *bucket)
-            with closing(ShardWriter(store.folder, name, fields)) as shard:
+            with closing(sample_store.ShardWriter(store.folder, name, fields)) as shard:
                 for chunk in _chunks(indices, ENCODED_TOGETHER):
                     for field, array in zip(fields, encoders.encode(images, chunk, bucket), strict=True):
                         shard.add(field.name, array)
                     progress(done + shard.lengths[fields[0].name], len(images))
                 captions = [images.caption(index) for index in indices]
-                written = write_json(store.folder / f"{name}.captions.json", captions)
+                written = sample_store.write_json(store.folder / f"{name}.captions.json", captions)
                 numbers = {"samples": len(indices), **bucket._asdict()}
-                write_json(record, shard.commit(numbers, {"captions.json": written}))
+                sample_store.write_json(record, shard.commit(numbers, {"captions.json": written}))
         splits[split].append(read_object(record))
         done += len(indices)
     return splits
-
-
-def _shards(
-    images: CaptionedImages, buckets: list[Bucket], options: EncodeOptions
-) -> Iterator[tuple[str, str, Bucket, Sequence[int]]]:
-    """Split, name, bucket and image indices of each shard."""
-    for split, groups in order_samples(images, buckets, options.validation_fraction, options.seed).items():
-        chunks = ((bucket, chunk) for bucket, group in groups for chunk in _chunks(group, options.shard_samples))
-        for number, (bucket, chunk) in enumerate(chunks):
-            yield split, f"{split}-{number:05d}", bucket, chunk
 
 
 def _chunks(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
@@ -145,26 +123,25 @@ def _chunks(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
         yield indices[first : first + size]
 
 
-class LatentSplit(StoreSplit, LatentSamples):
+class LatentSplit(sample_store.StoreSplit, LatentSamples):
     """Samples of one split of a store."""
 
-    def __init__(self, manifest: LatentManifest, split: str) -> None:
-        StoreSplit.__init__(self, manifest, split)
-        text, pooled = (map_field(manifest, "empty", each) for each in manifest.shard_fields("", 1, 1, 1)[1:3])
+    def __init__(self, manifest: formats.LatentManifest, split: str) -> None:
+        sample_store.StoreSplit.__init__(self, manifest, split)
+        text, pooled = (
+            sample_store.map_field(manifest, "empty", each) for each in manifest.shard_fields("", 1, 1, 1)[1:3]
+        )
         LatentSamples.__init__(self, (text, pooled))
 
     def read(self, indices: Sequence[int]) -> list[Sample]:
-        """Samples by index."""
         places = [(number := self.shard_of(index), index - self.offsets[number]) for index in indices]
         return [Sample(*(array[row].astype(np.float32) for array in self.map(number))) for number, row in places]
 
     def captions(self) -> list[str]:
-        """Texts of all samples."""
         files = (self.manifest.path / f"{shard.name}.captions.json" for shard in self.shards)
         return [caption for file in files for caption in json.loads(file.read_text(encoding="utf-8"))]
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Rows and columns of a sample's image tokens."""
         numbers = self.shards[self.shard_of(index)].numbers
         return numbers["rows"], numbers["columns"]
 
@@ -231,69 +208,54 @@ def further_metrics(
 def validation_batches(
     data: DataConfig, *, dp_rank: int, dp_degree: int, micro_batch_size: int, all_documents: bool
 ) -> dict[str, FixedTimeBatches]:
-    """Validation batches by time. With `all_documents`, the samples are the training split's.
-
-    Raises:
-        UserError: there are no validation samples.
-    """
+    """Validation batches by time. With `all_documents`, the samples are the training split's. Raises UserError if there
+    are no validation samples."""
     split = open_latents(data).splits["train" if all_documents else "validation"]
     samples = min(len(split), data.validation_documents or len(split))
     if not samples:
-        raise UserError("There is nothing to evaluate on.", [_none_held_out(data)])
+        if data.source == "images":
+            reason, remedy = "it holds out no image", "use a larger one, or evaluation.every=0"
+            violation = Violation("data.validation_fraction", data.validation_fraction, reason, remedy)
+        else:
+            reason, remedy = "this store has no validation samples", "use evaluation.every=0, or another store"
+            violation = Violation("data.paths", data.paths[0], reason, remedy)
+        raise UserError("There is nothing to evaluate on.", [violation])
     return {
         f"t={time:g}": FixedTimeBatches(split, samples, time, dp_rank, dp_degree, micro_batch_size) for time in TIMES
     }
 
 
-def _none_held_out(data: DataConfig) -> Violation:
-    if data.source == "images":
-        reason, remedy = "it holds out no image", "use a larger one, or evaluation.every=0"
-        return Violation("data.validation_fraction", data.validation_fraction, reason, remedy)
-    reason = "this store has no validation samples"
-    return Violation("data.paths", data.paths[0], reason, "use evaluation.every=0, or another store")
-
-
 @dataclass(frozen=True)
 class LatentData:
-    """Samples of both splits."""
+    """Samples of both splits, and their identity and order by config key."""
 
-    format: LatentFormat
-    """Encoders and sizes."""
+    format: formats.LatentFormat
     splits: Mapping[str, LatentSamples]
-    """Samples by split."""
     identity: Mapping[str, Any]
-    """Identity of the samples and their order, by config key."""
 
 
 def open_latents(data: DataConfig) -> LatentData:
-    """Open the samples of a source that holds latents; images and their encoders are loaded once in a process.
-
-    Raises:
-        UserError: the store, the images or their encoders cannot be used.
-    """
+    """Open the samples of a source that holds latents; images and their encoders are loaded once in a process. Raises
+    UserError if the store, the images or their encoders cannot be used."""
     if data.source == "latents":
         return open_store(data.paths[0])
     images = images_of(data)
     assert images is not None, "checked by the rules"
-    options, source = image_options(data), ImageSource(images, *data.paths)
-    with in_keys_of_data():
+    options, source = formats.image_options(data), ImageSource(images, *data.paths)
+    with formats.in_keys_of_data():
         return _open_images(source, options, data.validation_fraction)
 
 
 def open_store(folder: str) -> LatentData:
-    """Open the samples of a store.
-
-    Raises:
-        UserError: it cannot be used.
-    """
-    store = read_latent_manifest(folder)
+    """Open the samples of a store. Raises UserError if it cannot be used."""
+    store = formats.read_latent_manifest(folder)
     splits = {split: LatentSplit(store, split) for split in SPLITS}
     return LatentData(store, splits, {"data.paths": [store.fingerprint]})
 
 
 @lru_cache(maxsize=1)
 def _open_images(source: ImageSource, options: ImageOptions, validation_fraction: float) -> LatentData:
-    found, images = latent_format(options), open_images(source, options)
+    found, images = formats.latent_format(options), open_images(source, options)
     encoders = Encoders.build(found)
     buckets = aspect_buckets(found.rows, options.max_aspect)
     splits = {
@@ -306,14 +268,11 @@ def _open_images(source: ImageSource, options: ImageOptions, validation_fraction
 
 
 class LatentSampler(RowSampler):
-    """`Sampler` over the training samples of the data group, with a new permutation in every epoch.
-
-    Raises:
-        UserError: the store or the images cannot be used, or there is nothing to train on.
-    """
+    """`Sampler` over the training samples of the data group, with a new permutation in every epoch. Raises UserError if
+    the store or the images cannot be used, or there is nothing to train on."""
 
     state_name = "latents"
-    store = LatentManifest.store
+    store = formats.LatentManifest.store
 
     def __init__(self, data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> None:
         found = open_latents(data)
@@ -327,17 +286,14 @@ class LatentSampler(RowSampler):
         self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(len(self._split), "latents", seed, epoch))
 
     def rows(self, count: int) -> "LatentRows":
-        """Rows to fill."""
         return LatentRows(self._split, count)
 
     def read(self, row: int, target: Callable[[int, int], None]) -> list[int]:
-        """Fill a row with the sample of its number."""
         epoch, rank = divmod(row, len(self._split))
         target(self._order(epoch)[rank], row)
         return []
 
     def epochs(self, state: SamplerState) -> dict[str, float]:
-        """Epochs over the samples."""
         return {"": state[self.state_name]["rows"] / len(self._split)}
 
 

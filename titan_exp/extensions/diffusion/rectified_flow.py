@@ -39,10 +39,8 @@ def velocity_errors(velocity: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RectifiedFlow:
-    """Rectified flow objective for models of latents.
-
-    A batch that already has times, as in evaluation, keeps its noise, times and texts.
-    """
+    """Rectified flow objective for models of latents. A batch that already has times, as in evaluation, keeps its
+    noise, times and texts."""
 
     options: RectifiedFlowOptions = field(default_factory=RectifiedFlowOptions)
     """Times, dropout and guidance."""
@@ -156,16 +154,13 @@ Outputs = Callable[[LatentBatch], Tensor]
 
 @dataclass(frozen=True)
 class Conditions:
-    """Inputs of a model beside noisy latents and their time; tensors are on its device."""
+    """Inputs of a model beside noisy latents and their time, as in `LatentBatch`; tensors are on its device."""
 
     text: Tensor
-    """States of the texts [rows, text, text_dim]."""
     pooled: Tensor
-    """Pooled embeddings of the texts [rows, pooled_dim]."""
     positions: Tensor
     """Positions of text and image tokens [1, text + image, 3]."""
     guidance: float | None = None
-    """Guidance scale that the model reads; None if it reads none."""
 
     def to(self, device: torch.device) -> "Conditions":
         """Move the conditions to a device."""

@@ -3,13 +3,14 @@ characters in the font faces that matplotlib includes."""
 
 import string
 import unicodedata
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.extensions.diffusion.images import CaptionedImages
 
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 """Font of the package (Open Font License)."""
@@ -25,12 +26,19 @@ SKIN_TONES = {
 """Skin-tone modifiers of faces, hands and people."""
 
 
-class EmojiImages:
-    """Images of all single-character emoji, and of their variants in five skin tones, on white.
+class _Rendered(CaptionedImages):
+    """Square images that are drawn when they are asked for."""
 
-    Raises:
-        UserError: the font is missing, or Pillow cannot combine characters.
-    """
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self, index: int) -> tuple[int, int]:
+        return self._size, self._size
+
+
+class EmojiImages(_Rendered):
+    """Images of all single-character emoji, and of their variants in five skin tones, on white. Raises UserError if the
+    font is missing, or Pillow cannot combine characters."""
 
     def __init__(self, size: int) -> None:
         from PIL import features
@@ -41,10 +49,9 @@ class EmojiImages:
         if not features.check("raqm"):
             reason, remedy = "your Pillow lacks raqm, which combines characters", "pip install --force-reinstall pillow"
             raise UserError("We cannot encode this.", [Violation("images", "emoji", reason, remedy)])
-        self._size = size
+        super().__init__(size)
         self._texts = self._drawn_texts()
         self.name = f"{len(self._texts)} emoji of {FONT.name}, {size}x{size}"
-        """Identity of the images."""
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -55,12 +62,7 @@ class EmojiImages:
         name = unicodedata.name(character).capitalize()
         return f"{name}, {SKIN_TONES[tone[0]]} skin tone" if tone else name
 
-    def size(self, index: int) -> tuple[int, int]:
-        """Height and width."""
-        return self._size, self._size
-
     def image(self, index: int) -> np.ndarray:
-        """Image [size, size, 3] in uint8."""
         from PIL import Image, ImageDraw
 
         text = self._texts[index]
@@ -101,24 +103,25 @@ FAMILIES = ("DejaVu",)
 """First words of the font families whose faces are drawn; the other families have mathematical symbols."""
 
 
-class GlyphImages:
+class GlyphImages(_Rendered):
     """Images of each character in each face, black on white, with captions."""
 
     def __init__(self, size: int) -> None:
         from matplotlib import get_data_path
+        from matplotlib.ft2font import FT2Font
 
-        self._size = size
+        super().__init__(size)
         files = sorted(Path(get_data_path(), "fonts", "ttf").glob("*.ttf"))
-        faces = {file: _face(file) for file in files}
+        fonts = {file: FT2Font(str(file)) for file in files}
+        names = {file: f"{font.family_name} {font.style_name}".removesuffix(" Book") for file, font in fonts.items()}
         self._pairs = [
             (file, face, character)
-            for file, face in faces.items()
+            for file, face in names.items()
             if face.startswith(FAMILIES)
             for character in CHARACTERS
-            if _draws(file, character)
+            if fonts[file].get_char_index(ord(character)) != 0
         ]
         self.name = f"{len(self._pairs)} glyphs of matplotlib's fonts, {size}x{size}"
-        """Identity of the images."""
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -128,12 +131,7 @@ class GlyphImages:
         _, face, character = self._pairs[index]
         return f"{unicodedata.name(character).capitalize()}, {face}"
 
-    def size(self, index: int) -> tuple[int, int]:
-        """Height and width."""
-        return self._size, self._size
-
     def image(self, index: int) -> np.ndarray:
-        """Image [size, size, 3] in uint8."""
         from PIL import Image, ImageDraw, ImageFont
 
         file, _, character = self._pairs[index]
@@ -142,19 +140,3 @@ class GlyphImages:
         middle = (self._size / 2, self._size / 2)
         ImageDraw.Draw(image).text(middle, character, fill="black", font=font, anchor="mm")
         return np.asarray(image)
-
-
-def _face(file: Path) -> str:
-    font = _font(file)
-    return f"{font.family_name} {font.style_name}".removesuffix(" Book")
-
-
-@lru_cache(maxsize=64)
-def _font(file: Path) -> Any:
-    from matplotlib.ft2font import FT2Font
-
-    return FT2Font(str(file))
-
-
-def _draws(file: Path, character: str) -> bool:
-    return _font(file).get_char_index(ord(character)) != 0

@@ -76,14 +76,11 @@ def _has_latents(data: DataConfig) -> bool:
     return described(data.source).holds == "latents"
 
 
-def _reads_images(data: DataConfig) -> bool:
-    return "images" in described(data.source).reads
-
-
 def images_are_given(data: DataConfig) -> Iterator[Violation]:
     """Images need a kind, and a path if they are read from one."""
     images = images_of(data)
     example = _EXAMPLES.get(images or "", "")
+    on_the_hub = images == "huggingface" and not "".join(data.paths[:1]).startswith((".", "/", "~"))
     if images is None:
         yield Violation("data.images", None, "the source images needs a kind of images", _EXAMPLES["folder"])
     elif images not in READ_FROM_PATHS and data.paths:
@@ -91,13 +88,8 @@ def images_are_given(data: DataConfig) -> Iterator[Violation]:
         yield Violation("data.paths", data.paths, f"titan_exp draws {images} itself, and reads no files", remedy)
     elif images in READ_FROM_PATHS and len(data.paths) != 1:
         yield Violation("data.paths", data.paths, f"data.images={images} reads exactly one path", example)
-    elif images in READ_FROM_PATHS and not _may_exist(images, data.paths[0]):
+    elif images in READ_FROM_PATHS and not on_the_hub and not glob(str(Path(data.paths[0]).expanduser())):
         yield Violation("data.paths", data.paths[0], "no file or folder has this name", example)
-
-
-def _may_exist(images: str, path: str) -> bool:
-    on_the_hub = images == "huggingface" and not path.startswith((".", "/", "~"))
-    return on_the_hub or bool(glob(str(Path(path).expanduser())))
 
 
 def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
@@ -158,7 +150,7 @@ def quantized_streams_divide(
 RULES = (
     *rules(tokens_divide),
     *rules(options_are_known, when=lambda training: training.objective == _OBJECTIVE),
-    *rules(images_are_given, when=_reads_images),
+    *rules(images_are_given, when=lambda data: "images" in described(data.source).reads),
     *rules(store_fits, when=_has_latents),
     *rules(
         Refuse(

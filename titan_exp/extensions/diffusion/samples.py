@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -49,18 +49,13 @@ class LatentBatch(MicroBatch):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors of the batch."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return [value for value in values if value is not None]
+        return [value for value in vars(self).values() if value is not None]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "LatentBatch":
-        """Apply a function to every tensor of the batch."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        mapped: dict[str, Any] = {name: value if value is None else function(value) for name, value in values.items()}
+        mapped: Any = {name: value if value is None else function(value) for name, value in vars(self).items()}
         return LatentBatch(**mapped)
 
     def inputs(self, hidden: Tensor | None = None) -> Inputs:
-        """Arguments: noisy latents at their times, or hidden states, with their conditions."""
         assert self.times is not None, "drawn by the objective's `prepare`"
         noisy, times = self.latents, self.times[:, None, None]
         if self.noise is not None:
@@ -69,7 +64,6 @@ class LatentBatch(MicroBatch):
         return Inputs((noisy if hidden is None else hidden, self.text), named)
 
     def sharded(self, part: SequencePart) -> "LatentBatch":
-        """Take this rank's part of the text tokens and of the image tokens."""
         length = self.text.shape[1]
         positions = [part.take(tokens) for tokens in (self.positions[:, :length], self.positions[:, length:])]
         return replace(
@@ -84,16 +78,12 @@ class LatentBatch(MicroBatch):
 
 
 class Sample(NamedTuple):
-    """One sample, in fp32."""
+    """One sample, in fp32; see `LatentBatch`."""
 
     latents: np.ndarray
-    """Latents [image, channels]."""
     text: np.ndarray
-    """States of the text [text, text_dim]."""
     pooled: np.ndarray
-    """Pooled embedding of the text [pooled_dim]."""
     deviations: np.ndarray | None = None
-    """Standard deviations of the posterior [image, channels], if the encoder has one."""
 
 
 class LatentSamples(ABC):
@@ -120,7 +110,6 @@ class LatentSamples(ABC):
         """Rows and columns of a sample's image tokens."""
 
     def __getitem__(self, index: int) -> Sample:
-        """Sample by index."""
         return self.read([index])[0]
 
     def batch(self, indices: list[int], samples: list[int], weights: list[float]) -> LatentBatch:
@@ -171,37 +160,26 @@ class EncodedImages(LatentSamples):
                 arrays = self._encoders.encode(self._images, [self._places[index][1] for index in group], bucket)
             found |= {index: Sample(*rows) for index, rows in zip(group, zip(*arrays, strict=True), strict=True)}
         for index in missing:
-            self._keep(index, found[index])
+            size = sum(array.nbytes for array in found[index] if array is not None)
+            if size <= self._room:
+                copies: list[Any] = [None if array is None else np.array(array) for array in found[index]]
+                self._kept[index] = Sample(*copies)
+                self._room -= size
         return [found[index] for index in indices]
 
     def captions(self) -> list[str]:
-        """Texts of all samples."""
         return [self._images.caption(index) for _, index in self._places]
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Rows and columns of a sample's image tokens."""
         bucket, _ = self._places[index]
         return bucket.rows, bucket.columns
-
-    def _keep(self, index: int, sample: Sample) -> None:
-        size = sum(array.nbytes for array in sample if array is not None)
-        if size <= self._room:
-            arrays: list[Any] = [None if array is None else np.array(array) for array in sample]
-            self._kept[index] = Sample(*arrays)
-            self._room -= size
 
 
 def noise_of(batch: LatentBatch, seed: int, purpose: str) -> torch.Tensor:
     """Noise for each sample of a CPU batch [rows, image, channels], fp32."""
-    shape = batch.latents.shape[1:]
-    return torch.from_numpy(
-        np.stack(
-            [
-                keyed_generator(seed, sample, purpose).standard_normal(shape, dtype=np.float32)
-                for sample in batch.samples.tolist()
-            ]
-        )
-    )
+    generators = (keyed_generator(seed, sample, purpose) for sample in batch.samples.tolist())
+    drawn = [random.standard_normal(batch.latents.shape[1:], dtype=np.float32) for random in generators]
+    return torch.from_numpy(np.stack(drawn))
 
 
 def grid_positions(text_tokens: int, rows: int, columns: int) -> Tensor:

@@ -12,28 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from titan_exp.config.errors.user_error import Violation, divisors, listed, nearest_numbers
 from titan_exp.config.groups.experiment import MAY_BE_MEANT, NO_CHANGE, ModelConfig
 from titan_exp.config.groups.types import BlockCount, PositiveBlockCount, PositiveFloat, PositiveInt
+from titan_exp.models.spec import model_spec
+from titan_exp.models.spec import tp_plan as styles
 from titan_exp.models.spec.mixers import AttentionSpec
-from titan_exp.models.spec.model_inputs import ModelInputs
-from titan_exp.models.spec.model_spec import (
-    EVERY_TOKEN,
-    ONCE,
-    LayerSpec,
-    LinearSpec,
-    ModelSpec,
-    PipelinePlan,
-    TensorSpec,
-    TokenSpan,
-    VectorSpec,
-)
-from titan_exp.models.spec.tp_plan import (
-    SEQUENCE_PARALLEL,
-    Colwise,
-    FusedRows,
-    HeadParallel,
-    RowPiece,
-    Rowwise,
-    SequenceParallel,
-)
 
 if TYPE_CHECKING:
     from titan_exp.extensions.diffusion.samples import LatentBatch
@@ -90,11 +71,11 @@ class DiffusionConfig(ModelConfig):
     """Attention kernel, as for other families. E.g. `model=flux_debug model.attention_backend=math`."""
 
 
-def diffusion_spec(config: DiffusionConfig) -> ModelSpec:
+def diffusion_spec(config: DiffusionConfig) -> model_spec.ModelSpec:
     """Spec of a diffusion transformer."""
     single = config.layers - config.double_layers
     ends = tuple(tensor for linear in end_linears(config) for tensor in _tensors(linear))
-    return ModelSpec(
+    return model_spec.ModelSpec(
         (_double_layer(config),) * config.double_layers + (_single_layer(config),) * single,
         dim=config.dim,
         vocab_size=0,
@@ -103,7 +84,7 @@ def diffusion_spec(config: DiffusionConfig) -> ModelSpec:
         embedding_std=config.init_std,
         attention_backend=config.attention_backend,
         ends=ends,
-        stage_ends=PipelinePlan(first=("inputs",), last=("output",), extra_tokens=1),
+        stage_ends=model_spec.PipelinePlan(first=("inputs",), last=("output",), extra_tokens=1),
         per_sequence=True,
         inputs=LatentInputs(
             config.patch_dim, config.text_tokens, config.text_dim, config.pooled_dim, config.guidance_embedding
@@ -111,7 +92,7 @@ def diffusion_spec(config: DiffusionConfig) -> ModelSpec:
     )
 
 
-def end_linears(config: DiffusionConfig) -> tuple[LinearSpec, ...]:
+def end_linears(config: DiffusionConfig) -> tuple[model_spec.LinearSpec, ...]:
     """Linear layers before and after the blocks."""
     dim, std = config.dim, config.init_std
     text, image = _spans(config)
@@ -119,7 +100,9 @@ def end_linears(config: DiffusionConfig) -> tuple[LinearSpec, ...]:
     if not config.guidance_embedding:
         del widths["guidance"]
     embedders = [
-        LinearSpec(f"inputs.{name}.{part}", inputs, dim, std, SEQUENCE_PARALLEL, bias=True, tokens=ONCE)
+        model_spec.LinearSpec(
+            f"inputs.{name}.{part}", inputs, dim, std, styles.SEQUENCE_PARALLEL, bias=True, tokens=model_spec.ONCE
+        )
         for name, width in widths.items()
         for part, inputs in (("hidden", width), ("out", dim))
     ]
@@ -127,7 +110,7 @@ def end_linears(config: DiffusionConfig) -> tuple[LinearSpec, ...]:
         _linear("inputs.image", config.patch_dim, dim, image),
         _linear("inputs.text", config.text_dim, dim, text),
         *embedders,
-        _linear("output.modulation", dim, 2 * dim, ONCE, zero=True, tp=modulation_style(config)),
+        _linear("output.modulation", dim, 2 * dim, model_spec.ONCE, zero=True, tp=modulation_style(config)),
         _linear("output.linear", dim, config.patch_dim, image, zero=True),
     )
 
@@ -154,32 +137,32 @@ def diffusion_violations(config: DiffusionConfig) -> Iterator[Violation]:
         yield Violation("model.rope_axes", config.rope_axes, reason, "use three widths, such as [16,56,56] for 128")
 
 
-def _double_layer(config: DiffusionConfig) -> LayerSpec:
-    dim, rows, channels = config.dim, FusedRows("attention", _projections(config)), FFN_RATIO * config.dim
-    up = Colwise(channels, described=f"{channels} feed-forward channels ({FFN_RATIO} by model.dim)")
+def _double_layer(config: DiffusionConfig) -> model_spec.LayerSpec:
+    dim, rows, channels = config.dim, styles.FusedRows("attention", _projections(config)), FFN_RATIO * config.dim
+    up = styles.Colwise(channels, described=f"{channels} feed-forward channels ({FFN_RATIO} by model.dim)")
     modulations, linears, vectors = modulation_style(config), [], []
     for name, tokens in zip(("text", "image"), _spans(config), strict=True):
         linears += [
-            _linear(f"{name}.modulation", dim, 6 * dim, ONCE, zero=True, tp=modulations),
+            _linear(f"{name}.modulation", dim, 6 * dim, model_spec.ONCE, zero=True, tp=modulations),
             _linear(f"{name}.qkv", dim, 3 * dim, tokens, rows=rows, tp=_by_heads(config)),
-            _linear(f"{name}.out", dim, dim, tokens, writes_residual=True, tp=Rowwise()),
+            _linear(f"{name}.out", dim, dim, tokens, writes_residual=True, tp=styles.Rowwise()),
             _linear(f"{name}.up", dim, channels, tokens, tp=up),
-            _linear(f"{name}.down", channels, dim, tokens, writes_residual=True, tp=Rowwise()),
+            _linear(f"{name}.down", channels, dim, tokens, writes_residual=True, tp=styles.Rowwise()),
         ]
         vectors += _head_norms(config, name)
-    return LayerSpec(_attention(config), tuple(linears), tuple(vectors))
+    return model_spec.LayerSpec(_attention(config), tuple(linears), tuple(vectors))
 
 
-def _single_layer(config: DiffusionConfig) -> LayerSpec:
+def _single_layer(config: DiffusionConfig) -> model_spec.LayerSpec:
     dim, ratio = config.dim, FFN_RATIO
-    up = RowPiece("up", ratio * dim // config.heads)
-    rows = FusedRows("attention", (*_projections(config), up))
+    up = styles.RowPiece("up", ratio * dim // config.heads)
+    rows = styles.FusedRows("attention", (*_projections(config), up))
     linears = (
-        _linear("modulation", dim, 3 * dim, ONCE, zero=True, tp=modulation_style(config)),
+        _linear("modulation", dim, 3 * dim, model_spec.ONCE, zero=True, tp=modulation_style(config)),
         _linear("qkv_up", dim, (3 + ratio) * dim, rows=rows, tp=_by_heads(config)),
-        _linear("out", (1 + ratio) * dim, dim, writes_residual=True, tp=Rowwise()),
+        _linear("out", (1 + ratio) * dim, dim, writes_residual=True, tp=styles.Rowwise()),
     )
-    return LayerSpec(_attention(config), linears, tuple(_head_norms(config)))
+    return model_spec.LayerSpec(_attention(config), linears, tuple(_head_norms(config)))
 
 
 def _attention(config: DiffusionConfig) -> AttentionSpec:
@@ -189,55 +172,57 @@ def _attention(config: DiffusionConfig) -> AttentionSpec:
     )
 
 
-def modulation_style(config: DiffusionConfig) -> Colwise:
+def modulation_style(config: DiffusionConfig) -> styles.Colwise:
     """Tensor-parallel sharding of a modulation; modulations hold a quarter of FLUX.1's parameters."""
     return replace(_by_heads(config), vector=True)
 
 
-def _by_heads(config: DiffusionConfig) -> Colwise:
-    return Colwise(config.heads, described=f"{config.heads} heads (model.heads)", key="model.heads")
+def _by_heads(config: DiffusionConfig) -> styles.Colwise:
+    return styles.Colwise(config.heads, described=f"{config.heads} heads (model.heads)", key="model.heads")
 
 
-def _projections(config: DiffusionConfig) -> tuple[RowPiece, ...]:
-    return tuple(RowPiece(name, config.dim // config.heads) for name in ("query", "key", "value"))
+def _projections(config: DiffusionConfig) -> tuple[styles.RowPiece, ...]:
+    return tuple(styles.RowPiece(name, config.dim // config.heads) for name in ("query", "key", "value"))
 
 
-def _head_norms(config: DiffusionConfig, name: str = "") -> list[VectorSpec]:
+def _head_norms(config: DiffusionConfig, name: str = "") -> list[model_spec.VectorSpec]:
     prefix = f"{name}." if name else ""
     width = config.dim // config.heads
-    return [VectorSpec(f"{prefix}{norm}", width, HeadParallel()) for norm in ("q_norm", "k_norm")]
+    return [model_spec.VectorSpec(f"{prefix}{norm}", width, styles.HeadParallel()) for norm in ("q_norm", "k_norm")]
 
 
-def _spans(config: DiffusionConfig) -> tuple[TokenSpan, TokenSpan]:
+def _spans(config: DiffusionConfig) -> tuple[model_spec.TokenSpan, model_spec.TokenSpan]:
     """Spans of text tokens, then of image tokens."""
-    return TokenSpan(stop=config.text_tokens), TokenSpan(start=config.text_tokens)
+    return model_spec.TokenSpan(stop=config.text_tokens), model_spec.TokenSpan(start=config.text_tokens)
 
 
 def _linear(
     name: str,
     inputs: int,
     outputs: int,
-    tokens: TokenSpan = EVERY_TOKEN,
+    tokens: model_spec.TokenSpan = model_spec.EVERY_TOKEN,
     *,
     zero: bool = False,
-    rows: FusedRows | None = None,
+    rows: styles.FusedRows | None = None,
     writes_residual: bool = False,
-    tp: Colwise | Rowwise | SequenceParallel = SEQUENCE_PARALLEL,
-) -> LinearSpec:
+    tp: styles.Colwise | styles.Rowwise | styles.SequenceParallel = styles.SEQUENCE_PARALLEL,
+) -> model_spec.LinearSpec:
     """Linear layer with a bias, and weights with Xavier's standard deviation (Glorot and Bengio 2010) or zero."""
     std = 0.0 if zero else (2 / (inputs + outputs)) ** 0.5
-    return LinearSpec(
+    return model_spec.LinearSpec(
         name, inputs, outputs, std, tp, rows=rows, bias=True, writes_residual=writes_residual, tokens=tokens
     )
 
 
-def _tensors(linear: LinearSpec) -> tuple[TensorSpec, TensorSpec]:
-    weight = TensorSpec(f"{linear.name}.weight", (linear.outputs, linear.inputs), in_matmul=True, tokens=linear.tokens)
-    return weight, TensorSpec(f"{linear.name}.bias", (linear.outputs,))
+def _tensors(linear: model_spec.LinearSpec) -> tuple[model_spec.TensorSpec, model_spec.TensorSpec]:
+    weight = model_spec.TensorSpec(
+        f"{linear.name}.weight", (linear.outputs, linear.inputs), in_matmul=True, tokens=linear.tokens
+    )
+    return weight, model_spec.TensorSpec(f"{linear.name}.bias", (linear.outputs,))
 
 
 @dataclass(frozen=True)
-class LatentInputs(ModelInputs):
+class LatentInputs(model_spec.ModelInputs):
     """Inputs of a model of latents: noisy image tokens and the states of their texts. Sizes go by the key of the
     model's configuration."""
 
@@ -258,12 +243,10 @@ class LatentInputs(ModelInputs):
     """True if the model reads a guidance scale."""
 
     def streams(self, seq_len: int) -> tuple[int, ...]:
-        """Number of text tokens, then of image tokens."""
         text = min(self.text_tokens, seq_len)
         return text, seq_len - text
 
     def example(self, rows: int, seq_len: int) -> "LatentBatch":
-        """Batch of zeros with noise, times and guidance."""
         import torch
 
         from titan_exp.extensions.diffusion.samples import LatentBatch
@@ -277,6 +260,6 @@ class LatentInputs(ModelInputs):
         return LatentBatch(latents, states, pooled, states[:1], pooled[:1], positions, samples, number, **drawn)
 
 
-def latent_inputs(spec: ModelSpec | None) -> LatentInputs | None:
+def latent_inputs(spec: model_spec.ModelSpec | None) -> LatentInputs | None:
     """Inputs of a model of latents; None for other models."""
     return spec.inputs if spec is not None and isinstance(spec.inputs, LatentInputs) else None

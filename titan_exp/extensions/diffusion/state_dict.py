@@ -113,7 +113,14 @@ def diffusion_map(spec: ModelSpec, double_layers: int, names: DiffusionNames) ->
     their_shapes: dict[str, tuple[int, ...]] = {}
     for ours, shape in spec.shapes.items():
         module, _, kind = ours.rpartition(".")
-        prefix, part = _their_place(module, double_layers, names)
+        prefix, part, rows = "", module, None
+        if module.startswith("blocks."):
+            _, layer, inner = module.split(".", 2)
+            number, single = int(layer), int(layer) - double_layers
+            prefix = names.double.format(number) if single < 0 else names.single.format(single)
+            prefix, part = f"{prefix}.", f"{'double' if single < 0 else 'single'}.{inner}"
+            if not inner.endswith("_norm"):
+                rows = spec.layers[number].linear(inner).rows
         theirs = names.parts[part]
         is_norm = part.endswith("_norm")
         full = [
@@ -122,7 +129,7 @@ def diffusion_map(spec: ModelSpec, double_layers: int, names: DiffusionNames) ->
         ]
         if is_norm:
             ranges = half_split_rows(0, shape[0], full[0], 0)
-        elif (rows := _fused_rows(spec, module)) is not None:
+        elif rows is not None:
             ranges = _fused_ranges(rows, shape[0], full)
         elif part == "output.modulation" and names.swaps_output:
             half = shape[0] // 2
@@ -138,25 +145,6 @@ def diffusion_map(spec: ModelSpec, double_layers: int, names: DiffusionNames) ->
         if number >= double_layers
     }
     return StateDictMap(runs, spec.shapes, their_shapes, {}, columns=columns)
-
-
-def _their_place(module: str, double_layers: int, names: DiffusionNames) -> tuple[str, str]:
-    """Prefix of their names for one of our modules, and its key in `DiffusionNames.parts`."""
-    if not module.startswith("blocks."):
-        return "", module
-    _, layer, part = module.split(".", 2)
-    number = int(layer)
-    if number < double_layers:
-        return f"{names.double.format(number)}.", f"double.{part}"
-    return f"{names.single.format(number - double_layers)}.", f"single.{part}"
-
-
-def _fused_rows(spec: ModelSpec, module: str) -> FusedRows | None:
-    """Row layout of one of our modules; None if its weight is one matrix."""
-    if not module.startswith("blocks."):
-        return None
-    _, layer, part = module.split(".", 2)
-    return spec.layers[int(layer)].linear(part).rows
 
 
 def _by_head(layer: LayerSpec) -> Iterator[int]:

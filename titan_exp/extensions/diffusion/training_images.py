@@ -13,17 +13,10 @@ from titan_exp.config.checkpoint_files import step_name
 from titan_exp.config.data_files import SPLITS
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import DataConfig
+from titan_exp.extensions.diffusion import rectified_flow
 from titan_exp.extensions.diffusion.encoders import encoders_of_samples, image_codec
 from titan_exp.extensions.diffusion.images import image_grid, save_image
 from titan_exp.extensions.diffusion.latents import open_latents
-from titan_exp.extensions.diffusion.rectified_flow import (
-    Conditions,
-    RectifiedFlow,
-    euler,
-    guided_velocity,
-    sampling_noise,
-    sampling_times,
-)
 from titan_exp.extensions.diffusion.samples import grid_positions
 from titan_exp.optim.weight_average import WeightAverage
 from titan_exp.tracking.logging import get_logger
@@ -38,28 +31,22 @@ STEPS, GUIDANCE = 25, 4.0
 
 
 def parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
-    """Part that draws a run's images.
-
-    Raises:
-        UserError: the samples or the packages of their decoder are missing.
-    """
+    """Part that draws a run's images. Raises UserError if the samples or the packages of their decoder are missing."""
     tracking: Any = experiment.tracking
     yield TrainingImages(experiment.data, tracking.images_every, state.model, state.average)
 
 
 class TrainingImages(Part):
     """Draws images for the first training captions and the first held-out captions, with the same noise each time.
-
     Every rank computes all of them, and rank 0 decodes and writes. Raises UserError if the samples or the packages of
-    their decoder are missing.
-    """
+    their decoder are missing."""
 
     name = "images"
     phase = Phase.REPORT
 
     def __init__(self, config: DataConfig, every: int, model: Model, average: WeightAverage | None) -> None:
         self._model, self._average = model, average
-        assert isinstance(model.objective, RectifiedFlow), "checked by the rules"
+        assert isinstance(model.objective, rectified_flow.RectifiedFlow), "checked by the rules"
         self._every, options = every, model.objective.options
         data = open_latents(config)
         encoded, splits = data.format, [data.splits[split] for split in SPLITS]
@@ -75,24 +62,21 @@ class TrainingImages(Part):
             torch.from_numpy(np.stack([getattr(sample, name) for sample in samples])) for name in ("text", "pooled")
         )
         empty = splits[0].batch([0], [0], [1.0])
-        self._given = Conditions(states, pooled, positions, guidance)
-        self._empty = Conditions(empty.empty_text, empty.empty_pooled, positions, guidance)
+        self._given = rectified_flow.Conditions(states, pooled, positions, guidance)
+        self._empty = rectified_flow.Conditions(empty.empty_text, empty.empty_pooled, positions, guidance)
         tokens = encoded.rows * encoded.columns
-        self._noise = sampling_noise(0, range(len(samples)), tokens, encoded.channels)
-        self._times = sampling_times(STEPS, tokens, shift=options.shift)
+        self._noise = rectified_flow.sampling_noise(0, range(len(samples)), tokens, encoded.channels)
+        self._times = rectified_flow.sampling_times(STEPS, tokens, shift=options.shift)
         with encoders_of_samples():
             self._codec = image_codec(encoded.latents) if dist.get_rank() == 0 else None
 
     def begin(self, run: Run) -> None:
-        """Get the run's folder and sinks to write to."""
         self._folder, self._report = run.folder, run.report
 
     def due(self, step: int, *, last: bool) -> bool:
-        """True if images are drawn after this step."""
         return last or step % self._every == 0
 
     def after(self, step: Step) -> None:
-        """Draw the grid if due."""
         if self._report.writes and self.due(step.step, last=step.last):
             self._write(step.step)
 
@@ -118,10 +102,12 @@ class TrainingImages(Part):
     def latents(self, model: Model) -> torch.Tensor:
         """Latents [samples, image, channels] of all captions."""
         device = next(model.parameters()).device
-        predict = guided_velocity(model.outputs, self._given.to(device), self._empty.to(device), GUIDANCE)
+        predict = rectified_flow.guided_velocity(
+            model.outputs, self._given.to(device), self._empty.to(device), GUIDANCE
+        )
         for part in model.parts:
             part.eval()
-        latents = euler(predict, self._noise.to(device), self._times)
+        latents = rectified_flow.euler(predict, self._noise.to(device), self._times)
         for part in model.parts:
             part.train()
         return latents

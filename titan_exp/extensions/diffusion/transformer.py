@@ -10,24 +10,23 @@ from torch import Tensor, nn
 
 from titan_exp.extensions.diffusion import spec
 from titan_exp.models.blocks.linear import Linear, linear
-from titan_exp.models.blocks.transformer import ResultGather, Rope, RopeOrder, TokenShard, norm
+from titan_exp.models.blocks.transformer import ResultGather, RopeOrder, TokenShard, norm
 from titan_exp.models.spec.model_spec import LayerSpec, PipelinePlan
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, FusedRows, TPStyle
-from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, rotate
+from titan_exp.ops.attention.rope import Frequencies, Rope, RotaryEmbedding, rotate
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 
+Hidden = Float[Tensor, "batch seq dim"]
+Conditioning = Float[Tensor, "batch dim"]
+Heads = Float[Tensor, "batch seq heads width"]
 
-def modulate(
-    x: Float[Tensor, "batch seq dim"],
-    shift: Float[Tensor, "batch 1 dim"],
-    scale: Float[Tensor, "batch 1 dim"],
-    eps: float,
-) -> Float[Tensor, "batch seq dim"]:
+
+def modulate(x: Hidden, shift: Float[Tensor, "batch 1 dim"], scale: Float[Tensor, "batch 1 dim"], eps: float) -> Hidden:
     """Normalize by a LayerNorm without weights, then compute (1 + scale) · x + shift."""
     return F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale) + shift
 
 
-def modulation(module: nn.Module, conditioning: Float[Tensor, "batch dim"], parts: int) -> tuple[Tensor, ...]:
+def modulation(module: nn.Module, conditioning: Conditioning, parts: int) -> tuple[Tensor, ...]:
     """Shifts, scales and gates [batch, 1, dim] of a sequence, in this order, computed from its conditioning."""
     return module(conditioning)[:, None].chunk(parts, dim=-1)
 
@@ -40,14 +39,7 @@ class JointAttention(nn.Module):
         assert layer.attention is not None, "the layer has attention"
         self.core = CausalAttention(backend, layer.attention.scale, layer.attention.pattern)
 
-    def forward(
-        self,
-        query: Float[Tensor, "batch seq heads width"],
-        key: Float[Tensor, "batch seq heads width"],
-        value: Float[Tensor, "batch seq heads width"],
-        rope: Rope,
-    ) -> Float[Tensor, "batch seq heads width"]:
-        """Attend; returns the heads of every token."""
+    def forward(self, query: Heads, key: Heads, value: Heads, rope: Rope) -> Heads:
         heads = (rotate(query, *rope), rotate(key, *rope), value)
         return self.core(*(part.transpose(1, 2) for part in heads)).transpose(1, 2)
 
@@ -66,10 +58,9 @@ class _Heads(nn.Module):
 
     @property
     def fused_rows(self) -> dict[str, FusedRows]:
-        """Row layout of the fused weight."""
         return {self.projection: self.rows}
 
-    def heads(self, x: Float[Tensor, "batch seq dim"]) -> list[Float[Tensor, "batch seq heads _"]]:
+    def heads(self, x: Hidden) -> list[Float[Tensor, "batch seq heads _"]]:
         """Queries and keys after their norms, values, and all further rows."""
         fused = self.get_submodule(self.projection)(x).unflatten(-1, (-1, self.rows.unit))
         query, key, *others = fused.split([piece.width for piece in self.rows.pieces], dim=-1)
@@ -89,7 +80,6 @@ class Stream(_Heads):
         self.down = linear(layer, f"{name}.down")
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears, by heads and channels."""
         return self._plan
 
     def after_attention(
@@ -110,10 +100,7 @@ class DoubleBlock(nn.Module):
         self.text, self.image = Stream(layer, "text", eps), Stream(layer, "image", eps)
         self.attention = JointAttention(layer, backend)
 
-    def forward(
-        self, x: Float[Tensor, "batch seq dim"], conditioning: Float[Tensor, "batch dim"], rope: Rope, text_tokens: int
-    ) -> Float[Tensor, "batch seq dim"]:
-        """Run the block."""
+    def forward(self, x: Hidden, conditioning: Conditioning, rope: Rope, text_tokens: int) -> Hidden:
         streams, lengths = (self.text, self.image), (text_tokens, x.shape[1] - text_tokens)
         parts = x.split(lengths, dim=1)
         modulations = [modulation(stream.modulation, conditioning, 6) for stream in streams]
@@ -133,9 +120,7 @@ class DoubleBlock(nn.Module):
 
 class SingleBlock(_Heads):
     """Single block: attention and feed-forward of all tokens run side by side, between one linear before and one after.
-
-    Both linears keep a head's attention beside its feed-forward channels, so that heads can be divided.
-    """
+    Both linears keep a head's attention beside its feed-forward channels, so that heads can be divided."""
 
     def __init__(self, layer: LayerSpec, eps: float, backend: AttentionBackend) -> None:
         super().__init__(layer, "", "qkv_up", eps)
@@ -146,13 +131,9 @@ class SingleBlock(_Heads):
         self.out = linear(layer, "out")
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears, by heads."""
         return self._plan
 
-    def forward(
-        self, x: Float[Tensor, "batch seq dim"], conditioning: Float[Tensor, "batch dim"], rope: Rope, text_tokens: int
-    ) -> Float[Tensor, "batch seq dim"]:
-        """Run the block; text and image tokens are computed alike."""
+    def forward(self, x: Hidden, conditioning: Conditioning, rope: Rope, text_tokens: int) -> Hidden:
         shift, scale, gate = modulation(self.modulation, conditioning, 3)
         query, key, value, up = self.heads(modulate(x, shift, scale, self.eps))
         rope = self.rope_order(rope, text_tokens)
@@ -166,10 +147,7 @@ TIME_FACTOR = 1000.0
 
 class DiffusionTransformer(nn.Module):
     """Diffusion transformer: predicts the velocity of a noisy latent image from its time, its text, and the guidance
-    scale if the model reads one.
-
-    `seq_len` is the longest sequence of text and image tokens.
-    """
+    scale if the model reads one. `seq_len` is the longest sequence of text and image tokens."""
 
     def __init__(self, config: spec.DiffusionConfig, blocks: Mapping[int, nn.Module], *, seq_len: int) -> None:
         super().__init__()
@@ -215,15 +193,12 @@ class DiffusionTransformer(nn.Module):
         return self.output(x[:, text.shape[1] :], conditioning)
 
     def pp_plan(self) -> PipelinePlan:
-        """Plan that names the children that only the first or the last stage holds."""
         return self.spec.pipeline
 
     def reset_buffers(self) -> None:
-        """Compute the RoPE caches once they have memory."""
         self.rope.reset()
 
     def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of a training step per token, as executed."""
         return self.spec.flops_per_token(seq_len)
 
 
@@ -235,10 +210,9 @@ class Embedder(nn.Module):
         self.hidden, self.out = linears[f"{name}.hidden"], linears[f"{name}.out"]
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding: linears are replicated; the conditioning modulates this rank's tokens."""
         return {"hidden": SEQUENCE_PARALLEL, "out": SEQUENCE_PARALLEL}
 
-    def forward(self, x: Float[Tensor, "batch features"]) -> Float[Tensor, "batch dim"]:
+    def forward(self, x: Float[Tensor, "batch features"]) -> Conditioning:
         """Embed the features, in the dtype of the weights."""
         return self.out(F.silu(self.hidden(x.to(self.hidden.weight.dtype))))
 
@@ -253,17 +227,13 @@ class Inputs(nn.Module):
         self.guidance = Embedder(linears, "inputs.guidance") if "inputs.guidance.out" in linears else None
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding: linears are replicated, over this rank's tokens."""
         return {"image": SEQUENCE_PARALLEL, "text": SEQUENCE_PARALLEL}
 
     def forward(
         self, image: Tensor, text: Tensor, pooled: Tensor, times: Tensor, guidance: Tensor | None
-    ) -> tuple[Float[Tensor, "batch seq dim"], Float[Tensor, "batch dim"]]:
+    ) -> tuple[Hidden, Conditioning]:
         """Return text tokens followed by image tokens, and SiLU of the conditioning, which every modulation reads.
-
-        Raises:
-            ValueError: a guidance scale is missing, or given to a model that reads none.
-        """
+        Raises ValueError if a guidance scale is missing, or given to a model that reads none."""
         if (guidance is None) != (self.guidance is None):
             raise ValueError(f"the model reads {'no' if self.guidance is None else 'a'} guidance scale")
         conditioning = self.time(sinusoid(times * TIME_FACTOR))
@@ -285,13 +255,11 @@ class Output(nn.Module):
         self.eps, self._style = eps, style
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding: the modulation is sharded, and the linear replicated over this rank's tokens."""
         return {"modulation": self._style, "linear": SEQUENCE_PARALLEL}
 
     def forward(
-        self, x: Float[Tensor, "batch patches dim"], conditioning: Float[Tensor, "batch dim"]
+        self, x: Float[Tensor, "batch patches dim"], conditioning: Conditioning
     ) -> Float[Tensor, "batch patches patch_dim"]:
-        """Compute the velocity of the patches."""
         shift, scale = modulation(self.modulation, conditioning, 2)
         return self.gather(self.linear(modulate(x, shift, scale, self.eps)))
 
@@ -312,14 +280,10 @@ class AxialRotaryEmbedding(nn.Module):
         self.axes = nn.ModuleList(RotaryEmbedding(width, length, Frequencies(theta)) for width in widths)
 
     def reset(self) -> None:
-        """Fill the caches."""
         for axis in self.axes:
             axis.reset()  # type: ignore[operator]  # a cache's method
 
-    def forward(
-        self, positions: Int[Tensor, "batch_or_1 seq axes"]
-    ) -> tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 2 half"]]:
-        """Cosines and sines of the axes, one axis after the other, for `rotate`."""
+    def forward(self, positions: Int[Tensor, "batch_or_1 seq axes"]) -> Rope:
         pairs = [axis(positions.shape[1], column) for axis, column in zip(self.axes, positions.unbind(-1), strict=True)]
         cos, sin = (torch.cat(parts, dim=-1) for parts in zip(*pairs, strict=True))
         return cos, sin

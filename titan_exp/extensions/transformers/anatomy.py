@@ -4,8 +4,7 @@ weights.
 The class initializes its parameters on the meta device, where nothing is drawn, and we note the last operator on each.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,17 +32,8 @@ KERNELS = "titan_exp"
 RECORDER = "titan_exp_recorder"
 """Name of the attention implementation that computes nothing and records its arguments."""
 
-KNOWN_OPTIONS = frozenset(
-    {
-        "sliding_window",
-        "position_ids",
-        "use_cache",
-        "is_causal",
-        "cache_position",
-        "cu_seq_lens_q",
-        "output_router_logits",
-    }
-)
+KNOWN_OPTIONS = {"sliding_window", "position_ids", "use_cache", "is_causal"}
+KNOWN_OPTIONS |= {"cache_position", "cu_seq_lens_q", "output_router_logits"}
 """Arguments, besides tensors, scaling, dropout and masks, that the kernels handle or that training never passes."""
 
 
@@ -98,27 +88,12 @@ class AttentionCalls:
 _RECORDING: ContextVar[AttentionCalls] = ContextVar("recording")
 
 
-@contextmanager
-def recording_attention() -> Iterator[AttentionCalls]:
-    """Record the attention calls of models that have the recorder."""
-    calls = AttentionCalls()
-    token = _RECORDING.set(calls)
-    try:
-        yield calls
-    finally:
-        _RECORDING.reset(token)
-
-
 def give_kernels(found: dict[nn.Module, AttentionSpec], backend: AttentionBackend) -> None:
     """Give each attention module the kernel of its pattern as `core`, and the number of its pattern."""
     patterns = list(dict.fromkeys(spec.pattern for spec in found.values()))
     for module, spec in found.items():
         module.core = CausalAttention(backend, spec.scale, spec.pattern)
         module.mask_number = patterns.index(spec.pattern)  # type: ignore[assignment]  # a plain attribute
-
-
-def _record(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return _RECORDING.get().add(*args, **kwargs)
 
 
 def _attend(
@@ -130,7 +105,7 @@ def _attend(
 
 
 AttentionInterface.register(KERNELS, _attend)
-AttentionInterface.register(RECORDER, _record)
+AttentionInterface.register(RECORDER, lambda *args, **kwargs: _RECORDING.get().add(*args, **kwargs))
 
 
 PROBED_TOKENS = 8
@@ -142,19 +117,15 @@ class Anatomy:
     """A transformers model taken apart; the modules are the model's own."""
 
     model: Any
-    """The whole model."""
     embedding: nn.Embedding
-    """Token embedding."""
     embedding_scale: float | None
     """Factor of the embedding's output rows; None if there is none."""
     blocks_path: str
     """Path of the list of blocks in the model's body, such as `layers`."""
     blocks: nn.ModuleList
-    """Blocks in order."""
     others: dict[str, nn.Module]
     """Outermost modules of the body beside embedding and blocks, by path with `_` for dots."""
     head: nn.Linear
-    """LM head."""
     tied: bool
     """True if the head uses the embedding's weight."""
     names: dict[nn.Parameter, str]
@@ -172,15 +143,22 @@ class Anatomy:
 
 
 def take_apart(config: "Config", attention: str) -> Anatomy:
-    """Build the model of a config on the current default device, and find its parts.
-
-    Raises:
-        UserError: there is no such class, or its parts are not those of a decoder whose head is one matmul.
-    """
-    model = _built(config, attention)
+    """Build the model of a config on the current default device, and find its parts. Raises UserError if there is no
+    such class, or its parts are not those of a decoder whose head is one matmul."""
+    try:
+        model = build_class(config, attention)
+    except UserError:
+        raise
+    except Exception as error:  # a class may raise anything
+        reason = " ".join(str(error).split())[:300]
+        kind = config.config_json.get("model_type")
+        raise unsupported(f"a {kind} with our attention fails with {type(error).__name__}: {reason}") from error
     name, body = type(model).__name__, model.base_model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    path, blocks = _blocks(body, config.layers, name)
+    lists = ((path, module) for path, module in body.named_modules() if path and isinstance(module, nn.ModuleList))
+    path, blocks = next(((path, found) for path, found in lists if len(found) == config.layers), ("", None))
+    if blocks is None:
+        raise unsupported(f"{name} has no list of {config.layers} blocks")
     if not isinstance(embedding, nn.Embedding) or embedding.weight.shape != (config.vocab_size, config.dim):
         raise unsupported(f"{name}'s token embedding is not a table of model.vocab_size by model.dim")
     if type(head) is not nn.Linear or head.bias is not None or head.weight.shape != embedding.weight.shape:
@@ -201,11 +179,8 @@ def take_apart(config: "Config", attention: str) -> Anatomy:
 
 
 def recorded_calls(anatomy: Anatomy) -> AttentionCalls:
-    """Attention calls in a forward pass on the meta device, for a model with the recorder as its attention.
-
-    Raises:
-        UserError: the model does more with its hidden states or logits than the head's matmul.
-    """
+    """Attention calls in a forward pass on the meta device, for a model with the recorder as its attention. Raises
+    UserError if the model does more with its hidden states or logits than the head's matmul."""
     model, name = anatomy.model, type(anatomy.model).__name__
     seen: dict[str, Any] = {}
     # What depends on the hidden states then requires a gradient.
@@ -219,29 +194,26 @@ def recorded_calls(anatomy: Anatomy) -> AttentionCalls:
     ]
     tokens = torch.zeros(1, PROBED_TOKENS, dtype=torch.long, device="meta")
     positions = torch.arange(PROBED_TOKENS, device="meta")[None]
+    calls = AttentionCalls()
+    token = _RECORDING.set(calls)
     try:
-        with recording_attention() as calls:
-            rows = anatomy.embedding(tokens)
-            logits = model(inputs_embeds=rows, position_ids=positions, use_cache=False, masks=()).logits
+        rows = anatomy.embedding(tokens)
+        logits = model(inputs_embeds=rows, position_ids=positions, use_cache=False, masks=()).logits
     except Exception as error:  # a class may raise anything
         reason = " ".join(str(error).split())[:300]
         raise unsupported(f"{name} fails on the meta device with {type(error).__name__}: {reason}") from error
     finally:
+        _RECORDING.reset(token)
         for hook in hooks:
             hook.remove()
     if not {"input", "hidden"} <= seen.keys():
         raise unsupported(f"{name} does not call its body and its head as a whole")
-    if not _same_storage(seen["input"], seen["hidden"]):
+    if _storage(seen["input"]) != _storage(seen["hidden"]):
         raise unsupported(f"{name} changes the hidden states before its head (perhaps by a scale or a projection)")
     calls.uncut = flow.refusal
-    if not _same_storage(logits, seen["output"]):
+    if _storage(logits) != _storage(seen["output"]):
         raise unsupported(f"{name} changes its logits after the head (perhaps by a scale or a soft cap)")
     return calls
-
-
-def recorder_of(config: "Config") -> Anatomy:
-    """Take apart a config's model, with the recorder as its attention."""
-    return take_apart(config, RECORDER)
 
 
 def unsupported(reason: str) -> UserError:
@@ -252,31 +224,10 @@ def unsupported(reason: str) -> UserError:
 
 def recorded_init(model: Any) -> dict[Tensor, InitSpec]:
     """Initial distribution of each parameter and buffer of a meta model; those with a distribution that we lack are
-    left out.
-
-    A padding token's embedding row, which classes set to zero, starts like the other rows.
-    """
+    left out. A padding token's embedding row, which classes set to zero, starts like the other rows."""
     with _InitRecorder(model) as recorder, torch.no_grad():
         model.initialize_weights()
     return {parameter: init for parameter, init in recorder.found.items() if init is not None}
-
-
-def _built(config: "Config", attention: str) -> Any:
-    try:
-        return build_class(config, attention)
-    except UserError:
-        raise
-    except Exception as error:  # a class may raise anything
-        reason = " ".join(str(error).split())[:300]
-        kind = config.config_json.get("model_type")
-        raise unsupported(f"a {kind} with our attention fails with {type(error).__name__}: {reason}") from error
-
-
-def _blocks(body: nn.Module, layers: int, name: str) -> tuple[str, nn.ModuleList]:
-    for path, module in body.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers and path:
-            return path, module
-    raise unsupported(f"{name} has no list of {layers} blocks")
 
 
 def _outermost(module: nn.Module, taken: set[nn.Module], prefix: str = "") -> list[tuple[str, nn.Module]]:
@@ -290,10 +241,6 @@ def _outermost(module: nn.Module, taken: set[nn.Module], prefix: str = "") -> li
         else:
             found.append((f"{prefix}{name}", child))
     return found
-
-
-def _same_storage(one: Tensor, other: Tensor) -> bool:
-    return _storage(one) == _storage(other)
 
 
 class _Flow:
@@ -317,12 +264,16 @@ class _Flow:
     def _before(self, number: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         kind, (hidden, *others) = type(block).__name__, args or (kwargs.get("hidden_states"),)
         more = {"a further argument": others, **{key: value for key, value in kwargs.items() if value is not hidden}}
-        passed = [key for key, value in more.items() if any(_is_computed(leaf) for leaf in tree_leaves(value))]
+        passed = [
+            key
+            for key, value in more.items()
+            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
+        ]
         if passed:
             self._refuse(f"each {kind} also gets {passed[0]}, which depends on the embedding or on earlier blocks")
         if number != self._number + 1:
             self._refuse(f"its blocks are not called once each, in order ({kind})")
-        if self._last is not None and not (isinstance(hidden, Tensor) and _same_storage(hidden, self._last)):
+        if self._last is not None and not (isinstance(hidden, Tensor) and _storage(hidden) == _storage(self._last)):
             self._refuse(f"the hidden states change between one {kind} and the next")
         self._number = number
 
@@ -337,10 +288,6 @@ class _Flow:
 
     def _refuse(self, reason: str) -> None:
         self.refusal = self.refusal or reason
-
-
-def _is_computed(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 class _InitRecorder(TorchDispatchMode):

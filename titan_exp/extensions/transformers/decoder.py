@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from titan_exp.extensions.transformers.anatomy import (
     KERNELS,
+    RECORDER,
     Anatomy,
     give_kernels,
     recorded_calls,
     recorded_init,
-    recorder_of,
     take_apart,
 )
 from titan_exp.extensions.transformers.describe import styles_of_block
@@ -40,7 +40,7 @@ class ClassDecoder(nn.Module):
     def __init__(self, config: "Config", spec: ModelSpec, backend: AttentionBackend) -> None:
         super().__init__()
         with torch.device("meta"):
-            recorder = recorder_of(config)
+            recorder = take_apart(config, RECORDER)
         init = recorded_init(recorder.model)
         self._init = {name: init[parameter] for parameter, name in recorder.names.items() if parameter in init}
         zeroed = [name for name, buffer in recorder.model.named_buffers() if init.get(buffer) == InitSpec("zeros")]
@@ -69,7 +69,7 @@ class ClassDecoder(nn.Module):
             self._plan_tensor_parallelism(anatomy, attention)
         # The body is not a child itself, because its modules have our names.
         self._body = (anatomy.model, anatomy.body, anatomy.blocks)
-        self.names = our_names(self, anatomy)
+        self.names = {name: anatomy.names[parameter] for name, parameter in self.named_parameters()}
         """Parameter names of the class, by our names."""
         self.positions_restart = True
         """True if `positions` may restart within a sequence, False if they count through it."""
@@ -103,15 +103,12 @@ class ClassDecoder(nn.Module):
         return self.embedding(hidden, self.head, loss) if self.spec.tied else self.head(hidden, loss=loss)
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears of this stage, by full name."""
         return {name: style for name, style in self._plan.items() if name.split(".")[1] in self.blocks}
 
     def pp_plan(self) -> PipelinePlan:
-        """Plan that names the children that FSDP gathers for their own calls."""
         return self.spec.pipeline
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initial distributions of the class's own initialization, by full name."""
         theirs = {ours: self._init.get(name) for ours, name in self.names.items()}
         return {name: init for name, init in theirs.items() if init is not None}
 
@@ -125,7 +122,6 @@ class ClassDecoder(nn.Module):
                 self._body[0]._init_weights(module)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of a training step per token, as executed."""
         return self.spec.flops_per_token(seq_len)
 
     def _replace_linears(self) -> None:
@@ -190,7 +186,6 @@ class _OtherStage(nn.Module):
         self._stage, self._ends = stage, ends
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the hidden states of the previous stage."""
         if self._ends:
             raise _StageEnd(args[0] if args else kwargs["hidden_states"])
         assert self._stage.received is not None, "earlier stages send theirs"
@@ -203,8 +198,3 @@ class _StageEnd(Exception):  # no error
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.hidden = hidden
-
-
-def our_names(model: ClassDecoder, anatomy: Anatomy) -> dict[str, str]:
-    """Names of the class's parameters, by our names."""
-    return {name: anatomy.names[parameter] for name, parameter in model.named_parameters()}

@@ -10,11 +10,12 @@ from torch import nn
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.extensions.transformers.anatomy import (
+    RECORDER,
     Anatomy,
     AttentionCalls,
     recorded_calls,
     recorded_init,
-    recorder_of,
+    take_apart,
     unsupported,
 )
 from titan_exp.extensions.transformers.experts import ClassMixture, adopt_experts
@@ -52,13 +53,9 @@ class BlockStyles:
 
 
 def describe(config: "Config") -> ModelSpec:
-    """Spec of a config's model.
-
-    Raises:
-        UserError: transformers is missing, or the class cannot be trained here.
-    """
+    """Spec of a config's model. Raises UserError if transformers is missing, or the class cannot be trained here."""
     with torch.device("meta"):
-        anatomy = recorder_of(config)
+        anatomy = take_apart(config, RECORDER)
     init = recorded_init(anatomy.model)
     stds = {name: init[parameter].std for parameter, name in anatomy.names.items() if parameter in init}
     refusals = dict[str, str | None]()
@@ -132,10 +129,7 @@ def _plan(anatomy: Anatomy) -> dict[str, str]:
 
 
 def _layer(
-    block: nn.Module,
-    styles: BlockStyles,
-    attention: tuple[str, AttentionSpec] | None,
-    stds: dict[nn.Parameter, float],
+    block: nn.Module, styles: BlockStyles, attention: tuple[str, AttentionSpec] | None, stds: dict[nn.Parameter, float]
 ) -> LayerSpec:
     linears, described = [], set[nn.Parameter]()
     for path, module in block.named_modules():
@@ -173,11 +167,8 @@ def _by_block(calls: AttentionCalls, paths: dict[nn.Module, str]) -> dict[nn.Mod
 
 
 def _require_trainable(config: "Config", anatomy: Anatomy, calls: AttentionCalls) -> None:
-    """Refuse classes whose attention or dropout we would compute differently from the class.
-
-    Raises:
-        UserError: the class is refused.
-    """
+    """Refuse classes whose attention or dropout we would compute differently from the class. Raises UserError if the
+    class is refused."""
     model, name = anatomy.model, type(anatomy.model).__name__
     if not calls.found:
         raise unsupported(f"{name} has no attention behind the interface that takes other kernels")
@@ -186,7 +177,10 @@ def _require_trainable(config: "Config", anatomy: Anatomy, calls: AttentionCalls
     if not calls.masks_arrive:
         raise unsupported(f"{name} does not pass its arguments on to the attention, which needs our masks from them")
     if calls.unknown:
-        options = ", ".join(f"{key}={_short(value)}" for key, value in calls.unknown.items())
+        named = {
+            key: "a tensor" if isinstance(value, torch.Tensor) else repr(value) for key, value in calls.unknown.items()
+        }
+        options = ", ".join(f"{key}={value}" for key, value in named.items())
         raise unsupported(f"the attention of {name} asks for {options}, which our kernels do not have")
     if not getattr(model, "_supports_flash_attn", False):
         raise unsupported(f"{name} has masks that attention kernels do not know (it does not support flash attention)")
@@ -194,7 +188,8 @@ def _require_trainable(config: "Config", anatomy: Anatomy, calls: AttentionCalls
         plain = next((key for key, value in vars(module).items() if isinstance(value, torch.Tensor)), None)
         if plain is not None:
             raise unsupported(f"{type(module).__name__}.{plain} is a tensor, but neither a parameter nor a buffer")
-    keys = [key for key, value in model.config.to_dict().items() if _is_random(key, value)]
+    numbers = {key: value for key, value in model.config.to_dict().items() if isinstance(value, float) and value > 0}
+    keys = [key for key in numbers if "drop" in key or "jitter" in key]
     rates = {module.p for module in model.modules() if isinstance(module, nn.Dropout)} | {calls.dropout}
     if max(rates) > 0 or any("jitter" in key for key in keys):
         what = f"drops {max(rates):g} of its activations" if max(rates) > 0 else "adds noise before its routers"
@@ -204,24 +199,14 @@ def _require_trainable(config: "Config", anatomy: Anatomy, calls: AttentionCalls
         raise UserError("This run cannot start.", [Violation("model.config_overrides", given, reason, remedy)])
 
 
-def _is_random(key: str, value: object) -> bool:
-    return ("drop" in key or "jitter" in key) and isinstance(value, float) and value > 0
-
-
-def _short(value: object) -> str:
-    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-
-
 def block_styles(
     plan: Mapping[str, str],
     linears: Mapping[str, int],
     parameters: Iterable[str],
     attention: tuple[str, AttentionSpec] | None,
 ) -> BlockStyles:
-    """Styles in a block, from the class's plan for it: style by path, with `*` for numbers.
-
-    `linears` has outputs by path, `parameters` all names, and `attention` the attention module's path and shapes.
-    """
+    """Styles in a block, from the class's plan for it: style by path, with `*` for numbers. `linears` has outputs by
+    path, `parameters` all names, and `attention` the attention module's path and shapes."""
     found = BlockStyles()
     named = {name: _of(plan, name) for name in parameters}
     owners = dict.fromkeys(name.rpartition(".")[0] for name in named)
@@ -237,27 +222,28 @@ def block_styles(
             found.heads.append(owner)
         elif style not in (None, "replicate"):
             found.refusal = f"its plan has the style {style} for {owner}, which is not a linear layer"
-    for module in {name.rpartition(".")[0]: None for name, style in found.linears.items() if _gathers(style)}:
-        inside = [name for name in found.linears if name.rpartition(".")[0] == module]
-        if not any(_splits(found.linears[name]) for name in inside):
+    gathering = [name for name, style in found.linears.items() if isinstance(style, Colwise) and style.gathers_output]
+    for module in dict.fromkeys(name.rpartition(".")[0] for name in gathering):
+        inside = {name: style for name, style in found.linears.items() if name.rpartition(".")[0] == module}
+        if not any(isinstance(style, Rowwise) and style.splits_input for style in inside.values()):
             # Each rank would have all outputs of all linears, as without any division.
             found.linears |= dict.fromkeys(inside, SEQUENCE_PARALLEL)
-    _gather_once(found)
+    # Modules with column-parallel linears gather their input once for all of these.
+    for name, style in found.linears.items():
+        module = name.rpartition(".")[0]
+        if isinstance(style, Colwise) and module:
+            found.linears[name] = replace(style, gathers=False)
+            found.gathering.append(module)
+    found.gathering = list(dict.fromkeys(found.gathering))
     if attention is not None and attention[0] not in found.gathering:
         found.whole.append(attention[0])
+    # Inside these, each rank has its own features between linears.
+    columns = [name for name, style in found.linears.items() if isinstance(style, Colwise) and not style.gathers_output]
     for owner, style in styles.items():
-        inside = [module for module in _sharded_modules(found) if owner.startswith(f"{module}.")]
+        inside = [module for module in {name.rpartition(".")[0] for name in columns} if owner.startswith(f"{module}.")]
         if style is None and inside:
             found.refusal = f"its plan shards {inside[0]} and says nothing about {owner}"
     return found
-
-
-def _gathers(style: LinearStyle) -> bool:
-    return isinstance(style, Colwise) and style.gathers_output
-
-
-def _splits(style: LinearStyle) -> bool:
-    return isinstance(style, Rowwise) and style.splits_input
 
 
 def _of(plan: Mapping[str, str], name: str) -> str | None:
@@ -282,22 +268,3 @@ def _linear_style(
         heads, kv_heads = attention[1].heads, attention[1].kv_heads
         return Colwise(kv_heads, described=f"{heads} query heads with {kv_heads} key and value heads")
     return Colwise(outputs, described=f"{outputs} outputs of {name}")
-
-
-def _gather_once(found: BlockStyles) -> None:
-    """Let modules with column-parallel linears gather their input once for all of these."""
-    for name, style in found.linears.items():
-        module = name.rpartition(".")[0]
-        if isinstance(style, Colwise) and module:
-            found.linears[name] = replace(style, gathers=False)
-            found.gathering.append(module)
-    found.gathering = list(dict.fromkeys(found.gathering))
-
-
-def _sharded_modules(found: BlockStyles) -> set[str]:
-    """Modules inside which each rank has its own features, between linears."""
-    return {
-        name.rpartition(".")[0]
-        for name, style in found.linears.items()
-        if isinstance(style, Colwise) and not style.gathers_output
-    }

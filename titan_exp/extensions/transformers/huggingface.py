@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.foreign_file import count
 from titan_exp.config.groups.types import BLOCKS
+from titan_exp.extensions.transformers import repository
 from titan_exp.extensions.transformers.repository import CONFIG_KEYS, Config, config_size
 from titan_exp.models.convert.hf_config import ANY_TYPE, HuggingFace
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -24,9 +26,7 @@ if TYPE_CHECKING:
 
 def spec(config: Config) -> ModelSpec:
     """Spec of the class, read from a model on the meta device."""
-    from titan_exp.extensions.transformers.repository import require_transformers
-
-    require_transformers()
+    repository.require_transformers()
     from titan_exp.extensions.transformers.describe import describe
 
     return describe(config)
@@ -35,9 +35,7 @@ def spec(config: Config) -> ModelSpec:
 @lru_cache(maxsize=256)
 def token_mixing(config: Config) -> str | None:
     """Sentence about a module of the class that mixes tokens outside attention, found by a probe."""
-    from titan_exp.extensions.transformers.repository import require_transformers
-
-    require_transformers()
+    repository.require_transformers()
     from titan_exp.extensions.transformers.mixing import token_mixing
 
     return token_mixing(config)
@@ -45,10 +43,7 @@ def token_mixing(config: Config) -> str | None:
 
 def model(config: Config, *, seq_len: int, backend: "AttentionBackend") -> "ClassDecoder":
     """Build the class as a decoder. Its position tables follow `config.json`, whatever `seq_len` is."""
-    from titan_exp.extensions.transformers.repository import require_transformers
-    from titan_exp.models.spec.lookup import model_spec
-
-    require_transformers()
+    repository.require_transformers()
     from titan_exp.extensions.transformers.decoder import ClassDecoder
 
     described = model_spec(config)
@@ -62,11 +57,8 @@ def block(config: Config, layer: int, backend: "AttentionBackend") -> "nn.Module
 
 
 def state_dict_map(config: Config, form: str) -> StateDictMap:
-    """State-dict map from the class's own names, tensor by tensor.
-
-    Raises:
-        UserError: a parameter is stacked, while its tensors are separate in files.
-    """
+    """State-dict map from the class's own names, tensor by tensor. Raises UserError if a parameter is stacked, while
+    its tensors are separate in files."""
     import torch
 
     with torch.device("meta"):
@@ -85,16 +77,12 @@ def state_dict_map(config: Config, form: str) -> StateDictMap:
 
 
 def _to_config_json(config: Config) -> dict[str, Any]:
-    from titan_exp.extensions.transformers.repository import class_config, class_name
-
-    made = class_config(config)
-    return {**made.to_dict(), "architectures": [class_name(made)]}
+    made = repository.class_config(config)
+    return {**made.to_dict(), "architectures": [repository.class_name(made)]}
 
 
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
-    from titan_exp.extensions.transformers.repository import class_config, supported_type
-
-    supported_type(values)
+    repository.supported_type(values)
     for key in CONFIG_KEYS["layers"]:  # lists of this length are built from it
         count(values.get(key) or 0, f"config.json: {key}", BLOCKS)
     try:
@@ -110,7 +98,7 @@ def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
         attention_backend="auto",
         **sizes,
     )
-    class_config(config)
+    repository.class_config(config)
     return config
 
 

@@ -53,7 +53,11 @@ def token_mixing(config: "Config") -> str | None:
 
 def _mixing_module(anatomy: Anatomy) -> str | None:
     body = anatomy.body.eval()
-    del anatomy.blocks[_enough(anatomy.blocks) :]
+    kinds = dict[object, int]()  # first block of each
+    for number, block in enumerate(anatomy.blocks):
+        modules = tuple(type(module) for module in block.modules())
+        kinds.setdefault((modules, tuple(parameter.shape for parameter in block.parameters())), number)
+    del anatomy.blocks[max(*kinds.values(), FEWEST_BLOCKS - 1) + 1 :]
     for module in list(body.modules()):
         if type(module) is nn.Linear:
             module.forward = partial(_mean, width=module.out_features)  # type: ignore[method-assign]
@@ -105,15 +109,6 @@ def _watched(body: nn.Module, expected: set[int], found: list[str]) -> Iterator[
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _enough(blocks: nn.ModuleList) -> int:
-    """Number of first blocks that include one of each kind."""
-    kinds = dict[object, int]()
-    for number, block in enumerate(blocks):
-        modules = tuple(type(module) for module in block.modules())
-        kinds.setdefault((modules, tuple(parameter.shape for parameter in block.parameters())), number)
-    return max(*kinds.values(), FEWEST_BLOCKS - 1) + 1
 
 
 class _Largest(TorchDispatchMode):

@@ -86,16 +86,12 @@ class Config(ModelConfig):
 
     @property
     def has_own_blocks(self) -> bool:
-        """False, because the blocks are the class's."""
         return False
 
 
 def repository_config(repository: object, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of a repository's `config.json`, with some values replaced.
-
-    `repository` is a folder, or a name on the hub (`organisation/name`), from which only this file is fetched. Raises
-    UnreadableSourceError if there is none.
-    """
+    """Content of a repository's `config.json`, with some values replaced. `repository` is a folder, or a name on the
+    hub (`organisation/name`), from which only this file is fetched. Raises UnreadableSourceError if there is none."""
     path = _config_file(str(repository))
     try:
         return {**read_object(path), **overrides}
@@ -104,26 +100,20 @@ def repository_config(repository: object, overrides: Mapping[str, Any]) -> dict[
 
 
 def config_size(values: Mapping[str, Any], size: str) -> int:
-    """A size in the content of `config.json` (`layers`, `dim`, `vocab_size`, `context`).
-
-    Raises:
-        ValueError: the size is missing.
-    """
+    """A size in the content of `config.json` (`layers`, `dim`, `vocab_size`, `context`). Raises ValueError if the size
+    is missing."""
     names = CONFIG_KEYS[size]
     found = next((values[name] for name in names if values.get(name) is not None), None)
     if found is None and size == "context":
         return UNLIMITED
     if found is None and size == "layers":
-        found = _kinds_of_layers(values)
+        # The longest list of names lists the kinds of layers.
+        lists = [value for value in values.values() if isinstance(value, Sequence) and not isinstance(value, str)]
+        lengths = (len(names) for names in lists if all(isinstance(name, str) for name in names))
+        found = max(lengths, default=0) or None
     if type(found) is not int:
         raise ValueError(f"config.json has no {' or '.join(names)}")
     return found
-
-
-def _kinds_of_layers(values: Mapping[str, Any]) -> int | None:
-    """Length of the longest list of names in a `config.json`, which lists the kinds of layers."""
-    lists = [value for value in values.values() if isinstance(value, Sequence) and not isinstance(value, str)]
-    return max((len(names) for names in lists if all(isinstance(name, str) for name in names)), default=0) or None
 
 
 def _config_file(repository: str) -> Path:
@@ -136,13 +126,10 @@ def _config_file(repository: str) -> Path:
         offer = f"its folder {near[0]} has one: model.repository={folder / near[0]}" if near else REMEDY
         raise UnreadableSourceError("this folder has no config.json", offer)
     if repository.count("/") != 1 or repository.startswith((".", "~", "/")) or folder.parent.is_dir():
-        beside = [str(folder.parent / other.name) for other in _folders(folder.parent)]
+        others = folder.parent.iterdir() if folder.parent.is_dir() else ()
+        beside = [str(folder.parent / other.name) for other in others if other.is_dir()]
         raise UnreadableSourceError("there is no such folder", did_you_mean(str(folder), beside) or REMEDY)
     return _fetched(repository)
-
-
-def _folders(parent: Path) -> list[Path]:
-    return [entry for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
 
 
 @cache
@@ -162,11 +149,8 @@ def _fetched(repository: str) -> Path:
 
 
 def class_config(config: "Config") -> Any:
-    """Build the configuration object of transformers, with our sizes in place of those in `config.json`.
-
-    Raises:
-        UserError: transformers is missing, or has no such causal language model.
-    """
+    """Build the configuration object of transformers, with our sizes in place of those in `config.json`. Raises
+    UserError if transformers is missing, or has no such causal language model."""
     kind = supported_type(config.config_json)
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -220,10 +204,8 @@ def _resized(values: Mapping[str, Any], config: "Config", maker: Any) -> dict[st
 
 
 def _first_layers(value: Any, layers: int, first: int) -> Any:
-    """Value of `config.json` that keeps only the entries of the first layers.
-
-    A list with as many entries as layers has one per layer, and a mapping whose keys are numbers goes by layer.
-    """
+    """Value of `config.json` that keeps only the entries of the first layers. A list with as many entries as layers has
+    one per layer, and a mapping whose keys are numbers goes by layer."""
     if isinstance(value, Mapping) and value and all(str(key).isdecimal() for key in value):
         return {key: part for key, part in value.items() if int(key) < first}
     return value[:first] if isinstance(value, list | tuple) and len(value) == layers else value
@@ -246,11 +228,8 @@ def class_name(made: Any) -> str:
 
 
 def require_transformers() -> None:
-    """Import transformers, after checking that it is installed in a usable version.
-
-    Raises:
-        UserError: it is missing or too old.
-    """
+    """Import transformers, after checking that it is installed in a usable version. Raises UserError if it is missing
+    or too old."""
     if importlib.util.find_spec("transformers") is None:
         raise _refusal(
             "model.architecture",
@@ -270,11 +249,8 @@ def require_transformers() -> None:
 
 
 def supported_type(values: Mapping[str, Any]) -> str:
-    """The `model_type` of a decoder that transformers knows.
-
-    Raises:
-        UserError: transformers is missing, or does not know it.
-    """
+    """The `model_type` of a decoder that transformers knows. Raises UserError if transformers is missing, or does not
+    know it."""
     require_transformers()
     from transformers import CONFIG_MAPPING
 

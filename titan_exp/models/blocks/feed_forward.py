@@ -8,45 +8,30 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, InitSpec, add_bias, linear, weight_and_bias
+from titan_exp.models.blocks import linear as linears
+from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, InitSpec, Planned, add_bias, linear
 from titan_exp.models.spec.feed_forward import FFN_GROUP
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.tp_plan import TPStyle
 from titan_exp.ops.autograd import recompute_input
+from titan_exp.ops.moe import routing as routing_ops
 from titan_exp.ops.moe.permutation import PaddedOrder, TokenPadding, combine, permute, permute_weights, sort_by_expert
-from titan_exp.ops.moe.routing import (
-    Routing,
-    SumCounts,
-    add_unless_recomputing,
-    attach_loss,
-    batch_balance_loss,
-    choices_per_expert,
-    choose_experts,
-    expert_weights,
-    normalized_scores,
-    router_scores,
-    router_z_loss,
-    sequence_balance_loss,
-)
 from titan_exp.ops.swiglu import GROUP, swiglu
 
+Hidden = Float[Tensor, "batch part dim"]
 
-class FeedForward(nn.Module):
+
+class FeedForward(Planned):
     """SwiGLU feed-forward with gate and up fused, their rows alternating in groups (see `ops.swiglu`)."""
 
     def __init__(self, layer: LayerSpec, name: str = "feed_forward") -> None:
-        super().__init__()
+        super().__init__(layer, name)
         assert FFN_GROUP == GROUP, "rows are fused as the operator reads them"
         assert layer.linear(f"{name}.down").inputs % GROUP == 0, "checked by the family's rules"
-        self._plan, self.fused_rows = layer.tp_plan(name), layer.fused_rows(name)
         self.group, self.variant = GROUP, layer.swiglu
         self.gate_up = linear(layer, f"{name}.gate_up")
         self.down = linear(layer, f"{name}.down")
-
-    def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears."""
-        return self._plan
 
     def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
         """down(silu(gate(x)) · up(x)), or a variant."""
@@ -54,11 +39,9 @@ class FeedForward(nn.Module):
 
 
 class Router(nn.Module):
-    """Routes each token to its experts, and balances them.
-
-    Balance is defined over sequences or the global batch. The trainer sets the batch's number of sequences by
-    `set_batch`, and calls `finish_step` with the token counts of the global batch after each optimizer step.
-    """
+    """Routes each token to its experts, and balances them. Balance is defined over sequences or the global batch. The
+    trainer sets the batch's number of sequences by `set_batch`, and calls `finish_step` with the token counts of the
+    global batch after each optimizer step."""
 
     bias: Tensor
     previous_load: Tensor
@@ -82,32 +65,34 @@ class Router(nn.Module):
         bake in a number."""
         self.sequence_ranks = 1
         """Ranks that share each sequence, each with equally many of its tokens."""
-        self.sum_counts: SumCounts | None = None
+        self.sum_counts: routing_ops.SumCounts | None = None
         """Function that sums counts over these ranks; None if there is one."""
         self.recomputed = True
         """False if no backward pass repeats this forward pass, so that it need not check whether to count."""
 
-    def forward(self, x: Float[Tensor, "batch part dim"]) -> Routing:
+    def forward(self, x: Hidden) -> routing_ops.Routing:
         """Route these tokens; in training also balance and count them."""
         moe = self.moe
         logits = F.linear(x.float(), self.weight.float()) if moe.fp32_router else F.linear(x, self.weight)
         logits = add_bias(logits, self.logit_bias).float()
-        scores = router_scores(logits, sigmoid=moe.score == "sigmoid")
+        scores = routing_ops.router_scores(logits, sigmoid=moe.score == "sigmoid")
         # Sigmoids of large logits are all 1, so the logits rank experts.
         ranking = logits if moe.score == "sigmoid" and moe.groups == 1 else scores
-        experts = choose_experts(
+        experts = routing_ops.choose_experts(
             scores.detach() + self.bias if moe.router_bias else ranking,
             moe.active_experts,
             groups=moe.groups,
             active_groups=moe.active_groups,
             top2_groups=moe.group_score == "top2_sum",
         )
-        weights = expert_weights(scores, experts, normalized=moe.normalized, scale=moe.scale)
+        weights = routing_ops.expert_weights(scores, experts, normalized=moe.normalized, scale=moe.scale)
         if torch.is_grad_enabled():
             weights = self._balanced(weights, logits, scores, experts)
-        return Routing(experts.flatten(0, 1), weights.flatten(0, 1))
+        return routing_ops.Routing(experts.flatten(0, 1), weights.flatten(0, 1))
 
-    def set_batch(self, sequences: Tensor | int, sequence_ranks: int = 1, sum_counts: SumCounts | None = None) -> None:
+    def set_batch(
+        self, sequences: Tensor | int, sequence_ranks: int = 1, sum_counts: routing_ops.SumCounts | None = None
+    ) -> None:
         """Set the number of sequences of the global batch, the ranks that share each sequence, and the sum over
         them."""
         self.sequences, self.sequence_ranks, self.sum_counts = sequences, sequence_ranks, sum_counts
@@ -125,45 +110,46 @@ class Router(nn.Module):
         self.losses.zero_()
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
-        return weight_and_bias(self.std, self.logit_bias_std, "logit_bias")
+        return linears.weight_and_bias(self.std, self.logit_bias_std, "logit_bias")
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
-        """Fill the buffers once they have memory."""
         for name, buffer in self.named_buffers(recurse=False):
             buffer.fill_(1 if name == "previous_load" else 0)
 
     def _balanced(self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
         """Count the tokens of each expert, and attach the gradients of the balance losses to the weights."""
         moe, balance = self.moe, self.moe.balance
-        choices = choices_per_expert(experts.flatten(1), moe.experts)
-        count = add_unless_recomputing if self.recomputed else Tensor.add_
+        choices = routing_ops.choices_per_expert(experts.flatten(1), moe.experts)
+        count = routing_ops.add_unless_recomputing if self.recomputed else Tensor.add_
         count(self.counts, choices.sum(0))
         length = experts.shape[1] * self.sequence_ranks
         loss = z_loss = None
         if balance.coefficient:
             loss = self._balance_loss(scores, choices, length) * (balance.coefficient / self.sequences)
         if balance.z_loss:
-            z_loss = router_z_loss(logits) * (balance.z_loss / (self.sequences * length))
+            z_loss = routing_ops.router_z_loss(logits) * (balance.z_loss / (self.sequences * length))
         losses = [term for term in (loss, z_loss) if term is not None]
         if not losses:
             return weights
         zero = torch.zeros((), device=weights.device)
         terms = [zero if term is None else term.detach() for term in (loss, z_loss)]
         count(self.losses, torch.stack(terms))
-        return attach_loss(weights, sum(losses[1:], losses[0]))
+        return routing_ops.attach_loss(weights, sum(losses[1:], losses[0]))
 
     def _balance_loss(self, scores: Tensor, choices: Tensor, length: int) -> Tensor:
         """Part of the balance loss that these tokens contribute, summed over sequences."""
         moe = self.moe
         if moe.balance.loss == "global_batch":
-            return batch_balance_loss(normalized_scores(scores), self.previous_load) / length
+            return routing_ops.batch_balance_loss(routing_ops.normalized_scores(scores), self.previous_load) / length
         if self.sum_counts is not None:
             choices = self.sum_counts(choices)
         if moe.balance.loss == "switch":
-            return sequence_balance_loss(scores, choices, length)
-        return sequence_balance_loss(normalized_scores(scores), choices, length) / moe.active_experts
+            return routing_ops.sequence_balance_loss(scores, choices, length)
+        return (
+            routing_ops.sequence_balance_loss(routing_ops.normalized_scores(scores), choices, length)
+            / moe.active_experts
+        )
 
 
 class Experts(nn.Module):
@@ -186,10 +172,8 @@ class Experts(nn.Module):
 
     @property
     def row_multiple(self) -> int:
-        """Multiple of rows per expert to pad to, once for both matmuls.
-
-        It is 1 with biases, which would turn the padding zeros into other numbers; then the matmuls pad on their own.
-        """
+        """Multiple of rows per expert to pad to, once for both matmuls. It is 1 with biases, which would turn the
+        padding zeros into other numbers; then the matmuls pad on their own."""
         if self.gate_up.bias is not None:
             return 1
         return max(self.gate_up.linear_impl.row_multiple, self.down.linear_impl.row_multiple)
@@ -202,10 +186,8 @@ class Experts(nn.Module):
         order: PaddedOrder | None = None,
     ) -> Float[Tensor, "_ dim"]:
         """down(silu(gate(x)) · up(x)) of each row's expert, times the row's weight if given; or a variant of SwiGLU.
-
         `ends` are the ends of the experts' rows. With `order`, `rows` are tokens and the result has their rows in this
-        order.
-        """
+        order."""
         if order is not None:
             return self._down(self.gate_up(rows, ends, order=order), ends, weights, padded=True)
         if self.row_multiple == 1:
@@ -224,7 +206,7 @@ class Experts(nn.Module):
         )
 
 
-Dispatch = Callable[[Tensor, Routing, Experts], Callable[[], Tensor]]
+Dispatch = Callable[[Tensor, routing_ops.Routing, Experts], Callable[[], Tensor]]
 """Starts to send tokens [tokens, dim] to the experts that they are routed to.
 
 The result computes the experts' outputs, weighted and summed [tokens, dim]. The messages travel between the two calls.
@@ -270,10 +252,9 @@ class MoEFeedForward(Mixture):
         self._plan = {name: style for name, style in layer.tp_plan("feed_forward").items() if name == "shared_gate"}
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the shared experts' gate, which is replicated over this rank's tokens."""
         return self._plan
 
-    def forward(self, x: Float[Tensor, "batch part dim"]) -> Float[Tensor, "batch part dim"]:
+    def forward(self, x: Hidden) -> Hidden:
         """Return the weighted sum of the routed experts' outputs, plus the shared experts', which may have a gate."""
         part = x if self.token_split is None else self.token_split.split(x)
         finish = self.dispatch(part.flatten(0, 1), self.router(part), self.experts)
@@ -286,41 +267,37 @@ class MoEFeedForward(Mixture):
         return found if shared is None else found + shared
 
 
-def dispatch_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Callable[[], Tensor]:
+def dispatch_locally(tokens: Tensor, routing: routing_ops.Routing, experts: Experts) -> Callable[[], Tensor]:
     """Dispatch to experts that are all on this rank."""
     return lambda: compute_locally(tokens, routing, experts)
 
 
-def compute_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+def compute_locally(tokens: Tensor, routing: routing_ops.Routing, experts: Experts) -> Tensor:
     """Weighted sum of the outputs of experts that are all on this rank."""
     if experts.row_multiple > 1 and not experts.weighted_inputs:
-        return _compute_padded(tokens, routing, experts)
-    order, inverse, ends = sort_by_expert(routing.experts, experts.count)
+        # Permuting puts rows where the matmuls read them.
+        order = PaddedOrder.sort(routing.experts, experts.count, experts.row_multiple)
+        weights = None if experts.is_quantized else permute_weights(routing.weights, order.order, order.inverse)
+        rows = experts(tokens, order.ends, weights, order)
+        return combine(rows, order.order, order.inverse, routing.weights if weights is None else None, order.padding)
+    by_expert, inverse, ends = sort_by_expert(routing.experts, experts.count)
     if experts.weighted_inputs:
-        by_row = permute_weights(routing.weights, order, inverse)
+        by_row = permute_weights(routing.weights, by_expert, inverse)
         rows = recompute_input(
-            lambda tokens: permute(tokens, order, inverse),
+            lambda tokens: permute(tokens, by_expert, inverse),
             tokens,
             lambda rows: recompute_input(
                 lambda rows: weigh_rows(rows, by_row), rows, lambda weighed: experts(weighed, ends)
             ),
         )
-        return combine(rows, order, inverse, None)
+        return combine(rows, by_expert, inverse, None)
     # Outputs that are weighted before the down projection need not be kept for the gradient of the weights. But what
     # a recipe rounds would then differ from what other ranks' experts round.
-    weights = None if experts.is_quantized else permute_weights(routing.weights, order, inverse)
+    weights = None if experts.is_quantized else permute_weights(routing.weights, by_expert, inverse)
     rows = recompute_input(
-        lambda tokens: permute(tokens, order, inverse), tokens, lambda rows: experts(rows, ends, weights)
+        lambda tokens: permute(tokens, by_expert, inverse), tokens, lambda rows: experts(rows, ends, weights)
     )
-    return combine(rows, order, inverse, routing.weights if weights is None else None)
-
-
-def _compute_padded(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
-    """Compute the same with kernels that need padded rows: permuting puts rows where the matmuls read them."""
-    order = PaddedOrder.sort(routing.experts, experts.count, experts.row_multiple)
-    weights = None if experts.is_quantized else permute_weights(routing.weights, order.order, order.inverse)
-    rows = experts(tokens, order.ends, weights, order)
-    return combine(rows, order.order, order.inverse, routing.weights if weights is None else None, order.padding)
+    return combine(rows, by_expert, inverse, routing.weights if weights is None else None)
 
 
 def weigh_rows(rows: Tensor, weights: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.linear import linear
+from titan_exp.models.blocks.linear import Planned, linear
 from titan_exp.models.blocks.transformer import norm
 from titan_exp.models.spec.model_spec import LayerSpec
-from titan_exp.models.spec.tp_plan import GatherTokens, TPStyle
+from titan_exp.models.spec.tp_plan import GatherTokens
 from titan_exp.models.spec.transformer import LatentAttentionSpec
 from titan_exp.ops.attention.kv_cache import LatentCache
 from titan_exp.ops.attention.rope import rotate, rotate_tail
@@ -30,20 +30,17 @@ class LatentGather(nn.Identity):
     """Identity that context parallelism may replace by a gather of the whole sequence's latents."""
 
 
-class LatentAttention(nn.Module):
-    """Multi-head latent attention, causal; queries may have a latent of their own.
-
-    Rows of `q.weight` go by head (unrotated features, rotated features), rows of `kv_b.weight` by head (unrotated
-    features of its key, its value), and rows of `kv_a.weight` are the latent, then the rotated key of all heads.
-    """
+class LatentAttention(Planned):
+    """Multi-head latent attention, causal; queries may have a latent of their own. Rows of `q.weight` go by head
+    (unrotated features, rotated features), rows of `kv_b.weight` by head (unrotated features of its key, its value),
+    and rows of `kv_a.weight` are the latent, then the rotated key of all heads."""
 
     def __init__(self, layer: LayerSpec, backend: AttentionBackend) -> None:
-        super().__init__()
+        super().__init__(layer, "attention")
         spec = layer.attention
         assert isinstance(spec, LatentAttentionSpec), "the layer has latent attention"
         assert not spec.sinks
-        self._plan, self.spec = layer.tp_plan("attention"), spec
-        self.fused_rows = layer.fused_rows("attention")
+        self.spec = spec
         has_query_latent = layer.vector("attention.q_a_norm") is not None
         self.q_a = linear(layer, "attention.q_a") if has_query_latent else None
         self.q_a_norm = norm(layer, "attention.q_a_norm", LATENT_NORM_EPS) if has_query_latent else None
@@ -58,12 +55,7 @@ class LatentAttention(nn.Module):
         self.cache: LatentCache | None = None
         """Cache of earlier tokens' latents, in generation."""
 
-    def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears: expansions by heads, latents replicated."""
-        return self._plan
-
     def enable_cache(self, length: int) -> LatentCache:
-        """Keep the latents of at most `length` tokens from now on."""
         assert self.spec.scale is not None, "latent attention names its scale"
         own_dim = self.spec.qk_dim - self.spec.rope_dim
         self.cache = LatentCache(
@@ -77,10 +69,8 @@ class LatentAttention(nn.Module):
         rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...] | None,
         mask: Any,
     ) -> Float[Tensor, "batch part dim"]:
-        """Attend to earlier positions that `mask` (from the core) lets through.
-
-        With sequence parallelism `x` is this rank's part of the tokens, while `rope` and `mask` cover all.
-        """
+        """Attend to earlier positions that `mask` (from the core) lets through. With sequence parallelism `x` is this
+        rank's part of the tokens, while `rope` and `mask` cover all."""
         rope = rope or ()
         of_query = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
         query = self.q(of_query).unflatten(-1, (-1, self.spec.qk_dim))
@@ -96,28 +86,19 @@ class LatentAttention(nn.Module):
         if self.cache is not None and self.cache.append(latent, shared):
             heads = self.cache.attend(query, local_tensor(self.kv_b.weight))
         else:
-            heads = self.core(query, *self._expand(latent, shared), mask)
+            # Keys and values of this rank's heads.
+            widths = self.spec.qk_dim - self.spec.rope_dim, self.spec.v_dim
+            own, value = self.kv_b(latent).unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
+            key = torch.cat((own, shared[:, :, None].expand(*own.shape[:-1], -1)), dim=-1)
+            heads = self.core(query, key.transpose(1, 2), value.transpose(1, 2), mask)
         return self.out(heads.transpose(1, 2).flatten(2))
 
     def clip_factors(self, factors: Float[Tensor, " heads"]) -> dict[str, Float[Tensor, " rows"]]:
         """Factors of the rows of `q` and `kv_b` that multiply the logits of each head by its factor (Kimi Team 2025).
-
         The unrotated features of queries and keys take its root each. Rotated queries take all of it, since heads share
-        the rotated key.
-        """
+        the rotated key."""
         root, one = factors.sqrt()[:, None], torch.ones_like(factors)[:, None]
         own_dim = self.spec.qk_dim - self.spec.rope_dim
         query = torch.cat((root.expand(-1, own_dim), factors[:, None].expand(-1, self.spec.rope_dim)), dim=1)
         key = torch.cat((root.expand(-1, own_dim), one.expand(-1, self.spec.v_dim)), dim=1)
         return {"q": query.flatten(), "kv_b": key.flatten()}
-
-    def _expand(
-        self, latent: Float[Tensor, "batch seq latent"], shared: Float[Tensor, "batch seq rope"]
-    ) -> tuple[Float[Tensor, "batch heads seq qk"], Float[Tensor, "batch heads seq v"]]:
-        """Expand latents into the keys and values of this rank's heads."""
-        own_dim = self.spec.qk_dim - self.spec.rope_dim
-        own, value = (
-            self.kv_b(latent).unflatten(-1, (-1, own_dim + self.spec.v_dim)).split((own_dim, self.spec.v_dim), -1)
-        )
-        key = torch.cat((own, shared[:, :, None].expand(*own.shape[:-1], -1)), dim=-1)
-        return key.transpose(1, 2), value.transpose(1, 2)

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor, nn
 
 from titan_exp.models.spec.model_spec import LayerSpec
+from titan_exp.models.spec.tp_plan import TPStyle
 from titan_exp.ops.autograd import local_tensor, recompute_input
 from titan_exp.ops.moe.grouped_mm import add_expert_bias, grouped_linear, weighted_swiglu_linear
 from titan_exp.ops.moe.permutation import PaddedOrder, permute
@@ -99,10 +100,8 @@ def _numbers(init: InitSpec, words: Tensor) -> Tensor:
 
 
 def _counters(part: ShardSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Counters of a shard's random words, to be added: a column [rows, 1] and a row [words].
-
-    A word yields two neighbouring elements of the last dim; each row of the parameter begins with a new word.
-    """
+    """Counters of a shard's random words, to be added: a column [rows, 1] and a row [words]. A word yields two
+    neighbouring elements of the last dim; each row of the parameter begins with a new word."""
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for extent, start, size in zip(part.shape[:-1], part.start[:-1], part.size[:-1], strict=True):
         rows = (rows[:, None] * extent + torch.arange(start, start + size, device=device)).flatten()
@@ -173,10 +172,8 @@ class LinearImpl(nn.Module):
         return ranks.reduce_output(self(x, weight))
 
     def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
-        """Note that tensor-parallel ranks compute with shards of the weight, along inputs or outputs.
-
-        `amax_reduce` takes the elementwise maximum over these ranks.
-        """
+        """Note that tensor-parallel ranks compute with shards of the weight, along inputs or outputs. `amax_reduce`
+        takes the elementwise maximum over these ranks."""
 
 
 class GroupedLinearImpl(nn.Module):
@@ -186,11 +183,9 @@ class GroupedLinearImpl(nn.Module):
     """Multiple of rows per expert that the kernel requires; it pads rows itself unless they are `padded`."""
 
     def forward(self, x: Tensor, weight: Tensor, ends: Tensor, *, padded: bool = False) -> Tensor:
-        """Compute x · weight[expert]ᵀ: [tokens, inputs] and [experts, outputs, inputs] to [tokens, outputs].
-
-        `padded` promises that every expert has rows, a multiple of `row_multiple`; rows after the last end may then
-        come out uninitialized.
-        """
+        """Compute x · weight[expert]ᵀ: [tokens, inputs] and [experts, outputs, inputs] to [tokens, outputs]. `padded`
+        promises that every expert has rows, a multiple of `row_multiple`; rows after the last end may then come out
+        uninitialized."""
         return grouped_linear(x, weight, ends)
 
     def of_tokens(self, tokens: Tensor, weight: Tensor, order: PaddedOrder) -> Tensor:
@@ -212,16 +207,12 @@ class GroupedLinearImpl(nn.Module):
 
     def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
         """Note that ranks with the same tokens compute with shards of the experts' channels, along inputs or outputs.
-
-        `amax_reduce` takes the elementwise maximum over these ranks.
-        """
+        `amax_reduce` takes the elementwise maximum over these ranks."""
 
 
 class Linear(nn.Linear):
-    """A linear layer initialized with standard deviation `std`.
-
-    `bias_std` is the bias's; None is a layer without bias. Recipes quantize `quantizable` layers only.
-    """
+    """A linear layer initialized with standard deviation `std`. `bias_std` is the bias's; None is a layer without bias.
+    Recipes quantize `quantizable` layers only."""
 
     def __init__(
         self, fan_in: int, fan_out: int, std: float, bias_std: float | None = None, *, quantizable: bool = True
@@ -231,11 +222,9 @@ class Linear(nn.Linear):
         self.linear_impl = LinearImpl()
 
     def forward(self, input: Float[Tensor, "*any fan_in"]) -> Float[Tensor, "*any fan_out"]:
-        """input · weightᵀ, by `linear_impl`, plus the bias."""
         return add_bias(self.linear_impl(input, self.weight), self.bias)
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         return weight_and_bias(self.std, self.bias_std)
 
 
@@ -250,6 +239,17 @@ def add_bias(x: Float[Tensor, "*any fan_out"], bias: Float[Tensor, " fan_out"] |
     return x if bias is None else x + bias.to(x.dtype)
 
 
+class Planned(nn.Module):
+    """Module whose linears a layer's spec describes under its path in the block, with their tensor-parallel styles."""
+
+    def __init__(self, layer: LayerSpec, path: str) -> None:
+        super().__init__()
+        self._plan, self.fused_rows = layer.tp_plan(path), layer.fused_rows(path)
+
+    def tp_plan(self) -> dict[str, TPStyle]:
+        return self._plan
+
+
 def linear(layer: LayerSpec, name: str) -> Linear:
     """Build the linear layer that a block's spec describes, by module path."""
     spec = layer.linear(name)
@@ -258,10 +258,8 @@ def linear(layer: LayerSpec, name: str) -> Linear:
 
 
 class GroupedLinear(nn.Module):
-    """Linear layers, one per expert, initialized with standard deviation `std`.
-
-    `bias_std` is the biases'; None is layers without biases.
-    """
+    """Linear layers, one per expert, initialized with standard deviation `std`. `bias_std` is the biases'; None is
+    layers without biases."""
 
     parameter_role = "expert"
 
@@ -307,9 +305,7 @@ class GroupedLinear(nn.Module):
         return add_expert_bias(out, bias, ends, row_weights)
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         return weight_and_bias(self.std, self.bias_std)
 
     def extra_repr(self) -> str:
-        """Shape for `print(model)`."""
         return f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"

@@ -13,18 +13,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.latent_attention import TokenGather
-from titan_exp.models.blocks.linear import InitSpec, linear
+from titan_exp.models.blocks.linear import InitSpec, Planned, linear
 from titan_exp.models.blocks.transformer import HeadNumbers, norm
 from titan_exp.models.spec.mixers import CHUNK, LinearAttentionSpec
 from titan_exp.models.spec.model_spec import LayerSpec
-from titan_exp.models.spec.tp_plan import TPStyle
+from titan_exp.ops import linear_attention as delta_rule
 from titan_exp.ops.attention.kv_cache import RecurrentCache
-from titan_exp.ops.linear_attention import (
-    GatedDeltaCore,
-    ShortConvolutionCore,
-    choose_linear_attention_backend,
-    l2_normalized,
-)
+
+Hidden = Float[Tensor, "batch part dim"]
+Documents = Int[Tensor, "batch seq"]
 
 
 class Filters(HeadNumbers):
@@ -38,20 +35,16 @@ class Filters(HeadNumbers):
         self.std = std
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         return {"weight": InitSpec("normal", self.std)}
 
     def forward(self) -> Float[Tensor, "channels taps"]:
-        """Filters of this rank's channels."""
         return self.of_rank("weight")
 
 
 class ForgetGate(HeadNumbers):
-    """Decay of the state per token, in logarithm: -exp(log_rate) · softplus(x + bias), in fp32 (Dao and Gu 2024).
-
-    The bias has a number per decay, the rate one per value head. Both stay in fp32 under mixed precision, because
-    rounding a rate to bf16 would change it by up to 0.8 %.
-    """
+    """Decay of the state per token, in logarithm: -exp(log_rate) · softplus(x + bias), in fp32 (Dao and Gu 2024). The
+    bias has a number per decay, the rate one per value head. Both stay in fp32 under mixed precision, because rounding
+    a rate to bf16 would change it by up to 0.8 %."""
 
     parameter_role = "vector"
     keeps_fp32 = True
@@ -64,7 +57,6 @@ class ForgetGate(HeadNumbers):
         self.spec = spec
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         steps = self.spec.steps
         bias = InitSpec("ones") if steps is None else InitSpec("inverse_softplus", bounds=steps)
         return {"log_rate": InitSpec("log_uniform", bounds=self.spec.rates), "bias": bias}
@@ -78,78 +70,65 @@ class ForgetGate(HeadNumbers):
         return -rate * step
 
 
-class LinearAttention(nn.Module):
-    """Gated DeltaNet, or Kimi Delta Attention if the state decays per feature of a key.
-
-    Rows of `qkv.weight` and filters of `convolution` go by key head (its query, its key, the values of its value
-    heads), so that a contiguous slice holds whole heads. Context parallelism replaces the two cores.
-    """
+class LinearAttention(Planned):
+    """Gated DeltaNet, or Kimi Delta Attention if the state decays per feature of a key. Rows of `qkv.weight` and
+    filters of `convolution` go by key head (its query, its key, the values of its value heads), so that a contiguous
+    slice holds whole heads. Context parallelism replaces the two cores."""
 
     pattern = "documents"
     """Kind of mask: the document of each token."""
 
     def __init__(self, layer: LayerSpec) -> None:
-        super().__init__()
+        super().__init__(layer, "attention")
         spec = layer.linear_attention
         assert spec is not None, "the layer has linear attention"
-        self._plan, self.spec = layer.tp_plan("attention"), spec
-        self.fused_rows = layer.fused_rows("attention")
+        self.spec = spec
         self.gather = TokenGather()
         self.qkv = linear(layer, "attention.qkv")
         self.convolution = Filters(spec.channels, spec.taps, layer.linear("attention.qkv").std)
         self.beta = linear(layer, "attention.beta")
         by_channel = spec.decay == "channel"
-        self.decay = None if by_channel else linear(layer, "attention.decay")
-        self.gate = None if by_channel else linear(layer, "attention.gate")
-        self.decay_a = linear(layer, "attention.decay_a") if by_channel else None
-        self.decay_b = linear(layer, "attention.decay_b") if by_channel else None
-        self.gate_a = linear(layer, "attention.gate_a") if by_channel else None
-        self.gate_b = linear(layer, "attention.gate_b") if by_channel else None
+        names = ("decay", "gate", "decay_a", "decay_b", "gate_a", "gate_b")
+        built = {name: linear(layer, f"attention.{name}") for name in names if ("_" in name) == by_channel}
+        self.decay, self.gate = built.get("decay"), built.get("gate")
+        self.decay_a, self.decay_b = built.get("decay_a"), built.get("decay_b")
+        self.gate_a, self.gate_b = built.get("gate_a"), built.get("gate_b")
         self.forget = ForgetGate(spec)
         self.out_norm = norm(layer, "attention.out_norm", spec.norm_eps)
         self.out = linear(layer, "attention.out")
-        self.convolution_core = ShortConvolutionCore()
-        self.core = GatedDeltaCore(chunk=CHUNK)
+        self.convolution_core = delta_rule.ShortConvolutionCore()
+        self.core = delta_rule.GatedDeltaCore(chunk=CHUNK)
         self.cache: RecurrentCache | None = None
         """Cache of the state, in generation."""
 
-    def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears: by key head, with its value heads."""
-        return self._plan
-
     def reset_buffers(self) -> None:
         """Choose the kernels once the parameters are on their device."""
-        self.core.backend = choose_linear_attention_backend(self.spec.backend, self.out_norm.weight.device)
+        self.core.backend = delta_rule.choose_linear_attention_backend(self.spec.backend, self.out_norm.weight.device)
 
     def enable_cache(self, length: int) -> RecurrentCache:
-        """Keep the state from now on; it is as large for any `length`."""
         self.cache = RecurrentCache()
         return self.cache
 
     def mask(
         self,
-        documents: Int[Tensor, "batch seq"] | None,
-        positions: Int[Tensor, "batch seq"] | None = None,
+        documents: Documents | None,
+        positions: Documents | None = None,
         *,
         seq: int = 0,
         device: torch.device | None = None,
-    ) -> Int[Tensor, "batch seq"] | None:
+    ) -> Documents | None:
         """Argument `mask` of `forward`: the documents themselves, since the state starts anew with each."""
         return documents
 
-    def forward(
-        self, x: Float[Tensor, "batch part dim"], rope: Any, mask: Int[Tensor, "batch seq"] | None
-    ) -> Float[Tensor, "batch part dim"]:
-        """Read the states of earlier tokens of the same document, whose numbers are in `mask`.
-
-        With sequence parallelism `x` is this rank's part of the tokens, while `mask` covers all.
-        """
+    def forward(self, x: Hidden, rope: Any, mask: Documents | None) -> Hidden:
+        """Read the states of earlier tokens of the same document, whose numbers are in `mask`. With sequence
+        parallelism `x` is this rank's part of the tokens, while `mask` covers all."""
         spec, cache, whole = self.spec, self.cache, self.gather(x)
         inputs, filters = self.qkv(whole), self.convolution()
         mixed = self.convolution_core(inputs, filters, mask) if cache is None else cache.convolve(inputs, filters)
         widths = (spec.key_dim, spec.key_dim, spec.group * spec.value_dim)
         query, key, value = mixed.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
-        query, key = l2_normalized(query, spec.key_dim**-0.5), l2_normalized(key)
+        query, key = delta_rule.l2_normalized(query, spec.key_dim**-0.5), delta_rule.l2_normalized(key)
         value = value.unflatten(-1, (spec.group, spec.value_dim)).flatten(2, 3)
         forget, gate = self._gates(x, whole)
         beta = self.beta(whole).to(forget.dtype).sigmoid() * spec.strongest_write

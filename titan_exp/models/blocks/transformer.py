@@ -10,22 +10,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.feed_forward import FeedForward, MoEFeedForward
-from titan_exp.models.blocks.linear import InitSpec, linear
+from titan_exp.models.blocks.linear import InitSpec, Planned, linear
+from titan_exp.models.spec import tp_plan as styles
 from titan_exp.models.spec.model_spec import LayerSpec
-from titan_exp.models.spec.tp_plan import (
-    SEQUENCE_PARALLEL,
-    GatheredOrder,
-    GatherResult,
-    HeadSharded,
-    ShardTokens,
-    TPStyle,
-    VocabEmbedding,
-    VocabLogits,
-)
+from titan_exp.ops.attention import rope as tables
 from titan_exp.ops.attention.rope import rotate, rotate_front, split_rotated
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 from titan_exp.ops.autograd import embedding_rows, local_tensor, recompute_input
 from titan_exp.ops.cross_entropy import LossSum
+
+Hidden = Float[Tensor, "batch part dim"]
+Heads = Float[Tensor, "batch seq heads head_dim"]
+Keys = Float[Tensor, "batch seq kv_heads head_dim"]
+Rope = tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...]
 
 LogitsLoss = Callable[[Tensor, Tensor], LossSum | tuple[LossSum, ...]]
 """Computes the loss of hidden states [batch, seq, dim] and the head's weight [vocab, dim], or losses of parts of the
@@ -33,16 +30,14 @@ batch."""
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang and Sennrich 2019), computed in fp32.
-
-    `writes_residual` and `zero_centered` are the spec's.
-    """
+    """Root-mean-square norm (Zhang and Sennrich 2019), computed in fp32. `writes_residual` and `zero_centered` are the
+    spec's."""
 
     def __init__(
         self,
         dim: int,
         eps: float,
-        tp_style: TPStyle = SEQUENCE_PARALLEL,
+        tp_style: styles.TPStyle = styles.SEQUENCE_PARALLEL,
         *,
         writes_residual: bool = False,
         zero_centered: bool = False,
@@ -53,7 +48,6 @@ class RMSNorm(nn.Module):
         self.writes_residual, self.zero_centered = writes_residual, zero_centered
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         return {"weight": InitSpec("zeros" if self.zero_centered else "ones")}
 
     def forward(self, x: Float[Tensor, "*any dim"]) -> Float[Tensor, "*any dim"]:
@@ -68,7 +62,7 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Module):
     """Token embedding."""
 
-    tp_style = VocabEmbedding()
+    tp_style = styles.VocabEmbedding()
     parameter_role = "embedding"
     reads_weight_in_backward = False
     """True if FSDP must gather the weight for backward; a lookup's backward only needs token ids."""
@@ -81,7 +75,6 @@ class Embedding(nn.Module):
         self.std = std
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         return {"weight": InitSpec("normal", self.std)}
 
     def forward(
@@ -90,18 +83,14 @@ class Embedding(nn.Module):
         head: nn.Module | None = None,
         loss: LogitsLoss | None = None,
     ) -> Float[Tensor, "batch seq dim"] | Float[Tensor, "batch seq vocab"] | LossSum | tuple[LossSum, ...]:
-        """Rows of the embedding for token ids; for hidden states, the result of a `head` tied to this weight.
-
-        Both uses are calls of this module, because FSDP gathers its weight for the time of a call.
-        """
+        """Rows of the embedding for token ids; for hidden states, the result of a `head` tied to this weight. Both uses
+        are calls of this module, because FSDP gathers its weight for the time of a call."""
         return embedding_rows(x, self.weight, self.row_dtype) if head is None else head(x, self.weight, loss)
 
 
 class Head(nn.Module):
-    """LM head: logits of the next token, or a loss, from the last hidden states.
-
-    A `tied` head has no parameter; `forward` gets the embedding's weight.
-    """
+    """LM head: logits of the next token, or a loss, from the last hidden states. A `tied` head has no parameter;
+    `forward` gets the embedding's weight."""
 
     parameter_role = "head"
 
@@ -109,10 +98,9 @@ class Head(nn.Module):
         super().__init__()
         self.weight = None if tied else nn.Parameter(torch.empty(vocab, dim))
         self.std = std
-        self.tp_style = VocabLogits(vocab)
+        self.tp_style = styles.VocabLogits(vocab)
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         return {} if self.weight is None else {"weight": InitSpec("normal", self.std)}
 
     def forward(
@@ -127,7 +115,7 @@ class Head(nn.Module):
 class HeadNumbers(nn.Module):
     """Parameters of numbers per head, which tensor parallelism shards with the heads."""
 
-    tp_style = HeadSharded()
+    tp_style = styles.HeadSharded()
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,15 +137,13 @@ class AttentionSinks(HeadNumbers):
         self.std = std
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
         return {"weight": InitSpec("normal", self.std)}
 
     def forward(self) -> Float[Tensor, " heads"]:
-        """Logits of this rank's heads."""
         return self.of_rank("weight")
 
 
-class Attention(nn.Module):
+class Attention(Planned):
     """Grouped-query self-attention (Ainslie et al. 2023) with one fused projection.
 
     Rows of `qkv.weight` are ordered by key-value head (its query heads, its key, its value), so that a contiguous slice
@@ -166,34 +152,26 @@ class Attention(nn.Module):
     """
 
     def __init__(self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend) -> None:
-        super().__init__()
+        super().__init__(layer, "attention")
         assert layer.attention is not None, "the layer has attention"
-        self._plan, self.spec = layer.tp_plan("attention"), layer.attention
-        self.fused_rows = layer.fused_rows("attention")
+        self.spec = layer.attention
         self.head_dim, self.group = layer.attention.qk_dim, layer.attention.group
         self.qkv = linear(layer, "attention.qkv")
-        self.q_norm = _head_norm(layer, "attention.q_norm", norm_eps)
-        self.k_norm = _head_norm(layer, "attention.k_norm", norm_eps)
+        self.q_norm, self.k_norm = (
+            norm(layer, name, norm_eps) if layer.vector(name) else None
+            for name in ("attention.q_norm", "attention.k_norm")
+        )
         self._across_heads = self.q_norm is not None and self.q_norm.weight.numel() > self.head_dim
         self.out = linear(layer, "attention.out")
-        self.sinks = _sinks(layer)
+        sinks = layer.vector("attention.sinks")
+        assert (sinks is not None) == self.spec.sinks, "described twice"
+        self.sinks = None if sinks is None or sinks.std is None else AttentionSinks(sinks.size, sinks.std)
         self.core = CausalAttention(backend, self.spec.scale, self.spec.pattern)
 
-    def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears: whole groups of heads, or a group's query heads."""
-        return self._plan
-
-    def forward(
-        self,
-        x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...] | None,
-        mask: Any,
-    ) -> Float[Tensor, "batch part dim"]:
-        """Attend to earlier positions that `mask` (from the core) lets through.
-
-        `rope` are cosines and sines, followed by the factor of queries if the model scales them by position, and None
-        without RoPE. With sequence parallelism `x` is this rank's part of the tokens; `rope` and `mask` cover all.
-        """
+    def forward(self, x: Hidden, rope: Rope | None, mask: Any) -> Hidden:
+        """Attend to earlier positions that `mask` (from the core) lets through. `rope` are cosines and sines, followed
+        by the factor of queries if the model scales them by position, and None without RoPE. With sequence parallelism
+        `x` is this rank's part of the tokens; `rope` and `mask` cover all."""
         spec, gate, rope = self.spec, None, rope or ()
         slots = self.group * (1 + spec.gated)
         groups = self.qkv(x).unflatten(-1, (-1, slots + 2, self.head_dim))
@@ -212,10 +190,8 @@ class Attention(nn.Module):
         return self.out((out if gate is None else out * gate.sigmoid()).flatten(2))
 
     def clip_factors(self, factors: Float[Tensor, " heads"]) -> dict[str, Float[Tensor, " rows"]]:
-        """Factors of the rows of `qkv` that multiply the logits of each query head by its factor.
-
-        A key head with a single query head takes its root; a shared key head is left alone.
-        """
+        """Factors of the rows of `qkv` that multiply the logits of each query head by its factor. A key head with a
+        single query head takes its root; a shared key head is left alone."""
         # Rows of the whole weight; `group` is this rank's where tensor parallelism splits a group.
         queries, width = factors.view(-1, self.spec.group), self.head_dim
         keys = torch.ones_like(queries[:, :1])
@@ -224,12 +200,7 @@ class Attention(nn.Module):
         rows = torch.cat((queries, keys, torch.ones_like(keys)), dim=1)
         return {"qkv": rows.repeat_interleave(width, dim=1).flatten()}
 
-    def _normalized(
-        self,
-        query: Float[Tensor, "batch seq heads head_dim"],
-        key: Float[Tensor, "batch seq kv_heads head_dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...],
-    ) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch seq kv_heads head_dim"]]:
+    def _normalized(self, query: Heads, key: Keys, rope: Rope) -> tuple[Heads, Keys]:
         """Apply the layer's norms, RoPE and temperature to query and key heads."""
         if self.q_norm is not None and self.k_norm is not None:
             if self._across_heads:
@@ -252,10 +223,8 @@ class Attention(nn.Module):
 
 class TransformerBlock(nn.Module):
     """Transformer block: attention and feed-forward, each added to the residual stream. Norms come before (pre-norm),
-    or after if the spec says that they write to the stream.
-
-    `attention` replaces grouped-query attention by a module with the same arguments, such as linear attention.
-    """
+    or after if the spec says that they write to the stream. `attention` replaces grouped-query attention by a module
+    with the same arguments, such as linear attention."""
 
     def __init__(
         self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend, attention: nn.Module | None = None
@@ -266,22 +235,14 @@ class TransformerBlock(nn.Module):
         self.feed_forward_norm = norm(layer, "feed_forward_norm", norm_eps)
         self.feed_forward = FeedForward(layer) if layer.router is None else MoEFeedForward(layer)
 
-    def forward(
-        self,
-        x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...] | None,
-        mask: Any,
-    ) -> Float[Tensor, "batch part dim"]:
-        """Run the block."""
+    def forward(self, x: Hidden, rope: Rope | None, mask: Any) -> Hidden:
         x = x + _branch(self.attention_norm, x, partial(self.attention, rope=rope, mask=mask))
         return x + _branch(self.feed_forward_norm, x, self.feed_forward)
 
 
 def _branch(norm: RMSNorm, x: Tensor, module: Callable[[Tensor], Tensor]) -> Tensor:
-    """norm(module(x)) if the norm writes to the residual stream, else module(norm(x)).
-
-    The latter recomputes the norm in backward unless it has hooks, such as those that gather its weight.
-    """
+    """norm(module(x)) if the norm writes to the residual stream, else module(norm(x)). The latter recomputes the norm
+    in backward unless it has hooks, such as those that gather its weight."""
     if norm.writes_residual:
         return norm(module(x))
     if norm._forward_hooks or norm._forward_pre_hooks:
@@ -298,16 +259,6 @@ def norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm":
     )
 
 
-def _sinks(layer: LayerSpec) -> AttentionSinks | None:
-    vector = layer.vector("attention.sinks")
-    assert (vector is not None) == (layer.attention is not None and layer.attention.sinks), "described twice"
-    return None if vector is None or vector.std is None else AttentionSinks(vector.size, vector.std)
-
-
-def _head_norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm | None":
-    return None if layer.vector(name) is None else norm(layer, name, eps)
-
-
 class MTPModule(TransformerBlock):
     """Module of multi-token prediction: a block over the previous depth's hidden states joined with embeddings of the
     next tokens, and its output norm.
@@ -322,23 +273,16 @@ class MTPModule(TransformerBlock):
         self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend, attention: nn.Module | None = None
     ) -> None:
         super().__init__(layer, norm_eps, backend, attention)
-        self._plan: dict[str, TPStyle] = {"projection": SEQUENCE_PARALLEL}
+        self._plan: dict[str, styles.TPStyle] = {"projection": styles.SEQUENCE_PARALLEL}
         self.embedding_norm = norm(layer, "embedding_norm", norm_eps)
         self.hidden_norm = norm(layer, "hidden_norm", norm_eps)
         self.projection = linear(layer, "projection")
         self.norm = norm(layer, "norm", norm_eps)
 
-    def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding: the projection is replicated, over this rank's tokens."""
+    def tp_plan(self) -> dict[str, styles.TPStyle]:
         return self._plan
 
-    def forward(
-        self,
-        x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 ..."], ...] | None,
-        mask: Any,
-        embedded: Float[Tensor, "batch part dim"] | None = None,
-    ) -> Float[Tensor, "batch part dim"]:
+    def forward(self, x: Hidden, rope: Rope | None, mask: Any, embedded: Hidden | None = None) -> Hidden:
         """Compute this depth's hidden states, normalized for the head. `x` are the previous depth's hidden states,
         `embedded` the embeddings of the tokens that many places ahead."""
         assert embedded is not None, "the module reads the next tokens"
@@ -368,28 +312,24 @@ def iter_numbered_blocks(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
             seen.add(block)
 
 
-Rope = tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 2 half"]]
-"""Cosines and sines of positions."""
-
-
 class TokenShard(nn.Identity):
     """Identity that sequence parallelism replaces by this rank's part of a stream's tokens."""
 
-    tp_style = ShardTokens()
+    tp_style = styles.ShardTokens()
 
 
 class ResultGather(nn.Identity):
     """Identity that sequence parallelism replaces by a gather of results of all tokens."""
 
-    tp_style = GatherResult()
+    tp_style = styles.GatherResult()
 
 
 class RopeOrder(nn.Module):
     """RoPE caches in the order of the gathered sequence, which without sequence parallelism is one stream, then the
     other."""
 
-    tp_style = GatheredOrder()
+    tp_style = styles.GatheredOrder()
 
-    def forward(self, rope: Rope, first_stream: int) -> Rope:
+    def forward(self, rope: tables.Rope, first_stream: int) -> tables.Rope:
         """Return the caches of all tokens; `first_stream` is this rank's number of tokens in the first stream."""
         return rope

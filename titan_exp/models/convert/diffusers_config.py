@@ -17,11 +17,9 @@ class Diffusers:
     """A family's class in diffusers."""
 
     class_name: str
-    """Name in `config.json`."""
     fixed: Mapping[str, object]
     """Required values of keys in `config.json`; absent keys are accepted."""
     to_config: Callable[[Any], dict[str, Any]]
-    """Keys of `config.json` from the family's config."""
     from_config: Callable[[Mapping[str, Any], str], ModelConfig]
     """The family's config from `config.json` and a name."""
     violations: Callable[[Any], Iterable[Violation]] = lambda config: ()
@@ -29,11 +27,7 @@ class Diffusers:
 
 
 def to_diffusers(config: ModelConfig) -> dict[str, Any]:
-    """Content of `config.json`.
-
-    Raises:
-        UserError: the file cannot express the model.
-    """
+    """Content of `config.json`. Raises UserError if the file cannot express the model."""
     family: Diffusers = component("model", config.architecture).diffusers
     violations = diffusers_violations(config)
     if violations:
@@ -52,11 +46,8 @@ def diffusers_class(config: ModelConfig) -> str:
 
 
 def from_diffusers(values: Mapping[str, Any], name: str) -> ModelConfig:
-    """Model config from the content of a `config.json`.
-
-    Raises:
-        UserError: no family reads it, or it has parts that the family does not compute.
-    """
+    """Model config from the content of a `config.json`. Raises UserError if no family reads it, or it has parts that
+    the family does not compute."""
     found = (getattr(component("model", family), "diffusers", None) for family in builtin_components("model"))
     families: dict[str, Diffusers] = {family.class_name: family for family in found if family is not None}
     if values.get(CLASS) not in families:
@@ -69,11 +60,8 @@ def from_diffusers(values: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 def from_bfl(shapes: Mapping[str, tuple[int, ...]], name: str) -> ModelConfig:
-    """Model config from the tensor shapes of Black Forest Labs' file, which has no `config.json`.
-
-    Raises:
-        UserError: no family reads these tensors.
-    """
+    """Model config from the tensor shapes of Black Forest Labs' file, which has no `config.json`. Raises UserError if
+    no family reads these tensors."""
     for family in builtin_components("model"):
         read = getattr(component("model", family), "from_bfl_shapes", None)
         if read is not None:

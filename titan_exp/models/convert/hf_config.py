@@ -53,11 +53,8 @@ class HuggingFace:
 
 
 def to_huggingface(config: ModelConfig, *, dtype: str, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of `config.json`; `dtype` is torch's name (`bfloat16`), `special_tokens` the known token ids.
-
-    Raises:
-        UserError: the file cannot express the model.
-    """
+    """Content of `config.json`; `dtype` is torch's name (`bfloat16`), `special_tokens` the known token ids. Raises
+    UserError if the file cannot express the model."""
     family: HuggingFace = component("model", config.architecture).huggingface
     violations = export_violations(config)
     if violations:
@@ -78,13 +75,9 @@ def export_violations(config: ModelConfig) -> list[Violation]:
 
 
 def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | None = None) -> ModelConfig:
-    """Model config from the content of a `config.json`, of any version of `transformers`.
-
-    `architecture` names the family that reads it; None takes the built-in family of its `model_type`.
-
-    Raises:
-        UserError: no family reads it, or it has parts that the family does not compute.
-    """
+    """Model config from the content of a `config.json`, of any version of `transformers`. `architecture` names the
+    family that reads it; None takes the built-in family of its `model_type`. Raises UserError if no family reads it, or
+    it has parts that the family does not compute."""
     family, noted = _family(values, architecture), NotedKeys(values)
     for key, wanted in family.fixed.items():
         if values.get(key, wanted) != wanted:
@@ -111,7 +104,7 @@ def config_json(folder: Path) -> dict[str, Any]:
 def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     """Language model's part of a multimodal `config.json`, and the prefixes of its tensors, each with the family's own;
     else the whole file and no prefixes."""
-    for family in _families().values():
+    for _, family in _families().values():
         if values.get("model_type") == family.multimodal_type and isinstance(values.get("text_config"), Mapping):
             return {"model_type": family.model_type, **values["text_config"]}, family.multimodal_prefixes
     return values, {}
@@ -131,11 +124,7 @@ def unread_prefixes(values: Mapping[str, Any], architecture: str | None = None) 
 
 def quantized_weights(values: Mapping[str, Any]) -> tuple[int, int] | Literal["mxfp4"] | None:
     """Weight format in `config.json`: rows and columns of the fp8 blocks that share a scale, or MXFP4; None for plain
-    weights.
-
-    Raises:
-        UserError: the weights are quantized otherwise.
-    """
+    weights. Raises UserError if the weights are quantized otherwise."""
     quantization = table(values.get("quantization_config") or {}, "config.json: quantization_config")
     if not quantization:
         return None
@@ -172,20 +161,17 @@ def special_tokens_of(values: Mapping[str, Any]) -> dict[str, Any]:
 def family_types() -> list[str]:
     """Every `model_type` that a family here reads, except the family's that reads every other type."""
     families = _families()
-    return [
-        kind
-        for kind in (*families, *(family.multimodal_type for family in families.values()))
-        if kind not in ("", ANY_TYPE)
-    ]
+    kinds = (*families, *(family.multimodal_type for _, family in families.values()))
+    return [kind for kind in kinds if kind not in ("", ANY_TYPE)]
 
 
 def other_family() -> tuple[str, HuggingFace] | None:
     """Name and class of the family that reads every `model_type` of no other family; None if there is none."""
-    found = ((name, getattr(component("model", name), "huggingface", None)) for name in builtin_components("model"))
-    return next(((name, family) for name, family in found if family and family.model_type == ANY_TYPE), None)
+    return _families().get(ANY_TYPE)
 
 
-def _families() -> dict[str, HuggingFace]:
+def _families() -> dict[str, tuple[str, HuggingFace]]:
+    """Name and class of the family that reads each `model_type`."""
     found: dict[str, tuple[str, HuggingFace]] = {}
     for name in builtin_components("model"):
         family: HuggingFace | None = getattr(component("model", name), "huggingface", None)
@@ -197,7 +183,7 @@ def _families() -> dict[str, HuggingFace]:
                     f"config.json: the families {other[0]} and {name} both read the model_type {kind!r}. "
                     "Give one of them another model_type, or uninstall the extension that brings it."
                 )
-    return {kind: family for kind, (_, family) in found.items()}
+    return found
 
 
 def _family(values: Mapping[str, Any], architecture: str | None) -> HuggingFace:
@@ -205,11 +191,9 @@ def _family(values: Mapping[str, Any], architecture: str | None) -> HuggingFace:
     if architecture is not None:
         return component("model", architecture).huggingface
     found, kind = _families(), str(values.get("model_type"))
-    if kind not in found and ANY_TYPE in found:
-        return found[ANY_TYPE]
-    if kind not in found:
+    if (family := found.get(kind, found.get(ANY_TYPE))) is None:
         raise UserError(f"config.json: model_type is {kind!r}. We read {', '.join(map(repr, found))}.")
-    return found[kind]
+    return family[1]
 
 
 TOWERS = {"vision_config": "vision tower", "audio_config": "audio tower"}
@@ -217,13 +201,9 @@ TOWERS = {"vision_config": "vision tower", "audio_config": "audio tower"}
 
 
 def repository_lines(values: Mapping[str, Any], name: str, weights: ModelConfig | None = None) -> Iterator[str]:
-    """Lines on a repository: the preset that fits its `config.json`, then the parts that are not read.
-
-    `weights` is the model as its files hold it; None if only `config.json` is known.
-
-    Raises:
-        UserError: no family reads the `model_type`.
-    """
+    """Lines on a repository: the preset that fits its `config.json`, then the parts that are not read. `weights` is the
+    model as its files hold it; None if only `config.json` is known. Raises UserError if no family reads the
+    `model_type`."""
     from titan_exp.config.hydra.nondefault import nearest_preset  # ranks need no overrides and import no Hydra
 
     text, _ = language_model(values)

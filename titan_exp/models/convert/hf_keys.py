@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.schema.typed_config import validated
-from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
+from titan_exp.models.convert.hf_config import HuggingFace
+from titan_exp.models.spec.moe import BalanceConfig
 from titan_exp.models.spec.rope import PlainRope, ScaledRope, magnitude
 
 REQUIRED: Any = object()
@@ -55,27 +56,37 @@ Keys = Mapping[str, Any]
 family."""
 
 
-def both_ways(
+def huggingface_class(
+    model_type: str,
+    name: str,
     config: type[ModelConfig],
     keys: Keys,
     given: Mapping[str, Any] = {},
     *,
     router: Mapping[str, Any] = {},
     called: str = "",
-) -> dict[str, Any]:
-    """Fields of a family's `HuggingFace` that write and read its `config.json`.
-
-    `given` has the values of fields without keys in the file, and `router` those of fields of `moe`. A config with
-    another router is refused, in the name of the family that is `called` so.
-    """
+    **others: Any,
+) -> HuggingFace:
+    """Class of this name in `transformers`, whose `config.json` these keys both write and read. `given` has the values
+    of fields without keys in the file, and `router` those of fields of `moe`. A config with another router is refused,
+    in the name of the family that is `called` so."""
     kernels = [key for key in ("attention_backend", "linear_attention_backend") if key in config.__dataclass_fields__]
     constants = {**dict.fromkeys(kernels, "auto"), **given, **{f"moe.{name}": value for name, value in router.items()}}
-    found: dict[str, Any] = {
-        "fixed": {name: key for name, key in keys.items() if not isinstance(key, Key)},
-        "to_config": lambda model: written(keys, model),
-        "from_config": lambda values, name: _read(config, keys, constants | {"name": name}, values),
-    }
-    return found | ({"violations": lambda model: _router_violations(model.moe, router, called)} if router else {})
+
+    def router_violations(model: Any) -> Iterator[Violation]:
+        for key, value in router.items():
+            if (own := getattr(model.moe, key)) != value and ("group" not in key or model.moe.groups > 1):
+                reason = f"{called} does not have such a router in transformers"
+                yield Violation(f"model.moe.{key}", own, reason, f"use model.moe.{key}={shown(value)}")
+
+    return HuggingFace(
+        model_type,
+        (name,),
+        fixed={name: key for name, key in keys.items() if not isinstance(key, Key)},
+        to_config=lambda model: written(keys, model),
+        from_config=lambda values, name: _read(config, keys, constants | {"name": name}, values),
+        **{"violations": router_violations, **others},
+    )
 
 
 def written(keys: Keys, model: Any) -> dict[str, Any]:
@@ -144,14 +155,6 @@ UNBALANCED = BalanceConfig("none", 0.0, 0.0, 0.0, centered_bias=True)
 """Load balance of a model whose file does not mention it."""
 
 
-def _router_violations(moe: MoEConfig, wanted: Mapping[str, Any], family: str) -> Iterator[Violation]:
-    """Fields of a router that differ from those of a family in `transformers`."""
-    for key, value in wanted.items():
-        if (own := getattr(moe, key)) != value and ("group" not in key or moe.groups > 1):
-            reason = f"{family} does not have such a router in transformers"
-            yield Violation(f"model.moe.{key}", own, reason, f"use model.moe.{key}={shown(value)}")
-
-
 SCALINGS = ("linear", "llama3", "yarn")
 """Values of `rope_type`, beside `default`, that have the same names here."""
 YARN_KEYS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
@@ -196,11 +199,7 @@ def rope_scaling(rope: PlainRope) -> dict[str, Any] | None:
 
 
 def read_rope(values: Mapping[str, Any], context: int, kind: type[Rope]) -> Rope:
-    """Embedding from the keys of a `config.json` with this context.
-
-    Raises:
-        UserError: its scaling is another one.
-    """
+    """Embedding from the keys of a `config.json` with this context. Raises UserError if its scaling is another one."""
     keys = rope_values(values)
     scaling = "none" if keys["rope_type"] == "default" else keys["rope_type"]
     if scaling not in ("none", *SCALINGS):

@@ -17,18 +17,14 @@ from titan_exp.models.spec.mixers import AttentionSpec
 
 @dataclass(frozen=True)
 class RowRange:
-    """Range of rows of one of our parameters that equal rows of one of their tensors."""
+    """Range of `rows` consecutive rows of one of our parameters, from `start` on, that equal the rows of their tensor
+    `name` from `first` on, with a stride of `step`."""
 
     start: int
-    """First row of ours."""
     rows: int
-    """Number of rows, consecutive in ours."""
     name: str
-    """Their tensor."""
     first: int
-    """First row of theirs."""
     step: int = 1
-    """Stride of the rows in theirs."""
 
     def within(self, start: int, stop: int) -> "RowRange | None":
         """Overlap with our rows `start` to `stop`; None if empty."""
@@ -55,10 +51,9 @@ class RowRange:
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Rows of one of their tensors inside one of our parameters."""
+    """Rows of one of their tensors inside our parameter `ours`."""
 
     ours: str
-    """Our parameter."""
     expert: int | None
     """Expert whose weight in our stacked parameter has the rows; None if the parameter is not stacked."""
     ranges: tuple[RowRange, ...]
@@ -67,11 +62,9 @@ class TensorRows:
 
 @dataclass(frozen=True)
 class StateDictMap:
-    """Our parameters and persistent buffers as row ranges of their tensors.
-
-    Rows of weights [experts, out, in] and biases [experts, out], stacked per expert, are numbered from 0 to
-    experts · out. Rows of a vector are its elements.
-    """
+    """Our parameters and persistent buffers as row ranges of their tensors. Rows of weights [experts, out, in] and
+    biases [experts, out], stacked per expert, are numbered from 0 to experts · out. Rows of a vector are its
+    elements."""
 
     runs: Mapping[str, tuple[RowRange, ...]]
     """Row ranges by our full name, in order, covering all rows; for a stacked parameter they cover one expert."""
@@ -104,7 +97,11 @@ class StateDictMap:
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self.their_shapes.items():
             stack, _ = self.stored(name)
-            found[stack] = self.reshaped.get(name, shape) if stack == name else (self._experts(stack), *reversed(shape))
+            found[stack] = (
+                self.reshaped.get(name, shape)
+                if stack == name
+                else (self.shapes[self.owner(stack)][0], *reversed(shape))
+            )
         return found
 
     def stored(self, name: str) -> tuple[str, int | None]:
@@ -146,7 +143,13 @@ class StateDictMap:
         """Row ranges of one of their tensors, or of the tensor that it duplicates, in each of our parameters that hold
         its rows."""
         name = self.copies.get(name, name)
-        return tuple(self._rows_in(name, ours, expert) for ours, expert in self._owners[name])
+        found = []
+        for ours, expert in self._owners[name]:
+            rows = self.shapes[ours][0 if expert is None else 1]
+            first = (expert or 0) * rows
+            runs = tuple(run for run in self.of(ours, first, first + rows) if run.name == name)
+            found.append(TensorRows(ours, expert, runs))
+        return tuple(found)
 
     def their_names(self, name: str) -> list[str]:
         """Their tensors that one of our parameters is made of."""
@@ -159,11 +162,6 @@ class StateDictMap:
         """True if one of their tensors is one of our buffers."""
         return self.owner(name) in self.buffers
 
-    def _rows_in(self, name: str, ours: str, expert: int | None) -> TensorRows:
-        rows = self.shapes[ours][0] if expert is None else self.shapes[ours][1]
-        first = (expert or 0) * rows
-        return TensorRows(ours, expert, tuple(run for run in self.of(ours, first, first + rows) if run.name == name))
-
     def _within(self, name: str, start: int, stop: int) -> Iterator[RowRange]:
         runs = self.runs[name]
         for run in runs[bisect_right(runs, start, key=lambda run: run.start + run.rows) :]:
@@ -172,9 +170,6 @@ class StateDictMap:
                 return
             yield part
 
-    def _experts(self, stack: str) -> int:
-        return self.shapes[self.owner(stack)][0]
-
     @cached_property
     def _members(self) -> dict[str, tuple[str, int]]:
         """Stored tensor and expert index by tensor name, for every expert's tensor that is stored in one of all
@@ -182,7 +177,7 @@ class StateDictMap:
         return {
             template.format(expert): (stack, expert)
             for stack, template in self.stacks.items()
-            for expert in range(self._experts(stack))
+            for expert in range(self.shapes[self.owner(stack)][0])
         }
 
     @cached_property
@@ -197,8 +192,9 @@ class StateDictMap:
         return found
 
 
-def qkv_rows(attention: AttentionSpec, query: str, key: str, value: str, interleaved: bool) -> Iterator[RowRange]:
+def qkv_rows(attention: AttentionSpec, names: Sequence[str], *, interleaved: bool) -> Iterator[RowRange]:
     """Rows of the fused qkv weight, by key-value head: its query heads, its key, its value."""
+    query, key, value = names
     width, group = attention.qk_dim, attention.group
     of_query = 2 * width if attention.gated else width
     start = 0
@@ -216,10 +212,8 @@ def qkv_rows(attention: AttentionSpec, query: str, key: str, value: str, interle
 
 
 def gate_up_rows(channels: int, gate: str, up: str, *, up_first: int = 0, step: int = 1) -> Iterator[RowRange]:
-    """Rows of the fused gate and up weight, which alternate in groups (see `ops.swiglu`).
-
-    Their up rows begin at `up_first`, and `step` is the stride of both.
-    """
+    """Rows of the fused gate and up weight, which alternate in groups (see `ops.swiglu`). Their up rows begin at
+    `up_first`, and `step` is the stride of both."""
     for group in range(channels // FFN_GROUP):
         first, theirs = 2 * group * FFN_GROUP, group * FFN_GROUP * step
         yield RowRange(first, FFN_GROUP, gate, theirs, step)
@@ -247,10 +241,8 @@ CheckpointFormat = Literal["huggingface", "llama", "torchtune", "diffusers", "bf
 
 
 def checkpoint_formats(config: ModelConfig) -> Sequence[str]:
-    """Checkpoint formats of other tools for this model; empty if its family has no state-dict map.
-
-    A family without `STATE_DICTS` has Hugging Face's names if it defines `huggingface`.
-    """
+    """Checkpoint formats of other tools for this model; empty if its family has no state-dict map. A family without
+    `STATE_DICTS` has Hugging Face's names if it defines `huggingface`."""
     family = component("model", config.architecture)
     has_config = hasattr(family, "huggingface")
     formats = getattr(family, "STATE_DICTS", ("huggingface",)) if hasattr(family, "state_dict_map") else ()

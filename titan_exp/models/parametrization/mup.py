@@ -37,7 +37,7 @@ def parameter_scales(spec: ModelSpec, model: ModelConfig, config: Config) -> dic
 def width_scales(spec: ModelSpec, model: ModelConfig, config: BaseShapeConfig) -> dict[str, ParameterScale]:
     """muP's scale of every parameter by full name, by the table above."""
     growth = spec.dim / config.base_width
-    fixed, fixed_outputs = fixed_inputs(model, config.fixed), _fixed_sizes(model, config.fixed, "outputs")
+    fixed, fixed_outputs = (fixed_sizes(model, config.fixed, side) for side in ("inputs", "outputs"))
     small_gradients = ParameterScale(eps=1 / growth)
     hidden = ParameterScale(init=growth**-0.5, lr=1 / growth, weight_decay=growth, eps=1 / growth, inputs=growth)
     output = small_gradients.times(multiplier(1 / growth))
@@ -68,12 +68,8 @@ def block_parameters(layer: LayerSpec) -> Iterator[tuple[str, LinearSpec | None]
         yield name, linears.get(name.rpartition(".")[0])
 
 
-def fixed_inputs(model: ModelConfig, keys: tuple[str, ...]) -> frozenset[str]:
-    """Linear layers of a block, by module path, whose number of inputs depends on one of these keys of the model."""
-    return _fixed_sizes(model, keys, "inputs")
-
-
-def _fixed_sizes(model: ModelConfig, keys: tuple[str, ...], side: Literal["inputs", "outputs"]) -> frozenset[str]:
+def fixed_sizes(model: ModelConfig, keys: tuple[str, ...], side: Literal["inputs", "outputs"]) -> frozenset[str]:
+    """Linear layers of a block, by module path, whose number of inputs or outputs depends on one of these keys."""
     sizes, fixed = _sizes(model, side), set[str]()
     for key in keys:
         changed = _sizes(_with_other_value(model, key.split(".")), side)
@@ -94,11 +90,9 @@ def _with_other_value(config: Any, parts: list[str]) -> Any:
 
 
 def _score_scales(layer: LayerSpec, base_head_dim: int | None) -> dict[str, ParameterScale]:
-    """Scales that multiply attention scores by sqrt(base head width / head width), by name in the block.
-
-    They go into the norm of queries or into the queries' linear layer. In a fused qkv, queries and keys take the root
-    each, and the output projection takes it back from the values.
-    """
+    """Scales that multiply attention scores by sqrt(base head width / head width), by name in the block. They go into
+    the norm of queries or into the queries' linear layer. In a fused qkv, queries and keys take the root each, and the
+    output projection takes it back from the values."""
     attention = layer.attention
     if base_head_dim is None or attention is None or attention.qk_dim == base_head_dim:
         return {}

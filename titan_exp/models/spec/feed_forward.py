@@ -42,12 +42,8 @@ def swiglu_linears(
 def swiglu_violations(channels: int, key: str) -> Iterator[Violation]:
     """Violations by widths, set by the config's `key`, that the fused feed-forward cannot compute."""
     if channels % FFN_GROUP:
-        yield Violation(
-            key,
-            channels,
-            f"gate and up rows alternate in groups of {FFN_GROUP}, so this must be a multiple of {FFN_GROUP}",
-            f"nearest: {key}={listed(multiples_near(channels, FFN_GROUP))}",
-        )
+        reason = f"gate and up rows alternate in groups of {FFN_GROUP}, so this must be a multiple of {FFN_GROUP}"
+        yield Violation(key, channels, reason, f"nearest: {key}={listed(multiples_near(channels, FFN_GROUP))}")
 
 
 def moe_linears(
@@ -80,54 +76,34 @@ def shared_gate(dim: int, std: float) -> LinearSpec:
 def moe_violations(config: MoEConfig, key: str = "model.moe") -> Iterator[Violation]:
     """Violations by numbers of experts, groups and channels that do not fit together."""
     if config.active_experts > config.experts:
-        yield Violation(
-            f"{key}.active_experts",
-            config.active_experts,
-            f"a layer has only {key}.experts={config.experts} experts",
-            f"use {key}.active_experts={config.experts} or less",
-        )
+        reason = f"a layer has only {key}.experts={config.experts} experts"
+        remedy = f"use {key}.active_experts={config.experts} or less"
+        yield Violation(f"{key}.active_experts", config.active_experts, reason, remedy)
     yield from swiglu_violations(config.ffn_dim, f"{key}.ffn_dim")
     if config.experts % config.groups:
-        yield Violation(
-            f"{key}.groups",
-            config.groups,
-            f"it does not divide the {config.experts} experts ({key}.experts)",
-            f"nearest: {key}.groups={listed(nearest_numbers(config.groups, divisors(config.experts)))}",
-        )
+        reason = f"it does not divide the {config.experts} experts ({key}.experts)"
+        remedy = f"nearest: {key}.groups={listed(nearest_numbers(config.groups, divisors(config.experts)))}"
+        yield Violation(f"{key}.groups", config.groups, reason, remedy)
     elif config.active_groups > config.groups:
-        yield Violation(
-            f"{key}.active_groups",
-            config.active_groups,
-            f"the experts form only {key}.groups={config.groups} group{'s' * (config.groups > 1)}",
-            f"use {key}.active_groups={config.groups} or less",
-        )
+        reason = f"the experts form only {key}.groups={config.groups} group{'s' * (config.groups > 1)}"
+        remedy = f"use {key}.active_groups={config.groups} or less"
+        yield Violation(f"{key}.active_groups", config.active_groups, reason, remedy)
     elif config.active_groups * (config.experts // config.groups) < config.active_experts <= config.experts:
         fewest = -(-config.active_experts * config.groups // config.experts)
-        yield Violation(
-            f"{key}.active_groups",
-            config.active_groups,
+        reason = (
             f"{config.active_groups} of {config.groups} groups of {config.experts // config.groups} experts cannot "
-            f"hold {config.active_experts} active experts",
-            f"use {key}.active_groups={listed(range(fewest, config.groups + 1))}",
+            f"hold {config.active_experts} active experts"
         )
+        remedy = f"use {key}.active_groups={listed(range(fewest, config.groups + 1))}"
+        yield Violation(f"{key}.active_groups", config.active_groups, reason, remedy)
     elif config.group_score == "top2_sum" and config.groups > 1 and config.experts // config.groups < 2:
-        yield Violation(
-            f"{key}.group_score",
-            config.group_score,
-            "it adds the scores of two experts, and each group has one",
-            f"use {key}.group_score=max",
-        )
+        reason = "it adds the scores of two experts, and each group has one"
+        yield Violation(f"{key}.group_score", config.group_score, reason, f"use {key}.group_score=max")
     if config.balance.bias_rate and not config.router_bias:
-        yield Violation(
-            f"{key}.balance.bias_rate",
-            config.balance.bias_rate,
-            "the router has no bias to change",
-            f"use {key}.router_bias=true, or {key}.balance.bias_rate=0",
-        )
+        reason = "the router has no bias to change"
+        remedy = f"use {key}.router_bias=true, or {key}.balance.bias_rate=0"
+        yield Violation(f"{key}.balance.bias_rate", config.balance.bias_rate, reason, remedy)
     if config.balance.coefficient and config.balance.loss == "none":
-        yield Violation(
-            f"{key}.balance.coefficient",
-            config.balance.coefficient,
-            f"it multiplies a loss, and {key}.balance.loss is none",
-            f"use {key}.balance.loss=sequence, or {key}.balance.coefficient=0",
-        )
+        reason = f"it multiplies a loss, and {key}.balance.loss is none"
+        remedy = f"use {key}.balance.loss=sequence, or {key}.balance.coefficient=0"
+        yield Violation(f"{key}.balance.coefficient", config.balance.coefficient, reason, remedy)

@@ -122,10 +122,9 @@ def hybrid_layers(
 def linear_attention_violations(config: LinearAttentionConfig) -> Iterator[Violation]:
     """Violations by head counts that linear attention cannot compute."""
     if config.value_heads % config.key_heads:
-        yield Violation(
-            f"{LINEAR_ATTENTION}.key_heads",
-            config.key_heads,
-            f"{config.value_heads} value heads ({LINEAR_ATTENTION}.value_heads) cannot share them evenly",
+        reason = f"{config.value_heads} value heads ({LINEAR_ATTENTION}.value_heads) cannot share them evenly"
+        remedy = (
             f"nearest: {LINEAR_ATTENTION}.key_heads="
-            f"{listed(nearest_numbers(config.key_heads, divisors(config.value_heads)))}",
+            f"{listed(nearest_numbers(config.key_heads, divisors(config.value_heads)))}"
         )
+        yield Violation(f"{LINEAR_ATTENTION}.key_heads", config.key_heads, reason, remedy)

@@ -14,11 +14,8 @@ from titan_exp.models.spec.model_spec import ModelSpec
 
 
 def model_spec(config: ModelConfig) -> ModelSpec | None:
-    """Spec of a model; None for a plain class.
-
-    Raises:
-        UserError: the architecture's import path cannot be imported.
-    """
+    """Spec of a model; None for a plain class. Raises UserError if the architecture's import path cannot be
+    imported."""
     try:
         return _cached_spec(config)
     except TypeError:  # a user's config with a list in it has no hash
@@ -80,29 +77,18 @@ def attention_backend(config: ModelConfig) -> str:
     return "auto" if spec is None else spec.attention_backend
 
 
-def with_attention_backend(config: ModelConfig, backend: str) -> ModelConfig:
-    """The same model with another attention kernel; unchanged if it has no such key."""
-    return _with_key(config, "attention_backend", backend)
-
-
-def with_linear_attention_backend(config: ModelConfig, backend: str) -> ModelConfig:
-    """The same model with other kernels of linear attention; unchanged if it has no such key."""
-    return _with_key(config, "linear_attention_backend", backend)
-
-
-def _with_key(config: ModelConfig, key: str, value: object) -> ModelConfig:
+def with_key(config: ModelConfig, key: str, value: object) -> ModelConfig:
+    """The same model with another value of a key, such as another kernel; unchanged if it has no such key."""
     return replace(config, **{key: value}) if any(field.name == key for field in fields(config)) else config
-
-
-@lru_cache(maxsize=256)
-def _cached_spec(config: ModelConfig) -> ModelSpec | None:
-    return _spec(config)
 
 
 def _spec(config: ModelConfig) -> ModelSpec | None:
     family = component("model", config.architecture)
     with _calling("spec", config):
         return family.spec(config)
+
+
+_cached_spec = lru_cache(maxsize=256)(_spec)
 
 
 def _calling(function: str, config: ModelConfig) -> AbstractContextManager[None]:
@@ -130,8 +116,5 @@ def parameter_roles(spec: ModelSpec) -> dict[str, Role]:
 
 def is_vector(shape: Sequence[int], *, stacked: bool) -> bool:
     """True for a vector, for a stack of one vector per expert, and for numbers per head that broadcast, like [1, 1,
-    heads, 1].
-
-    Two dims make a matrix even if one has size 1: a linear layer with one output.
-    """
+    heads, 1]. Two dims make a matrix even if one has size 1: a linear layer with one output."""
     return len(shape) - stacked < 2 or (len(shape) > 2 and sum(size > 1 for size in shape) < 2)

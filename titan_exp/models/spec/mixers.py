@@ -129,6 +129,3 @@ class LinearAttentionSpec:
 
 CHUNK = 64
 """Tokens that the delta rule computes at once, between two updates of the state."""
-
-MixerSpec = AttentionSpec | LinearAttentionSpec
-"""Mixer of a layer."""

@@ -5,18 +5,39 @@ a family describes itself once.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from titan_exp.models.spec.mixers import AttentionSpec, LinearAttentionSpec, QueryTemperature
-from titan_exp.models.spec.model_inputs import ModelInputs
 from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.rope import PlainRope
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, FusedRows, TPStyle
 from titan_exp.ops.attention.mask_pattern import MaskPattern
 from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
+
+
+class ModelInputs(ABC):
+    """Inputs of a model by the arguments of its `forward`, and the settings that depend on their kind."""
+
+    positional: ClassVar[tuple[str, ...]]
+    """Positional arguments of `forward`."""
+    named: ClassVar[tuple[str, ...]]
+    """Its other arguments."""
+    trained_by: ClassVar[str]
+    """Overrides that select training of such a model."""
+    makes: ClassVar[str]
+    """Kind of outputs of `titan-exp generate`, by its name in `Extension.generators`."""
+
+    @abstractmethod
+    def streams(self, seq_len: int) -> tuple[int, ...]:
+        """Number of tokens in each stream of a sequence; ranks that share the sequence divide each stream."""
+
+    @abstractmethod
+    def example(self, rows: int, seq_len: int) -> Any:
+        """Micro-batch of zeros with the same tensors as the loader's."""
 
 
 @dataclass(frozen=True)
@@ -355,11 +376,9 @@ class ModelSpec:
         return self.active_parameters - (0 if self.tied else self.vocab_size * self.dim)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of a training step per token, as executed.
-
-        Each weight of a matmul counts 6 (2 forward, 4 backward), including the head but not the embedding's look-up.
-        Attention counts visible keys only. Each module of multi-token prediction runs the head once more.
-        """
+        """FLOPs of a training step per token, as executed. Each weight of a matmul counts 6 (2 forward, 4 backward),
+        including the head but not the embedding's look-up. Attention counts visible keys only. Each module of
+        multi-token prediction runs the head once more."""
         head = 6 * self.dim * self.vocab_size * (1 + len(self.mtp_layers))
         ends = _flops_per_token(self.ends or (), seq_len)
         return head + ends + sum(layer.flops_per_token(seq_len) for layer in self.blocks)

@@ -80,7 +80,6 @@ class OptionalRope(PlainRope):
 
     @property
     def rotates(self) -> bool:
-        """False if queries and keys know no positions."""
         return self.theta is not None
 
 
@@ -123,24 +122,19 @@ class ScaledRope(PlainRope):
     E.g. `model.rope.truncate=false`."""
 
     def resolved(self, context: int) -> "ScaledRope":
-        """Return the embedding with values resolved for a model of this context; its scaling is never
-        `yarn_if_longer`."""
         original = self.original_context or context
         if self.scaling != "yarn_if_longer":
             return replace(self, original_context=original)
         return replace(self, original_context=original, scaling="yarn" if context > original else "none")
 
     def effective(self, context: int) -> "ScaledRope":
-        """Return the resolved embedding, with all keys that its scaling does not read at their defaults."""
         rope = self.resolved(context)
         unread = {one.name: one.default for one in fields(ScaledRope) if one.name not in READ_BY[rope.scaling]}
         return replace(rope, **unread | {"theta": rope.theta, "scaling": rope.scaling})
 
     def longest(self, context: int) -> int:
         """Longest sequence in tokens of a model of this context: the length that its scaling reaches, if that is more.
-
-        Published models with `llama3` state a context that is not the product.
-        """
+        Published models with `llama3` state a context that is not the product."""
         rope = self.resolved(context)
         assert rope.original_context is not None, "resolved"
         if rope.scaling == "none" or (rope.scaling == "llama3" and context > rope.original_context):
@@ -156,12 +150,10 @@ class ScaledRope(PlainRope):
 
     @property
     def score_factor(self) -> float:
-        """Factor of the scores of latent attention."""
         return magnitude(self.factor, self.mscale_all_dim) ** 2 if self.scaling == "yarn" else 1.0
 
     @property
     def frequencies(self) -> dict[str, Any]:
-        """Arguments of `ops.attention.rope.Frequencies`."""
         assert self.scaling != "yarn_if_longer", "resolved by the family's spec"
         given = {key: value for key, value in vars(self).items() if key not in ("mscale", "mscale_all_dim")}
         return {**given, "magnitude": self.magnitude}
@@ -191,29 +183,20 @@ def rope_violations(rope: PlainRope) -> Iterator[Violation]:
     if not isinstance(rope, ScaledRope):
         return
     if rope.scaling == "none" and rope.factor != 1:
-        yield Violation(
-            "model.rope.factor",
-            rope.factor,
-            "it changes nothing while model.rope.scaling is none",
-            "use model.rope.scaling=llama3 (or linear, yarn), or model.rope.factor=1",
-        )
+        reason = "it changes nothing while model.rope.scaling is none"
+        remedy = "use model.rope.scaling=llama3 (or linear, yarn), or model.rope.factor=1"
+        yield Violation("model.rope.factor", rope.factor, reason, remedy)
     if rope.scaling != "none" and rope.factor < 1:
         reason = "a scaling can only stretch the context"
         yield Violation("model.rope.factor", rope.factor, reason, "use model.rope.factor=1 or more")
     if rope.scaling == "llama3" and rope.low_freq_factor > rope.high_freq_factor:
-        yield Violation(
-            "model.rope.low_freq_factor",
-            rope.low_freq_factor,
-            f"it must not exceed model.rope.high_freq_factor, {rope.high_freq_factor:g}",
-            "use the values of Llama 3.1: model.rope.low_freq_factor=1 model.rope.high_freq_factor=4",
-        )
+        reason = f"it must not exceed model.rope.high_freq_factor, {rope.high_freq_factor:g}"
+        remedy = "use the values of Llama 3.1: model.rope.low_freq_factor=1 model.rope.high_freq_factor=4"
+        yield Violation("model.rope.low_freq_factor", rope.low_freq_factor, reason, remedy)
     if rope.scaling.startswith("yarn") and rope.beta_fast < rope.beta_slow:
-        yield Violation(
-            "model.rope.beta_fast",
-            rope.beta_fast,
-            f"it must be at least model.rope.beta_slow, {rope.beta_slow:g}",
-            "use the values of published models: model.rope.beta_fast=32 model.rope.beta_slow=1",
-        )
+        reason = f"it must be at least model.rope.beta_slow, {rope.beta_slow:g}"
+        remedy = "use the values of published models: model.rope.beta_fast=32 model.rope.beta_slow=1"
+        yield Violation("model.rope.beta_fast", rope.beta_fast, reason, remedy)
 
 
 def magnitude(factor: float, mscale: float) -> float:

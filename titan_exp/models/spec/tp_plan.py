@@ -35,10 +35,8 @@ class ReplicatedKV:
 
 @dataclass(frozen=True)
 class ReplicatedGateUp:
-    """Sharding of gate and up rows if the ranks' boundaries cut through groups: the weight is replicated.
-
-    A unit is a group of gate rows followed by as many up rows. Each rank computes only its own channels.
-    """
+    """Sharding of gate and up rows if the ranks' boundaries cut through groups: the weight is replicated. A unit is a
+    group of gate rows followed by as many up rows. Each rank computes only its own channels."""
 
     pieces: int
     """Channels per group."""
@@ -86,7 +84,6 @@ class Colwise(TPStyle):
         return self.common is not None and self.units % degree != 0
 
     def repeats_outputs(self, degree: int) -> bool:
-        """True if ranks share the key and value heads of a unit."""
         return isinstance(self.common, ReplicatedKV) and self.is_replicated(degree)
 
 

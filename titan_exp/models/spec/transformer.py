@@ -12,22 +12,12 @@ from typing import Any, Literal
 from titan_exp.config.errors.user_error import Violation, divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.groups.experiment import NO_CHANGE, ModelConfig
 from titan_exp.config.groups.types import BlockCount, NonNegativeFloat, PositiveFloat, PositiveInt
+from titan_exp.models.spec import tp_plan as styles
 from titan_exp.models.spec.feed_forward import moe_linears, shared_gate, swiglu_linears, swiglu_violations
 from titan_exp.models.spec.mixers import AttentionSpec, QueryTemperature
 from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, ModelSpec, VectorSpec
 from titan_exp.models.spec.moe import PLAIN_EXPERTS, MoEConfig, MoEVariant, RouterSpec
 from titan_exp.models.spec.rope import PlainRope
-from titan_exp.models.spec.tp_plan import (
-    SEQUENCE_PARALLEL,
-    AcrossHeads,
-    Colwise,
-    FusedRows,
-    HeadParallel,
-    HeadSharded,
-    ReplicatedKV,
-    RowPiece,
-    Rowwise,
-)
 
 WIDTHS = ("dim", "heads", "kv_heads", "ffn_dim", "moe.ffn_dim")
 """Keys of the group `model` that grow with the width of a transformer."""
@@ -58,7 +48,6 @@ class DecoderConfig(ModelConfig):
     The log says which one runs. E.g. `model.attention_backend=cudnn`."""
 
     def effective(self) -> "DecoderConfig":
-        """Return the same decoder, with the keys of RoPE that its scaling does not read at their defaults."""
         return replace(self, rope=self.rope.effective(self.context))
 
 
@@ -145,10 +134,8 @@ NORMED = AttentionVariant(qk_norm="head")
 
 
 def transformer_layer(config: TransformerConfig, *, out_std: float, attention: AttentionVariant = PLAIN) -> LayerSpec:
-    """Spec of a pre-norm block: fused qkv, attention output, fused gate and up, down.
-
-    `out_std` is the initial standard deviation of the two linears that write to the residual stream.
-    """
+    """Spec of a pre-norm block: fused qkv, attention output, fused gate and up, down. `out_std` is the initial standard
+    deviation of the two linears that write to the residual stream."""
     key, std = "model.ffn_dim", config.init_std
     linears = swiglu_linears("feed_forward", config.dim, config.ffn_dim, std=std, out_std=out_std, key=key)
     return _layer(config, linears, None, out_std=out_std, variant=attention)
@@ -182,52 +169,46 @@ def _layer(
     variant: AttentionVariant,
 ) -> LayerSpec:
     dim, width = config.dim, config.head_dim
+    shared = ("window", "chunk", "rope", "rotated_norm_eps", "temperature", "rotary_dim", "gated")
     attention = AttentionSpec(
         config.heads,
         config.kv_heads,
         qk_dim=width,
         v_dim=width,
-        window=variant.window,
-        chunk=variant.chunk,
         sinks=variant.sinks_std is not None,
-        rope=variant.rope,
-        rotated_norm_eps=variant.rotated_norm_eps,
-        temperature=variant.temperature,
-        rotary_dim=variant.rotary_dim,
-        gated=variant.gated,
+        **{name: getattr(variant, name) for name in shared},
     )
     heads = f"{config.heads} query heads with {config.kv_heads} key and value heads"
     of_query = 2 * width if variant.gated else width
-    qkv = Colwise(config.kv_heads, ReplicatedKV(attention.group, of_query, count="group"), heads)
-    queries = RowPiece("query_and_gate" if variant.gated else "query", of_query, attention.group)
-    rows = FusedRows("attention", (queries, RowPiece("key", width), RowPiece("value", width)))
-    sinks = VectorSpec("attention.sinks", config.heads, HeadSharded(), variant.sinks_std)
+    qkv = styles.Colwise(config.kv_heads, styles.ReplicatedKV(attention.group, of_query, count="group"), heads)
+    queries = styles.RowPiece("query_and_gate" if variant.gated else "query", of_query, attention.group)
+    rows = styles.FusedRows("attention", (queries, styles.RowPiece("key", width), styles.RowPiece("value", width)))
+    sinks = VectorSpec("attention.sinks", config.heads, styles.HeadSharded(), variant.sinks_std)
+    qk_norms = []
+    for name, count in (("attention.q_norm", config.heads), ("attention.k_norm", config.kv_heads)):
+        if variant.qk_norm == "head":
+            qk_norms.append(VectorSpec(name, width, styles.HeadParallel(), zero_centered=variant.zero_centered))
+        elif variant.qk_norm == "all_heads":
+            qk_norms.append(VectorSpec(name, count * width, styles.AcrossHeads(count)))
     outputs, bias = config.heads * of_query + 2 * config.kv_heads * width, variant.bias_std is not None
     biases: dict[str, Any] = {"bias": bias, "bias_std": variant.bias_std or 0.0}
     return LayerSpec(
         attention,
         linears=(
             LinearSpec("attention.qkv", dim, outputs, config.init_std, qkv, rows=rows, **biases),
-            LinearSpec("attention.out", config.heads * width, dim, out_std, Rowwise(), **biases, writes_residual=True),
+            LinearSpec(
+                "attention.out", config.heads * width, dim, out_std, styles.Rowwise(), **biases, writes_residual=True
+            ),
             *feed_forward,
         ),
         vectors=(
             VectorSpec("attention_norm", dim, zero_centered=variant.zero_centered),
-            *_qk_norms(config, variant),
+            *qk_norms,
             *(() if variant.sinks_std is None else (sinks,)),
             VectorSpec("feed_forward_norm", dim, zero_centered=variant.zero_centered),
         ),
         router=router,
     )
-
-
-def _qk_norms(config: AttentionConfig, variant: AttentionVariant) -> Iterator[VectorSpec]:
-    """Norms of queries and keys."""
-    for name, heads in (("attention.q_norm", config.heads), ("attention.k_norm", config.kv_heads)):
-        if variant.qk_norm == "head":
-            yield VectorSpec(name, config.head_dim, HeadParallel(), zero_centered=variant.zero_centered)
-        elif variant.qk_norm == "all_heads":
-            yield VectorSpec(name, heads * config.head_dim, AcrossHeads(heads))
 
 
 def post_normed(layer: LayerSpec) -> LayerSpec:
@@ -246,19 +227,13 @@ def transformer_spec(config: AttentionConfig, layers: tuple[LayerSpec, ...]) -> 
 def attention_violations(config: AttentionConfig) -> Iterator[Violation]:
     """Violations by head counts and head widths that the shared block cannot compute."""
     if config.heads % config.kv_heads:
-        yield Violation(
-            "model.kv_heads",
-            config.kv_heads,
-            f"{config.heads} query heads cannot share {config.kv_heads} key and value heads evenly",
-            f"nearest: model.kv_heads={listed(nearest_numbers(config.kv_heads, divisors(config.heads)))}",
-        )
+        reason = f"{config.heads} query heads cannot share {config.kv_heads} key and value heads evenly"
+        remedy = f"nearest: model.kv_heads={listed(nearest_numbers(config.kv_heads, divisors(config.heads)))}"
+        yield Violation("model.kv_heads", config.kv_heads, reason, remedy)
     if config.head_dim % 2:
-        yield Violation(
-            "model.head_dim",
-            config.head_dim,
-            "rotary embedding rotates pairs of features, so a head's width must be even",
-            f"nearest: model.head_dim={listed(multiples_near(config.head_dim, 2))}",
-        )
+        reason = "rotary embedding rotates pairs of features, so a head's width must be even"
+        remedy = f"nearest: model.head_dim={listed(multiples_near(config.head_dim, 2))}"
+        yield Violation("model.head_dim", config.head_dim, reason, remedy)
 
 
 def rotary_violations(rotated: int, head_dim: int) -> Iterator[Violation]:
@@ -275,8 +250,8 @@ def shape_violations(config: TransformerConfig) -> Iterator[Violation]:
     yield from swiglu_violations(config.ffn_dim, "model.ffn_dim")
 
 
-MTP_DEPTH, MTP_WEIGHT = "model.mtp.depth", "model.mtp.weight"
-"""Keys of multi-token prediction in the configuration."""
+MTP_DEPTH = "model.mtp.depth"
+"""Key of multi-token prediction in the configuration."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +269,7 @@ class MTPConfig:
 def mtp_layers(config: MTPConfig, layer: LayerSpec, dim: int, std: float) -> tuple[LayerSpec, ...]:
     """Specs of the modules of multi-token prediction. Their block is `layer`; each has its own norms and projection,
     and shares embedding and head with the model."""
-    projection = LinearSpec("projection", 2 * dim, dim, std, SEQUENCE_PARALLEL)
+    projection = LinearSpec("projection", 2 * dim, dim, std, styles.SEQUENCE_PARALLEL)
     before = (VectorSpec("embedding_norm", dim), VectorSpec("hidden_norm", dim))
     module = replace(
         layer, linears=(projection, *layer.linears), vectors=(*before, *layer.vectors, VectorSpec("norm", dim))
@@ -305,13 +280,11 @@ def mtp_layers(config: MTPConfig, layer: LayerSpec, dim: int, std: float) -> tup
 def mtp_violations(config: MTPConfig, *, tied: bool) -> Iterator[Violation]:
     """Violations by a model whose embedding and head the modules cannot share."""
     if config.depth and tied:
-        yield Violation(
-            MTP_DEPTH,
-            config.depth,
+        reason = (
             "its modules look up tokens beside the head, so embedding and head need a weight each, and with "
-            "model.tied_embeddings=true they share one",
-            f"use model.tied_embeddings=false, or {MTP_DEPTH}=0",
+            "model.tied_embeddings=true they share one"
         )
+        yield Violation(MTP_DEPTH, config.depth, reason, f"use model.tied_embeddings=false, or {MTP_DEPTH}=0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,10 +320,8 @@ class LatentAttentionConfig(DecoderConfig):
 def latent_attention(
     config: LatentAttentionConfig, *, out_std: float
 ) -> tuple[LatentAttentionSpec, tuple[LinearSpec, ...], tuple[VectorSpec, ...]]:
-    """Attention spec, linears and latent norms of a layer.
-
-    `out_std` is the initial standard deviation of the linear that writes to the residual stream.
-    """
+    """Attention spec, linears and latent norms of a layer. `out_std` is the initial standard deviation of the linear
+    that writes to the residual stream."""
     dim, std, heads = config.dim, config.init_std, config.heads
     qk_dim, kv_rank, q_rank = config.qk_nope_head_dim + config.qk_rope_head_dim, config.kv_lora_rank, config.q_lora_rank
     attention = LatentAttentionSpec(
@@ -364,16 +335,20 @@ def latent_attention(
         latent_dim=kv_rank,
         rope_dim=config.qk_rope_head_dim,
     )
-    by_head = Colwise(heads, described=f"{heads} heads (model.heads)", key="model.heads")
-    query_latent = () if q_rank is None else (LinearSpec("attention.q_a", dim, q_rank, std, SEQUENCE_PARALLEL),)
-    queries = FusedRows("attention", (RowPiece("query", qk_dim),))
-    latents = FusedRows("attention", (RowPiece("latent", kv_rank), RowPiece("rotated_key", config.qk_rope_head_dim)))
-    expanded = FusedRows("attention", (RowPiece("key", config.qk_nope_head_dim), RowPiece("value", config.v_head_dim)))
+    by_head = styles.Colwise(heads, described=f"{heads} heads (model.heads)", key="model.heads")
+    query_latent = () if q_rank is None else (LinearSpec("attention.q_a", dim, q_rank, std, styles.SEQUENCE_PARALLEL),)
+    queries = styles.FusedRows("attention", (styles.RowPiece("query", qk_dim),))
+    latents = styles.FusedRows(
+        "attention", (styles.RowPiece("latent", kv_rank), styles.RowPiece("rotated_key", config.qk_rope_head_dim))
+    )
+    expanded = styles.FusedRows(
+        "attention", (styles.RowPiece("key", config.qk_nope_head_dim), styles.RowPiece("value", config.v_head_dim))
+    )
     latent_width = kv_rank + config.qk_rope_head_dim
     linears = (
         *query_latent,
         LinearSpec("attention.q", q_rank or dim, heads * qk_dim, std, by_head, rows=queries),
-        LinearSpec("attention.kv_a", dim, latent_width, std, SEQUENCE_PARALLEL, rows=latents),
+        LinearSpec("attention.kv_a", dim, latent_width, std, styles.SEQUENCE_PARALLEL, rows=latents),
         LinearSpec(
             "attention.kv_b",
             kv_rank,
@@ -382,7 +357,7 @@ def latent_attention(
             replace(by_head, gathers=False),
             rows=expanded,
         ),
-        LinearSpec("attention.out", heads * config.v_head_dim, dim, out_std, Rowwise(), writes_residual=True),
+        LinearSpec("attention.out", heads * config.v_head_dim, dim, out_std, styles.Rowwise(), writes_residual=True),
     )
     query_norm = () if q_rank is None else (VectorSpec("attention.q_a_norm", q_rank),)
     return attention, linears, (*query_norm, VectorSpec("attention.kv_a_norm", kv_rank))
@@ -391,18 +366,13 @@ def latent_attention(
 def latent_attention_violations(config: LatentAttentionConfig) -> Iterator[Violation]:
     """Violations by head widths that latent attention cannot compute."""
     if config.qk_rope_head_dim % 2:
-        yield Violation(
-            "model.qk_rope_head_dim",
-            config.qk_rope_head_dim,
-            "rotary embedding rotates pairs of features, so the rotated part of a head must have an even width",
-            f"nearest: model.qk_rope_head_dim={listed(multiples_near(config.qk_rope_head_dim, 2))}",
-        )
+        reason = "rotary embedding rotates pairs of features, so the rotated part of a head must have an even width"
+        remedy = f"nearest: model.qk_rope_head_dim={listed(multiples_near(config.qk_rope_head_dim, 2))}"
+        yield Violation("model.qk_rope_head_dim", config.qk_rope_head_dim, reason, remedy)
     qk_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     if config.v_head_dim > qk_dim:
-        yield Violation(
-            "model.v_head_dim",
-            config.v_head_dim,
+        reason = (
             "attention kernels do not take values wider than keys, and a key is "
-            f"model.qk_nope_head_dim + model.qk_rope_head_dim = {qk_dim} wide",
-            f"use model.v_head_dim={qk_dim} or less",
+            f"model.qk_nope_head_dim + model.qk_rope_head_dim = {qk_dim} wide"
         )
+        yield Violation("model.v_head_dim", config.v_head_dim, reason, f"use model.v_head_dim={qk_dim} or less")

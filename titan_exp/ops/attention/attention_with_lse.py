@@ -17,6 +17,15 @@ from torch import Tensor, nn
 
 from titan_exp.ops.autograd import is_recomputing
 
+Heads = Float[Tensor, "batch heads rows head_dim"]
+Keys = Float[Tensor, "batch kv_heads keys head_dim"]
+Values = Float[Tensor, "batch kv_heads keys v_dim"]
+Outputs = Float[Tensor, "batch heads rows v_dim"]
+Rows = Float[Tensor, "batch heads rows"]
+Bias = Float[Tensor, "batch_or_1 1 rows keys"]
+Visible = Bool[Tensor, "batch_or_1 1 rows keys"]
+PerHead = Float[Tensor, " heads"]
+
 PartialBackend = Literal["cpu", "flash", "efficient"]
 
 HIDDEN = -1e30
@@ -25,14 +34,6 @@ weight in the merge, exp(HIDDEN), is exactly 0."""
 
 ALIGNMENT = 32
 """Multiple of rows to which the efficient kernel pads its log-sum-exp."""
-
-Heads = Float[Tensor, "batch heads rows head_dim"]
-Keys = Float[Tensor, "batch kv_heads keys head_dim"]
-Values = Float[Tensor, "batch kv_heads keys v_dim"]
-Outputs = Float[Tensor, "batch heads rows v_dim"]
-Rows = Float[Tensor, "batch heads rows"]
-Bias = Float[Tensor, "batch_or_1 1 rows keys"]
-Sinks = Float[Tensor, " heads"]
 
 
 def attention_forward(
@@ -45,11 +46,9 @@ def attention_forward(
     backend: PartialBackend,
     scale: float | None = None,
 ) -> tuple[Outputs, Rows]:
-    """Attention output over these keys in the dtype of `query`, and its log-sum-exp in fp32.
-
-    `bias`, in the dtype of `query`, is added to the scores and excludes `causal`; the flash kernel takes neither a bias
-    nor fp32. `scale` is the scores' factor; None means 1 / sqrt(head_dim).
-    """
+    """Attention output over these keys in the dtype of `query`, and its log-sum-exp in fp32. `bias`, in the dtype of
+    `query`, is added to the scores and excludes `causal`; the flash kernel takes neither a bias nor fp32. `scale` is
+    the scores' factor; None means 1 / sqrt(head_dim)."""
     if backend == "efficient":
         key, value = _for_every_head(query, key), _for_every_head(query, value)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -114,19 +113,19 @@ def merge_lse(out: Outputs, lse: Rows, part: Outputs, part_lse: Rows) -> None:
     lse.copy_(whole)
 
 
-def merge_sinks(out: Outputs, lse: Rows, sinks: Sinks) -> tuple[Outputs, Rows]:
+def merge_sinks(out: Outputs, lse: Rows, sinks: PerHead) -> tuple[Outputs, Rows]:
     """Merge sinks into the output and log-sum-exp of a softmax over all keys; the output has the dtype of `lse`."""
     whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return out * (lse - whole).exp()[..., None], whole
 
 
-def sinks_grad(gradient: Outputs, out: Outputs, lse: Rows, sinks: Sinks) -> Sinks:
+def sinks_grad(gradient: Outputs, out: Outputs, lse: Rows, sinks: PerHead) -> PerHead:
     """Gradient of the sinks through merged `out` and `lse`: minus a sink's probability times gradient · output."""
     share = (sinks.to(lse.dtype)[:, None] - lse).exp()
     return -(share * (gradient.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
-def additive(visible: Bool[Tensor, "batch_or_1 1 rows keys"] | None, query: Tensor) -> Tensor | None:
+def additive(visible: Visible | None, query: Tensor) -> Tensor | None:
     """Convert a mask to an additive bias in the dtype of `query`."""
     if visible is None:
         return None
@@ -134,12 +133,12 @@ def additive(visible: Bool[Tensor, "batch_or_1 1 rows keys"] | None, query: Tens
 
 
 def attention_with_sinks(
-    query: Float[Tensor, "batch heads rows head_dim"],
-    key: Float[Tensor, "batch kv_heads keys head_dim"],
-    value: Float[Tensor, "batch kv_heads keys v_dim"],
+    query: Heads,
+    key: Keys,
+    value: Values,
     *,
-    sinks: Sinks,
-    visible: Bool[Tensor, "batch_or_1 1 rows keys"] | None,
+    sinks: PerHead,
+    visible: Visible | None,
     causal: bool,
     backend: PartialBackend,
     scale: float | None,
@@ -150,12 +149,12 @@ def attention_with_sinks(
 
 
 def math_attention_with_sinks(
-    query: Float[Tensor, "batch heads rows head_dim"],
-    key: Float[Tensor, "batch kv_heads keys head_dim"],
-    value: Float[Tensor, "batch kv_heads keys v_dim"],
+    query: Heads,
+    key: Keys,
+    value: Values,
     *,
-    sinks: Sinks,
-    visible: Bool[Tensor, "batch_or_1 1 rows keys"] | None,
+    sinks: PerHead,
+    visible: Visible | None,
     causal: bool,
     scale: float | None,
 ) -> Outputs:
@@ -230,10 +229,8 @@ TILE_ROWS = 256
 
 class MaxLogits(nn.Module):
     """Largest logit of each query head in a step, over the visible keys of this rank's micro-batches, recomputation
-    excluded. It is reported as `model/max_logit` over all layers and heads, and by layer.
-
-    It repeats the first of attention's two forward matmuls, and needs memory for a tile of scores.
-    """
+    excluded. It is reported as `model/max_logit` over all layers and heads, and by layer. It repeats the first of
+    attention's two forward matmuls, and needs memory for a tile of scores."""
 
     def __init__(self, heads: int, layer: str, device: torch.device) -> None:
         super().__init__()
@@ -241,29 +238,19 @@ class MaxLogits(nn.Module):
         """Logits [heads], fp32. They are not a buffer, since neither checkpoints nor initialization know them."""
         self.metric_reductions = {"max_logit": "max", f"max_logit/{layer}": "max"}
 
-    def forward(
-        self,
-        query: Float[Tensor, "batch heads rows head_dim"],
-        key: Float[Tensor, "batch kv_heads keys head_dim"],
-        visible: Bool[Tensor, "batch_or_1 1 rows keys"] | None,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> None:
+    def forward(self, query: Heads, key: Keys, visible: Visible | None, *, causal: bool, scale: float) -> None:
         """Include the logits of these queries and keys, if this is a forward pass in training."""
         if torch.is_grad_enabled():
             add_max_logits(self.largest, query.detach(), key.detach(), visible, causal, scale)
 
-    def add(self, found: Float[Tensor, " heads"]) -> None:
+    def add(self, found: PerHead) -> None:
         """Include logits that another attention operator has found in a forward pass in training."""
         add_found_logits(self.largest, found.detach())
 
     def metrics(self) -> dict[str, Tensor]:
-        """Largest logit, under the layer's name and under the name of all layers."""
         return dict.fromkeys(self.metric_reductions, self.largest.amax())
 
     def reset_metrics(self) -> None:
-        """Reset the logits for the next step."""
         self.largest.fill_(-torch.inf)
 
 
@@ -278,13 +265,7 @@ def add_max_logits(  # noqa: PLR0917  # custom ops take positional arguments
 
 
 def raise_to_logits(
-    largest: Float[Tensor, " heads"],
-    query: Float[Tensor, "batch heads rows head_dim"],
-    key: Float[Tensor, "batch kv_heads keys head_dim"],
-    visible: Bool[Tensor, "batch_or_1 1 rows keys"] | None,
-    *,
-    causal: bool,
-    scale: float,
+    largest: PerHead, query: Heads, key: Keys, visible: Visible | None, *, causal: bool, scale: float
 ) -> None:
     """Raise `largest` to each head's largest logit, by tiles of rows."""
     batch, heads, rows, _ = query.shape
@@ -304,19 +285,7 @@ def raise_to_logits(
         torch.maximum(largest, scale * scores.amax((0, 3, 4)).flatten().float(), out=largest)
 
 
-@add_max_logits.register_fake
-def _added(  # noqa: PLR0917  # as above
-    largest: Tensor, query: Tensor, key: Tensor, visible: Tensor | None, causal: bool, scale: float
-) -> None:
-    return None
-
-
 @torch.library.custom_op("titan_exp::add_found_logits", mutates_args=("largest",))
 def add_found_logits(largest: Tensor, found: Tensor) -> None:
     """Raise `largest` to each head's logit in `found`."""
     torch.maximum(largest, found, out=largest)
-
-
-@add_found_logits.register_fake
-def _found(largest: Tensor, found: Tensor) -> None:
-    return None

@@ -13,20 +13,40 @@ from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.ops.linear_attention import gated_delta, gated_delta_step, short_convolution, short_convolution_step
 
 
-class CachedAttention(nn.Module):
-    """KV cache: replaces `CausalAttention` while one sequence of at most `length` tokens grows."""
+class _Cache(nn.Module):
+    """Cache while one sequence of at most `length` tokens grows; None means any number."""
 
-    def __init__(self, core: CausalAttention, length: int) -> None:
+    def __init__(self, length: int | None) -> None:
         super().__init__()
-        self.core, self.length, self.pattern = core, length, core.pattern
-        self.filled = 0
-        """Number of cached tokens."""
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self.length, self.filled = length, 0
+        """Capacity, and number of cached tokens."""
+        self._kept: tuple[Tensor, Tensor] | None = None
 
     def reset(self) -> None:
         """Start another sequence."""
         self.filled = 0
+
+    def _store(self, first: Tensor, second: Tensor, dim: int) -> tuple[int, Tensor, Tensor]:
+        """Append tokens to both tensors along a dim; returns the number of earlier tokens, and both up to capacity."""
+        begin, new = self.filled, first.shape[dim]
+        self.filled += new
+        assert self.length is not None
+        assert self.filled <= self.length, "the sequence is longer than the cache"
+        assert begin == 0 or new == 1, "later calls take one token"
+        if self._kept is None:
+            sizes = [[*x.shape[:dim], self.length, *x.shape[dim + 1 :]] for x in (first, second)]
+            self._kept = first.new_empty(sizes[0]), second.new_empty(sizes[1])
+        for kept, tokens in zip(self._kept, (first, second), strict=True):
+            kept.narrow(dim, begin, new).copy_(tokens)
+        return begin, *self._kept
+
+
+class CachedAttention(_Cache):
+    """KV cache: replaces `CausalAttention` while one sequence grows."""
+
+    def __init__(self, core: CausalAttention, length: int) -> None:
+        super().__init__(length)
+        self.core, self.pattern = core, core.pattern
 
     def mask(self, documents: Any, positions: Any = None, *, seq: int = 0, device: torch.device | None = None) -> Any:
         """Mask of the first call's tokens; None for later tokens. A generated text is one document."""
@@ -42,13 +62,9 @@ class CachedAttention(nn.Module):
         sinks: Float[Tensor, " heads"] | None = None,
     ) -> Float[Tensor, "batch heads new head_dim"]:
         """Attend to the visible tokens so far. The first call takes several tokens, later ones take one each."""
-        first, self.filled = self.filled, self.filled + key.shape[2]
-        assert self.filled <= self.length, "the sequence is longer than the cache"
-        keys, values = self._allocate(key)
-        keys[:, :, first : self.filled], values[:, :, first : self.filled] = key, value
+        first, keys, values = self._store(key, value, 2)
         if first == 0:
             return self.core(query, key, value, mask) if sinks is None else self.core(query, key, value, mask, sinks)
-        assert key.shape[2] == 1, "later calls take one token"
         seen = slice(self.pattern.first_visible(self.filled - 1), self.filled)
         past = keys[:, :, seen], values[:, :, seen]
         if sinks is not None:
@@ -57,17 +73,9 @@ class CachedAttention(nn.Module):
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, *past, scale=self.core.scale, enable_gqa=grouped)
 
-    def _allocate(self, key: Tensor) -> tuple[Tensor, Tensor]:
-        if self._keys is None or self._values is None:
-            batch, heads, _, width = key.shape
-            self._keys = torch.empty(batch, heads, self.length, width, dtype=key.dtype, device=key.device)
-            self._values = torch.empty_like(self._keys)
-        return self._keys, self._values
 
-
-class LatentCache(nn.Module):
-    """Cache of multi-head latent attention while one sequence of at most `length` tokens grows: one latent and one
-    rotated key per token, no heads.
+class LatentCache(_Cache):
+    """Cache of multi-head latent attention: one latent and one rotated key per token, no heads.
 
     Later tokens attend to latents directly: the expansion of keys is absorbed into the query, and that of values into
     the output (DeepSeek-AI 2024), so that cached tokens are never expanded.
@@ -77,43 +85,22 @@ class LatentCache(nn.Module):
     """
 
     def __init__(self, length: int, *, own_dim: int, v_dim: int, scale: float, pattern: MaskPattern) -> None:
-        super().__init__()
-        self.length, self.own_dim, self.v_dim, self.scale, self.pattern = length, own_dim, v_dim, scale, pattern
-        self.filled = 0
-        """Number of cached tokens."""
-        self._latents: Tensor | None = None
-        self._shared: Tensor | None = None
-
-    def reset(self) -> None:
-        """Start another sequence."""
-        self.filled = 0
+        super().__init__(length)
+        self.own_dim, self.v_dim, self.scale, self.pattern = own_dim, v_dim, scale, pattern
 
     def append(self, latent: Float[Tensor, "batch new latent"], shared: Float[Tensor, "batch new rope"]) -> bool:
-        """Cache new tokens. Returns True if there are earlier ones, so that `attend` must be called.
-
-        The first call takes several tokens, later ones take one each.
-        """
-        first, self.filled = self.filled, self.filled + latent.shape[1]
-        assert self.filled <= self.length, "the sequence is longer than the cache"
-        assert first == 0 or latent.shape[1] == 1, "later calls take one token"
-        if self._latents is None or self._shared is None:
-            batch = latent.shape[0]
-            self._latents = latent.new_empty(batch, self.length, latent.shape[-1])
-            self._shared = shared.new_empty(batch, self.length, shared.shape[-1])
-        self._latents[:, first : self.filled], self._shared[:, first : self.filled] = latent, shared
-        return first > 0
+        """Cache new tokens. Returns True if there are earlier ones, so that `attend` must be called. The first call
+        takes several tokens, later ones take one each."""
+        return self._store(latent, shared, 1)[0] > 0
 
     def attend(
         self, query: Float[Tensor, "batch heads 1 qk"], weight: Float[Tensor, "rows latent"]
     ) -> Float[Tensor, "batch heads 1 v"]:
-        """Attend from the last token to the cached tokens that it sees.
-
-        `weight` expands latents, by head, to the unrotated key and the value.
-        """
-        assert self._latents is not None, "append comes first"
-        assert self._shared is not None
+        """Attend from the last token to the cached tokens that it sees. `weight` expands latents, by head, to the
+        unrotated key and the value."""
+        assert self._kept is not None, "append comes first"
         seen = slice(self.pattern.first_visible(self.filled - 1), self.filled)
-        latents, shared = self._latents[:, None, seen], self._shared[:, None, seen]
+        latents, shared = (kept[:, None, seen] for kept in self._kept)
         of_key, of_value = weight.unflatten(0, (query.shape[1], -1)).split((self.own_dim, self.v_dim), dim=1)
         own, rotated = query.split((self.own_dim, query.shape[-1] - self.own_dim), dim=-1)
         scores = (own @ of_key) @ latents.mT + rotated @ shared.mT
@@ -121,20 +108,14 @@ class LatentCache(nn.Module):
         return (shares @ latents) @ of_value.mT
 
 
-class RecurrentCache(nn.Module):
-    """Cache of linear attention while one sequence grows: a state per value head, and the last inputs of the
-    convolution. Its size does not depend on the sequence's length."""
+class RecurrentCache(_Cache):
+    """Cache of linear attention: a state per value head, and the last inputs of the convolution. Its size does not
+    depend on the sequence's length."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.filled = 0
-        """Number of tokens that the state has read."""
+        super().__init__(None)
         self._inputs: Tensor | None = None
         self._state: Tensor | None = None
-
-    def reset(self) -> None:
-        """Start another sequence."""
-        self.filled = 0
 
     def convolve(
         self, x: Float[Tensor, "batch new channels"], weight: Float[Tensor, "channels taps"]

@@ -26,12 +26,10 @@ class Tile(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Query rows."""
         return slice(self.first_row, self.end_row)
 
     @property
     def keys(self) -> slice:
-        """Key columns."""
         return slice(self.first_key, self.end_key)
 
 
@@ -100,7 +98,10 @@ class MaskPattern:
         for first, end in self._row_tiles(queries):
             low, high = max(keys.start, self.first_visible(first)), min(keys.stop, end)
             # Later rows see later keys first: rows before the first visible key and after the last are left out.
-            row, last = max(first, low), min(end, self._first_beyond(high))
+            # The first query that sees no key before `high` is one window, or a multiple of the chunk, later.
+            of_window = sys.maxsize if self.window is None else high + self.window - 1
+            of_chunk = sys.maxsize if self.chunk is None else -(-high // self.chunk) * self.chunk
+            row, last = max(first, low), min(end, of_window, of_chunk)
             if low >= high or row >= last:
                 continue
             kind = "masked"
@@ -110,11 +111,6 @@ class MaskPattern:
                 elif (row, last) == (low, high):
                     kind = "causal"
             yield Tile(row - queries.start, last - queries.start, low - keys.start, high - keys.start, kind)
-
-    def _first_beyond(self, place: int) -> int:
-        """First query, from a position on, that sees no key before that position."""
-        of_window = sys.maxsize if self.window is None else place + self.window - 1
-        return min(of_window, sys.maxsize if self.chunk is None else -(-place // self.chunk) * self.chunk)
 
     def _row_tiles(self, queries: range) -> Iterator[tuple[int, int]]:
         """Begin and end of row tiles of one length; with chunks, tiles are cut at multiples of the chunk length."""

@@ -12,12 +12,18 @@ from torch import Tensor, nn
 
 from titan_exp.ops.autograd import in_type
 
+Heads = Float[Tensor, "batch seq heads head_dim"]
+Keys = Float[Tensor, "batch seq kv_heads head_dim"]
+Cos = Float[Tensor, "batch_or_1 seq 1 half"]
+Sin = Float[Tensor, "batch_or_1 seq 1 2 half"]
+Rope = tuple[Cos, Sin]
+Pairs = Float[Tensor, " half"]
+Positions = Int[Tensor, "batch seq"]
+
 
 class RotaryEmbedding(nn.Module):
     """RoPE cache: cosines and sines by position, in fp32. A sine lies there with both signs, one for each of its pair.
-
-    It is a non-persistent buffer that `reset` computes once its memory is allocated.
-    """
+    It is a non-persistent buffer that `reset` computes once its memory is allocated."""
 
     cos: Tensor
     sin: Tensor
@@ -30,16 +36,12 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Fill the cache, in fp64 on the CPU so that every device holds the same values."""
         positions = torch.arange(self.length, dtype=torch.float64)
         angles, magnitude = torch.outer(positions, self.frequencies.inverse(self.head_dim)), self.frequencies.magnitude
         self.cos.copy_(angles.cos() * magnitude)
         self.sin.copy_(torch.stack((-angles.sin(), angles.sin()), dim=1) * magnitude)
 
-    def forward(
-        self, seq: int, positions: Int[Tensor, "batch seq"] | None
-    ) -> tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 2 half"]]:
-        """Cosines and signed sines of the given positions, or of 0 .. seq - 1."""
+    def forward(self, seq: int, positions: Positions | None) -> Rope:
         if positions is None:
             return self.cos[None, :seq, None], self.sin[None, :seq, None]
         return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
@@ -68,7 +70,7 @@ class Frequencies:
         self.magnitude = magnitude
         """Factor of cosines and sines."""
 
-    def inverse(self, head_dim: int) -> Float[Tensor, " half"]:
+    def inverse(self, head_dim: int) -> Pairs:
         """Inverse frequencies of a head's pairs, fp64 on the CPU."""
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
         plain = self.theta**-exponent
@@ -78,7 +80,7 @@ class Frequencies:
             return plain / self.factor
         return self._llama3(plain) if self.scaling == "llama3" else plain
 
-    def _llama3(self, plain: Float[Tensor, " half"]) -> Float[Tensor, " half"]:
+    def _llama3(self, plain: Pairs) -> Pairs:
         """Slow long wavelengths down by `factor`, leave short ones, blend between (Llama 3.1 model card)."""
         turns = self.original_context * plain / (2 * math.pi)
         # 0 for wavelengths above original_context / low, 1 below original_context / high. Equal bounds blend nothing.
@@ -86,7 +88,7 @@ class Frequencies:
         blend = between.clamp(0, 1)
         return (1 - blend) * plain / self.factor + blend * plain
 
-    def _yarn(self, plain: Float[Tensor, " half"]) -> Float[Tensor, " half"]:
+    def _yarn(self, plain: Pairs) -> Pairs:
         """Divide slow pairs by `factor`, leave fast ones, blend linearly by pair between (Peng et al. 2023)."""
         pairs = plain.shape[0]
 
@@ -119,40 +121,23 @@ def rotate(
     return in_type(rotated.flatten(-2), heads.dtype)
 
 
-def rotate_tail(
-    heads: Float[Tensor, "batch seq heads head_dim"],
-    cos: Float[Tensor, "batch_or_1 seq 1 half"],
-    sin: Float[Tensor, "batch_or_1 seq 1 2 half"],
-) -> Float[Tensor, "batch seq heads head_dim"]:
+def rotate_tail(heads: Heads, cos: Cos, sin: Sin) -> Heads:
     """Rotate the last 2 · half features of each head, and leave the features before them."""
     plain, tail = heads.split((heads.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
     return torch.cat((plain, rotate(tail, cos, sin)), dim=-1)
 
 
-def rotate_front(
-    heads: Float[Tensor, "batch seq heads head_dim"],
-    cos: Float[Tensor, "batch_or_1 seq 1 half"],
-    sin: Float[Tensor, "batch_or_1 seq 1 2 half"],
-) -> Float[Tensor, "batch seq heads head_dim"]:
+def rotate_front(heads: Heads, cos: Cos, sin: Sin) -> Heads:
     """Rotate the first 2 · half features of each head, and leave the features after them."""
     front, plain = heads.split((2 * cos.shape[-1], heads.shape[-1] - 2 * cos.shape[-1]), dim=-1)
     return torch.cat((rotate(front, cos, sin), plain), dim=-1)
 
 
 def split_rotated(
-    qkv: Float[Tensor, "batch seq kv_heads slots head_dim"],
-    cos: Float[Tensor, "batch_or_1 seq 1 half"],
-    sin: Float[Tensor, "batch_or_1 seq 1 2 half"],
-) -> tuple[
-    Float[Tensor, "batch seq heads head_dim"],
-    Float[Tensor, "batch seq kv_heads head_dim"],
-    Float[Tensor, "batch seq kv_heads head_dim"],
-]:
+    qkv: Float[Tensor, "batch seq kv_heads slots head_dim"], cos: Cos, sin: Sin
+) -> tuple[Heads, Keys, Keys]:
     """Split a fused projection (per key-value head: queries, key, value) into rotated query heads, rotated keys, and
-    values.
-
-    Backward keeps nothing of `qkv`.
-    """
+    values. Backward keeps nothing of `qkv`."""
     return _SplitRotated.apply(qkv, cos, sin)  # type: ignore[return-value]  # tensors
 
 
@@ -177,11 +162,9 @@ class _SplitRotated(torch.autograd.Function):
 
 
 class TemperatureTable(nn.Module):
-    """Query temperature by position, which keeps long sequences' softmax sharp (Llama 4): factors of queries
-    1 + coefficient · ln(1 + floor((position + 1) / floor_scale)), in fp32.
-
-    It is a non-persistent buffer that `reset` computes once its memory is allocated.
-    """
+    """Query temperature by position, which keeps long sequences' softmax sharp (Llama 4): factors of queries 1 +
+    coefficient · ln(1 + floor((position + 1) / floor_scale)), in fp32. It is a non-persistent buffer that `reset`
+    computes once its memory is allocated."""
 
     factors: Tensor
 
@@ -192,11 +175,9 @@ class TemperatureTable(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Fill the table, in fp64 on the CPU so that every device holds the same values."""
         steps = (torch.arange(self.length) + 1) // self.floor_scale
         self.factors.copy_(1 + self.coefficient * steps.double().log1p())
 
-    def forward(self, seq: int, positions: Int[Tensor, "batch seq"] | None) -> Float[Tensor, "batch_or_1 seq 1 1"]:
-        """Factors of the given positions, or of 0 .. seq - 1."""
+    def forward(self, seq: int, positions: Positions | None) -> Float[Tensor, "batch_or_1 seq 1 1"]:
         found = self.factors[None, :seq] if positions is None else self.factors[positions]
         return found[..., None, None]

@@ -25,6 +25,8 @@ from titan_exp.config.torch_features import ATTENTION_BACKEND, FLASH_PACKAGES, a
 from titan_exp.ops.attention.attention_with_lse import MaxLogits, attention_with_sinks, math_attention_with_sinks
 from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern, Tile
 
+Ids = Int[Tensor, "batch seq"]
+
 AttentionBackend = Literal["cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
 
 SDPA_BACKENDS: dict[str, SDPBackend] = {
@@ -55,13 +57,9 @@ def choose_backend(
     parts: bool = False,
     deterministic: bool = False,
 ) -> AttentionBackend:
-    """Choose the attention kernel, and activate FlashAttention 3 or 4 in this process if requested.
-
-    `auto` means flash on a CPU and `auto_backend` on CUDA (cuDNN from Hopper on), which describes the arguments.
-
-    Raises:
-        UserError: the device or the installed packages cannot run the requested backend.
-    """
+    """Choose the attention kernel, and activate FlashAttention 3 or 4 in this process if requested. `auto` means flash
+    on a CPU and `auto_backend` on CUDA (cuDNN from Hopper on), which describes the arguments. Raises UserError if the
+    device or the installed packages cannot run the requested backend."""
     activate(requested, device)
     if requested != "auto":
         return requested  # type: ignore[return-value]  # checked by the configuration
@@ -86,11 +84,8 @@ def runs_here(backend: str, device: torch.device) -> bool:
 
 
 def activate(backend: str, device: torch.device) -> None:
-    """Make a package's kernel torch's flash kernel; restore torch's own if `backend` names no package.
-
-    Raises:
-        UserError: the package does not run on this device, or cannot be imported.
-    """
+    """Make a package's kernel torch's flash kernel; restore torch's own if `backend` names no package. Raises UserError
+    if the package does not run on this device, or cannot be imported."""
     package = FLASH_PACKAGES.get(backend)
     if package is None:
         if current_flash_attention_impl() is not None:
@@ -115,7 +110,7 @@ def _refused(backend: str, reason: str) -> UserError:
     return UserError("This run cannot start.", [Violation(ATTENTION_BACKEND, backend, reason, remedy)])
 
 
-def document_mask(documents: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch 1 seq seq"]:
+def document_mask(documents: Ids) -> Bool[Tensor, "batch 1 seq seq"]:
     """Causal mask within documents: True where a query (second to last dim) may see a key (last dim)."""
     seq = documents.shape[1]
     same = documents[:, :, None] == documents[:, None, :]
@@ -133,16 +128,11 @@ compiled graph would stay allocated until the next garbage collection.
 
 
 def segment_ids(
-    pattern: MaskPattern,
-    documents: Int[Tensor, "batch seq"] | None,
-    positions: Int[Tensor, "batch seq"] | None,
-    index: Int[Tensor, " seq"] | None,
-) -> tuple[Int[Tensor, "batch seq"] | None, MaskPattern]:
-    """Ids that are equal for tokens that may see each other, and the pattern among such tokens.
-
-    `positions` are None if they count through the sequence. Otherwise they restart in documents, and so do chunks: a
-    chunk's id is its first token's place in the sequence, computed from each token's place `index`.
-    """
+    pattern: MaskPattern, documents: Ids | None, positions: Ids | None, index: Int[Tensor, " seq"] | None
+) -> tuple[Ids | None, MaskPattern]:
+    """Ids that are equal for tokens that may see each other, and the pattern among such tokens. `positions` are None if
+    they count through the sequence. Otherwise they restart in documents, and so do chunks: a chunk's id is its first
+    token's place in the sequence, computed from each token's place `index`."""
     if pattern.chunk is None or positions is None:
         return documents, pattern
     assert index is not None, "chunks of positions need the places of their tokens"
@@ -171,18 +161,11 @@ class CausalAttention(nn.Module):
         """Tracks the largest logit of each head, for QK-Clip."""
 
     def mask(
-        self,
-        documents: Int[Tensor, "batch seq"] | None,
-        positions: Int[Tensor, "batch seq"] | None = None,
-        *,
-        seq: int = 0,
-        device: torch.device | None = None,
+        self, documents: Ids | None, positions: Ids | None = None, *, seq: int = 0, device: torch.device | None = None
     ) -> Any:
         """Build the argument `mask` of `forward`, once per forward pass of the model; None if kernels need none.
-
         `positions` are given if they restart within the sequence of `seq` tokens; `seq` and `device` are only used
-        without documents.
-        """
+        without documents."""
         if documents is not None:
             seq, device = documents.shape[1], documents.device
         pattern = self.pattern.within(seq)
@@ -195,7 +178,15 @@ class CausalAttention(nn.Module):
             return pattern_mask(pattern, seq, str(device)) if segments is None else block_mask(pattern, segments)
         if pattern.is_causal and segments is not None:
             return document_mask(segments)
-        return _tile_mask(pattern, segments, seq, device)
+        tiles, places = tuple(pattern.tiles(range(seq), range(seq))), torch.arange(seq, device=device)
+        seen: list[Tensor | None] = [None] * len(tiles)
+        for number, tile in enumerate(tiles):
+            if segments is not None or tile.kind == "masked":
+                pairs = pattern.visible(places[tile.rows, None], places[None, tile.keys])[None]
+                if segments is not None:
+                    pairs = pairs & (segments[:, tile.rows, None] == segments[:, None, tile.keys])
+                seen[number] = pairs[:, None]
+        return tiles, tuple(seen)
 
     def forward(
         self,
@@ -206,9 +197,7 @@ class CausalAttention(nn.Module):
         sinks: Float[Tensor, " heads"] | None = None,
     ) -> Float[Tensor, "batch heads seq v_dim"]:
         """Compute softmax(q·k · scale) · v over visible positions, in the dtype of `query`; v may be narrower than k.
-
-        `sinks` are further logits of the softmax, beside the keys.
-        """
+        `sinks` are further logits of the softmax, beside the keys."""
         if self.backend == "flex":
             if mask is None and self.pattern.causal:
                 mask = pattern_mask(CAUSAL, query.shape[2], str(query.device))
@@ -265,22 +254,6 @@ class CausalAttention(nn.Module):
         return out if out.shape[-1] == width else out.transpose(1, 2)[..., :width].transpose(1, 2)
 
 
-def _tile_mask(
-    pattern: MaskPattern, segments: Int[Tensor, "batch seq"] | None, seq: int, device: torch.device | None
-) -> TileMask:
-    tiles, index = tuple(pattern.tiles(range(seq), range(seq))), torch.arange(seq, device=device)
-    visible: list[Tensor | None] = []
-    for tile in tiles:
-        if segments is None and tile.kind != "masked":
-            visible.append(None)
-            continue
-        seen = pattern.visible(index[tile.rows, None], index[None, tile.keys])[None]
-        if segments is not None:
-            seen = seen & (segments[:, tile.rows, None] == segments[:, None, tile.keys])
-        visible.append(seen[:, None])
-    return tiles, tuple(visible)
-
-
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Any, sinks: Tensor | None, scale: float | None
 ) -> Tensor:
@@ -296,7 +269,7 @@ def flex_attention(
     return (out * torch.sigmoid(found.lse - sinks.to(found.lse.dtype)[:, None])[..., None]).to(query.dtype)
 
 
-def block_mask(pattern: MaskPattern, segments: Int[Tensor, "batch seq"]) -> Any:
+def block_mask(pattern: MaskPattern, segments: Ids) -> Any:
     """Block mask of a causal pattern within segments."""
     seq, visible = segments.shape[1], _visible(pattern, segments.shape[1])
     some, every = _visible_blocks(pattern, seq, segments.device)
@@ -325,10 +298,8 @@ def _visible(pattern: MaskPattern, seq: int) -> Callable[[Tensor, Tensor], Tenso
 
 
 def _visible_blocks(pattern: MaskPattern, seq: int, device: torch.device) -> tuple[Blocks, Blocks]:
-    """Blocks of the score matrix with some visible pair, and blocks in which every pair is visible.
-
-    torch's `create_block_mask` would look at every pair, with 10 bytes each.
-    """
+    """Blocks of the score matrix with some visible pair, and blocks in which every pair is visible. torch's
+    `create_block_mask` would look at every pair, with 10 bytes each."""
     starts = torch.arange(0, seq, BLOCK, device=device)
     ends = (starts + BLOCK).clamp(max=seq) - 1
     diagonal = starts[:, None] == starts

@@ -22,6 +22,10 @@ from titan_exp.ops.swiglu import GROUP, weighted_swiglu, weighted_swiglu_backwar
 from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 from titan_exp.ops.triton_kernels import jit, runs_kernel, tl
 
+Ends = Int32[Tensor, " experts"]
+Rows = Float[Tensor, "rows width"]
+RowWeights = Float[Tensor, " rows"]
+
 ALIGNED = 8
 """Multiple that torch's kernel requires of dims, because each bf16 row must start on 16 bytes."""
 PROGRAMS = 1024
@@ -29,18 +33,11 @@ PROGRAMS = 1024
 
 
 def grouped_linear(
-    x: Float[Tensor, "tokens dim_in"],
-    weight: Float[Tensor, "experts dim_out dim_in"],
-    ends: Int32[Tensor, " experts"],
+    x: Float[Tensor, "tokens dim_in"], weight: Float[Tensor, "experts dim_out dim_in"], ends: Ends
 ) -> Float[Tensor, "tokens dim_out"]:
-    """Compute x · weight[expert]ᵀ row by row, differentiable in both.
-
-    `x` is sorted by expert; `ends`, ascending, are the ends of each expert's rows; an expert may have none. Rows after
-    the last end give zeros and no gradient.
-
-    Raises:
-        ValueError: `ends` do not ascend or exceed the rows; only if read on the host.
-    """
+    """Compute x · weight[expert]ᵀ row by row, differentiable in both. `x` is sorted by expert; `ends`, ascending, are
+    the ends of each expert's rows; an expert may have none. Rows after the last end give zeros and no gradient. Raises
+    ValueError if `ends` do not ascend or exceed the rows; only if read on the host."""
     return _GroupedLinear.apply(x, weight, ends)  # type: ignore[return-value]  # a Tensor
 
 
@@ -84,14 +81,14 @@ def _has_kernel(left: Tensor, right: Tensor) -> bool:
     )
 
 
-@operator("grouped_rows")
+@operator("grouped_rows", fake=lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[2]))
 def _grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(x, weight):
         out = F.grouped_mm(x.contiguous(), weight, offs=ends)
         # The kernel leaves rows after the last end uninitialized.
         _zero_rows_after(out, ends)
         return out
-    out, sizes = _empty_rows(x, weight, ends), sizes_of_experts(ends, x.shape[0])
+    out, sizes = x.new_empty(x.shape[0], weight.shape[2]), sizes_of_experts(ends, x.shape[0])
     *parts, rest = out.split_with_sizes(sizes)
     for part, rows, matrix in zip(parts, x.split_with_sizes(sizes), weight.unbind(), strict=False):
         if rows.shape[0]:
@@ -101,7 +98,11 @@ def _grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@operator("grouped_outer")
+def _empty_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+@operator("grouped_outer", fake=_empty_outer)
 def _loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     out, sizes = _empty_outer(left, right, ends), sizes_of_experts(ends, left.shape[0])
     of_experts = out.unbind(), left.split_with_sizes(sizes), right.split_with_sizes(sizes)
@@ -111,16 +112,6 @@ def _loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
         else:
             part.zero_()
     return out
-
-
-@torch.library.register_fake("titan_exp::grouped_rows")
-def _empty_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-@torch.library.register_fake("titan_exp::grouped_outer")
-def _empty_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
 
 def _zero_rows_after(rows: Tensor, ends: Tensor) -> None:
@@ -179,8 +170,8 @@ def runs_of_experts(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
 def weighted_swiglu_linear(
     gate_up: Float[Tensor, "rows two_ffn"],
     weight: Float[Tensor, "experts dim ffn"],
-    row_weights: Float[Tensor, " rows"],
-    ends: Int32[Tensor, " experts"],
+    row_weights: RowWeights,
+    ends: Ends,
     group: int = GROUP,
     *,
     variant: SwiGLUVariant = SWIGLU,
@@ -196,13 +187,7 @@ def weighted_swiglu_linear(
 class _WeightedSwiGLULinear(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917  # autograd functions take positional arguments
-        ctx: Any,
-        gate_up: Tensor,
-        weight: Tensor,
-        row_weights: Tensor,
-        ends: Tensor,
-        group: int,
-        variant: SwiGLUVariant,
+        ctx: Any, gate_up: Tensor, weight: Tensor, row_weights: Tensor, ends: Tensor, group: int, variant: SwiGLUVariant
     ) -> Tensor:
         ctx.save_for_backward(gate_up, weight, row_weights, ends)
         ctx.how = group, variant
@@ -224,16 +209,11 @@ class _WeightedSwiGLULinear(torch.autograd.Function):
 
 
 def add_expert_bias(
-    rows: Float[Tensor, "rows width"],
-    bias: Float[Tensor, "experts width"],
-    ends: Int32[Tensor, " experts"],
-    weights: Float[Tensor, " rows"] | None = None,
-) -> Float[Tensor, "rows width"]:
-    """Compute rows + weight · bias[expert], in the dtype of `rows`, which are sorted by expert.
-
-    `ends` are the ends of the experts' rows. Rows after the last end stay as they are. A bias's gradient sums an
-    expert's rows in order, without atomics.
-    """
+    rows: Rows, bias: Float[Tensor, "experts width"], ends: Ends, weights: RowWeights | None = None
+) -> Rows:
+    """Compute rows + weight · bias[expert], in the dtype of `rows`, which are sorted by expert. `ends` are the ends of
+    the experts' rows. Rows after the last end stay as they are. A bias's gradient sums an expert's rows in order,
+    without atomics."""
     return _AddExpertBias.apply(rows, bias, ends, weights)  # type: ignore[return-value]  # a Tensor
 
 
@@ -283,7 +263,7 @@ def _bias_of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:
     return torch.cat((bias, bias.new_zeros(1, bias.shape[1])))[expert]
 
 
-@operator("add_expert_bias")
+@operator("add_expert_bias", fake=lambda rows, *_: torch.empty_like(rows))
 def _add_bias(rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
     out = rows.clone()
     for expert, part in runs_of_experts(ends, rows.shape[0]):
@@ -307,11 +287,6 @@ def _bias_backward(
         if bias is not None:
             weights_grad[part] = (upstream @ bias[expert].to(upstream.dtype)).to(weights_grad.dtype)
     return bias_grad, weights_grad
-
-
-@torch.library.register_fake("titan_exp::add_expert_bias")
-def _empty_biased(rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
-    return torch.empty_like(rows)
 
 
 @torch.library.register_fake("titan_exp::expert_bias_backward")

@@ -21,6 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from titan_exp.ops.autograd import in_type, keep_unsaved, operator, unsaved_tensors
 from titan_exp.ops.triton_kernels import jit, rounded, runs_kernel, tl
 
+Choices = Int64[Tensor, "tokens k"]
+Order = Int64[Tensor, " rows"]
+Padding = Int64[Tensor, " padding"]
+Tokens = Float[Tensor, "tokens dim"]
+Rows = Float[Tensor, "rows dim"]
+Weights = Float[Tensor, "tokens k"]
+
 BLOCK = 1024
 """Columns per kernel program."""
 TILE = 4096
@@ -29,14 +36,10 @@ _NARROW = 2**15
 """Number of experts up to which indices fit int16, which a radix sort orders in a quarter of the passes."""
 
 
-def sort_by_expert(
-    experts: Int64[Tensor, "tokens k"], count: int
-) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, "tokens k"], Int32[Tensor, " count"]]:
-    """Sort choices by expert, then token; returns the order, its inverse, and the end of each expert's rows.
-
-    Row i is choice `order[i]`, of token `order[i] // k`; `inverse` is the row of each choice. Choices of expert `count`
-    or above come after the last end.
-    """
+def sort_by_expert(experts: Choices, count: int) -> tuple[Order, Choices, Int32[Tensor, " count"]]:
+    """Sort choices by expert, then token; returns the order, its inverse, and the end of each expert's rows. Row i is
+    choice `order[i]`, of token `order[i] // k`; `inverse` is the row of each choice. Choices of expert `count` or above
+    come after the last end."""
     flat = experts.flatten().to(torch.int16 if count < _NARROW else torch.int64)
     by_expert, order = flat.sort(stable=True)
     inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
@@ -49,17 +52,17 @@ def sort_by_expert(
 class PaddedOrder:
     """Order of the choices by expert, padded so that each expert's number of rows is a positive multiple."""
 
-    order: Int64[Tensor, " rows"]
+    order: Order
     """Choice of each row; 0 for padding."""
-    inverse: Int64[Tensor, "tokens k"]
+    inverse: Choices
     """Row of each choice."""
     ends: Int32[Tensor, " experts"]
     """End of each expert's rows, padding included."""
-    padding: Int64[Tensor, " padding"]
+    padding: Padding
     """Rows without a choice: those between experts, and those after the last end."""
 
     @staticmethod
-    def sort(experts: Int64[Tensor, "tokens k"], count: int, multiple: int) -> "PaddedOrder":
+    def sort(experts: Choices, count: int, multiple: int) -> "PaddedOrder":
         """Sort choices of `count` experts, padding each expert to a `multiple` of rows."""
         order, inverse, ends = sort_by_expert(experts, count)
         choices, starts = order.shape[0], torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -75,34 +78,21 @@ class PaddedOrder:
         return PaddedOrder(order, inverse, padded, padding)
 
 
-def permute(
-    x: Float[Tensor, "tokens dim"],
-    order: Int64[Tensor, " rows"],
-    inverse: Int64[Tensor, "tokens k"],
-    padding: Int64[Tensor, " padding"] | None = None,
-) -> Float[Tensor, "rows dim"]:
+def permute(x: Tokens, order: Order, inverse: Choices, padding: Padding | None = None) -> Rows:
     """Copy each token to the rows of its choices, sorted by `sort_by_expert` or `PaddedOrder`; padding is zeros."""
     return _Permute.apply(x, order, inverse, padding)  # type: ignore[return-value]  # a Tensor
 
 
 def combine(
-    rows: Float[Tensor, "rows dim"],
-    order: Int64[Tensor, " rows"],
-    inverse: Int64[Tensor, "tokens k"],
-    weights: Float[Tensor, "tokens k"] | None,
-    padding: Int64[Tensor, " padding"] | None = None,
-) -> Float[Tensor, "tokens dim"]:
+    rows: Rows, order: Order, inverse: Choices, weights: Weights | None, padding: Padding | None = None
+) -> Tokens:
     """Sum each token's rows with weights, in fp32 and in the order of its choices; a plain sum if `weights` is None.
-
     Backward keeps `rows` for the gradient of `weights`, and nothing for a plain sum (see `ops.swiglu`). The gradient of
-    padding is zero.
-    """
+    padding is zero."""
     return _Combine.apply(rows, order, inverse, weights, padding)  # type: ignore[return-value]  # a Tensor
 
 
-def permute_weights(
-    weights: Float[Tensor, "tokens k"], order: Int64[Tensor, " rows"], inverse: Int64[Tensor, "tokens k"]
-) -> Float[Tensor, " rows"]:
+def permute_weights(weights: Weights, order: Order, inverse: Choices) -> Float[Tensor, " rows"]:
     """Weight of each row."""
     return _PermuteWeights.apply(weights, order, inverse)  # type: ignore[return-value]  # a Tensor
 
@@ -197,9 +187,9 @@ def copy_tokens(x: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
     return torch.index_select(x, 0, of_rows, out=rows)
 
 
-@operator("sum_rows")
+@operator("sum_rows", fake=lambda rows, inverse, _: rows.new_empty(inverse.shape[0], rows.shape[1]))
 def _sum_rows_kernel(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
-    out = _empty_sums(rows, inverse, weights)
+    out = rows.new_empty(inverse.shape[0], rows.shape[1])
     if runs_kernel(rows):
         operands = rows, rows if weights is None else weights.contiguous()
         choices = {"choices": inverse.shape[1], "weighted": weights is not None}
@@ -244,11 +234,6 @@ def _empty_copies(x: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
     return x.new_empty(inverse.numel() + (0 if padding is None else padding.shape[0]), x.shape[1])
 
 
-@torch.library.register_fake("titan_exp::sum_rows")
-def _empty_sums(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
-    return rows.new_empty(inverse.shape[0], rows.shape[1])
-
-
 @torch.library.register_fake("titan_exp::combine_backward")
 def _empty_gradients(
     rows: Tensor, gradient: Tensor, inverse: Tensor, weights: Tensor, padding: Tensor | None
@@ -267,12 +252,7 @@ def _launch(kernel: Any, of_tokens: Tensor, inverse: Tensor, *others: Tensor, **
 
 @jit
 def copy_tokens_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only arguments
-    x: tl.tensor,
-    inverse: tl.tensor,
-    rows: tl.tensor,
-    width: tl.tensor,
-    choices: tl.constexpr,
-    block: tl.constexpr,
+    x: tl.tensor, inverse: tl.tensor, rows: tl.tensor, width: tl.tensor, choices: tl.constexpr, block: tl.constexpr
 ) -> None:
     """Copy `block` columns of a token to the rows of its choices."""
     token = tl.program_id(0).to(tl.int64)
@@ -322,9 +302,7 @@ def combine_backward_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-
     block: tl.constexpr,
 ) -> None:
     """Gradients of a token's rows and weights: its gradient times each weight, and its dot product with each row.
-
-    `padded` is a power of two that is at least `choices`.
-    """
+    `padded` is a power of two that is at least `choices`."""
     token = tl.program_id(0).to(tl.int64)
     choice = tl.arange(0, padded)
     chosen = choice < choices
@@ -375,12 +353,7 @@ class TokenPadding:
         moved, source = expert < experts, row_after - shift[mine_after]
         filled = (expert_after < experts) & (source < ends[mine_after])
         return TokenPadding(
-            after,
-            expert_after,
-            (row + shift[mine]).where(moved, 0),
-            moved,
-            source.where(filled, 0),
-            filled,
+            after, expert_after, (row + shift[mine]).where(moved, 0), moved, source.where(filled, 0), filled
         )
 
     def spread(self, rows: Tensor) -> Tensor:

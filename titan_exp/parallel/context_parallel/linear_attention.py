@@ -130,23 +130,21 @@ class ContextGatedDelta(nn.Module):
 class ContextShortConvolution(nn.Module):
     """Replaces `ShortConvolutionCore`, with the same arguments for this rank's part of the sequence."""
 
-    def __init__(self, core: ShortConvolutionCore, exchange: SegmentExchange) -> None:
+    def __init__(self, exchange: SegmentExchange) -> None:
         super().__init__()
-        self.silu, self.exchange = core.silu, exchange
+        self.exchange = exchange
 
     def forward(self, x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
         """Convolve this rank's tokens [batch, part, channels]; the inputs before a segment come from another rank."""
         segments, reach = self.exchange.segments(x.shape[1]), weight.shape[1] - 1
         if not reach:
-            return short_convolution(x, weight, None, silu=self.silu)
+            return short_convolution(x, weight, None)
         # Otherwise inputs would come from more than one segment.
         assert min(at.stop - at.start for at in segments.slices) >= reach, "segments are as long as the filter reaches"
         before = self.exchange.previous(segments, [x[:, at.stop - reach : at.stop] for at in segments.slices])
         ids = self.exchange.documents_before(segments, documents, reach)
         parts = [
-            short_convolution(
-                x[:, at], weight, None if documents is None else documents[:, at], inputs, known, silu=self.silu
-            )
+            short_convolution(x[:, at], weight, None if documents is None else documents[:, at], inputs, known)
             for at, inputs, known in zip(segments.slices, before, ids, strict=True)
         ]
         return torch.cat(parts, dim=1)
@@ -160,7 +158,7 @@ def shard_linear_attention(block: nn.Module, mesh: Mesh) -> None:
             if isinstance(core, GatedDeltaCore):
                 setattr(module, name, ContextGatedDelta(core, exchange))
             elif isinstance(core, ShortConvolutionCore):
-                setattr(module, name, ContextShortConvolution(core, exchange))
+                setattr(module, name, ContextShortConvolution(exchange))
 
 
 # Custom ops are opaque to the compiler, which would otherwise break the graph at every message.

@@ -95,10 +95,8 @@ def parse_index(content: bytes | str, name: str) -> dict[str, str]:
 
 
 def missing_part(path: Path) -> str | None:
-    """Missing part of a checkpoint or a Hugging Face folder, by names and sizes; None if it is complete.
-
-    Reads no tensors.
-    """
+    """Missing part of a checkpoint or a Hugging Face folder, by names and sizes; None if it is complete. Reads no
+    tensors."""
     try:
         expected = _checkpoint_sizes(path) if (path / METADATA_FILE).is_file() else _folder_sizes(path)
         for name, size in expected:
@@ -171,10 +169,8 @@ def joined(url: str, *names: str) -> str:
 
 
 def problem_of_url(url: str) -> tuple[str, str] | None:
-    """Reason why a URL cannot be used, and a remedy; None if it can. Uses no network and imports no package.
-
-    The texts do not repeat the URL, which may contain a credential.
-    """
+    """Reason why a URL cannot be used, and a remedy; None if it can. Uses no network and imports no package. The texts
+    do not repeat the URL, which may contain a credential."""
     if "::" in url:
         return "titan_exp does not support chains of protocols (a::b)", "use the URL of the store itself"
     match = _URL.match(url)
@@ -214,11 +210,8 @@ def _usual(known: dict[str, dict[str, str]]) -> list[str]:
 
 
 def normalize_parent(typed: str, runs: Path) -> tuple[str, int | None]:
-    """Parent run, and the step if one of its checkpoints is named.
-
-    The run is NAME/ID if it is in the folder of runs, else its absolute path or its URL. A path that does not exist
-    stays as it is.
-    """
+    """Parent run, and the step if one of its checkpoints is named. The run is NAME/ID if it is in the folder of runs,
+    else its absolute path or its URL. A path that does not exist stays as it is."""
     if is_url(typed) or not Path(typed).expanduser().exists():
         return typed, None
     path, step = Path(os.path.abspath(Path(typed).expanduser())), None

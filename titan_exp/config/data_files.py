@@ -91,11 +91,8 @@ class StoreManifest(ABC):
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
-        """Read the manifest of the store in `folder`.
-
-        Raises:
-            UserError: there is none, or it is damaged or of another kind or version.
-        """
+        """Read the manifest of the store in `folder`. Raises UserError if there is none, or it is damaged or of another
+        kind or version."""
         path, verb = Path(folder).expanduser(), f"titan-exp {cls.verb}"
 
         def refusal(reason: str, remedy: str) -> UserError:
@@ -278,11 +275,8 @@ def tokenizer_path(config: DataConfig) -> str:
 
 
 def tokenizer_words(path: str) -> dict[str, int]:
-    """Words of a tokenizer with their ids, from `bytes` or the path of its files.
-
-    Raises:
-        UserError: there is no such file, or it is no tokenizer.json.
-    """
+    """Words of a tokenizer with their ids, from `bytes` or the path of its files. Raises UserError if there is no such
+    file, or it is no tokenizer.json."""
     if path == "bytes":
         return byte_words()
     file = tokenizer_file(path)

@@ -282,10 +282,8 @@ def device_type(cluster: ClusterConfig) -> Literal["cpu", "cuda"]:
 
 
 def has_triton() -> bool:
-    """True if Triton is installed where runs on GPUs take place: elsewhere, if this torch has no CUDA.
-
-    Torch for CUDA brings it.
-    """
+    """True if Triton is installed where runs on GPUs take place: elsewhere, if this torch has no CUDA. Torch for CUDA
+    brings it."""
     return importlib.util.find_spec("triton") is not None or torch_build()[1] is None
 
 
@@ -344,11 +342,9 @@ M_MMAP_THRESHOLD = -3
 
 def return_freed_memory(smallest: int) -> None:
     """Give memory of `smallest` bytes and more back to the system when it is freed; without effect beside glibc.
-
-    Otherwise glibc raises the size to that of the largest freed block, up to 32 MiB. Mapped memory costs page faults:
-    a CPU trains as fast from 4 MiB on, and a quarter slower from 1 MiB on (llama_laptop, 12 steps on two cores: 12 s of
-    user time each, 1.3 and 4.3 s of system time).
-    """
+    Otherwise glibc raises the size to that of the largest freed block, up to 32 MiB. Mapped memory costs page faults: a
+    CPU trains as fast from 4 MiB on, and a quarter slower from 1 MiB on (llama_laptop, 12 steps on two cores: 12 s of
+    user time each, 1.3 and 4.3 s of system time)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and VARIABLE not in os.environ:
         mallopt(M_MMAP_THRESHOLD, smallest)

@@ -126,11 +126,8 @@ class Extension:
 
 @cache
 def extensions() -> dict[str, Extension]:
-    """Installed extensions by name, those of this repository first.
-
-    Raises:
-        UserError: two provide the same, or a description cannot be imported.
-    """
+    """Installed extensions by name, those of this repository first. Raises UserError if two provide the same, or a
+    description cannot be imported."""
     modules = [f"{ENTRY_POINTS}.{path.parent.name}.extension" for path in sorted(FOLDER.glob("*/extension.py"))]
     modules += sorted({*_installed()} - {*modules})
     found: dict[str, Extension] = {}

@@ -33,12 +33,8 @@ _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading without waiting for a writer.
-
-    Raises:
-        FileNotFoundError: there is none.
-        UserError: it is not a file, or cannot be opened.
-    """
+    """Open a file for reading without waiting for a writer. Raises FileNotFoundError if there is none, and UserError if
+    it is not a file, or cannot be opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -92,11 +88,8 @@ def parse_json(text: bytes | str, kind: type[Kind] | Any = Any) -> Any:
 
 def of_kind(kind: type[Kind] | Any, value: Any) -> Any:
     """JSON value as a type: a dataclass, a TypedDict, a tuple, a mapping, a union or a scalar. Raises ValueError if it
-    is of another.
-
-    Fields of a dataclass that are unknown are a newer release's, and left out; beside a missing one they are damaged
-    names, since every release writes all of its fields and keeps them.
-    """
+    is of another. Fields of a dataclass that are unknown are a newer release's, and left out; beside a missing one they
+    are damaged names, since every release writes all of its fields and keeps them."""
     if kind is Any:
         return value
     origin, arguments = get_origin(kind) or kind, get_args(kind)
@@ -163,11 +156,8 @@ def _depth(text: str) -> int:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Object in a JSON file.
-
-    Raises:
-        UserError: the file cannot be read, or holds anything else, or is too large or too deeply nested.
-    """
+    """Object in a JSON file. Raises UserError if the file cannot be read, or holds anything else, or is too large or
+    too deeply nested."""
     try:
         return parse_object(read_file(path), str(path))
     except OSError as error:
@@ -333,10 +323,7 @@ def switch_words(node: yaml.Node) -> Iterator[tuple[list[str], yaml.ScalarNode]]
 
 def read_yaml(path: Path, holds: str, loader: Any = StrictLoader, *, content: bytes | None = None) -> dict[Any, Any]:
     """Read a YAML file of keys; empty if it has none. `holds` describes it, for messages; `content` was read already.
-
-    Raises:
-        UserError: the file cannot be read, or is not YAML, or is a list or a single value.
-    """
+    Raises UserError if the file cannot be read, or is not YAML, or is a list or a single value."""
     try:
         content = read_file(path) if content is None else content
         _, values = load_node(content.decode("utf-8-sig"), loader)

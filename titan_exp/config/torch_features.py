@@ -114,12 +114,9 @@ def auto_backend(
     head_dims: Collection[int], *, bf16: bool, documents: bool, masked: bool, parts: bool, deterministic: bool
 ) -> str:
     """Kernel that `auto` is on CUDA: `flex`, `efficient`, `math`, `flash`, or `cudnn`, which older GPUs replace by
-    `flash`.
-
-    `masked` says that a layer has sinks, or a window or chunks shorter than the sequence; `parts` that attention is
-    merged by LSE, which excludes cuDNN and FlexAttention; torch refuses cuDNN's backward pass for `deterministic` runs.
-    All layers take the same kernel, which supports each of their `head_dims`.
-    """
+    `flash`. `masked` says that a layer has sinks, or a window or chunks shorter than the sequence; `parts` that
+    attention is merged by LSE, which excludes cuDNN and FlexAttention; torch refuses cuDNN's backward pass for
+    `deterministic` runs. All layers take the same kernel, which supports each of their `head_dims`."""
     if masked:
         return "efficient" if parts else "flex"
     if documents or not bf16 or not all(map(HEAD_SIZES["flash"].takes, head_dims)):

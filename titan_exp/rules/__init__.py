@@ -84,13 +84,8 @@ HasBegun = Callable[[Experiment], bool]
 
 
 def check(experiment: Experiment, has_begun: HasBegun | None = None) -> Experiment:
-    """Check an experiment against all rules and return it unchanged.
-
-    The layout may be unresolved. `has_begun` is None for a run that is not launched, as in a prediction.
-
-    Raises:
-        UserError: with every violation.
-    """
+    """Check an experiment against all rules and return it unchanged. The layout may be unresolved. `has_begun` is None
+    for a run that is not launched, as in a prediction. Raises UserError with every violation."""
     found = violations(experiment, has_begun)
     if found:
         raise UserError("This run cannot start.", found)

@@ -135,11 +135,7 @@ def check_multiple(field: str, value: int, of: int, reason: str, more: str = "")
 
 @cache
 def parameters(function: Callable[..., object]) -> tuple[str, ...]:
-    """Names of a function's parameters.
-
-    Raises:
-        TypeError: a name is neither in `GROUPS` nor in `DERIVED`.
-    """
+    """Names of a function's parameters. Raises TypeError if a name is neither in `GROUPS` nor in `DERIVED`."""
     names = tuple(inspect.signature(function).parameters)
     unknown = [name for name in names if name not in GROUPS and name not in DERIVED]
     if unknown:

@@ -43,11 +43,8 @@ class ModelChange:
 
 def model_changes(ours: ModelConfig, theirs: ModelConfig | Mapping[str, Any], where: str) -> list[ModelChange]:
     """Fields of a model with other values than those of the weights, with an effect on what these compute; of another
-    family the family alone. `theirs` may be the values of an older version.
-
-    Raises:
-        UserError: the values are of other types.
-    """
+    family the family alone. `theirs` may be the values of an older version. Raises UserError if the values are of other
+    types."""
     found = theirs if isinstance(theirs, ModelConfig) else read_model(ours, theirs, where)
     if found.architecture != ours.architecture or type(found) is not type(ours):
         return [ModelChange("model.architecture", ours.architecture, found.architecture, Change.FUNCTION)]
@@ -55,11 +52,8 @@ def model_changes(ours: ModelConfig, theirs: ModelConfig | Mapping[str, Any], wh
 
 
 def read_model(ours: ModelConfig, theirs: Mapping[str, Any], where: str) -> ModelConfig:
-    """Model of the weights from its values, of our family; a key that they lack has its default, or our value.
-
-    Raises:
-        UserError: a value is of another type.
-    """
+    """Model of the weights from its values, of our family; a key that they lack has its default, or our value. Raises
+    UserError if a value is of another type."""
     values = current_names("model", theirs)
     if values.get("architecture") != ours.architecture:
         return dataclasses.replace(ours, architecture=str(values.get("architecture")))
@@ -138,11 +132,8 @@ class GivenWeights:
 
 
 def given_weights(where: str, path: Path, ours: ModelConfig) -> GivenWeights | None:
-    """Description beside a checkpoint, or in a Hugging Face folder; None if there is none.
-
-    Raises:
-        UserError: it cannot be read, or our family does not read it.
-    """
+    """Description beside a checkpoint, or in a Hugging Face folder; None if there is none. Raises UserError if it
+    cannot be read, or our family does not read it."""
     if huggingface_folder(str(path)) is not None:
         values, _ = language_model(config_json(path))
         if "huggingface" not in checkpoint_formats(ours):
@@ -161,11 +152,7 @@ def given_weights(where: str, path: Path, ours: ModelConfig) -> GivenWeights | N
 
 
 def from_config(where: str, values: Mapping[str, Any]) -> GivenWeights:
-    """Description in a run's configuration.
-
-    Raises:
-        UserError: it has no model.
-    """
+    """Description in a run's configuration. Raises UserError if it has no model."""
     data = values.get("data")
     data = data if isinstance(data, Mapping) else {}
     tokenizer, stores = data.get("tokenizer"), data.get("paths")

@@ -71,11 +71,8 @@ def take_options(
     others: Sequence[str] = (),
     verb: str = "",
 ) -> tuple[Options, list[str]]:
-    """Parse the arguments that are options into a dataclass; returns it and the other arguments.
-
-    `others` are flags of another parser, which are returned unparsed. The dataclass is named after its `verb`, unless
-    given.
-    """
+    """Parse the arguments that are options into a dataclass; returns it and the other arguments. `others` are flags of
+    another parser, which are returned unparsed. The dataclass is named after its `verb`, unless given."""
     from pydantic import TypeAdapter, ValidationError
 
     from titan_exp.config.errors.explain_values import from_pydantic
@@ -140,12 +137,9 @@ def take_flags(
     offered: Iterable[str] = (),
     verb: str = "",
 ) -> tuple[dict[str, str | int | bool], list[str]]:
-    """Flags with their values, and the other arguments.
-
-    `switches` take no value; `valued` flags take one, `--jobs 4` or `--jobs=4`, of type `str`, or `int` from 0. A
-    flag in both may have one after `=`. `others` belong to another parser and are returned unparsed;
-    `offered` are further flags of the verb, for suggestions.
-    """
+    """Flags with their values, and the other arguments. `switches` take no value; `valued` flags take one, `--jobs 4`
+    or `--jobs=4`, of type `str`, or `int` from 0. A flag in both may have one after `=`. `others` belong to another
+    parser and are returned unparsed; `offered` are further flags of the verb, for suggestions."""
     alone, with_value, foreign = set(switches), dict(valued or {}), set(others or ())
     found: dict[str, str | int | bool] = {}
     rest: list[str] = []

@@ -27,11 +27,9 @@ def visible(text: str) -> str:
 
 
 def safe_output(encoding: str | None = None, *, raw: bool = False) -> None:
-    """Make standard output and error safe, once: secrets become their interpolations, and control characters visible.
-
-    A question mark stands for a character that `encoding` lacks, None keeps that of the locale; other bytes of a path
-    are printed as they are. `raw` keeps control characters, for the log of a rank.
-    """
+    """Make standard output and error safe, once: secrets become their interpolations, and control characters visible. A
+    question mark stands for a character that `encoding` lacks, None keeps that of the locale; other bytes of a path are
+    printed as they are. `raw` keeps control characters, for the log of a rank."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):

@@ -174,10 +174,8 @@ _NOISE = re.compile(
 
 
 def is_composition_error(error: Exception) -> bool:
-    """True if an error was caused by overrides or YAML, not by a bug.
-
-    Hydra passes on whatever a value breaks in it: then no code of ours runs below Hydra's.
-    """
+    """True if an error was caused by overrides or YAML, not by a bug. Hydra passes on whatever a value breaks in it:
+    then no code of ours runs below Hydra's."""
     if isinstance(error, UNREADABLE):
         return True
     if isinstance(error, OSError) and error.filename is None:

@@ -52,10 +52,8 @@ class Check:
 def unknown_keys(
     values: Mapping[str, Any], fields: Mapping[str, Any], optional: Collection[str], prefix: str = ""
 ) -> Iterator[Violation]:
-    """Violations of unknown and missing keys, values in place of a group, and booleans in place of a number.
-
-    `fields` has the type of each key, `optional` the keys with a default, of the group with this prefix.
-    """
+    """Violations of unknown and missing keys, values in place of a group, and booleans in place of a number. `fields`
+    has the type of each key, `optional` the keys with a default, of the group with this prefix."""
     for name in values:
         if name not in fields and not is_default_of_missing(f"{prefix}{name}", values[name]):
             group = isinstance(values[name], Mapping)

@@ -23,11 +23,9 @@ class UserCodeError(UserError):
 
 
 def user_traceback(error: BaseException, packages: Collection[str] = ()) -> str:
-    """The user's frames of a traceback and the error, as Python prints them; empty if no frame is the user's.
-
-    Frames outside of titan_exp, the standard library and installed packages are the user's, and those of `packages`
-    (prefixes of module names), wherever these are installed.
-    """
+    """The user's frames of a traceback and the error, as Python prints them; empty if no frame is the user's. Frames
+    outside of titan_exp, the standard library and installed packages are the user's, and those of `packages` (prefixes
+    of module names), wherever these are installed."""
     frames = [text for module, file, line, text in _frames(error) if _is_user_frame(module, file, packages)]
     if isinstance(error, SyntaxError) and error.filename and _is_user_frame("", error.filename, packages):
         # The file at fault has no frame, since it was not executed.

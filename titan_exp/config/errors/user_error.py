@@ -64,11 +64,9 @@ def in_quotes(text: str) -> str:
 
 
 def nearest(word: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """Up to `count` candidates similar to a word, best first, without those much less similar than the best.
-
-    A dotted candidate is also similar if its last part is (`lr` finds `optimizer.lr`), and a longer candidate if it
-    begins with the word.
-    """
+    """Up to `count` candidates similar to a word, best first, without those much less similar than the best. A dotted
+    candidate is also similar if its last part is (`lr` finds `optimizer.lr`), and a longer candidate if it begins with
+    the word."""
     scored = [(_similarity(word.lower(), choice.lower()), choice) for choice in dict.fromkeys(candidates)]
     best = max((score for score, _ in scored), default=0.0)
     margin = 0.12 if best < 0.9 else 0.04

@@ -166,10 +166,8 @@ GLOBAL = "# @package _global_"
 
 
 def check_option_file(groups: Groups, group: str, option: str, tree: Mapping[str, Any] | None) -> Iterator[Violation]:
-    """Violation of a user's option file, or of one in its defaults list; shipped files have none.
-
-    `tree` is the configuration composed with the option, for missing keys; None leaves them out.
-    """
+    """Violation of a user's option file, or of one in its defaults list; shipped files have none. `tree` is the
+    configuration composed with the option, for missing keys; None leaves them out."""
     path = option_path(groups, group, option)
     if path is None:
         return

@@ -33,10 +33,8 @@ _lock = Lock()
 def nondefault_overrides(values: Mapping[str, Any]) -> list[str]:
     """Overrides with which `titan-exp train` composes these resolved values, as few as possible: an option of a group
     if it leaves fewer keys to set, then keys. Keys that are not in `values` may have any value, and so may keys without
-    effect, such as those of quantization without a recipe.
-
-    Values are compared and never interpolated, so that a configuration may be another user's.
-    """
+    effect, such as those of quantization without a recipe. Values are compared and never interpolated, so that a
+    configuration may be another user's."""
     wanted, defaults = flatten(values), _composed()
     plain = OmegaConf.create(_merged(_raw(defaults), _without_interpolations(values)))
     left = {group: len(list(_differing(_raw(defaults), group, wanted, plain))) for group in values}
@@ -133,11 +131,8 @@ def _pickled(options: tuple[str, ...], _: tuple[str, ...]) -> bytes:
 
 @cache
 def _options(groups: tuple[tuple[str, str | None], ...]) -> dict[str, dict[str, Any]]:
-    """Uninterpolated values of the options of groups, by group and option; `groups` has the name that each group has
-    in the configuration.
-
-    One composition of all, each in a place of its own, is as fast as one of a single option.
-    """
+    """Uninterpolated values of the options of groups, by group and option; `groups` has the name that each group has in
+    the configuration. One composition of all, each in a place of its own, is as fast as one of a single option."""
     found: dict[str, dict[str, Any]] = {group: {} for group, _ in groups}
     options = [(group, option) for group, name in groups for option in _options_named(group, name)]
     if options:

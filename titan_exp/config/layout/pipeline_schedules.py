@@ -82,14 +82,9 @@ def is_file(name: str) -> bool:
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """Read a CSV file in torch's compute-only format: a row per rank, an action per cell.
-
-    Empty (idle) cells are skipped. `(1F2;0B1)OVERLAP_F_B` is two actions, in this order.
-
-    Raises:
-        OSError: the file cannot be read.
-        MalformedSchedule: a cell is not an action.
-    """
+    """Read a CSV file in torch's compute-only format: a row per rank, an action per cell. Empty (idle) cells are
+    skipped. `(1F2;0B1)OVERLAP_F_B` is two actions, in this order. Raises OSError if the file cannot be read, and
+    MalformedSchedule if a cell is not an action."""
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.reader(file))
     return [
@@ -104,11 +99,7 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def placement_of(orders: Schedule) -> dict[int, int]:
-    """Rank of each stage.
-
-    Raises:
-        MalformedSchedule: a stage is on two ranks, or a stage number is missing.
-    """
+    """Rank of each stage. Raises MalformedSchedule if a stage is on two ranks, or a stage number is missing."""
     placement: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for action in order:
@@ -147,11 +138,8 @@ def microbatches_of(orders: Schedule) -> int:
 
 
 def check_complete(orders: Schedule) -> None:
-    """Check that every stage runs every micro-batch once forward and once backward (full or split).
-
-    Raises:
-        MalformedSchedule: an action is missing or repeated.
-    """
+    """Check that every stage runs every micro-batch once forward and once backward (full or split). Raises
+    MalformedSchedule if an action is missing or repeated."""
     seen: set[Action] = set()
     for action in (action for order in orders for action in order):
         if action in seen:
@@ -195,13 +183,8 @@ class Timeline:
 
 
 def timeline(orders: Schedule, stage_costs: Sequence[float] | None = None) -> Timeline:
-    """Simulate a schedule: an action starts when its rank is idle and its inputs exist.
-
-    `stage_costs` are the forward times of each stage, 1 by default.
-
-    Raises:
-        MalformedSchedule: deadlock.
-    """
+    """Simulate a schedule: an action starts when its rank is idle and its inputs exist. `stage_costs` are the forward
+    times of each stage, 1 by default. Raises MalformedSchedule at a deadlock."""
     last = max((action.stage for order in orders for action in order), default=0)
     end: dict[Action, float] = {}
     next_of = [0] * len(orders)
@@ -235,11 +218,9 @@ def timeline(orders: Schedule, stage_costs: Sequence[float] | None = None) -> Ti
 
 
 def pipeline_seconds(totals: Mapping[int, float], degree: int, bubble: float) -> float:
-    """Step seconds of a pipeline from the busy seconds of its ranks, and its bubble with equally slow ones.
-
-    The slowest rank idles while the others fill and drain the pipeline, so the bubble lasts as long as with the mean of
-    theirs. Ranks between the second and the last count as the second, and ranks that are not known as the slowest.
-    """
+    """Step seconds of a pipeline from the busy seconds of its ranks, and its bubble with equally slow ones. The slowest
+    rank idles while the others fill and drain the pipeline, so the bubble lasts as long as with the mean of theirs.
+    Ranks between the second and the last count as the second, and ranks that are not known as the slowest."""
     slowest = max(totals.values())
     if degree == 1:
         return slowest

@@ -259,13 +259,8 @@ def head_is_fp32(training: TrainingConfig) -> bool:
 
 def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
     """Resolve `parallelism.dp_shard=-1` to the quotient of offered devices and the other degrees, and options as in
-    `resolve_kernels`.
-
-    If the other degrees exceed the offered devices, `dp_shard` becomes 1: on CPU, degrees are numbers of processes.
-
-    Raises:
-        UserError: the other degrees do not divide the offered devices.
-    """
+    `resolve_kernels`. If the other degrees exceed the offered devices, `dp_shard` becomes 1: on CPU, degrees are
+    numbers of processes. Raises UserError if the other degrees do not divide the offered devices."""
     experiment = resolve_kernels(experiment)
     parallelism = experiment.parallelism
     if parallelism.dp_shard != -1:

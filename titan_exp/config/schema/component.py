@@ -27,11 +27,8 @@ def is_dotted(name: str) -> bool:
 
 
 def import_dotted(name: str, field: str) -> Any:
-    """Import the object named by the key `field`, e.g. `package.module.Name` or `package.module.Class.method`.
-
-    Raises:
-        UserError: the object does not exist, or its module fails to import.
-    """
+    """Import the object named by the key `field`, e.g. `package.module.Name` or `package.module.Class.method`. Raises
+    UserError if the object does not exist, or its module fails to import."""
     violation = find_dotted(name, field)
     if violation is not None:
         raise UserError("Cannot find this import path.", [violation])
@@ -58,11 +55,8 @@ def import_module(module: str, name: str, field: str) -> ModuleType:
 
 
 def find_dotted(name: str, field: str) -> Violation | None:
-    """Check an import path without importing; returns its violation, or None.
-
-    The name is looked up in the module's source; modules with star imports, `__getattr__` or compiled code may have any
-    name.
-    """
+    """Check an import path without importing; returns its violation, or None. The name is looked up in the module's
+    source; modules with star imports, `__getattr__` or compiled code may have any name."""
     search_current_directory()
     if not all(part.isidentifier() for part in name.split(".")):
         return Violation(field, name, "this is not an import path", "write package.module.Name")
@@ -204,11 +198,8 @@ class Call:
 
 
 def import_callable(name: str, key: str, call: Call) -> Any:
-    """Import the class or function that a key of the configuration names, and bind the call.
-
-    Raises:
-        UserError: it cannot be imported, or takes other arguments.
-    """
+    """Import the class or function that a key of the configuration names, and bind the call. Raises UserError if it
+    cannot be imported, or takes other arguments."""
     found = import_dotted(name, key)
     if not callable(found):
         reason, remedy = "this is neither a class nor a function", "name one that its module defines"
@@ -342,12 +333,8 @@ KINDS = {
 
 
 def component(group: str, name: str) -> ModuleType:
-    """Import a component: built-in or of an extension by short name, user-defined by import path.
-
-    Raises:
-        UserError: the name is unknown, the module fails to import, lacks a public name, or a function of it takes
-            other arguments.
-    """
+    """Import a component: built-in or of an extension by short name, user-defined by import path. Raises UserError if
+    the name is unknown, the module fails to import, lacks a public name, or a function of it takes other arguments."""
     kind = KINDS[group]
     name, key = kind.aliases.get(name, name), f"{group}.{kind.key}"
     found = builtin_components(group).get(name)
@@ -374,11 +361,8 @@ def component(group: str, name: str) -> ModuleType:
 
 
 def component_config(group: str, name: str) -> Any:
-    """`Config` of a component. Where a file of ours imports it, the file is not imported: it may import torch.
-
-    Raises:
-        UserError: as `component` does.
-    """
+    """`Config` of a component. Where a file of ours imports it, the file is not imported: it may import torch. Raises
+    UserError as `component` does."""
     found = builtin_components(group).get(KINDS[group].aliases.get(name, name), "")
     if not found.startswith("titan_exp."):
         return component(group, name).Config
@@ -444,11 +428,8 @@ def builtin_components(group: str) -> dict[str, str]:
 
 
 def config_class(group: str, values: object) -> Any:
-    """Dataclass of a config group with these values.
-
-    Raises:
-        UserError: the key that selects the component is not text, or names none.
-    """
+    """Dataclass of a config group with these values. Raises UserError if the key that selects the component is not
+    text, or names none."""
     base = get_type_hints(Experiment)[group]
     if group not in KINDS or not isinstance(values, Mapping):
         return base

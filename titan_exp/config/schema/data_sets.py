@@ -35,10 +35,7 @@ def asked(source: str, name: str) -> Any:
 
 def source_arguments(options: Any, config: DataConfig) -> tuple[Any, ...]:
     """Arguments of a source and of its `open_files`: the group `data`, and its options if it has a dataclass of them.
-
-    Raises:
-        UserError: an option does not fit, or the environment lacks a secret.
-    """
+    Raises UserError if an option does not fit, or the environment lacks a secret."""
     config = revealed(config, "data")
     return (config,) if options is None else (config, typed_options(options, config.options, "data.options"))
 
@@ -72,20 +69,14 @@ lack for stores whose copy of the tokenizer cannot be read."""
 
 
 def validation_sets(experiment: Experiment) -> dict[str, Experiment]:
-    """Experiment of each set by name: the run's, with the set's data and sequence length.
-
-    Raises:
-        UserError: a key of a set is unknown, or has a wrong value.
-    """
+    """Experiment of each set by name: the run's, with the set's data and sequence length. Raises UserError if a key of
+    a set is unknown, or has a wrong value."""
     return {name: _of_set(experiment, name, found) for name, found in experiment.evaluation.sets.items()}
 
 
 def validation_metrics(experiment: Experiment) -> list[str] | None:
-    """Names of the validation metrics that a run logs; None if only its source knows them.
-
-    Raises:
-        UserError: a set cannot be read.
-    """
+    """Names of the validation metrics that a run logs; None if only its source knows them. Raises UserError if a set
+    cannot be read."""
     sets = validation_sets(experiment)
     if not {described(one.data.source).holds for one in (experiment, *sets.values())} <= {*HOLD_TEXT}:
         return None

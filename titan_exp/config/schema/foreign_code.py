@@ -266,10 +266,8 @@ def require_trust(
     trust: Trust = False,
     imports: Collection[str] = IMPORT_PATH_KEYS,
 ) -> None:
-    """Raise Untrusted if a configuration that this user did not launch names code.
-
-    `text` is the content of the file at `path`, `config` its values, and `imports` the keys whose code is imported.
-    """
+    """Raise Untrusted if a configuration that this user did not launch names code. `text` is the content of the file at
+    `path`, `config` its values, and `imports` the keys whose code is imported."""
     known = () if isinstance(trust, bool) else trust
     names = {key: name for key, name in import_paths_in(config, imports).items() if name not in known}
     if trust is True or not names or is_own(text, path.with_name(SIGNATURE_FILE)):

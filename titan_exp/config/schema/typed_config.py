@@ -62,11 +62,8 @@ def with_gaps(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def to_experiment(cfg: DictConfig) -> Experiment:
-    """Convert a composed configuration to an `Experiment`.
-
-    Raises:
-        UserError: with a violation for every unknown, missing or invalid key.
-    """
+    """Convert a composed configuration to an `Experiment`. Raises UserError with a violation for every unknown, missing
+    or invalid key."""
     return Experiment(**_build_composed(cfg, list(hints(Experiment))))
 
 
@@ -136,12 +133,9 @@ def _with_fields(kind: Any, names: tuple[str, ...]) -> Any:
 
 
 def load_experiment(path: str | Path, trust: Trust = False) -> Experiment:
-    """Read a resolved `config.yaml` written by `to_yaml`, whose interpolations are literal text.
-
-    Raises:
-        UserError: the file cannot be read, or is not an experiment.
-        Untrusted: this user did not launch the run, and it names code without `trust`.
-    """
+    """Read a resolved `config.yaml` written by `to_yaml`, whose interpolations are literal text. Raises UserError if
+    the file cannot be read, or is not an experiment, and Untrusted if this user did not launch the run, and it names
+    code without `trust`."""
     values, text = _read(Path(path))
     require_trust(Path(path), text, values, trust)
     return _build(values, [], f"Cannot read the configuration in {path}.")
@@ -160,12 +154,8 @@ def group_of(values: Mapping[str, Any], group: str, path: Path) -> Any:
 
 
 def read_values(path: str | Path, imports: Collection[str] = (), trust: Trust = False) -> dict[str, Any]:
-    """Values of a `config.yaml`, not validated, so that older versions can be read.
-
-    Raises:
-        UserError: the file cannot be read.
-        Untrusted: this user did not launch the run, and a key of `imports` names code without `trust`.
-    """
+    """Values of a `config.yaml`, not validated, so that older versions can be read. Raises UserError if the file cannot
+    be read, and Untrusted if this user did not launch the run, and a key of `imports` names code without `trust`."""
     values, text = _read(Path(path))
     require_trust(Path(path), text, values, trust, imports)
     if wrong := [name for name in hints(Experiment) if not isinstance(values.get(name, {}), dict)]:
@@ -200,10 +190,7 @@ def _say(sentence: str) -> None:
 
 def validated(kind: Any, values: Mapping[str, Any], where: str) -> Any:
     """Instance of a dataclass of a group from values that somebody else wrote, in the file or checkpoint `where`.
-
-    Raises:
-        UserError: a value has another type, or is out of bounds, or is missing.
-    """
+    Raises UserError if a value has another type, or is out of bounds, or is missing."""
     from pydantic import ValidationError
 
     try:
@@ -378,11 +365,8 @@ Options = TypeVar("Options")
 
 
 def typed_options(kind: type[Options], values: Mapping[str, Any], key: str) -> Options:
-    """Dataclass `kind` with these values, which are at `key` of the configuration.
-
-    Raises:
-        UserError: a name or a value does not fit.
-    """
+    """Dataclass `kind` with these values, which are at `key` of the configuration. Raises UserError if a name or a
+    value does not fit."""
     found, options = typed_values(kind, values, key)
     if found:
         raise UserError("Cannot read these options.", found)

@@ -39,11 +39,8 @@ class Point:
 
 
 def values_of(override: Override) -> list[str]:
-    """Expand an override, which may be a sweep, to overrides `key=value`.
-
-    Raises:
-        UserError: the override is an interval, with infinitely many values.
-    """
+    """Expand an override, which may be a sweep, to overrides `key=value`. Raises UserError if the override is an
+    interval, with infinitely many values."""
     key = override.get_key_element()
     if not override.is_sweep_override():
         return [override.input_line or ""]
@@ -90,11 +87,8 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
     An override of an axis' key replaces its values, of which those of the study keep its spelling; one of a `list`
     axis' name keeps the named choices; several values of another key add an axis. A value for a range of a search fixes
     its key.
-
-    Raises:
-        UserError: an override would separate values that the study sets together, names no choice of a list, or gives
-            a search another axis.
-    """
+    Raises UserError if an override would separate values that the study sets together, names no choice of a list, or
+    gives a search another axis."""
     fixed: list[str] = []
     require_swept_once(typed)
     for change in typed:
@@ -151,14 +145,9 @@ def _named(axis: Axis, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def study_points(study: Study, size: str, fixed: Sequence[str] = (), proposed: Sequence[Choice] = ()) -> list[Point]:
-    """Points of a study, including excluded ones; the seed varies fastest, then the last axis.
-
-    The size may be empty; `fixed` overrides take precedence over the study's. `proposed` are the points of a search so
-    far.
-
-    Raises:
-        UserError: no point is left, or two points have the same label.
-    """
+    """Points of a study, including excluded ones; the seed varies fastest, then the last axis. The size may be empty;
+    `fixed` overrides take precedence over the study's. `proposed` are the points of a search so far. Raises UserError
+    if no point is left, or two points have the same label."""
     base = [text_override(NAME, folder_name(study, size)), *study.held_fixed, *study.sizes.get(size, ())]
     combinations: list[tuple[tuple[Choice, ...], dict[str, str]]] = [((), dict(map(split_override, [*base, *fixed])))]
     axes = study.axes
@@ -230,11 +219,7 @@ def _restricted(values: _Values, keys: Set[str]) -> _Values:
 
 
 def baseline_of(study: Study, points: Sequence[Point]) -> str | None:
-    """Baseline variant of a study; None without one.
-
-    Raises:
-        UserError: the baseline matches no point, or several.
-    """
+    """Baseline variant of a study; None without one. Raises UserError if the baseline matches no point, or several."""
     baseline = study.baseline
     if baseline is None:
         return None

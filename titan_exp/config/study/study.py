@@ -372,10 +372,8 @@ class Halving:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Test of a study's two points by pairs of runs with equal seeds, registered before the first run.
-
-    The error rate is the chance of a wrong `better` or `worse`, over all looks.
-    """
+    """Test of a study's two points by pairs of runs with equal seeds, registered before the first run. The error rate
+    is the chance of a wrong `better` or `worse`, over all looks."""
 
     looks: Annotated[tuple[Whole, ...], Read(_looks), Check(_are_looks)] = (3, 5, 8)
     """Numbers of pairs after which the study may end; `anytime` looks after every pair from the third on, by

@@ -54,11 +54,7 @@ def find_study(name: str) -> Path:
 
 
 def read_study(path: Path) -> Study:
-    """Read a study's file.
-
-    Raises:
-        UserError: with a violation for every mistake in it.
-    """
+    """Read a study's file. Raises UserError with a violation for every mistake in it."""
     content = read_yaml(path, "a study", StudyLoader)
     if not content:
         raise UserError(f"{path} is empty. A study has {listed([one.name for one in fields(StudyFile)], 'and')}.")

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def multiples_near(value: int, of: int) -> list[int]:
     return [number for number in (below, below + of) if number > 0]
 
 
+@lru_cache(maxsize=4096)
 def _similarity(word: str, choice: str) -> float:
     """Similarity from 0 to 1."""
     group, _, leaf = word.rpartition(".")

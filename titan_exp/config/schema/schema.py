@@ -4,12 +4,12 @@ import ast
 import dataclasses
 import inspect
 import re
-import textwrap
 import types
 import typing
 from collections.abc import Collection
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_exp.config.errors.user_error import UserError
@@ -106,10 +106,16 @@ def texts(kind: Any) -> dict[str, KeyText]:
     return found
 
 
+@cache
+def _class_bodies(file: str) -> dict[str, list[ast.stmt]]:
+    """Statements of the classes in a file by name, of which one at the top level counts first."""
+    nodes = [node for node in ast.walk(ast.parse(Path(file).read_bytes())) if isinstance(node, ast.ClassDef)]
+    return {node.name: node.body for node in reversed(nodes)}
+
+
 def _own_texts(kind: Any) -> dict[str, KeyText]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]  # a class
     found = {}
-    for before, after in pairwise(body):
+    for before, after in pairwise(_class_bodies(inspect.getfile(kind))[kind.__name__]):
         if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
             match after:
                 case ast.Expr(value=ast.Constant(value=str(text))):

@@ -115,7 +115,7 @@ def _readable_group(name: str, values: object, wrong: Collection[str]) -> Any:
         kind = config_class(name, values)
         own = [one.name for one in dataclasses.fields(kind)]
         left = tuple(one for one in own if not any(f"{key}.".startswith(f"{name}.{one}.") for key in wrong))
-        part = _with_fields(kind, left)
+        part = kind if len(left) == len(own) else _with_fields(kind, left)
         return with_gaps(kind, vars(getattr(_reader(name, part).model_validate({name: values}), name)))
     except (UserError, ValidationError):
         return with_gaps(kind, {})

@@ -44,20 +44,14 @@ def parse_options(kind: type[Options], argv: Sequence[str], *, positional: Seque
     options, rest = take_options(kind, argv, positional=positional)
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
     if rest:
-        known = f"the options are {listed(names, 'and')}"
-        bare = " ".join(word for word in rest if "=" not in word)
-        pairs = [word.partition("=") for word in rest if "=" in word]
-        found = [
-            Violation(
-                key, value, lacking(f"{_verb(kind)} {key}") or "unknown option", did_you_mean(key, names) or known
-            )
-            for key, _, value in pairs
-        ]
-        if bare:
-            remedy = (
-                did_you_mean(bare, names) or f"write an option as name=value, in quotes if it contains spaces: {known}"
-            )
-            remedy = f"to continue this text, write prompt='{bare}'" if "prompt" in names else remedy
+        known, found = f"the options are {listed(names, 'and')}", list[Violation]()
+        for key, _, value in (word.partition("=") for word in rest if "=" in word):
+            reason = lacking(f"{_verb(kind)} {key}") or "unknown option"
+            found.append(Violation(key, value, reason, did_you_mean(key, names) or known))
+        if bare := " ".join(word for word in rest if "=" not in word):
+            spelling = f"write an option as name=value, in quotes if it contains spaces: {known}"
+            remedy = f"to continue this text, write prompt='{bare}'" if "prompt" in names else spelling
+            remedy = remedy if "prompt" in names else did_you_mean(bare, names) or remedy
             found.append(Violation(bare, "", "no option has this name", remedy))
         raise _refused(found)
     return options
@@ -99,11 +93,10 @@ def take_options(
     try:
         return TypeAdapter(kind).validate_python(values), rest
     except ValidationError as error:
-        violations = []
-        for detail in error.errors(include_url=False):
-            field = str(detail["loc"][0])
-            violations.append(from_pydantic(detail, field, fields[field], docstrings(kind).get(field, "")))
-        raise _refused(violations) from error
+        details = [(str(detail["loc"][0]), detail) for detail in error.errors(include_url=False)]
+        meanings = docstrings(kind)
+        found = [from_pydantic(detail, name, fields[name], meanings.get(name, "")) for name, detail in details]
+        raise _refused(found) from error
 
 
 def require_alone(name: str, value: str, argv: Sequence[str]) -> None:
@@ -154,7 +147,9 @@ def take_flags(
                 if not queue:
                     raise UserError(f"{name} needs a value after it. See titan-exp {verb} --help.")
                 value = queue.pop(0)
-            found[name] = _read(name, value, with_value[name])
+            if with_value[name] is int and not value.isdigit():
+                raise UserError(f"{name} {value}: must be a whole number, such as {name} 2.")
+            found[name] = with_value[name](value)
         elif word.startswith("-") and word != "-" and name not in foreign:
             after = queue[0] if queue and not equals and "=" not in queue[0] and not queue[0].startswith("-") else ""
             raise UserError(_unknown(word, after, [*alone, *with_value, *offered], foreign, verb))
@@ -201,17 +196,7 @@ def _keys_like(typed: str, flags: Sequence[str], *, exactly: bool = False) -> st
         same = [name for name in value_keys() if name.rpartition(".")[2] == key] or other_names(key)
         found = same if exactly or same or not value else nearest(key, value_keys(), 2)
         return listed([f"{name}={value or '...'}" for name in found]) if found else ""
-    if exactly:
-        return ""
-    return f"{key}={value or '...'}" if "." in key else ""
-
-
-def _read(name: str, value: str, kind: type) -> str | int:
-    if kind is str:
-        return value
-    if not value.isdigit():
-        raise UserError(f"{name} {value}: must be a whole number, such as {name} 2.")
-    return int(value)
+    return f"{key}={value or '...'}" if "." in key and not exactly else ""
 
 
 SWITCHES = ("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m")

@@ -70,9 +70,8 @@ def unknown_keys(
                 yield Violation(field, "", reason, f"give it {'an option' if group else 'a value'}: {field}=...")
         elif dataclasses.is_dataclass(annotation):
             if isinstance(values[name], Mapping):
-                yield from unknown_keys(
-                    values[name], schema.hints(annotation), schema.optional_fields(annotation), f"{field}."
-                )
+                inner, optional_inner = schema.hints(annotation), schema.optional_fields(annotation)
+                yield from unknown_keys(values[name], inner, optional_inner, f"{field}.")
             else:
                 remedy = f"set a key in it: {field}.{next(iter(schema.hints(annotation)))}=..."
                 yield Violation(field, values[name], "this is a group of keys, not a value", remedy)

@@ -51,12 +51,11 @@ def _nearest_option(
     group: str, left: int, options: Mapping[str, Any], wanted: Mapping[str, Any], plain: DictConfig
 ) -> str | None:
     """Option of a group that leaves the fewest keys to set; None for the default, which leaves `left`."""
-    best, found = (left, left), None
+    words: dict[str | None, tuple[int, int]] = {None: (left, left)}
     for name, option in options.items():
-        left = len(list(_differing({group: option}, group, wanted, plain)))
-        if (1 + left, left) < best:
-            best, found = (1 + left, left), name
-    return found
+        keys = len(list(_differing({group: option}, group, wanted, plain)))
+        words[name] = (1 + keys, keys)
+    return min(words, key=words.__getitem__)
 
 
 def _differing(
@@ -236,14 +235,12 @@ class OptionValues:
 
     def __call__(self, overrides: Sequence[str]) -> list[str]:
         """Overrides with the values of their options."""
-        return [word for override in overrides for word in self._of(override)]
-
-    def _of(self, override: str) -> list[str]:
-        if override.partition("=")[0] not in self.groups:
-            return [override]
-        if override not in self._found:
-            self._found[override] = list(self._values(override))
-        return self._found[override]
+        found = []
+        for override in overrides:
+            if override.partition("=")[0] in self.groups and override not in self._found:
+                self._found[override] = list(self._values(override))
+            found += self._found.get(override, [override])
+        return found
 
     def _values(self, override: str) -> Iterator[str]:
         group = override.partition("=")[0]

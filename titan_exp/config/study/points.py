@@ -177,7 +177,11 @@ def study_points(study: Study, size: str, fixed: Sequence[str] = (), proposed: S
             overrides = last_wins([*base, *varied, *seeded, *fixed])
             label = variant if seed is None else f"{variant} seed={seed}"
             found.append(Point(overrides, label, variant, seed, facts, reason))
-    _require_different(study, found)
+    label, count = Counter(point.label for point in found).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{study.path}: two points have the label {label!r}. Give their axes different names.")
+    if all(point.excluded for point in found):
+        raise UserError(f"{study.path}: the study excludes all of its {len(found)} points.")
     return found
 
 
@@ -248,12 +252,9 @@ def _shortened(choice: Choice, leaves: Mapping[str, int]) -> str:
     """Label of a choice; keys omit their groups if no other axis has a key of that name."""
     if choice.label != " ".join(choice.overrides):
         return choice.label
-    parts = []
-    for text in choice.overrides:
-        key, _, value = text.partition("=")
-        leaf = key.rpartition(".")[2]
-        parts.append(f"{leaf if leaves[leaf] == 1 else key}={value}")
-    return " ".join(parts)
+    pairs = [text.partition("=") for text in choice.overrides]
+    short = {key: leaf for key, _, _ in pairs if leaves[leaf := key.rpartition(".")[2]] == 1}
+    return " ".join(f"{short.get(key, key)}={value}" for key, _, value in pairs)
 
 
 def last_wins(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -277,11 +278,3 @@ def _require_set_once(study: Study, varied: Sequence[str]) -> None:
             remedy = "Put its values into one axis, or let the axes exclude each other with when and unless."
             raise UserError(f"{study.path}: two axes set {key} in one point: {texts[key]} and {text}. {remedy}")
         texts[key] = text
-
-
-def _require_different(study: Study, points: Sequence[Point]) -> None:
-    label, count = Counter(point.label for point in points).most_common(1)[0]
-    if count > 1:
-        raise UserError(f"{study.path}: two points have the label {label!r}. Give their axes different names.")
-    if all(point.excluded for point in points):
-        raise UserError(f"{study.path}: the study excludes all of its {len(points)} points.")

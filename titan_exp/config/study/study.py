@@ -55,10 +55,8 @@ def _baseline(value: Any) -> Any:
 def _exclusion(entry: Any) -> Any:
     if not isinstance(entry, dict):
         return entry
-    return {
-        "conditions": {key: value for key, value in entry.items() if key != "reason"},
-        "reason": entry.get("reason"),
-    }
+    conditions = {key: value for key, value in entry.items() if key != "reason"}
+    return {"conditions": conditions, "reason": entry.get("reason")}
 
 
 def _seeds(value: Any) -> Sequence[int]:
@@ -83,9 +81,8 @@ def _rise(rungs: Sequence[Fraction]) -> None:
     if len(rungs) < 2 or rungs[0] <= 0:
         raise Unfit("must be at least two steps above 0, in their order", remedy)
     if any(later <= earlier for earlier, later in pairwise(rungs)):
-        raise Unfit(
-            "each rung must be larger than the one before", f"write rungs: [{', '.join(map(str, sorted(set(rungs))))}]"
-        )
+        ordered = ", ".join(map(str, sorted(set(rungs))))
+        raise Unfit("each rung must be larger than the one before", f"write rungs: [{ordered}]")
     if rungs[-1] != 1 and any(rung.denominator != 1 for rung in rungs):
         raise Unfit("must be whole steps, or fractions of training.steps of which the last is 1", remedy)
 

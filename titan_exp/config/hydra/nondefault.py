@@ -22,7 +22,7 @@ from titan_exp.config.groups.experiment import Experiment, ModelConfig
 from titan_exp.config.hydra.compose import compose, config_folder, default_overrides
 from titan_exp.config.schema.component import KINDS, builtin_components, component_config
 from titan_exp.config.schema.identity_keys import flatten, idle_keys, is_among, same_value
-from titan_exp.config.schema.schema import hints
+from titan_exp.config.schema.schema import defaults, hints
 
 _PLAIN = re.compile(r"[\w/+.%@?*|-][\w/+.%@?*|:-]*", re.ASCII)
 _NAME = re.compile(r"^(?:name|source): (\S+)$", re.MULTILINE)
@@ -105,14 +105,9 @@ def _declared(group: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     name = wanted.get(f"{group}.{KINDS[group].key}") if group in KINDS else None
     if group in KINDS and name in builtin_components(group):
         kind = component_config(group, str(name))
-    found = {}
-    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if default is not dataclasses.MISSING:
-            found[field.name] = default
-            if dataclasses.is_dataclass(default) and not isinstance(default, type):
-                found[field.name] = dataclasses.asdict(default)
-    return found
+    found = defaults(kind) if dataclasses.is_dataclass(kind) else {}
+    groups = {name: dataclasses.asdict(one) for name, one in found.items() if dataclasses.is_dataclass(one)}  # type: ignore[arg-type]
+    return found | groups
 
 
 def _composed(*options: str) -> DictConfig:

@@ -29,10 +29,8 @@ class Uncomputed:
 
     violation: Violation
     """Violation to report."""
-    sources: tuple[str, ...] = ()
-    """Keys read by its interpolation; their violations are the cause."""
     cause: Violation | None = None
-    """Violation of such a key, to report instead."""
+    """Violation of a key that its interpolation reads, to report instead."""
 
 
 def resolve(cfg: DictConfig) -> tuple[dict[str, Any], list[Uncomputed]]:
@@ -92,9 +90,9 @@ def _failure(node: Any, key: Any, field: str, error: Exception) -> Uncomputed:
     while unreadable is not None and not isinstance(unreadable, UnreadableSourceError):
         unreadable = unreadable.__context__
     if unreadable is None:
-        return Uncomputed(violation, sources)
+        return Uncomputed(violation)
     value = OmegaConf.to_container(node, resolve=False)[sources[0].rpartition(".")[2]]  # type: ignore[index, call-overload]
-    return Uncomputed(violation, sources, Violation(sources[0], value, str(unreadable), unreadable.remedy))
+    return Uncomputed(violation, Violation(sources[0], value, str(unreadable), unreadable.remedy))
 
 
 def _sources(text: str, group: str) -> Iterator[str]:

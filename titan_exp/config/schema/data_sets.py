@@ -1,8 +1,8 @@
 """Data sets of a run: sources with their typed options, and the group `data` and metrics of each validation set."""
 
-import dataclasses
-import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -99,13 +99,11 @@ def validation_documents(experiment: Experiment, metric: str) -> tuple[str, dict
         store, split = _splits(data).get(part, (None, None))
         chosen = {} if store is None else {"paths": str(store.path), "validation_split": split}
     found = {key: getattr(data, key) for key in DOCUMENTS} | chosen
-    return group, found if kind == BITS else found | {"tokenizer": _content(data.tokenizer)}
-
-
-def _content(tokenizer: str) -> str:
-    """Digest of a tokenizer's file, of which each store has a copy; else its name."""
-    path = tokenizer_file(tokenizer)
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else tokenizer
+    if kind != BITS:
+        # Digest of the tokenizer's file, of which each store has a copy; else its name.
+        file = tokenizer_file(data.tokenizer)
+        found["tokenizer"] = sha256(file.read_bytes()).hexdigest() if file.is_file() else data.tokenizer
+    return group, found
 
 
 def mixed_stores(data: DataConfig) -> dict[str, str]:
@@ -121,13 +119,12 @@ def _splits(data: DataConfig) -> dict[str, tuple[Manifest, str]]:
 
 
 def _of_set(experiment: Experiment, name: str, found: ValidationSetConfig) -> Experiment:
-    training = experiment.training
-    length = training.seq_len if found.seq_len is None else found.seq_len
-    return dataclasses.replace(
+    length = experiment.training.seq_len if found.seq_len is None else found.seq_len
+    return replace(
         experiment,
         data=_data(experiment, f"evaluation.sets.{name}", found.data),
-        training=dataclasses.replace(training, seq_len=length),
-        evaluation=dataclasses.replace(experiment.evaluation, sets={}),
+        training=replace(experiment.training, seq_len=length),
+        evaluation=replace(experiment.evaluation, sets={}),
     )
 
 
@@ -145,7 +142,7 @@ def _data(experiment: Experiment, key: str, own: Mapping[str, Any]) -> DataConfi
     try:
         return group_of({"data": {**values, **WHOLE, **own}}, "data", Path(key))
     except UserError as error:
-        moved = [dataclasses.replace(one, field=f"{key}.{one.field}") for one in error.violations]
+        moved = [replace(one, field=f"{key}.{one.field}") for one in error.violations]
         raise _refusal(*moved) from error
 
 

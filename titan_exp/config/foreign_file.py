@@ -7,7 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -55,9 +55,8 @@ def read_file(path: Path) -> bytes:
         except OSError as error:
             raise UserError(f"Cannot read {path}: {(error.strerror or str(error)).lower()}.") from error
     if len(content) > FILE_BYTES:
-        raise UserError(
-            f"{path} is larger than {FILE_BYTES // 2**20} MiB, so it cannot be what its name says. Move it away."
-        )
+        size = f"{FILE_BYTES // 2**20} MiB"
+        raise UserError(f"{path} is larger than {size}, so it cannot be what its name says. Move it away.")
     return content
 
 
@@ -72,9 +71,8 @@ def read_lines(path: Path) -> Iterator[bytes]:
     with open_file(path) as file, gzip.open(file) if path.suffix == ".gz" else file as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LINE_BYTES), b""), 1):
             if len(line) == LINE_BYTES:
-                raise UserError(
-                    f"{path}, line {number}: this line is longer than {LINE_BYTES // 2**20} MiB. Remove it."
-                )
+                size = f"{LINE_BYTES // 2**20} MiB"
+                raise UserError(f"{path}, line {number}: this line is longer than {size}. Remove it.")
             yield line.removesuffix(b"\n")
 
 
@@ -94,7 +92,11 @@ def of_kind(kind: type[Kind] | Any, value: Any) -> Any:
         return value
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
-        return _first_of(arguments, value)
+        for one in arguments:
+            with suppress(ValueError):
+                return of_kind(one, value)
+        names = ", ".join(getattr(one, "__name__", str(one)) for one in arguments)
+        raise ValueError(f"{str(value)[:40]} is none of {names}")
     if origin is Literal:
         fits = value in arguments
     elif origin in (int, float):
@@ -112,17 +114,6 @@ def of_kind(kind: type[Kind] | Any, value: Any) -> Any:
     if not fits:
         raise ValueError(f"{str(value)[:40]} is not {getattr(kind, '__name__', kind)}")
     return value
-
-
-def _first_of(kinds: tuple[Any, ...], value: Any) -> Any:
-    for kind in kinds:
-        try:
-            return of_kind(kind, value)
-        except ValueError:
-            continue
-    raise ValueError(
-        f"{str(value)[:40]} is none of {', '.join(getattr(kind, '__name__', str(kind)) for kind in kinds)}"
-    )
 
 
 def _record(kind: Any, value: Any) -> Any:
@@ -330,11 +321,8 @@ def read_yaml(path: Path, holds: str, loader: Any = StrictLoader, *, content: by
     except OSError as error:
         raise UserError(f"Cannot read {path}: {(error.strerror or str(error)).lower()}.") from error
     except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{path}, line {line}: this is not UTF-8 text (byte 0x{error.object[error.start]:02x}). Save the "
-            "file as UTF-8."
-        ) from error
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, f"byte 0x{error.object[error.start]:02x}"
+        raise UserError(f"{path}, line {line}: this is not UTF-8 text ({byte}). Save the file as UTF-8.") from error
     except BoundsError as error:
         raise UserError(f"{path}: {error}.") from error
     except yaml.YAMLError as error:
@@ -351,17 +339,13 @@ def _explain(path: Path, error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
     context = getattr(error, "context", None)
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
     # libyaml and PyYAML word the same problem differently.
-    if "\\t" in problem or "tab" in problem or _has_tab(path, mark):
+    if "\\t" in problem or "tab" in problem or "\t" in line[: len(line) - len(line.lstrip())]:
         problem, context = "there is a tab, and YAML takes only spaces to indent", None
     where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else str(path)
     return f"{where}: this is not YAML: {problem}{f' {context}' if context else ''}."
-
-
-def _has_tab(path: Path, mark: Any) -> bool:
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
-    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
-    return "\t" in line[: len(line) - len(line.lstrip())]
 
 
 class NotedKeys(dict[str, Any]):

@@ -105,10 +105,8 @@ def compiler_exists(compile: CompileConfig, device: str) -> Iterator[Violation]:
     """The compile backend exists in torch, and the C++ compiler that it needs on CPU is installed."""
     backend, known, on_cpu = compile.backend, foreign_code.COMPILE_BACKENDS, compile.enabled and device == "cpu"
     if backend not in known:
-        reason, remedy = (
-            "torch.compile has no such backend",
-            did_you_mean(backend, known) or f"use one of {listed(known)}",
-        )
+        reason = "torch.compile has no such backend"
+        remedy = did_you_mean(backend, known) or f"use one of {listed(known)}"
     elif on_cpu and backend == "cudagraphs":
         reason = "CUDA graphs need a GPU, and this run trains on the CPU"
         remedy = "use compile.backend=inductor or aot_eager"

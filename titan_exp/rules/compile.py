@@ -115,13 +115,12 @@ def one_rank_captures(parallelism: ParallelismConfig, layout: ResolvedLayout) ->
     if layout.world_size > 1:
         used = {key: degree for key in DEGREES if (degree := getattr(parallelism, key)) > 1}
         ranks = f"{layout.world_size} ranks ({', '.join(f'{key}={degree}' for key, degree in used.items())})"
-        reason = (
-            f"the layout has {ranks}. They gather sharded weights at another address in every pass, and we have not "
-            "tested captured collectives"
+        why = (
+            "They gather sharded weights at another address in every pass, and we have not tested captured collectives"
         )
         within = [key for key in ("ep", "etp") if getattr(parallelism, key) > 1]
         one = " ".join(f"parallelism.{key}=1" for key in [*used, *within])
-        yield Violation(_FIELD, True, reason, f"use {_OFF}, or one rank: {one}")
+        yield Violation(_FIELD, True, f"the layout has {ranks}. {why}", f"use {_OFF}, or one rank: {one}")
 
 
 def experts_stay_on_the_device(
@@ -143,10 +142,8 @@ def experts_stay_on_the_device(
             )
             remedy = f"give experts dims that are multiples of {ALIGNED}"
         elif quantization.recipe in RECIPES[1:] and quantization.quantizes(name, *shape, layers=len(spec.blocks)):
-            reason = (
-                f"we do not know what the grouped matmul of {name} does on the host in {quantization.recipe}, which a "
-                "CUDA graph would not replay"
-            )
+            unknown = f"what the grouped matmul of {name} does on the host in {quantization.recipe}"
+            reason = f"we do not know {unknown}, which a CUDA graph would not replay"
             remedy = "quantization.filter=['*.experts.*']"
         else:
             continue

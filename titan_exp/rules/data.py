@@ -199,11 +199,8 @@ def files_are_divided(data: DataConfig, evaluation: EvaluationConfig) -> Iterato
                 needed.remove(held_out)
             if not needed:
                 return
-        hashes = [
-            data_files.unit_hash(key)
-            for path, key in data_files.distinct_files(corpus_entries(data)).items()
-            if is_text(path)
-        ]
+        files = data_files.distinct_files(corpus_entries(data))
+        hashes = [data_files.unit_hash(key) for path, key in files.items() if is_text(path)]
         if len(hashes) == 1 and evaluates:
             reason = "your one file is one document, and a run cannot both train and evaluate on the same document"
             remedy = "use data.document=paragraph (or line) to cut it into documents, or evaluation.every=0"
@@ -327,10 +324,9 @@ def _store_command(data: DataConfig, entries: tuple[str, ...]) -> str:
     names = re.findall(r"(?<![^/])[\w-]+(?=[\w.-]*(?:/|$))", str(Path(entries[0]).expanduser().absolute()))
     store = f"stores/{names[-1] if names else 'text'}"
     words = [f"data={data.source}", *(f"{key}={value}" for key, value in given.items()), f"out={store}"]
-    return (
-        f"run titan-exp tokenize {shlex.join(words)}, then train with data=tokens data.paths='[{store}]' instead of "
-        f"{listed([f'data={data.source}', *given], 'and')}"
-    )
+    before = listed([f"data={data.source}", *given], "and")
+    command = f"run titan-exp tokenize {shlex.join(words)}"
+    return f"{command}, then train with data=tokens data.paths='[{store}]' instead of {before}"
 
 
 LARGE_TEXT_LAUNCH_RULES = rules(large_text_is_tokenized_first)

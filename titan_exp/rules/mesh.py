@@ -264,10 +264,8 @@ def heads_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Vi
     heads, kv_heads = indivisible[0]
     in_layers = "" if len(of_a_rank) == 1 else " of some layers"
     with_tp = f" (those of one rank of parallelism.tp={tp})" if tp > 1 else ""
-    reason = (
-        f"ulysses divides heads among {degree} ranks, and {heads} query heads with {kv_heads} key and value heads"
-        f"{in_layers}{with_tp} do not divide evenly"
-    )
+    of_layers = f"{heads} query heads with {kv_heads} key and value heads{in_layers}{with_tp}"
+    reason = f"ulysses divides heads among {degree} ranks, and {of_layers} do not divide evenly"
     if parallelism.cp_method == "ulysses":
         field, more = "parallelism.cp", ", or use parallelism.cp_method=ring or allgather, which divide no heads"
     else:

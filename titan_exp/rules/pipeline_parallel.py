@@ -214,10 +214,8 @@ def saved_outputs_last(
         reason = f"{parallelism.pp_schedule} goes backward through a block twice, and after the first time the saved "
         reason += "outputs of operators are gone"
         graphs = f"use {compiled_blocks(compile)}, whose graphs keep them"
-        remedy = (
-            f"{graphs}, or activation_checkpoint=full, every_n or none, or parallelism.pp_schedule={WHOLE_BACKWARD}"
-        )
-        yield Violation("activation_checkpoint.mode", "selective", reason, remedy)
+        others = f"activation_checkpoint=full, every_n or none, or parallelism.pp_schedule={WHOLE_BACKWARD}"
+        yield Violation("activation_checkpoint.mode", "selective", reason, f"{graphs}, or {others}")
 
 
 PIPELINE_RULES = (

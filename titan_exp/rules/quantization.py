@@ -201,10 +201,8 @@ def fused_adamw_is_supported(
     if not isinstance(optimizer, AdamWConfig) or optimizer.implementation != "triton":
         return
     if optimizer.name != "adamw":
-        reason, remedy = (
-            f"this is a kernel for AdamW, and optimizer.name is {optimizer.name}",
-            ", or optimizer.name=adamw",
-        )
+        reason = f"this is a kernel for AdamW, and optimizer.name is {optimizer.name}"
+        remedy = ", or optimizer.name=adamw"
     elif (missing := _missing_triton(device)) is not None:
         reason, remedy = missing
     elif parallelism.cpu_offload:

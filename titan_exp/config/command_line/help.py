@@ -57,11 +57,8 @@ def train_help(arguments: Arguments) -> str:
         # Hydra lists choices in reverse order of composition.
         choices = dict(reversed(groups.compose(overrides).hydra.runtime.choices.items()))
         options = {name: groups.options(name) for name in groups.inside()}
-    chosen = {
-        name: [f"*{option}" if option == choice else option for option in options[name]]
-        for name, choice in choices.items()
-        if name in options
-    }
+    known = [(name, choice) for name, choice in choices.items() if name in options]
+    chosen = {name: [f"*{one}" if one == choice else one for one in options[name]] for name, choice in known}
     overlays = {name: found for name, found in options.items() if found and name not in chosen and name != "local"}
     return TEXT.format(chosen=_table(chosen), overlays=_table(overlays))
 
@@ -69,10 +66,8 @@ def train_help(arguments: Arguments) -> str:
 def _table(rows: Mapping[str, Sequence[str]]) -> str:
     width = max(60, min(shutil.get_terminal_size().columns, 110))
     margin = max(map(len, rows), default=0) + 4
-    wrapper = textwrap.TextWrapper(
-        width, subsequent_indent=" " * margin, break_long_words=False, break_on_hyphens=False
-    )
-    lines = []
+    wrapper, lines = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False), []
+    wrapper.subsequent_indent = " " * margin
     for name, options in rows.items():
         wrapper.initial_indent = f"  {name}".ljust(margin)
         lines.append(wrapper.fill("  ".join(options)))

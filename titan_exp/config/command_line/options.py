@@ -244,9 +244,8 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         raise UserError("--experimental-rerun: to repeat a run, type titan-exp train --config-path runs/NAME/ID.")
     pairs = zip(argv, [*argv[1:], ""], strict=False)
     complete = [f"{word}=all" if word in ("--info", "-i") and after not in TOPICS else word for word, after in pairs]
-    found, overrides = take_flags(
-        complete, SWITCHES, dict.fromkeys(VALUED, str), offered=(*SWEEP_SWITCHES, "--jobs"), verb="train"
-    )
+    offered = (*SWEEP_SWITCHES, "--jobs")
+    found, overrides = take_flags(complete, SWITCHES, dict.fromkeys(VALUED, str), offered=offered, verb="train")
     flags: list[str] = []
     for name, value in found.items():
         known = VIEWS if name in ("--cfg", "-c") else TOPICS if name in ("--info", "-i") else ()

@@ -28,7 +28,7 @@ from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.foreign_file import read_yaml
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import primary_file
-from titan_exp.config.hydra.config_groups import Groups, groups_for, option_path
+from titan_exp.config.hydra.config_groups import groups_for, option_path
 from titan_exp.config.schema.schema import annotation_of, hints, is_number, keys, meaning_of, optional_fields
 
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
@@ -262,7 +262,12 @@ def _at_fault(error: Exception, arguments: Arguments) -> Iterator[Violation]:
     with suppress(*UNREADABLE, OSError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with groups_for(arguments) as groups:
-            alone = {text: failure for text in arguments.overrides if (failure := _failure(groups, text)) is not None}
+            for text in arguments.overrides:
+                try:
+                    if not OverridesParser.create().parse_override(text).is_sweep_override():
+                        groups.compose([text])
+                except Exception as failure:
+                    alone[text] = failure
             for text in alone:
                 group, _, option = text.lstrip("+").partition("=")
                 if option_path(groups, group, option) is not None:
@@ -278,15 +283,6 @@ def _at_fault(error: Exception, arguments: Arguments) -> Iterator[Violation]:
             remedy, meaning = f"add a new name with a plus: +{key}='{value}'", ""
         path, remedy = files.get(text, ("", about(key.lstrip("+~"), meaning) if meaning else remedy))
         yield Violation(key, value, f"{path}{_reason(failure)}", remedy)
-
-
-def _failure(groups: Groups, text: str) -> Exception | None:
-    try:
-        if not OverridesParser.create().parse_override(text).is_sweep_override():
-            groups.compose([text])
-    except Exception as error:
-        return error
-    return None
 
 
 def _reason(error: Exception) -> str:

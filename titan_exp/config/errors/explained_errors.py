@@ -101,17 +101,15 @@ _NOT_THE_USERS = (
 """Folders of titan_exp and of the standard library."""
 
 
+_NOT_YOURS = "See with ls -ld who may use it, or set paths.runs, or the path, to a folder of your own"
 REMEDIES = {
     errno.ENAMETOOLONG: "Use a shorter name",
-    errno.EACCES: "See with ls -ld who may use it, or set paths.runs, or the path, to a folder of your own",
-    errno.EPERM: "See with ls -ld who may use it, or set paths.runs, or the path, to a folder of your own",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), _NOT_YOURS),
     errno.EROFS: "Set paths.runs, or the path, to a folder that you can write to",
-    errno.ENOSPC: "Free some space, or set paths.runs to a folder on another disk",
-    errno.EDQUOT: "Free some space, or set paths.runs to a folder on another disk",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space, or set paths.runs to a folder on another disk"),
     errno.ELOOP: "Its symbolic links lead in a circle, so remove one of them",
     errno.EMFILE: "Raise the limit of open files with ulimit -n 4096",
-    errno.EIO: "Its disk has failed or does not answer, so try again or use another",
-    errno.ESTALE: "Its disk has failed or does not answer, so try again or use another",
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "Its disk has failed or does not answer, so try again or use another"),
 }
 """Remedies by errno, for errors that no line of code can cause on its own."""
 SHOWN = 80

@@ -62,8 +62,13 @@ def _differing(
     raw: Mapping[str, Any], group: str, wanted: Mapping[str, Any], plain: DictConfig
 ) -> Iterator[tuple[str, Any]]:
     """Keys of a group, `+` before new ones, whose composed values are not the wanted ones."""
-    composed = flatten(raw.get(group) or {}, f"{group}.")
-    declared = flatten(_declared(group, wanted), f"{group}.")
+    composed, kind = flatten(raw.get(group) or {}, f"{group}."), hints(Experiment).get(group)
+    name = wanted.get(f"{group}.{KINDS[group].key}") if group in KINDS else None
+    if group in KINDS and name in builtin_components(group):  # a component of the user's has those of the base class
+        kind = component_config(group, str(name))
+    own = defaults(kind) if dataclasses.is_dataclass(kind) else {}
+    groups = {key: dataclasses.asdict(one) for key, one in own.items() if dataclasses.is_dataclass(one)}  # type: ignore[arg-type]
+    declared = flatten(own | groups, f"{group}.")
     inactive = idle_keys({**declared, **wanted})
     computed, mappings = [key for key, value in composed.items() if _interpolates(value)], dict[str, None]()
     for key, value in wanted.items():
@@ -97,17 +102,6 @@ def _value(raw: Any, key: str, plain: DictConfig) -> Any:
     finally:
         node[name] = before
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
-def _declared(group: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of a group's dataclass; of the base class for a component of the user's."""
-    kind = hints(Experiment).get(group)
-    name = wanted.get(f"{group}.{KINDS[group].key}") if group in KINDS else None
-    if group in KINDS and name in builtin_components(group):
-        kind = component_config(group, str(name))
-    found = defaults(kind) if dataclasses.is_dataclass(kind) else {}
-    groups = {name: dataclasses.asdict(one) for name, one in found.items() if dataclasses.is_dataclass(one)}  # type: ignore[arg-type]
-    return found | groups
 
 
 def _composed(*options: str) -> DictConfig:

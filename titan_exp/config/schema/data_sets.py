@@ -13,7 +13,6 @@ from titan_exp.config.extension import provided, shipped_options
 from titan_exp.config.foreign_file import read_yaml
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.groups.training import ValidationSetConfig
 from titan_exp.config.schema.foreign_code import described, sources
 from titan_exp.config.schema.typed_config import group_of, to_dict, typed_options
 from titan_exp.config.secrets import revealed
@@ -71,7 +70,14 @@ lack for stores whose copy of the tokenizer cannot be read."""
 def validation_sets(experiment: Experiment) -> dict[str, Experiment]:
     """Experiment of each set by name: the run's, with the set's data and sequence length. Raises UserError if a key of
     a set is unknown, or has a wrong value."""
-    return {name: _of_set(experiment, name, found) for name, found in experiment.evaluation.sets.items()}
+    sets = {}
+    for name, found in experiment.evaluation.sets.items():
+        data = _data(experiment, f"evaluation.sets.{name}", found.data)
+        length = experiment.training.seq_len if found.seq_len is None else found.seq_len
+        training = replace(experiment.training, seq_len=length)
+        evaluation = replace(experiment.evaluation, sets={})
+        sets[name] = replace(experiment, data=data, training=training, evaluation=evaluation)
+    return sets
 
 
 def validation_metrics(experiment: Experiment) -> list[str] | None:
@@ -116,16 +122,6 @@ def _splits(data: DataConfig) -> dict[str, tuple[Manifest, str]]:
     """Splits that a set on stores reads, if they are several, by name: it reads all documents."""
     found = store_splits(data.paths, all_documents=True) if described(data.source).holds == "tokens" else {}
     return found if len(found) > 1 else {}
-
-
-def _of_set(experiment: Experiment, name: str, found: ValidationSetConfig) -> Experiment:
-    length = experiment.training.seq_len if found.seq_len is None else found.seq_len
-    return replace(
-        experiment,
-        data=_data(experiment, f"evaluation.sets.{name}", found.data),
-        training=replace(experiment.training, seq_len=length),
-        evaluation=replace(experiment.evaluation, sets={}),
-    )
 
 
 def _data(experiment: Experiment, key: str, own: Mapping[str, Any]) -> DataConfig:

@@ -232,12 +232,10 @@ def _build_groups(
     unchosen = {name: violation for name in classes if (violation := _unchosen(name, classes[name], known.get(name)))}
     for violation in unchosen.values():
         add(violation)
-    others = [
-        *(failure.violation for failure in uncomputed),
-        *unknown_keys(known, classes, optional_fields(Experiment)),
-    ]
-    for violation in (one for one in others if one.field.partition(".")[0] not in unchosen):
-        add(violation)
+    others = [*unknown_keys(known, classes, optional_fields(Experiment))]
+    for violation in (*(failure.violation for failure in uncomputed), *others):
+        if violation.field.partition(".")[0] not in unchosen:
+            add(violation)
     built: dict[str, Any] = {}
     for name, kind in classes.items():
         try:

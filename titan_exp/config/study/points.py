@@ -46,10 +46,8 @@ def values_of(override: Override) -> list[str]:
         return [override.input_line or ""]
     if override.is_discrete_sweep():
         return [f"{key}={value}" for value in override.sweep_string_iterator()]
-    raise UserError(
-        f"{override.input_line}: an interval has infinitely many values, and this sweep tries all values. "
-        f"List them: {key}=1,2,3 or {key}=range(1,4)."
-    )
+    reason = "an interval has infinitely many values, and this sweep tries all values"
+    raise UserError(f"{override.input_line}: {reason}. List them: {key}=1,2,3 or {key}=range(1,4).")
 
 
 def require_swept_once(typed: Sequence[Override]) -> None:
@@ -102,7 +100,11 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
             fixed += texts
         elif axis is not None and (key == axis.name or axis.set_keys == (key,)):
             if axis.list:
-                chosen = {"list": _named(axis, values)}
+                for name in values:
+                    if name not in axis.list:
+                        offer = did_you_mean(name, axis.list) or f"it has {listed(axis.list, 'and')}"
+                        raise UserError(f"{axis.name}={name}: this axis has no such choice ({offer})")
+                chosen = {"list": {name: axis.list[name] for name in values}}
             else:
                 (own,) = (axis.grid or axis.zip).values()
                 known = {spelled(value): value for value in own}
@@ -129,19 +131,9 @@ def _fixed_range(study: Study, change: Override, key: str) -> Study:
     left = {other: one for other, one in study.search.ranges.items() if other != key}
     if change.is_sweep_override() or not left:
         reason = "this leaves the search no range" if not left else "a search draws the values of its keys itself"
-        raise UserError(
-            f"{change.input_line}: {reason}. Give one value to fix a key, give several seeds (experiment.seed=0,1), or "
-            "write a study with axes."
-        )
+        remedy = "Give one value to fix a key, give several seeds (experiment.seed=0,1), or write a study with axes."
+        raise UserError(f"{change.input_line}: {reason}. {remedy}")
     return replace(study, search=replace(study.search, ranges=left))
-
-
-def _named(axis: Axis, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    for name in names:
-        if name not in axis.list:
-            offer = did_you_mean(name, axis.list) or f"it has {listed(axis.list, 'and')}"
-            raise UserError(f"{axis.name}={name}: this axis has no such choice ({offer})")
-    return {name: axis.list[name] for name in names}
 
 
 def study_points(study: Study, size: str, fixed: Sequence[str] = (), proposed: Sequence[Choice] = ()) -> list[Point]:

@@ -156,12 +156,9 @@ def _metrics(study: StudyFile) -> list[Violation]:
     used = {"search": study.search if by_optuna else None, "halving": study.halving, "pairs": study.pairs}
     used["ladder"] = study.ladder
     named = {key: block.metric for key, block in used.items() if block is not None and block.metric is not None}
+    unknown = [(key, metric) for key, metric in named.items() if study.better(metric) is None]
     reason = "titan_exp does not know whether less or more of this metric is better"
-    return [
-        Violation(f"{key}.metric", metric, reason, f"write metrics: {{{metric}: max}}")
-        for key, metric in named.items()
-        if study.better(metric) is None
-    ]
+    return [Violation(f"{key}.metric", one, reason, f"write metrics: {{{one}: max}}") for key, one in unknown]
 
 
 def _conditions(study: StudyFile) -> list[Violation]:

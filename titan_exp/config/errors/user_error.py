@@ -106,7 +106,6 @@ def multiples_near(value: int, of: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _similarity(word: str, choice: str) -> float:
-    """Similarity from 0 to 1."""
     group, _, leaf = word.rpartition(".")
     choice_group, _, choice_leaf = choice.rpartition(".")
     score = SequenceMatcher(None, word, choice).ratio()

@@ -144,7 +144,8 @@ def defaults(kind: Any) -> dict[str, Any]:
 @cache
 def optional_fields(kind: Any) -> frozenset[str]:
     """Fields of a dataclass with a default."""
-    return frozenset(defaults(kind))
+    given = ((one.name, one.default, one.default_factory) for one in dataclasses.fields(kind))
+    return frozenset(name for name, *made in given if any(one is not dataclasses.MISSING for one in made))
 
 
 def own_keys(group: str, values: object) -> Collection[str]:

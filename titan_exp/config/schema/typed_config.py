@@ -168,7 +168,6 @@ def _current(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _say(sentence: str) -> None:
-    """Print a sentence once."""
     print(sentence, file=sys.stderr)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -1087,6 +1088,7 @@ def test_check_returns_what_it_was_given():
 def test_refusals_name_existing_keys_and_values():
     """Format strings of the table are filled in only where a rule is violated."""
     values = Values(resolve_layout(experiment(*BASE), 1))
+    values["found"] = MagicMock()
     for refusal in [rule.check for rule in (*always_rules(), *layout_rules()) if isinstance(rule.check, Refuse)]:
         assert annotation_of(refusal.field) is not None, refusal
         assert "{" not in refusal.reason.format_map(values) + refusal.remedy.format_map(values), refusal

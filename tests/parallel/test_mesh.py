@@ -25,7 +25,7 @@ def test_axes_are_those_of_the_table_and_fsdp_folds_its_own():
 
 
 def test_a_row_of_the_table_is_an_axis_of_both_meshes(monkeypatch: pytest.MonkeyPatch):
-    row = Axis("ep", "ep", lambda parallelism: 1, "experts", "all-to-all of tokens")
+    row = Axis("ep", "experts", "all-to-all of tokens", "ep", lambda parallelism: 1)
     monkeypatch.setattr(module, "AXES", (*AXES[:-1], row, AXES[-1]))
     with joined_process_group(CPU):
         mesh = build_mesh(PARALLELISM, CPU)

@@ -34,14 +34,9 @@ def saved_state(path_text: str) -> Path | None:
     if (path / METADATA_FILE).is_file() and not path.name.endswith(".partial"):
         return path
     for folder in (path / "checkpoints", path):
-        if folder.is_dir():
-            found = [
-                entry
-                for entry in folder.iterdir()
-                if COMPLETE_NAME.fullmatch(entry.name) and (entry / METADATA_FILE).is_file()
-            ]
-            if found:
-                return max(found, key=lambda entry: int(entry.name.removeprefix("step-")))
+        entries = [entry for entry in folder.iterdir() if (entry / METADATA_FILE).is_file()] if folder.is_dir() else []
+        if found := {step: entry for entry in entries if (step := step_of(entry)) is not None}:
+            return found[max(found)]
     return None
 
 
@@ -95,13 +90,10 @@ def parse_index(content: bytes | str, name: str) -> dict[str, str]:
 
 
 def missing_part(path: Path) -> str | None:
-    """Missing part of a checkpoint or a Hugging Face folder, by names and sizes; None if it is complete.
-
-    Reads no tensors.
-    """
+    """Missing part of a checkpoint or a Hugging Face folder, by names and sizes; None if it is complete. Reads no
+    tensors."""
     try:
-        expected = _checkpoint_sizes(path) if (path / METADATA_FILE).is_file() else _folder_sizes(path)
-        for name, size in expected:
+        for name, size in _expected_sizes(path):
             try:
                 found = (path / name).stat().st_size
             except OSError as error:
@@ -120,13 +112,12 @@ def intact_before(checkpoint: Path) -> Path | None:
     return next((path for path in others if (path / METADATA_FILE).is_file() and missing_part(path) is None), None)
 
 
-def _checkpoint_sizes(path: Path) -> Iterator[tuple[str, int]]:
-    if (path / CHECKSUMS_FILE).is_file():
-        files = parse_checksums(read_file(path / CHECKSUMS_FILE))
-        yield from ((name, entry.size) for name, entry in files.items())
-
-
-def _folder_sizes(path: Path) -> Iterator[tuple[str, int]]:
+def _expected_sizes(path: Path) -> Iterator[tuple[str, int]]:
+    if (path / METADATA_FILE).is_file():
+        if (path / CHECKSUMS_FILE).is_file():
+            files = parse_checksums(read_file(path / CHECKSUMS_FILE))
+            yield from ((name, entry.size) for name, entry in files.items())
+        return
     index = path / INDEX
     listed = parse_index(read_file(index), INDEX).values() if index.is_file() else ()
     for name in sorted({*listed} or {file.name for file in path.glob("*.safetensors")}):
@@ -171,10 +162,8 @@ def joined(url: str, *names: str) -> str:
 
 
 def problem_of_url(url: str) -> tuple[str, str] | None:
-    """Reason why a URL cannot be used, and a remedy; None if it can. Uses no network and imports no package.
-
-    The texts do not repeat the URL, which may contain a credential.
-    """
+    """Reason why a URL cannot be used, and a remedy; None if it can. Uses no network and imports no package. The texts
+    do not repeat the URL, which may contain a credential."""
     if "::" in url:
         return "titan_exp does not support chains of protocols (a::b)", "use the URL of the store itself"
     match = _URL.match(url)
@@ -182,11 +171,9 @@ def problem_of_url(url: str) -> tuple[str, str] | None:
         return "this is not a URL", "write it as in s3://bucket/prefix, gs://bucket/prefix or file:///mnt/share/prefix"
     user, at, _ = match["rest"].partition("/")[0].rpartition("@")
     if (at and ":" in user) or "?" in url or "#" in url:
-        return (
-            "titan_exp writes the URL into the run folder, and user:password@ or ?key=… in it may be a credential",
-            "leave that part out, and give credentials in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, "
-            "GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, …)",
-        )
+        reason = "titan_exp writes the URL into the run folder, and user:password@ or ?key=… in it may be a credential"
+        variables = "AWS_ACCESS_KEY_ID, AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, …"
+        return reason, f"leave that part out, and give credentials in the environment ({variables})"
     return _problem_of_protocol(match["protocol"])
 
 
@@ -199,26 +186,17 @@ def _problem_of_protocol(protocol: str) -> tuple[str, str] | None:
         return None
     known = known_implementations.get(protocol)
     if known is None:
-        return (
-            f"fsspec knows no protocol {protocol}://",
-            f"use one of {', '.join(sorted(_usual(known_implementations)))}",
-        )
+        usual = [name for name in ("abfs", "file", "gs", "hf", "s3", "sftp", "smb") if name in known_implementations]
+        return f"fsspec knows no protocol {protocol}://", f"use one of {', '.join(usual)}"
     module = str(known["class"]).partition(".")[0]
     if importlib.util.find_spec(module) is None:
         return f"this protocol needs the package {module}", f"type pip install {_PIP.get(module, module)}"
     return None
 
 
-def _usual(known: dict[str, dict[str, str]]) -> list[str]:
-    return [name for name in ("abfs", "file", "gs", "hf", "s3", "sftp", "smb") if name in known]
-
-
 def normalize_parent(typed: str, runs: Path) -> tuple[str, int | None]:
-    """Parent run, and the step if one of its checkpoints is named.
-
-    The run is NAME/ID if it is in the folder of runs, else its absolute path or its URL. A path that does not exist
-    stays as it is.
-    """
+    """Parent run, and the step if one of its checkpoints is named. The run is NAME/ID if it is in the folder of runs,
+    else its absolute path or its URL. A path that does not exist stays as it is."""
     if is_url(typed) or not Path(typed).expanduser().exists():
         return typed, None
     path, step = Path(os.path.abspath(Path(typed).expanduser())), None

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from itertools import chain
-from math import ceil
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -91,11 +90,8 @@ class StoreManifest(ABC):
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
-        """Read the manifest of the store in `folder`.
-
-        Raises:
-            UserError: there is none, or it is damaged or of another kind or version.
-        """
+        """Read the manifest of the store in `folder`. Raises UserError if there is none, or it is damaged or of another
+        kind or version."""
         path, verb = Path(folder).expanduser(), f"titan-exp {cls.verb}"
 
         def refusal(reason: str, remedy: str) -> UserError:
@@ -108,14 +104,12 @@ class StoreManifest(ABC):
             if not (path / MANIFEST).exists() and (path / UNFINISHED).is_dir():
                 raise refusal("this store is not complete yet", f"finish it: run the same {verb} command again")
             if not (path / MANIFEST).exists():
-                raise refusal(
-                    f"this folder has no {MANIFEST}, so it is not a {cls.store}", f"give a folder that {verb} wrote"
-                )
+                reason = f"this folder has no {MANIFEST}, so it is not a {cls.store}"
+                raise refusal(reason, f"give a folder that {verb} wrote")
             values = read_object(path / MANIFEST)
         except OSError as error:  # a folder on the way is closed
-            raise refusal(
-                f"titan_exp cannot read its {MANIFEST}: {error}", "ask for the permission to read it"
-            ) from error
+            reason = f"titan_exp cannot read its {MANIFEST}: {error}"
+            raise refusal(reason, "ask for the permission to read it") from error
         except UserError as error:
             if error.violations:
                 raise
@@ -278,11 +272,8 @@ def tokenizer_path(config: DataConfig) -> str:
 
 
 def tokenizer_words(path: str) -> dict[str, int]:
-    """Words of a tokenizer with their ids, from `bytes` or the path of its files.
-
-    Raises:
-        UserError: there is no such file, or it is no tokenizer.json.
-    """
+    """Words of a tokenizer with their ids, from `bytes` or the path of its files. Raises UserError if there is no such
+    file, or it is no tokenizer.json."""
     if path == "bytes":
         return byte_words()
     file = tokenizer_file(path)
@@ -311,12 +302,9 @@ def byte_words() -> dict[str, int]:
 
 def unlimited_split(data: DataConfig) -> Violation:
     """Violation of a validation split held out of a stream without a limit."""
-    return Violation(
-        "data.validation_documents",
-        data.validation_documents,
-        "to hold documents out of a stream, the run would have to read all of it",
-        "use data.validation_documents=1024 to evaluate the first 1024, or evaluation.every=0",
-    )
+    reason = "to hold documents out of a stream, the run would have to read all of it"
+    remedy = "use data.validation_documents=1024 to evaluate the first 1024, or evaluation.every=0"
+    return Violation("data.validation_documents", data.validation_documents, reason, remedy)
 
 
 LARGEST_TEXT = 2**30
@@ -346,11 +334,15 @@ def matching_files(entry: str) -> Iterator[tuple[str, Path]]:
     """Pairs of key and path; keys are relative to the entry's fixed part, so that moving a corpus keeps its keys."""
     path = Path(entry).expanduser()
     if path.is_dir():
-        yield from _walk(path, path)
+        for parent, subfolders, names in os.walk(path):
+            subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
+            for file in (Path(parent, name) for name in names if not name.startswith(".")):
+                if file.is_file():
+                    yield file.relative_to(path).as_posix(), file
     elif path.is_file():
         yield path.name, path
     else:
-        fixed = Path(*_fixed_parts(path.parts))
+        fixed = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
         for match in map(Path, glob.glob(str(path), recursive=True)):
             if match.is_file():
                 yield match.relative_to(fixed).as_posix(), match
@@ -398,41 +390,21 @@ def none_held_out(fraction: float, count: int, smallest: float, split_further: s
     """Violation of a fraction that holds out none of `count` documents, of which `smallest` is the least hash."""
     remedy = "evaluation.every=0 to train without evaluation"
     if count > 1:
-        enough = ceil((smallest + 1e-9) * 1000) / 1000
+        enough = math.ceil((smallest + 1e-9) * 1000) / 1000
         remedy = f"data.validation_fraction={enough:g} to hold out at least one, or {remedy}"
     return _cannot_split(fraction, f"this fraction holds out none of the {count} documents", remedy, split_further)
 
 
 def none_to_train_on(fraction: float, count: int, split_further: str | None) -> Violation:
     """Violation of a fraction that holds out all of `count` documents."""
-    return _cannot_split(
-        fraction,
-        f"this fraction leaves none of the {count} documents to train on",
-        "a smaller fraction",
-        split_further,
-    )
+    reason = f"this fraction leaves none of the {count} documents to train on"
+    return _cannot_split(fraction, reason, "a smaller fraction", split_further)
 
 
 def _cannot_split(fraction: float, reason: str, remedy: str, split_further: str | None) -> Violation:
     if split_further is not None:
         remedy = f"{split_further} to cut the same text into more documents, or {remedy}"
     return Violation("data.validation_fraction", fraction, reason, f"use {remedy}")
-
-
-def _walk(folder: Path, root: Path) -> Iterator[tuple[str, Path]]:
-    for parent, subfolders, names in os.walk(folder):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
-        for name in names:
-            path = Path(parent, name)
-            if not name.startswith(".") and path.is_file():
-                yield path.relative_to(root).as_posix(), path
-
-
-def _fixed_parts(parts: Sequence[str]) -> Iterator[str]:
-    for part in parts:
-        if glob.has_magic(part):
-            return
-        yield part
 
 
 def user_folder(variable: str, default: str) -> Path:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -21,13 +22,10 @@ from titan_exp.config.groups.run import ClusterConfig
 
 DEVICES = Path("/dev")
 """Folder of device files."""
-
 DRIVER = Path("/proc/driver/nvidia/gpus")
 """Folder of the driver's list of GPUs."""
-
 CONTROL_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 """Folder of control groups, and the file with this process's groups: `0::/path` in version 2 (cgroups(7))."""
-
 VMSTAT = Path("/proc/vmstat")
 """Linux's memory counters."""
 
@@ -35,16 +33,14 @@ VMSTAT = Path("/proc/vmstat")
 def visible_gpus() -> int:
     """Number of NVIDIA GPUs visible to a process with the current `CUDA_VISIBLE_DEVICES`."""
     present = present_gpus()
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if mask is None:
+    if (mask := os.environ.get("CUDA_VISIBLE_DEVICES")) is None or not present:
         return present
-    count = 0
-    for entry in (part.strip() for part in mask.split(",")):
-        # CUDA stops at the first invalid entry; non-numeric entries are UUIDs of GPUs or MIG slices.
-        if not entry or (re.fullmatch(r"-?\d+", entry) and not 0 <= int(entry) < present):
-            break
-        count += 1
-    return count if present else 0
+
+    def is_valid(entry: str) -> bool:
+        """True for the index of a GPU, and for what is no number: the UUID of a GPU or MIG slice."""
+        return bool(entry) and (not re.fullmatch(r"-?\d+", entry) or 0 <= int(entry) < present)
+
+    return len([*takewhile(is_valid, map(str.strip, mask.split(",")))])  # as CUDA stops at the first invalid entry
 
 
 @cache
@@ -127,9 +123,7 @@ def count_oom_kills() -> int:
 
 def usable_cores() -> int:
     """Number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def present_gpus() -> int:
@@ -145,7 +139,6 @@ def present_gpus() -> int:
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 """File that a loaded NVIDIA driver shows."""
-
 ON_PURPOSE = "use cluster.device=cpu to train on the CPU on purpose"
 """Override that asks for the CPU where a GPU was found."""
 
@@ -243,9 +236,12 @@ def unusable_cuda() -> tuple[str, str] | None:
 
 def cuda_facts() -> CudaFacts:
     """Facts of this machine. Asks the driver only if there is a trace of one."""
-    version, built_for = torch_build()
-    found = _traces()
-    driver = _ask_driver() if found is not None and built_for is not None else None
+    (version, built_for), found, driver = torch_build(), _traces(), None
+    if found is not None and built_for is not None:
+        with suppress(OSError, subprocess.SubprocessError, ValueError, TypeError):
+            command = [sys.executable, "-c", _PROBE]
+            asked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+            driver = DriverAnswer(**json.loads(asked.stdout))
     return CudaFacts(found, visible_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"), version, built_for, driver)
 
 
@@ -259,19 +255,11 @@ def torch_build() -> tuple[str, str | None]:
 
 
 def _traces() -> str | None:
-    if gpus := present_gpus():
-        return f"{gpus} NVIDIA GPU{'s' * (gpus > 1)}"
-    if DRIVER_VERSION.exists():
+    gpus = present_gpus()
+    if not gpus and DRIVER_VERSION.exists():
         return "an NVIDIA driver"
-    listed = sum(line.startswith("GPU ") for line in command_lines("nvidia-smi", "-L"))
-    return f"{listed} NVIDIA GPU{'s' * (listed > 1)}" if listed else None
-
-
-def _ask_driver() -> DriverAnswer | None:
-    with suppress(OSError, subprocess.SubprocessError, ValueError, TypeError):
-        asked = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=60, check=True)
-        return DriverAnswer(**json.loads(asked.stdout))
-    return None
+    gpus = gpus or sum(line.startswith("GPU ") for line in command_lines("nvidia-smi", "-L"))
+    return f"{gpus} NVIDIA GPU{'s' * (gpus > 1)}" if gpus else None
 
 
 def device_type(cluster: ClusterConfig) -> Literal["cpu", "cuda"]:
@@ -282,10 +270,8 @@ def device_type(cluster: ClusterConfig) -> Literal["cpu", "cuda"]:
 
 
 def has_triton() -> bool:
-    """True if Triton is installed where runs on GPUs take place: elsewhere, if this torch has no CUDA.
-
-    Torch for CUDA brings it.
-    """
+    """True if Triton is installed where runs on GPUs take place: elsewhere, if this torch has no CUDA. Torch for CUDA
+    brings it."""
     return importlib.util.find_spec("triton") is not None or torch_build()[1] is None
 
 
@@ -344,11 +330,9 @@ M_MMAP_THRESHOLD = -3
 
 def return_freed_memory(smallest: int) -> None:
     """Give memory of `smallest` bytes and more back to the system when it is freed; without effect beside glibc.
-
-    Otherwise glibc raises the size to that of the largest freed block, up to 32 MiB. Mapped memory costs page faults:
-    a CPU trains as fast from 4 MiB on, and a quarter slower from 1 MiB on (llama_laptop, 12 steps on two cores: 12 s of
-    user time each, 1.3 and 4.3 s of system time).
-    """
+    Otherwise glibc raises the size to that of the largest freed block, up to 32 MiB. Mapped memory costs page faults: a
+    CPU trains as fast from 4 MiB on, and a quarter slower from 1 MiB on (llama_laptop, 12 steps on two cores: 12 s of
+    user time each, 1.3 and 4.3 s of system time)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and VARIABLE not in os.environ:
         mallopt(M_MMAP_THRESHOLD, smallest)

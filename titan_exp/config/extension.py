@@ -25,19 +25,14 @@ from titan_exp.config.errors.user_error import UserError, listed, shown
 Group = TypeVar("Group")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-
 CONF_DIR = next(folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir())
 """Folder of the groups' YAML: inside an installed package, next to the package in a checkout."""
-
 CONFIG_NAME = "config"
 """Name of the YAML file with the defaults list."""
-
-FOLDER = Path(__file__).resolve().parents[1] / "extensions"
+FOLDER = _PACKAGE / "extensions"
 """Folder of the extensions of this repository."""
-
 ENTRY_POINTS = "titan_exp.extensions"
 """Group of the entry points of other packages; a value is the module with `EXTENSION`."""
-
 PROVIDED = Path(__file__).with_name("provided.json")
 """Words that extensions of this repository provide, by extension; `make golden` writes it."""
 
@@ -126,11 +121,8 @@ class Extension:
 
 @cache
 def extensions() -> dict[str, Extension]:
-    """Installed extensions by name, those of this repository first.
-
-    Raises:
-        UserError: two provide the same, or a description cannot be imported.
-    """
+    """Installed extensions by name, those of this repository first. Raises UserError if two provide the same, or a
+    description cannot be imported."""
     modules = [f"{ENTRY_POINTS}.{path.parent.name}.extension" for path in sorted(FOLDER.glob("*/extension.py"))]
     modules += sorted({*_installed()} - {*modules})
     found: dict[str, Extension] = {}
@@ -197,9 +189,10 @@ def extended(group: str = "", what: str = "groups") -> Callable[[type[Group]], t
                 assert name not in own or issubclass(own[name], mixin), f"{name} takes keys of its own only"
         if not mixins and not added:
             return kind
-        members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        members = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+        bases = (*mixins, kind)
         return dataclasses.make_dataclass(
-            kind.__name__, added, bases=(*mixins, kind), namespace=members, frozen=True, kw_only=True
+            kind.__name__, added, bases=bases, namespace=members, frozen=True, kw_only=True
         )
 
     return extend
@@ -294,10 +287,9 @@ def provided_words(extension: Extension) -> Iterator[str]:
 def lacking(word: str) -> str:
     """Reason for which a word, or a key, is unknown: the extension that provides it is not installed. Empty for other
     words."""
-    missing = [
-        name for name, words in _provided().items() if word in {*words, *(one.partition("=")[0] for one in words)}
-    ]
-    missing = [name for name in missing if name not in extensions()]
+    absent = {name: words for name, words in _provided().items() if name not in extensions()}
+    keys = {name: {one.partition("=")[0] for one in words} for name, words in absent.items()}
+    missing = [name for name, words in absent.items() if word in words or word in keys[name]]
     return f"it comes with the extension {listed(missing)}, which you have not installed" if missing else ""
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -33,12 +33,8 @@ _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading without waiting for a writer.
-
-    Raises:
-        FileNotFoundError: there is none.
-        UserError: it is not a file, or cannot be opened.
-    """
+    """Open a file for reading without waiting for a writer. Raises FileNotFoundError if there is none, and UserError if
+    it is not a file, or cannot be opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -59,9 +55,8 @@ def read_file(path: Path) -> bytes:
         except OSError as error:
             raise UserError(f"Cannot read {path}: {(error.strerror or str(error)).lower()}.") from error
     if len(content) > FILE_BYTES:
-        raise UserError(
-            f"{path} is larger than {FILE_BYTES // 2**20} MiB, so it cannot be what its name says. Move it away."
-        )
+        size = f"{FILE_BYTES // 2**20} MiB"
+        raise UserError(f"{path} is larger than {size}, so it cannot be what its name says. Move it away.")
     return content
 
 
@@ -76,9 +71,8 @@ def read_lines(path: Path) -> Iterator[bytes]:
     with open_file(path) as file, gzip.open(file) if path.suffix == ".gz" else file as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LINE_BYTES), b""), 1):
             if len(line) == LINE_BYTES:
-                raise UserError(
-                    f"{path}, line {number}: this line is longer than {LINE_BYTES // 2**20} MiB. Remove it."
-                )
+                size = f"{LINE_BYTES // 2**20} MiB"
+                raise UserError(f"{path}, line {number}: this line is longer than {size}. Remove it.")
             yield line.removesuffix(b"\n")
 
 
@@ -92,16 +86,17 @@ def parse_json(text: bytes | str, kind: type[Kind] | Any = Any) -> Any:
 
 def of_kind(kind: type[Kind] | Any, value: Any) -> Any:
     """JSON value as a type: a dataclass, a TypedDict, a tuple, a mapping, a union or a scalar. Raises ValueError if it
-    is of another.
-
-    Fields of a dataclass that are unknown are a newer release's, and left out; beside a missing one they are damaged
-    names, since every release writes all of its fields and keeps them.
-    """
+    is of another. Fields of a dataclass that are unknown are a newer release's, and left out; beside a missing one they
+    are damaged names, since every release writes all of its fields and keeps them."""
     if kind is Any:
         return value
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
-        return _first_of(arguments, value)
+        for one in arguments:
+            with suppress(ValueError):
+                return of_kind(one, value)
+        names = ", ".join(getattr(one, "__name__", str(one)) for one in arguments)
+        raise ValueError(f"{str(value)[:40]} is none of {names}")
     if origin is Literal:
         fits = value in arguments
     elif origin in (int, float):
@@ -119,17 +114,6 @@ def of_kind(kind: type[Kind] | Any, value: Any) -> Any:
     if not fits:
         raise ValueError(f"{str(value)[:40]} is not {getattr(kind, '__name__', kind)}")
     return value
-
-
-def _first_of(kinds: tuple[Any, ...], value: Any) -> Any:
-    for kind in kinds:
-        try:
-            return of_kind(kind, value)
-        except ValueError:
-            continue
-    raise ValueError(
-        f"{str(value)[:40]} is none of {', '.join(getattr(kind, '__name__', str(kind)) for kind in kinds)}"
-    )
 
 
 def _record(kind: Any, value: Any) -> Any:
@@ -163,11 +147,8 @@ def _depth(text: str) -> int:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Object in a JSON file.
-
-    Raises:
-        UserError: the file cannot be read, or holds anything else, or is too large or too deeply nested.
-    """
+    """Object in a JSON file. Raises UserError if the file cannot be read, or holds anything else, or is too large or
+    too deeply nested."""
     try:
         return parse_object(read_file(path), str(path))
     except OSError as error:
@@ -333,21 +314,15 @@ def switch_words(node: yaml.Node) -> Iterator[tuple[list[str], yaml.ScalarNode]]
 
 def read_yaml(path: Path, holds: str, loader: Any = StrictLoader, *, content: bytes | None = None) -> dict[Any, Any]:
     """Read a YAML file of keys; empty if it has none. `holds` describes it, for messages; `content` was read already.
-
-    Raises:
-        UserError: the file cannot be read, or is not YAML, or is a list or a single value.
-    """
+    Raises UserError if the file cannot be read, or is not YAML, or is a list or a single value."""
     try:
         content = read_file(path) if content is None else content
         _, values = load_node(content.decode("utf-8-sig"), loader)
     except OSError as error:
         raise UserError(f"Cannot read {path}: {(error.strerror or str(error)).lower()}.") from error
     except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{path}, line {line}: this is not UTF-8 text (byte 0x{error.object[error.start]:02x}). Save the "
-            "file as UTF-8."
-        ) from error
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, f"byte 0x{error.object[error.start]:02x}"
+        raise UserError(f"{path}, line {line}: this is not UTF-8 text ({byte}). Save the file as UTF-8.") from error
     except BoundsError as error:
         raise UserError(f"{path}: {error}.") from error
     except yaml.YAMLError as error:
@@ -364,17 +339,13 @@ def _explain(path: Path, error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
     context = getattr(error, "context", None)
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
     # libyaml and PyYAML word the same problem differently.
-    if "\\t" in problem or "tab" in problem or _has_tab(path, mark):
+    if "\\t" in problem or "tab" in problem or "\t" in line[: len(line) - len(line.lstrip())]:
         problem, context = "there is a tab, and YAML takes only spaces to indent", None
     where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else str(path)
     return f"{where}: this is not YAML: {problem}{f' {context}' if context else ''}."
-
-
-def _has_tab(path: Path, mark: Any) -> bool:
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
-    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
-    return "\t" in line[: len(line) - len(line.lstrip())]
 
 
 class NotedKeys(dict[str, Any]):

@@ -121,20 +121,16 @@ def revealed(config: Config, field: str) -> Config:
 def require_variables(config: object, field: str = "") -> set[str]:
     """Names of the secret variables that user code reads; `field` as in `revealed`. Raises UserError if the environment
     lacks one."""
-    read = [
-        (key, text, match)
-        for key, text in _texts(config, field)
-        for match in _matches(text)
-        if key.partition("[")[0] not in LABELS
-    ]
-    missing = [
-        Violation(key, text, f"{socket.gethostname()} has no environment variable {match['name']}", _SET)
-        for key, text, match in read
-        if match["name"] not in os.environ and match["default"] is None
-    ]
+    read, missing = set[str](), []
+    for key, text in _texts(config, field):
+        for match in _matches(text) if key.partition("[")[0] not in LABELS else ():
+            read.add(match["name"])
+            if match["name"] not in os.environ and match["default"] is None:
+                reason = f"{socket.gethostname()} has no environment variable {match['name']}"
+                missing.append(Violation(key, text, reason, _SET))
     if missing:
         raise UserError("The configuration reads secrets from the environment, and some are not set.", missing)
-    return {match["name"] for _, _, match in read}
+    return read
 
 
 def concealed(text: str) -> str:

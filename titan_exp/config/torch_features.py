@@ -1,7 +1,6 @@
 """Features of the installed torch and torchao: attention backends, operators, versions."""
 
 import importlib.metadata
-import importlib.util
 import logging
 import re
 from collections.abc import Collection, Iterator
@@ -15,13 +14,7 @@ from typing import NamedTuple
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.parallelism import MIN_TORCHAO
 
-COLLECTIVES = (
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_to_all_single",
-    "reduce_scatter_tensor",
-    "wait_tensor",
-)
+COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor", "wait_tensor")
 """Operators of the namespace `_c10d_functional`."""
 
 
@@ -50,23 +43,18 @@ def known_operators(namespace: str) -> tuple[str, ...]:
 @cache
 def _aten_operators() -> tuple[str, ...]:
     spec = find_spec("torchgen")
-    if spec is None or spec.origin is None:
-        return ()
-    path = Path(spec.origin).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
-    if not path.is_file():
-        return ()
-    return tuple(dict.fromkeys(re.findall(r"^- func: (\w+)", path.read_text(), flags=re.MULTILINE)))
+    folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path("/")
+    path = folder / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    text = path.read_text() if path.is_file() else ""
+    return tuple(dict.fromkeys(re.findall(r"^- func: (\w+)", text, flags=re.MULTILINE)))
 
 
 ATTENTION_BACKEND = "model.attention_backend"
 """Key of the kernel of every family with attention."""
-
 LINEAR_ATTENTION_BACKEND = "model.linear_attention_backend"
 """Key of the kernel of every family with linear attention."""
-
 ON_CPU = ("auto", "flash", "math")
 """Kernels with training support on CPUs; FlexAttention has no CPU backward."""
-
 MERGING = ("auto", "flash", "efficient")
 """Kernels that return the log-sum-exp needed for merging by ring and all-gather, if the device supports them."""
 
@@ -85,12 +73,7 @@ class HeadSizes:
         return head_dim <= self.largest and head_dim % self.multiple == 0
 
 
-HEAD_SIZES = {
-    "cudnn": HeadSizes(256, 8),
-    "flash": HeadSizes(256),
-    "fa3": HeadSizes(256, 8),
-    "fa4": HeadSizes(128, 8),
-}
+HEAD_SIZES = {"cudnn": HeadSizes(256, 8), "flash": HeadSizes(256), "fa3": HeadSizes(256, 8), "fa4": HeadSizes(128, 8)}
 """Head sizes by `attention_backend`, of kernels for bf16 only; others support any, but for `efficient_multiple`. cuDNN
 supports over 128 only on Hopper, where `auto` prefers flash."""
 
@@ -114,12 +97,9 @@ def auto_backend(
     head_dims: Collection[int], *, bf16: bool, documents: bool, masked: bool, parts: bool, deterministic: bool
 ) -> str:
     """Kernel that `auto` is on CUDA: `flex`, `efficient`, `math`, `flash`, or `cudnn`, which older GPUs replace by
-    `flash`.
-
-    `masked` says that a layer has sinks, or a window or chunks shorter than the sequence; `parts` that attention is
-    merged by LSE, which excludes cuDNN and FlexAttention; torch refuses cuDNN's backward pass for `deterministic` runs.
-    All layers take the same kernel, which supports each of their `head_dims`.
-    """
+    `flash`. `masked` says that a layer has sinks, or a window or chunks shorter than the sequence; `parts` that
+    attention is merged by LSE, which excludes cuDNN and FlexAttention; torch refuses cuDNN's backward pass for
+    `deterministic` runs. All layers take the same kernel, which supports each of their `head_dims`."""
     if masked:
         return "efficient" if parts else "flex"
     if documents or not bf16 or not all(map(HEAD_SIZES["flash"].takes, head_dims)):
@@ -147,7 +127,7 @@ class FlashPackage:
     def is_installed(self) -> bool:
         """True if the package is installed; does not import it, since that imports torch."""
         package, _, inner = self.module.partition(".")
-        found = importlib.util.find_spec(package)
+        found = find_spec(package)
         if found is None or not inner:
             return found is not None
         return any((Path(place) / inner).is_dir() for place in found.submodule_search_locations or ())
@@ -155,10 +135,7 @@ class FlashPackage:
 
 FLASH_PACKAGES = {
     "fa3": FlashPackage(
-        "FlashAttention 3",
-        "FA3",
-        "flash_attn_interface",
-        (9,),
+        *("FlashAttention 3", "FA3", "flash_attn_interface", (9,)),
         "build it from the folder hopper of github.com/Dao-AILab/flash-attention",
     ),
     "fa4": FlashPackage("FlashAttention 4", "FA4", "flash_attn.cute", (9, 10), "type pip install flash-attn-4"),

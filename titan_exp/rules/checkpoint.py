@@ -33,13 +33,11 @@ def initial_weights_exist(checkpoint: CheckpointConfig) -> Iterator[Violation]:
         return
     folder = checkpoint_files.initial_folder(path) if path else None
     if folder is None:
-        yield Violation(
-            "checkpoint.initial",
-            path or "''",
-            "there is no complete checkpoint at this path",
+        remedy = (
             "give a run folder, one of its checkpoints (ls -d runs/*/*/checkpoints/* lists them), or a Hugging Face "
-            "folder with config.json and safetensors",
         )
+        remedy += "folder with config.json and safetensors"
+        yield Violation("checkpoint.initial", path or "''", "there is no complete checkpoint at this path", remedy)
     elif (missing := checkpoint_files.missing_part(folder)) is not None:
         earlier = checkpoint_files.intact_before(folder)
         remedy = "give another copy of it, or another checkpoint"
@@ -49,14 +47,11 @@ def initial_weights_exist(checkpoint: CheckpointConfig) -> Iterator[Violation]:
 
 def initial_weights_fit(checkpoint: CheckpointConfig, model: ModelConfig, data: DataConfig) -> Iterator[Violation]:
     """Weights on this machine are of this model, and know the words of this tokenizer."""
-    path = (
-        None
-        if checkpoint.initial is None or checkpoint_files.is_url(checkpoint.initial)
-        else checkpoint_files.initial_folder(checkpoint.initial)
-    )
+    if checkpoint.initial is None or checkpoint_files.is_url(checkpoint.initial):
+        return
+    path = checkpoint_files.initial_folder(checkpoint.initial)
     if path is None or checkpoint_files.missing_part(path) is not None:
         return
-    assert checkpoint.initial is not None, "there is a path"
     chosen: dict[str, Any] = {"exclude": checkpoint.initial_exclude, "accepted": checkpoint.accept_changes}
     try:
         given = given_weights(checkpoint.initial, path, model)
@@ -76,9 +71,8 @@ def accepted_changes_exist(checkpoint: CheckpointConfig, model: ModelConfig) -> 
     if wrong:
         near = [other for name in wrong for other in nearest(name, [*list(values)[1:], TOKENIZER], 1)]
         kept = dict.fromkeys([*(name for name in accepted if name not in wrong), *near])
-        reason = (
-            f"{listed(wrong, 'and')} {'is' if len(wrong) == 1 else 'are'} neither {TOKENIZER} nor a key of this model"
-        )
+        are = "is" if len(wrong) == 1 else "are"
+        reason = f"{listed(wrong, 'and')} {are} neither {TOKENIZER} nor a key of this model"
         remedy = f"use {ACCEPT}='{shown([*kept])}' (titan-exp train --cfg job prints the keys of model)"
         yield Violation(ACCEPT, accepted, reason, remedy)
 
@@ -117,7 +111,7 @@ def _without_credentials(url: str) -> str:
     return re.sub(r"://[^/]*@", "://***@", url.partition("?")[0]) or "''"
 
 
-CHECKPOINT_RULES = rules(
+RULES = rules(
     Refuse(
         "checkpoint.initial_exclude",
         lambda checkpoint: checkpoint.initial_exclude and checkpoint.initial is None,
@@ -151,12 +145,20 @@ CHECKPOINT_RULES = rules(
         "checkpoint.export is none, so the run exports nothing",
         "use checkpoint.export=bf16 or fp32, or set checkpoint.export_every=null",
     ),
+    Refuse(
+        "checkpoint.continue_step",
+        lambda checkpoint: checkpoint.continue_step is not None and checkpoint.continue_from is None,
+        "checkpoint.continue_from is null, so there is no run to take this step of",
+        "set checkpoint.continue_from=RUN, or leave this key out",
+    ),
+    Refuse(
+        "checkpoint.continue_from",
+        lambda checkpoint: checkpoint.continue_from is not None and checkpoint.initial is not None,
+        "checkpoint.initial gives the weights as well",
+        "give one of the two: continue_from takes the whole state, initial takes the weights alone",
+    ),
 )
 """Rules checked at every start."""
-
-CHECKPOINT_BEGINNING_RULES = rules(initial_weights_exist, initial_weights_fit)
-"""Rules about inputs of a run's first start, skipped on resume."""
-
 
 PARENT = "checkpoint.continue_from"
 
@@ -190,20 +192,6 @@ def steps_are_left(checkpoint: CheckpointConfig, paths: PathsConfig, training: T
         yield Violation(key, training.last_step, reason, f"use {key}={step + 1} or more")
 
 
-def parent_has_this_model(
-    checkpoint: CheckpointConfig, paths: PathsConfig, model: ModelConfig, data: DataConfig
-) -> Iterator[Violation]:
-    """A parent on this machine has the same model and tokenizer."""
-    yield from model_misfits_of(_saved(checkpoint, paths), checkpoint, model, data)
-
-
-def parent_has_this_state(
-    checkpoint: CheckpointConfig, paths: PathsConfig, optimizer: OptimizerConfig, run: RunConfig
-) -> Iterator[Violation]:
-    """A parent on this machine has the same optimizer and seed."""
-    yield from state_misfits(_saved(checkpoint, paths), checkpoint, paths, optimizer, run)
-
-
 def tail_is_whole(
     checkpoint: CheckpointConfig, paths: PathsConfig, training: TrainingConfig, weight_average: WeightAverageConfig
 ) -> Iterator[Violation]:
@@ -218,20 +206,15 @@ def tail_is_whole(
         parents = WeightAverageConfig(saved["weight_average"]["mode"], steps=int(saved["weight_average"]["steps"]))
         begun = parents.first_step(int(saved["training"]["steps"]))
         if parents.mode == "tail" and begun < first:
-            saved_steps = (
-                checkpoint_files.step_of(other)
-                for other in path.parent.iterdir()
-                if (other / checkpoint_files.METADATA_FILE).is_file()
-            )
-            earlier = [other for other in saved_steps if other is not None and other < first]
+            complete = (one for one in path.parent.iterdir() if (one / checkpoint_files.METADATA_FILE).is_file())
+            steps = [saved_step for saved_step in map(checkpoint_files.step_of, complete) if saved_step is not None]
             reason = (
                 f"the tail to average is steps {first} to {training.steps}. The checkpoint of step {step} holds the "
                 f"mean of steps {begun} to {step}, and nothing can remove the steps before {first} from it"
             )
             remedy = f"use weight_average.steps={training.steps - step}"
-            remedy += (
-                f", or checkpoint.continue_step={max(earlier)}, which trains the later steps again" if earlier else ""
-            )
+            if earlier := [saved_step for saved_step in steps if saved_step < first]:
+                remedy += f", or checkpoint.continue_step={max(earlier)}, which trains the later steps again"
             yield Violation("weight_average.steps", weight_average.steps, reason, remedy)
 
 
@@ -244,10 +227,8 @@ def rows_have_the_parents_length(
         return
     length = recorded_data(path.parent.parent).get("training.seq_len", training.seq_len)
     if length != training.seq_len:
-        reason = (
-            f"{checkpoint.continue_from} cut its text into rows of {shown(length)} tokens, and rows of another length "
-            "come in another order"
-        )
+        rows = f"rows of {shown(length)} tokens, and rows of another length come in another order"
+        reason = f"{checkpoint.continue_from} cut its text into {rows}"
         remedy = "use checkpoint.continue_data=restart, which begins with the first row of the new length"
         yield Violation("training.seq_len", training.seq_len, reason, remedy)
 
@@ -258,12 +239,9 @@ def order_is_the_parents(checkpoint: CheckpointConfig, paths: PathsConfig, data:
     if path is None or not data.streaming or checkpoint.continue_data != "same":
         return
     if "data.streaming" in recorded_data(path.parent.parent):
-        reason = (
-            f"{checkpoint.continue_from} tokenized its documents before it trained, and a stream has them in "
-            "another order"
-        )
+        reason = f"{checkpoint.continue_from} tokenized its documents before it trained"
         remedy = "use data.streaming=false, or checkpoint.continue_data=restart"
-        yield Violation("data.streaming", True, reason, remedy)
+        yield Violation("data.streaming", True, f"{reason}, and a stream has them in another order", remedy)
 
 
 def recorded_data(run: Path) -> Mapping[str, Any]:
@@ -305,9 +283,8 @@ def state_misfits(
         yield Violation("optimizer.name", optimizer.name, reason, f"use optimizer={name}, or {weights_alone}")
     if checkpoint.continue_data == "same" and (seed := theirs.get("experiment.seed", run.seed)) != run.seed:
         remedy = f"use experiment.seed={seed}, or checkpoint.continue_data=restart"
-        yield Violation(
-            "experiment.seed", run.seed, f"{checkpoint.continue_from} shuffled its data by seed {seed}", remedy
-        )
+        reason = f"{checkpoint.continue_from} shuffled its data by seed {seed}"
+        yield Violation("experiment.seed", run.seed, reason, remedy)
 
 
 def _saved(checkpoint: CheckpointConfig, paths: PathsConfig) -> Mapping[str, Any]:
@@ -324,31 +301,17 @@ def local_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) -> Path |
     if checkpoint.continue_from is None:
         return None
     location = checkpoint_files.parent_location(checkpoint.continue_from, Path(paths.runs).expanduser())
-    return (
-        None
-        if checkpoint_files.is_url(location)
-        else checkpoint_files.parent_checkpoint(location, checkpoint.continue_step)
-    )
+    if checkpoint_files.is_url(location):
+        return None
+    return checkpoint_files.parent_checkpoint(location, checkpoint.continue_step)
 
 
-PARENT_RULES = rules(
-    Refuse(
-        "checkpoint.continue_step",
-        lambda checkpoint: checkpoint.continue_step is not None and checkpoint.continue_from is None,
-        "checkpoint.continue_from is null, so there is no run to take this step of",
-        "set checkpoint.continue_from=RUN, or leave this key out",
+BEGINNING_RULES = rules(
+    *(initial_weights_exist, initial_weights_fit, parent_has_a_checkpoint, steps_are_left),
+    lambda checkpoint, paths, model, data: model_misfits_of(_saved(checkpoint, paths), checkpoint, model, data),
+    lambda checkpoint, paths, optimizer, run: state_misfits(
+        _saved(checkpoint, paths), checkpoint, paths, optimizer, run
     ),
-    Refuse(
-        "checkpoint.continue_from",
-        lambda checkpoint: checkpoint.continue_from is not None and checkpoint.initial is not None,
-        "checkpoint.initial gives the weights as well",
-        "give one of the two: continue_from takes the whole state, initial takes the weights alone",
-    ),
-)
-"""Rules checked at every start."""
-
-PARENT_BEGINNING_RULES = rules(
-    *(parent_has_a_checkpoint, steps_are_left, parent_has_this_model, parent_has_this_state),
     *(tail_is_whole, rows_have_the_parents_length, order_is_the_parents),
 )
-"""Rules about the parent, skipped once the run has a checkpoint of its own."""
+"""Rules about inputs of a run's first start and about its parent, skipped on resume."""

@@ -24,10 +24,8 @@ def name_is_a_folder_name(run: RunConfig) -> Iterator[Violation]:
     """The experiment's name is a portable folder name."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run.name) or len(run.name) > 128:
         cleaned = re.sub(r"[^A-Za-z0-9._-]+", "_", run.name).lstrip(".-")[:128] or "my_idea"
-        reason = (
-            "it becomes the name of a folder, so use letters, digits, `.`, `_` and `-`, at most 128, and "
-            "begin with a letter, a digit or `_`"
-        )
+        allowed = "use letters, digits, `.`, `_` and `-`, at most 128, and begin with a letter, a digit or `_`"
+        reason = f"it becomes the name of a folder, so {allowed}"
         yield Violation("experiment.name", run.name, reason, f"use experiment.name={cleaned}")
 
 
@@ -44,12 +42,8 @@ def runs_folder_is_writable(paths: PathsConfig) -> Iterator[Violation]:
     """The folder of runs can be created or written to."""
     nearest = _nearest(paths)
     if nearest.is_dir() and not os.access(nearest, os.W_OK | os.X_OK):
-        yield Violation(
-            "paths.runs",
-            paths.runs,
-            f"you cannot write to {nearest}",
-            "choose a folder that you can write to: paths.runs=/scratch/$USER/runs",
-        )
+        remedy = "choose a folder that you can write to: paths.runs=/scratch/$USER/runs"
+        yield Violation("paths.runs", paths.runs, f"you cannot write to {nearest}", remedy)
 
 
 def _nearest(paths: PathsConfig) -> Path:
@@ -88,53 +82,40 @@ def components_are_known(
 def parts_are_known(training: TrainingConfig) -> Iterator[Violation]:
     """Parts of the user's are import paths, by names that are words."""
     for label, part in training.parts.items():
-        key = f"training.parts.{label}"
+        key, name = f"training.parts.{label}", part.name
         if not label.isidentifier():
             word = re.sub(r"\W|^(?=\d)", "_", label)
-            yield Violation(
-                key,
-                label,
-                "the name of a part is a word of letters, digits and `_`",
-                f"use +training.parts.{word}.name={part.name}",
-            )
-        elif not is_dotted(part.name):
-            yield Violation(
-                f"{key}.name",
-                part.name,
-                "this is not an import path",
-                f"write it as in +{key}.name=my_package.parts.Probe",
-            )
-        elif (violation := find_dotted(part.name, f"{key}.name")) is not None:
+            reason = "the name of a part is a word of letters, digits and `_`"
+            yield Violation(key, label, reason, f"use +training.parts.{word}.name={name}")
+        elif not is_dotted(name):
+            remedy = f"write it as in +{key}.name=my_package.parts.Probe"
+            yield Violation(f"{key}.name", name, "this is not an import path", remedy)
+        elif (violation := find_dotted(name, f"{key}.name")) is not None:
             yield violation
 
 
 def metrics_are_known(tracking: TrackingConfig) -> Iterator[Violation]:
     """Metrics of modules are built in or can be imported."""
+    example = "[my_package.metrics.BlockSquares]"
     for name in tracking.metrics:
-        yield from _known(
-            "tracking.metrics", name, foreign_code.metric_names(), {}, "[my_package.metrics.BlockSquares]"
-        )
+        yield from _known("tracking.metrics", name, foreign_code.metric_names(), {}, example)
 
 
 def compiler_exists(compile: CompileConfig, device: str) -> Iterator[Violation]:
     """The compile backend exists in torch, and the C++ compiler that it needs on CPU is installed."""
-    backend, field = compile.backend, "compile.backend"
-    if backend not in foreign_code.COMPILE_BACKENDS:
-        offer = (
-            did_you_mean(backend, foreign_code.COMPILE_BACKENDS)
-            or f"use one of {listed(foreign_code.COMPILE_BACKENDS)}"
-        )
-        yield Violation(field, backend, "torch.compile has no such backend", offer)
-    elif compile.enabled and device == "cpu" and backend == "cudagraphs":
-        yield Violation(
-            field,
-            backend,
-            "CUDA graphs need a GPU, and this run trains on the CPU",
-            "use compile.backend=inductor or aot_eager",
-        )
-    elif compile.enabled and device == "cpu" and backend == "inductor" and not any(map(shutil.which, CPP_COMPILERS)):
+    backend, known, on_cpu = compile.backend, foreign_code.COMPILE_BACKENDS, compile.enabled and device == "cpu"
+    if backend not in known:
+        reason = "torch.compile has no such backend"
+        remedy = did_you_mean(backend, known) or f"use one of {listed(known)}"
+    elif on_cpu and backend == "cudagraphs":
+        reason = "CUDA graphs need a GPU, and this run trains on the CPU"
+        remedy = "use compile.backend=inductor or aot_eager"
+    elif on_cpu and backend == "inductor" and not any(map(shutil.which, CPP_COMPILERS)):
         reason = "on a CPU inductor needs a C++ compiler, and none is on your PATH"
-        yield Violation(field, backend, reason, "install g++, or use compile=none")
+        remedy = "install g++, or use compile=none"
+    else:
+        return
+    yield Violation("compile.backend", backend, reason, remedy)
 
 
 def _known(
@@ -142,25 +123,22 @@ def _known(
 ) -> Iterator[Violation]:
     """The name is built in, without options, or an existing import path."""
     group, _, key = field.partition(".")
-    if name in builtin:
-        if options:
-            option_key = f"{group}.objective_options" if key == "objective" else f"{group}.options"
-            reason = f"{field}={name} is built in, and options are for your own code"
-            remedy = f"leave options out and set keys of {group}, or give the import path of your own code as {field}"
-            yield Violation(option_key, options, reason, remedy)
-    elif is_dotted(name):
-        violation = find_dotted(name, field)
-        if violation is not None:
-            yield violation
-    else:
+    if name in builtin and options:
+        option_key = f"{group}.objective_options" if key == "objective" else f"{group}.options"
+        reason = f"{field}={name} is built in, and options are for your own code"
+        remedy = f"leave options out and set keys of {group}, or give the import path of your own code as {field}"
+        yield Violation(option_key, options, reason, remedy)
+    elif name not in builtin and not is_dotted(name):
         yield unknown_name(field, name, builtin, example)
+    elif name not in builtin and (violation := find_dotted(name, field)) is not None:
+        yield violation
 
 
 NAME_RULES = rules(components_are_known, source_is_known, parts_are_known, metrics_are_known, compiler_exists)
 
 
 KEYS = {
-    "comment": "cluster.comment",
+    **{name: f"cluster.{name}" for name in ("comment", "partition", "account", "qos", "constraint", "reservation")},
     "job-name": "experiment.name",
     "nodes": "cluster.nodes",
     "ntasks": "parallelism",
@@ -169,11 +147,6 @@ KEYS = {
     "cpus-per-task": "cluster.cpus_per_gpu",
     "mem": "cluster.memory_gb",
     "time": "cluster.time_limit",
-    "partition": "cluster.partition",
-    "account": "cluster.account",
-    "qos": "cluster.qos",
-    "constraint": "cluster.constraint",
-    "reservation": "cluster.reservation",
     "exclude": "cluster.exclude",
     "signal": "cluster.signal_lead",
     "requeue": "cluster.requeue",
@@ -183,17 +156,11 @@ KEYS = {
 """Keys of sbatch options with one."""
 
 RESERVED = {
-    "output": "titan-exp logs finds the logs in the run folder only",
-    "error": "titan-exp logs finds the logs in the run folder only",
+    **dict.fromkeys(("output", "error"), "titan-exp logs finds the logs in the run folder only"),
     "input": "the ranks read no input",
     "open-mode": "a requeued job has to append to its log",
-    "parsable": "titan_exp reads the job id from what sbatch prints",
-    "quiet": "titan_exp reads the job id from what sbatch prints",
-    "verbose": "titan_exp reads the job id from what sbatch prints",
-    "help": "with it sbatch submits nothing",
-    "usage": "with it sbatch submits nothing",
-    "version": "with it sbatch submits nothing",
-    "test-only": "with it sbatch submits nothing",
+    **dict.fromkeys(("parsable", "quiet", "verbose"), "titan_exp reads the job id from what sbatch prints"),
+    **dict.fromkeys(("help", "usage", "version", "test-only"), "with it sbatch submits nothing"),
     "wrap": "titan_exp writes the batch script",
     "wait": "titan-exp returns as soon as the job is submitted, and titan-exp status shows how it goes",
 }
@@ -259,18 +226,15 @@ def arguments_are_well_formed(cluster: ClusterConfig) -> Iterator[Violation]:
         for argument in getattr(cluster, field):
             if not argument.startswith("-") or "\n" in argument:
                 reason = f"{argument!r} is not an argument: one begins with a dash and includes its value"
-                yield Violation(
-                    f"cluster.{field}", argument, reason, f"write it as in cluster.{field}='[\"--nice=100\"]'"
-                )
+                remedy = f"write it as in cluster.{field}='[\"--nice=100\"]'"
+                yield Violation(f"cluster.{field}", argument, reason, remedy)
     for argument in cluster.srun_args:
         name, _, value = argument.partition("=")
         if name == "--export" and "ALL" not in value.split(","):
-            reason = (
-                "the ranks would not see what the batch script sets: the code snapshot, the token and the number "
-                "of threads"
-            )
-            remedy = f"use cluster.srun_args='[\"--export={','.join(['ALL', *filter(_is_set, value.split(','))])}\"]'"
-            yield Violation("cluster.srun_args", argument, reason, remedy)
+            kept = ",".join(["ALL", *(word for word in value.split(",") if word not in ("", "NONE", "NIL"))])
+            lost = "the code snapshot, the token and the number of threads"
+            reason = f"the ranks would not see what the batch script sets: {lost}"
+            yield Violation("cluster.srun_args", argument, reason, f"use cluster.srun_args='[\"--export={kept}\"]'")
 
 
 def runs_can_be_named_in_a_script(paths: PathsConfig) -> Iterator[Violation]:
@@ -288,16 +252,12 @@ def nodes_are_full(cluster: ClusterConfig, layout: ResolvedLayout, device: str) 
     if device == "cuda" and not cluster.gpus_per_node:
         return
     world, size, nodes = layout.world_size, layout.node_size, layout.nodes
-    key = "processes_per_node" if device == "cpu" else "gpus_per_node"
+    field = "cluster.processes_per_node" if device == "cpu" else "cluster.gpus_per_node"
     if world > size and world % size:
-        below = world // size * size
-        yield Violation(
-            f"cluster.{key}",
-            size,
-            f"the layout needs {world} processes, which do not fill whole nodes of {size}",
-            f"choose degrees whose product is {below} or {below + size}, or set "
-            f"cluster.{key}={listed([number for number in divisors(world) if number <= size])}",
-        )
+        below, whole = world // size * size, listed([number for number in divisors(world) if number <= size])
+        reason = f"the layout needs {world} processes, which do not fill whole nodes of {size}"
+        remedy = f"choose degrees whose product is {below} or {below + size}, or set {field}={whole}"
+        yield Violation(field, size, reason, remedy)
     elif cluster.nodes is not None and cluster.nodes != nodes:
         offered, own = cluster.nodes * size, layout.parallelism
         others = [axis for axis in DEGREES if axis != "dp_shard" and getattr(own, axis) > 1]
@@ -308,19 +268,12 @@ def nodes_are_full(cluster: ClusterConfig, layout: ResolvedLayout, device: str) 
             fills = f"lower {listed([f'parallelism.{axis}' for axis in others])}: {is_above}"
         elif offered % product:
             fills = f"choose degrees whose product is {offered}"
-        yield Violation(
-            "cluster.nodes",
-            cluster.nodes,
-            f"the layout needs {world} processes, which fill {nodes} node{'s' * (nodes > 1)} of {size}",
-            f"use cluster.nodes=null, which asks for {nodes}, or {fills}",
-        )
+        reason = f"the layout needs {world} processes, which fill {nodes} node{'s' * (nodes > 1)} of {size}"
+        remedy = f"use cluster.nodes=null, which asks for {nodes}, or {fills}"
+        yield Violation("cluster.nodes", cluster.nodes, reason, remedy)
 
 
-def _is_set(word: str) -> bool:
-    return word not in ("", "NONE", "NIL")
-
-
-REMOTE_RULES = rules(
+_REMOTE_RULES = rules(
     Refuse(
         "cluster.device",
         lambda cluster: cluster.device == "auto",
@@ -335,7 +288,7 @@ REMOTE_RULES = rules(
     ),
     when=lambda cluster: cluster.is_remote,
 )
-SLURM_RULES = rules(
+_SLURM_RULES = rules(
     Refuse(
         "cluster.time_limit",
         lambda cluster: cluster.time_limit is not None and not _TIME.fullmatch(cluster.time_limit),
@@ -353,5 +306,5 @@ SLURM_RULES = rules(
     runs_can_be_named_in_a_script,
     when=lambda cluster: cluster.kind == SLURM,
 )
-CLUSTER_RULES = (*REMOTE_RULES, *SLURM_RULES)
-CLUSTER_LAYOUT_RULES = rules(nodes_are_full, when=lambda cluster: cluster.is_remote)
+RULES = (*_REMOTE_RULES, *_SLURM_RULES)
+LAYOUT_RULES = rules(nodes_are_full, when=lambda cluster: cluster.is_remote)

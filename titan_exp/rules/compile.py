@@ -35,14 +35,11 @@ def budget_is_chosen(activation_checkpoint: ActivationCheckpointConfig, compile:
     """Mode `budget` is the compiler's choice of what the graph of a block saves."""
     if activation_checkpoint.mode != "budget":
         return
-    if not compile.compiles("blocks"):
-        reason = "in mode budget the compiler chooses what to save, and this run does not compile the blocks"
-    elif compile.backend not in PARTITIONING_BACKENDS:
-        reason = f"in mode budget the compiler chooses what to save, and compile.backend={compile.backend} cannot"
-    else:
-        return
-    remedy = f"use {compiled_blocks(compile)}, or activation_checkpoint=selective, every_n or full"
-    yield Violation("activation_checkpoint.mode", "budget", reason, remedy)
+    cannot = f"compile.backend={compile.backend} cannot" if compile.backend not in PARTITIONING_BACKENDS else ""
+    if problem := cannot if compile.compiles("blocks") else "this run does not compile the blocks":
+        reason = f"in mode budget the compiler chooses what to save, and {problem}"
+        remedy = f"use {compiled_blocks(compile)}, or activation_checkpoint=selective, every_n or full"
+        yield Violation("activation_checkpoint.mode", "budget", reason, remedy)
 
 
 def saved_operators_exist(activation_checkpoint: ActivationCheckpointConfig) -> Iterator[Violation]:
@@ -57,21 +54,17 @@ def saved_operators_exist(activation_checkpoint: ActivationCheckpointConfig) -> 
             reason = (
                 "an entry is namespace.operator, with an optional .overload or /number, or else auto or auto/3 alone"
             )
-            remedy = (
-                "write aten.mm to save every call, aten.mm/2 to save every second one, or [auto/3] to let the "
-                "budget choose"
-            )
-            yield Violation(field, entry, reason, remedy)
+            remedy = "write aten.mm to save every call, aten.mm/2 to save every second one"
+            yield Violation(field, entry, reason, f"{remedy}, or [auto/3] to let the budget choose")
             continue
         namespace, name = parsed.operator.split(".")[:2]
-        known = known_operators(namespace)
-        if known and name not in known:
+        if (known := known_operators(namespace)) and name not in known:
             offer = did_you_mean(parsed.operator, [f"{namespace}.{operator}" for operator in known])
             remedy = offer or "use a name of torch.ops, such as aten.mm"
             yield Violation(field, entry, "torch has no such operator", remedy)
 
 
-RECOMPUTE_RULES = rules(
+_RECOMPUTE_RULES = rules(
     saved_operators_exist,
     Refuse(
         "activation_checkpoint.save",
@@ -121,53 +114,44 @@ def one_rank_captures(parallelism: ParallelismConfig, layout: ResolvedLayout) ->
     """A single rank, so that a pass has no collectives and no gathered weights."""
     if layout.world_size > 1:
         used = {key: degree for key in DEGREES if (degree := getattr(parallelism, key)) > 1}
-        listed_ = ", ".join(f"{key}={degree}" for key, degree in used.items())
-        reason = (
-            f"the layout has {layout.world_size} ranks ({listed_}). They gather sharded weights at another address in "
-            "every pass, and we have not tested captured collectives"
+        ranks = f"{layout.world_size} ranks ({', '.join(f'{key}={degree}' for key, degree in used.items())})"
+        why = (
+            "They gather sharded weights at another address in every pass, and we have not tested captured collectives"
         )
         within = [key for key in ("ep", "etp") if getattr(parallelism, key) > 1]
-        yield Violation(
-            _FIELD,
-            True,
-            reason,
-            f"use {_OFF}, or one rank: {' '.join(f'parallelism.{key}=1' for key in [*used, *within])}",
-        )
+        one = " ".join(f"parallelism.{key}=1" for key in [*used, *within])
+        yield Violation(_FIELD, True, f"the layout has {ranks}. {why}", f"use {_OFF}, or one rank: {one}")
 
 
 def experts_stay_on_the_device(
     spec: ModelSpec, training: TrainingConfig, quantization: QuantizationConfig
 ) -> Iterator[Violation]:
     """The grouped matmul of experts does not read on the host how many rows each of them has."""
-    experts = {name: linear for name, linear in spec.linears() if linear.experts > 1}
-    if not experts:
-        return
-    if training.mixed_precision != "bf16":
-        reason = (
-            "a CUDA graph takes no work of the host, and outside of bf16 the grouped matmul reads on the host how "
-            "many rows each expert has"
-        )
+    experts, rows = spec.expert_linears, "on the host how many rows each expert has"
+    if experts and training.mixed_precision != "bf16":
+        reason = f"a CUDA graph takes no work of the host, and outside of bf16 the grouped matmul reads {rows}"
         yield Violation(_FIELD, True, reason, f"use {_OFF}, or training.mixed_precision=bf16")
-    for name, linear in experts.items():
-        if linear.inputs % ALIGNED or linear.outputs % ALIGNED:
+    for name, linear in spec.linears():
+        shape = linear.inputs, linear.outputs
+        if linear.experts == 1:
+            continue
+        if any(size % ALIGNED for size in shape):
             reason = (
-                f"the dims of {name}, {linear.inputs} and {linear.outputs}, are not both multiples of {ALIGNED}. So "
-                "its grouped matmul reads on the host how many rows each expert has, which a CUDA graph cannot "
-                "capture"
+                f"the dims of {name}, {shape[0]} and {shape[1]}, are not both multiples of {ALIGNED}. So its grouped "
+                f"matmul reads {rows}, which a CUDA graph cannot capture"
             )
-            yield Violation(_FIELD, True, reason, f"use {_OFF}, or give experts dims that are multiples of {ALIGNED}")
-            return
-        layers, shape = len(spec.blocks), (linear.inputs, linear.outputs)
-        if quantization.recipe in RECIPES[1:] and quantization.quantizes(name, *shape, layers=layers):
-            reason = (
-                f"we do not know what the grouped matmul of {name} does on the host in {quantization.recipe}, "
-                "which a CUDA graph would not replay"
-            )
-            yield Violation(_FIELD, True, reason, f"use {_OFF}, or quantization.filter=['*.experts.*']")
-            return
+            remedy = f"give experts dims that are multiples of {ALIGNED}"
+        elif quantization.recipe in RECIPES[1:] and quantization.quantizes(name, *shape, layers=len(spec.blocks)):
+            unknown = f"what the grouped matmul of {name} does on the host in {quantization.recipe}"
+            reason = f"we do not know {unknown}, which a CUDA graph would not replay"
+            remedy = "quantization.filter=['*.experts.*']"
+        else:
+            continue
+        yield Violation(_FIELD, True, reason, f"use {_OFF}, or {remedy}")
+        return
 
 
-GRAPH_RULES = rules(
+_GRAPH_RULES = rules(
     Refuse(
         _FIELD,
         lambda device: device == "cpu",
@@ -177,10 +161,8 @@ GRAPH_RULES = rules(
     Refuse(
         _FIELD,
         lambda parallelism: parallelism.cpu_offload,
-        (
-            "with parallelism.cpu_offload every pass copies the weights to another address, and a CUDA graph reads "
-            "fixed ones"
-        ),
+        "with parallelism.cpu_offload every pass copies the weights to another address, and a CUDA graph reads fixed "
+        "ones",
         f"use {_OFF}, or parallelism.cpu_offload=false",
     ),
     Refuse(
@@ -198,22 +180,19 @@ GRAPH_RULES = rules(
     Refuse(
         _FIELD,
         lambda spec: spec.attention_backend not in KERNELS,
-        (
-            f"we do not know what {ATTENTION_BACKEND}={{spec.attention_backend}} does on the host in each pass, which "
-            "a CUDA graph would not replay"
-        ),
+        f"we do not know what {ATTENTION_BACKEND}={{spec.attention_backend}} does on the host in each pass, which a "
+        "CUDA graph would not replay",
         f"use {_OFF}, or {ATTENTION_BACKEND}={listed(KERNELS)}",
     ),
     Refuse(
         _FIELD,
         lambda quantization: quantization.recipe not in RECIPES,
-        (
-            "we do not know what the casts of quantization.recipe={quantization.recipe} do on the host, which a CUDA "
-            "graph would not replay"
-        ),
+        "we do not know what the casts of quantization.recipe={quantization.recipe} do on the host, which a CUDA "
+        "graph would not replay",
         f"use {_OFF}, or quantization={listed(RECIPES)}",
     ),
     experts_stay_on_the_device,
     when=lambda compile: compile.cuda_graphs,
 )
-GRAPH_LAYOUT_RULES = rules(one_rank_captures, when=lambda compile: compile.cuda_graphs)
+RULES = (*_RECOMPUTE_RULES, *_GRAPH_RULES)
+LAYOUT_RULES = rules(one_rank_captures, when=lambda compile: compile.cuda_graphs)

@@ -6,6 +6,7 @@ what is not at fault, with gaps in the place of what is: a rule that reads a gap
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -41,7 +42,9 @@ def with_other_faults(error: UserError, arguments: Arguments) -> UserError:
     """Refusal of overrides, with the faults in groups of which no override is refused or swept. An override of no known
     group may have meant any, so that the others are not judged."""
     faults = {_group_of(violation.field) for violation in error.violations}
-    faults |= {_group_of(text) for text in arguments.overrides if _is_sweep(text)}
+    for text in arguments.overrides:
+        with suppress(HydraException):
+            faults |= {_group_of(text)} if OverridesParser.create().parse_override(text).is_sweep_override() else set()
     if not error.violations or None in faults:
         return error
     try:
@@ -52,13 +55,6 @@ def with_other_faults(error: UserError, arguments: Arguments) -> UserError:
         return error
     others = [*typed, *_beside_gaps(readable, lambda _: True)]
     return UserError(str(error).partition("\n")[0], [*error.violations, *others])
-
-
-def _is_sweep(text: str) -> bool:
-    try:
-        return OverridesParser.create().parse_override(text).is_sweep_override()
-    except HydraException:
-        return False
 
 
 def _group_of(text: str) -> str | None:
@@ -76,10 +72,7 @@ def _beside_gaps(experiment: Experiment, has_begun: HasBegun | None) -> list[Vio
         if vars(experiment.compile).get("enabled") == "auto":
             layout["compile"] = replace(experiment.compile, enabled=False)
         found = find_violations(always_rules(), replace(experiment, **layout))
-    return [violation for violation in found if not _quotes_secret(str(violation))]
-
-
-def _quotes_secret(text: str) -> bool:
-    """True if a text holds a credential: these are refused before the rules are checked, which quote values."""
-    known = any(value in text for value in secret_values(os.environ.items()))
-    return known or bool(SHAPES.search(text) or URL_USER.search(text))
+    # Credentials are refused before the rules are checked, which quote values.
+    secrets, texts = secret_values(os.environ.items()), [(violation, str(violation)) for violation in found]
+    plain = [(one, text) for one, text in texts if not (SHAPES.search(text) or URL_USER.search(text))]
+    return [one for one, text in plain if not any(secret in text for secret in secrets)]

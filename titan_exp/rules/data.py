@@ -9,22 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from titan_exp.config import data_files
-from titan_exp.config.data_files import (
-    SPLIT_FURTHER,
-    Manifest,
-    distinct_files,
-    existing,
-    is_text,
-    matching_files,
-    no_such_file,
-    none_held_out,
-    none_to_train_on,
-    read_manifest,
-    tokenizer_file,
-    tokenizer_words,
-    unit_hash,
-    unlimited_split,
-)
+from titan_exp.config.data_files import Manifest, is_text, matching_files, tokenizer_file, unlimited_split
 from titan_exp.config.errors.user_error import UserError, Violation, listed, shown
 from titan_exp.config.groups.experiment import Experiment, ModelConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
@@ -42,16 +27,12 @@ _NAMED = 3
 def stores_are_complete(data: DataConfig) -> Iterator[Violation]:
     """Every store exists and is complete, and all have the same tokenizer."""
     if not data.paths:
-        yield Violation(
-            "data.paths",
-            (),
-            "the source tokens reads token stores, and you gave none",
-            "name one, as in data.paths='[stores/mine]'",
-        )
+        reason = "the source tokens reads token stores, and you gave none"
+        yield Violation("data.paths", (), reason, "name one, as in data.paths='[stores/mine]'")
     manifests: list[Manifest] = []
     for path in data.paths:
         try:
-            manifests.append(read_manifest(path))
+            manifests.append(data_files.read_manifest(path))
         except UserError as error:
             yield from error.violations
             continue
@@ -63,9 +44,8 @@ def stores_are_complete(data: DataConfig) -> Iterator[Violation]:
     tokenizers = {manifest.tokenizer: manifest.path for manifest in manifests}
     if len(tokenizers) > 1:
         made = listed([f"{path} by {name}" for name, path in tokenizers.items()], "and")
-        yield Violation(
-            "data.paths", data.paths, f"these stores have different tokenizers: {made}", "mix stores of one tokenizer"
-        )
+        reason = f"these stores have different tokenizers: {made}"
+        yield Violation("data.paths", data.paths, reason, "mix stores of one tokenizer")
 
 
 def stores_are_large_enough(
@@ -78,23 +58,19 @@ def stores_are_large_enough(
             reason = f"{manifest.path} has {manifest.tokens['train']} tokens to train on, and one row takes {row}"
             remedy = f"use training.seq_len={manifest.tokens['train'] - 1} or less, or a larger store"
             yield Violation("training.seq_len", training.seq_len, reason, remedy)
-    if evaluation.enabled and manifests:
-        without = [str(manifest.path) for manifest in manifests if manifest.tokens["validation"] < 2]
-        if without:
-            yield Violation(
-                "evaluation.every",
-                evaluation.every,
-                f"{listed(without, 'and')} has no validation documents",
-                "use evaluation.every=0, or tokenize into a new store with a data.validation_fraction above 0",
-            )
+    without = [str(manifest.path) for manifest in manifests if manifest.tokens["validation"] < 2]
+    if evaluation.enabled and without:
+        reason = f"{listed(without, 'and')} has no validation documents"
+        remedy = "use evaluation.every=0, or tokenize into a new store with a data.validation_fraction above 0"
+        yield Violation("evaluation.every", evaluation.every, reason, remedy)
 
 
 def weights_fit(data: DataConfig) -> Iterator[Violation]:
     """Each store has a weight and is listed once."""
     if data.weights and len(data.weights) != len(data.paths):
         reason = f"you gave {len(data.weights)} weights for {len(data.paths)} stores"
-        example = ",".join("1" for _ in data.paths)
-        remedy = f"give one for each of data.paths, as in data.weights='[{example}]', or none to mix them by size"
+        example = shown([1 for _ in data.paths])
+        remedy = f"give one for each of data.paths, as in data.weights='{example}', or none to mix them by size"
         yield Violation("data.weights", data.weights, reason, remedy)
     if len(set(data.paths)) < len(data.paths):
         yield Violation("data.paths", data.paths, "you named a store twice", "name it once, with a larger weight")
@@ -107,10 +83,8 @@ def store_vocabulary(data: DataConfig) -> int | None:
 
 def _readable(data: DataConfig) -> Iterator[Manifest]:
     for path in data.paths if _reads_stores(data) else ():
-        try:
-            yield read_manifest(path)
-        except UserError:
-            continue  # reported by `stores_are_complete`
+        with suppress(UserError):  # reported by `stores_are_complete`
+            yield data_files.read_manifest(path)
 
 
 def _reads_stores(data: DataConfig) -> bool:
@@ -128,10 +102,8 @@ STORE_OPTIONS = rules(
         "data.validation_fraction",
         lambda data: _reads_stores(data) and data.validation_fraction,
         "a token store fixes its validation split when you build it",
-        (
-            "use data.validation_fraction=0 to take the split of the store, or tokenize into a new store with this "
-            "fraction"
-        ),
+        "use data.validation_fraction=0 to take the split of the store, or tokenize into a new store with this "
+        "fraction",
     ),
     Refuse(
         "data.tokenizer",
@@ -148,18 +120,14 @@ STORE_OPTIONS = rules(
 )
 """Rules for options fixed by the store: tokenizer and validation split."""
 
-STORE_RULES = (
-    *rules(stores_are_complete, stores_are_large_enough, weights_fit, when=_reads_stores),
-    *STORE_OPTIONS,
-    *rules(
-        Refuse(
-            "data.preview",
-            lambda data, training: (data.preview or 0) > training.steps,
-            "the run has only {training.steps} steps",
-            "use data.preview={training.steps}",
-        ),
-    ),
+_PREVIEW = Refuse(
+    "data.preview",
+    lambda data, training: (data.preview or 0) > training.steps,
+    "the run has only {training.steps} steps",
+    "use data.preview={training.steps}",
 )
+_OF_STORES = rules(stores_are_complete, stores_are_large_enough, weights_fit, when=_reads_stores)
+_STORE_RULES = (*_OF_STORES, *STORE_OPTIONS, *rules(_PREVIEW))
 
 
 _UNSET = {"document": "file"}
@@ -170,17 +138,17 @@ _NEVER_UNSET = ("split", "text_column")
 
 def source_has_input(data: DataConfig) -> Iterator[Violation]:
     """The source's input files or data set are given and exist."""
-    key, violations = described(data.source).files, asked(data.source, "violations")
-    entries = getattr(data, key) if key else ()
-    if key and not entries:
+    key = described(data.source).files
+    if key and not getattr(data, key):
         reason = f"the source {data.source} reads files, and you gave none"
         yield Violation(f"data.{key}", (), reason, f"name them, as in data.{key}='[notes,books/*.txt]'")
-    for entry in entries:
-        if not existing(entry):
-            yield no_such_file(entry, f"data.{key}")
+    for entry in getattr(data, key) if key else ():
+        if not data_files.existing(entry):
+            yield data_files.no_such_file(entry, f"data.{key}")
         elif next(matching_files(entry), None) is None:
             reason = "this folder has no files other than hidden ones"
             yield Violation(f"data.{key}", entry, reason, "give a folder with files, or the files themselves")
+    violations = asked(data.source, "violations")
     try:
         yield from () if violations is None else violations(data)
     except OSError as error:
@@ -227,19 +195,20 @@ def files_are_divided(data: DataConfig, evaluation: EvaluationConfig) -> Iterato
     with suppress(OSError):  # named by `input_has_text`
         needed = {True, False} if evaluates else {False}
         for key, path in (pair for entry in corpus_entries(data) for pair in matching_files(entry)):
-            if (held_out := unit_hash(key) < fraction) in needed and is_text(path):
+            if (held_out := data_files.unit_hash(key) < fraction) in needed and is_text(path):
                 needed.remove(held_out)
             if not needed:
                 return
-        hashes = [unit_hash(key) for path, key in distinct_files(corpus_entries(data)).items() if is_text(path)]
+        files = data_files.distinct_files(corpus_entries(data))
+        hashes = [data_files.unit_hash(key) for path, key in files.items() if is_text(path)]
         if len(hashes) == 1 and evaluates:
             reason = "your one file is one document, and a run cannot both train and evaluate on the same document"
             remedy = "use data.document=paragraph (or line) to cut it into documents, or evaluation.every=0"
             yield Violation("data.document", data.document, reason, remedy)
         elif hashes and max(hashes) < fraction:
-            yield none_to_train_on(fraction, len(hashes), SPLIT_FURTHER["file"])
+            yield data_files.none_to_train_on(fraction, len(hashes), data_files.SPLIT_FURTHER["file"])
         elif hashes and evaluates and min(hashes) >= fraction:
-            yield none_held_out(fraction, len(hashes), min(hashes), SPLIT_FURTHER["file"])
+            yield data_files.none_held_out(fraction, len(hashes), min(hashes), data_files.SPLIT_FURTHER["file"])
 
 
 def streamed_validation_is_limited(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Violation]:
@@ -267,7 +236,7 @@ def vocabulary_fits(data: DataConfig, model: ModelConfig) -> Iterator[Violation]
         yield Violation("data.tokenizer", name, f"there is no file {path}", remedy)
         return
     try:
-        tokens = store_vocabulary(data) if name == "store" else max(tokenizer_words(name).values()) + 1
+        tokens = store_vocabulary(data) if name == "store" else max(data_files.tokenizer_words(name).values()) + 1
     except UserError:
         reason = f"Hugging Face's tokenizers cannot read {path}"
         remedy = "save one with tokenizer.save('tokenizer.json'), or use data.tokenizer=bytes"
@@ -282,11 +251,8 @@ def vocabulary_fits(data: DataConfig, model: ModelConfig) -> Iterator[Violation]
 def unreadable_source(experiment: Experiment) -> list[Violation]:
     """Violations about the source and its tokenizer, for `titan-exp tokenize`."""
     checks = rules(source_is_known, source_has_input, input_has_text, no_input_is_ignored, vocabulary_fits)
-    return [
-        violation
-        for violation in find_violations((*checks, *STORE_OPTIONS), experiment)
-        if violation.field.startswith("data.")
-    ]
+    found = find_violations((*checks, *STORE_OPTIONS), experiment)
+    return [violation for violation in found if violation.field.startswith("data.")]
 
 
 def _closed(error: OSError, key: str, value: object) -> Violation:
@@ -296,13 +262,9 @@ def _closed(error: OSError, key: str, value: object) -> Violation:
 
 def _ignored(key: str, value: object, source: str, readers: Sequence[str]) -> Violation:
     reader = max(readers, key=lambda name: (described(name).holds == "text", len(described(name).reads)))
-    remedy = f"use data={reader} data.{key}={_quoted(value)}, or leave it out"
+    text = f"'{shown(value)}'" if isinstance(value, tuple) else shown(value)
+    remedy = f"use data={reader} data.{key}={text}, or leave it out"
     return Violation(f"data.{key}", value, f"the source {source} does not read this key", remedy)
-
-
-def _quoted(value: object) -> str:
-    text = shown(value)
-    return f"'{text}'" if text.startswith("[") else text
 
 
 def _files(entries: Sequence[str]) -> Iterator[Path]:
@@ -310,12 +272,8 @@ def _files(entries: Sequence[str]) -> Iterator[Path]:
 
 
 DATA_RULES = rules(
-    source_has_input,
-    input_has_text,
-    no_input_is_ignored,
-    files_are_divided,
-    streamed_validation_is_limited,
-    vocabulary_fits,
+    *(source_has_input, input_has_text, no_input_is_ignored),
+    *(files_are_divided, streamed_validation_is_limited, vocabulary_fits),
 )
 
 
@@ -333,8 +291,13 @@ def large_text_is_tokenized_first(
         size = data_files.corpus_size(entries, only_text=is_plain_text(data))
         if size > data_files.LARGEST_TEXT and described(data.source).has_options:  # which may leave files out
             size = files.content.size if (files := open_files(data)) is not None else size
-    if size <= data_files.LARGEST_TEXT or _parent_reads_it(checkpoint, paths):
+    if size <= data_files.LARGEST_TEXT:
         return
+    # A parent whose order is kept has tokenized texts of any size while training, or may have.
+    if checkpoint.continue_from is not None and checkpoint.continue_data == "same":
+        path = local_checkpoint(checkpoint, paths)
+        if path is None or "data.streaming" not in recorded_data(path.parent.parent):
+            return
     seconds = size / (BYTES_PER_SECOND if data.tokenizer == "bytes" else MERGED_BYTES_PER_SECOND)
     reason = (
         f"you have {size / 2**30:.3g} GiB of text. To read each document once in an epoch, the run would first "
@@ -361,18 +324,9 @@ def _store_command(data: DataConfig, entries: tuple[str, ...]) -> str:
     names = re.findall(r"(?<![^/])[\w-]+(?=[\w.-]*(?:/|$))", str(Path(entries[0]).expanduser().absolute()))
     store = f"stores/{names[-1] if names else 'text'}"
     words = [f"data={data.source}", *(f"{key}={value}" for key, value in given.items()), f"out={store}"]
-    return (
-        f"run titan-exp tokenize {shlex.join(words)}, then train with data=tokens data.paths='[{store}]' instead of "
-        f"{listed([f'data={data.source}', *given], 'and')}"
-    )
-
-
-def _parent_reads_it(checkpoint: CheckpointConfig, paths: PathsConfig) -> bool:
-    """True if a parent's order is kept, in which texts of any size are tokenized while training, or may be kept."""
-    if checkpoint.continue_from is None or checkpoint.continue_data != "same":
-        return False
-    path = local_checkpoint(checkpoint, paths)
-    return path is None or "data.streaming" not in recorded_data(path.parent.parent)
+    before = listed([f"data={data.source}", *given], "and")
+    command = f"run titan-exp tokenize {shlex.join(words)}"
+    return f"{command}, then train with data=tokens data.paths='[{store}]' instead of {before}"
 
 
 LARGE_TEXT_LAUNCH_RULES = rules(large_text_is_tokenized_first)
@@ -388,24 +342,18 @@ def sets_are_read(whole: Experiment) -> Iterator[Violation]:
         yield from error.violations
         return
     for name, found in sets.items():
-        yield from _violations(whole, name, found)
-
-
-def _violations(whole: Experiment, name: str, found: Experiment) -> Iterator[Violation]:
-    """Violations of the rules of data by one set, under its keys."""
-    config, key = whole.evaluation.sets[name], f"evaluation.sets.{name}"
-    every = whole.evaluation.every if config.holds_out else 0
-    try:
-        checked = replace(found, evaluation=replace(found.evaluation, every=every))
-        wrong = find_violations((*DATA_RULES, *STORE_RULES), checked)
-        if not config.holds_out and is_unlimited(found.data):
-            wrong.append(unlimited_split(found.data))
-    except UserError as error:
-        wrong = [*error.violations]
-    for one in wrong:
-        own = one.field.startswith("data.")
-        remedy = one.remedy.replace("data.", f"{key}.data.") if own else one.remedy
-        yield replace(one, field=f"{key}.{one.field}" if own else key, remedy=remedy)
+        config, key = whole.evaluation.sets[name], f"evaluation.sets.{name}"
+        every = whole.evaluation.every if config.holds_out else 0
+        try:
+            checked = replace(found, evaluation=replace(found.evaluation, every=every))
+            wrong = find_violations((*DATA_RULES, *_STORE_RULES), checked)
+            wrong += [unlimited_split(found.data)] if not config.holds_out and is_unlimited(found.data) else []
+        except UserError as error:
+            wrong = [*error.violations]
+        for one in wrong:
+            own = one.field.startswith("data.")
+            remedy = one.remedy.replace("data.", f"{key}.data.") if own else one.remedy
+            yield replace(one, field=f"{key}.{one.field}" if own else key, remedy=remedy)
 
 
 def sets_have_names_of_their_own(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[Violation]:
@@ -429,18 +377,16 @@ def sets_fit(
             continue
         remedy = f"leave it out, or use {key}.seq_len={training.seq_len}"
         if length > training.seq_len:
-            yield Violation(
-                f"{key}.seq_len", length, f"a run of training.seq_len={training.seq_len} takes no more", remedy
-            )
+            reason = f"a run of training.seq_len={training.seq_len} takes no more"
+            yield Violation(f"{key}.seq_len", length, reason, remedy)
         elif parallelism.pp > 1 or parallelism.cp > 1:
             axis = "pp" if parallelism.pp > 1 else "cp"
             reason = f"with parallelism.{axis}={getattr(parallelism, axis)} all sequences have one length"
             yield Violation(f"{key}.seq_len", length, reason, remedy)
 
 
-EVALUATION_RULES = rules(
-    sets_are_read,
-    sets_fit,
-    sets_have_names_of_their_own,
+_OF_SETS = rules(
+    *(sets_are_read, sets_fit, sets_have_names_of_their_own),
     when=lambda evaluation: evaluation.sets and evaluation.enabled,
 )
+RULES = (*DATA_RULES, *_STORE_RULES, *_OF_SETS)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from titan_exp.config.devices import offered_devices
-from titan_exp.config.errors.user_error import Violation, listed, multiples_near
+from titan_exp.config.errors.user_error import Violation, divisors, listed, multiples_near
 from titan_exp.config.groups.parallelism import BLOCK_SCALED, CompileConfig, ParallelismConfig, QuantizationConfig
 from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.config.groups.training import TrainingConfig
@@ -19,12 +19,6 @@ from titan_exp.rules.compile import compiled_blocks
 from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules
 
 
-def auto_finds_what_is_there(cluster: ClusterConfig, unusable_cuda: tuple[str, str] | None) -> Iterator[Violation]:
-    """`auto` does not fall back to the CPU beside a GPU or driver that torch cannot use."""
-    if cluster.device == "auto" and unusable_cuda is not None:
-        yield Violation("cluster.device", "auto", *unusable_cuda)
-
-
 def ranks_have_gpus(
     cluster: ClusterConfig, parallelism: ParallelismConfig, layout: ResolvedLayout, device: str
 ) -> Iterator[Violation]:
@@ -35,33 +29,16 @@ def ranks_have_gpus(
         degree = getattr(parallelism, field)
         room = offered // (world // degree)
         reason = f"the layout needs {world} processes, and this machine offers {offered} GPU{'s' * (offered > 1)}"
-        yield from check_number(
-            f"parallelism.{field}",
-            degree,
-            lambda size: size <= room and offered % size == 0,
-            reason,
-            largest=room,
-            otherwise="lower the other degrees as well",
-        )
+        fits, more = [size for size in divisors(offered) if size <= room], "lower the other degrees as well"
+        yield from check_number(f"parallelism.{field}", degree, fits.__contains__, reason, largest=room, otherwise=more)
 
 
 def model_is_divided_so(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
     """The model can be divided along every axis of the layout."""
-    for unsupported in spec.unsupported:
-        axis = unsupported.key.removeprefix("parallelism.")
-        degree = getattr(parallelism, axis)
+    for axis in spec.unsupported:
+        degree = getattr(parallelism, axis.key.removeprefix("parallelism."))
         if degree > 1:
-            remedy = f"use {unsupported.key}=1 parallelism.dp_shard={degree}"
-            yield Violation(unsupported.key, degree, unsupported.reason, remedy)
-
-
-def collectives_are_not_captured(compile: CompileConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """CUDA graphs of compiled blocks contain no collectives; replaying them is untested."""
-    degrees = {key: getattr(parallelism, key) for key in BLOCK_DEGREES}
-    used = [f"parallelism.{key}={degree}" for key, degree in degrees.items() if degree > 1]
-    if used and compile.compiles("blocks") and compile.backend == "cudagraphs":
-        reason = f"with {listed(used, 'and')} the blocks contain collectives, which a CUDA graph cannot capture"
-        yield Violation("compile.backend", compile.backend, reason, "use compile.backend=inductor or aot_eager")
+            yield Violation(axis.key, degree, axis.reason, f"use {axis.key}=1 parallelism.dp_shard={degree}")
 
 
 DEGREE_RULES = (
@@ -91,11 +68,32 @@ DEGREE_RULES = (
             "cluster=local uses this machine only",
             "use cluster.nodes=1",
         ),
-        auto_finds_what_is_there,
+        # `auto` does not fall back to the CPU beside a GPU or driver that torch cannot use.
+        Refuse(
+            "cluster.device",
+            lambda cluster, unusable_cuda: cluster.device == "auto" and unusable_cuda,
+            "{found[0]}",
+            "{found[1]}",
+        ),
         ranks_have_gpus,
         when=lambda cluster: not cluster.is_remote,
     ),
-    *rules(collectives_are_not_captured, model_is_divided_so),
+    *rules(
+        # Replaying collectives of compiled blocks is untested.
+        Refuse(
+            "compile.backend",
+            lambda compile, parallelism: (
+                compile.compiles("blocks")
+                and compile.backend == "cudagraphs"
+                and listed(
+                    [f"parallelism.{key}={n}" for key in BLOCK_DEGREES if (n := getattr(parallelism, key)) > 1], "and"
+                )
+            ),
+            "with {found} the blocks contain collectives, which a CUDA graph cannot capture",
+            "use compile.backend=inductor or aot_eager",
+        ),
+        model_is_divided_so,
+    ),
 )
 
 
@@ -118,10 +116,8 @@ def async_tp_is_supported(
         backend = replace(compile, backend="eager") if compile.backend != "inductor" else compile
         remedy = f"{compiled_blocks(backend)}, or "
     elif not parallelism.sequence_parallel:
-        reason = (
-            "it overlaps the all-gather and reduce-scatter of sequence parallelism, and "
-            "parallelism.sequence_parallel is false"
-        )
+        overlapped = "the all-gather and reduce-scatter of sequence parallelism"
+        reason = f"it overlaps {overlapped}, and parallelism.sequence_parallel is false"
         remedy = "parallelism.sequence_parallel=true, or "
     elif quantization.recipe in BLOCK_SCALED and quantization.emulate is not True:
         reason = f"torch's fused operators cannot take the block scales of quantization={quantization.recipe}"
@@ -184,8 +180,7 @@ def shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[V
     named = listed([f"{name} ({rows}) nor its columns ({of})" for name, (rows, of) in uneven(dp_shard).items()], "and")
     reason = f"with parallelism.tp={tp} FSDP cuts a weight into equal shards, by its rows or its columns, and "
     reason += f"{dp_shard * cp} shards divide neither {named}"
-    more = "use a parallelism.cp that divides model.dim" if uneven(1) else ""
-    largest = 2 * dp_shard - 1
+    more, largest = "use a parallelism.cp that divides model.dim" if uneven(1) else "", 2 * dp_shard - 1
     yield from check_number(
         "parallelism.dp_shard", dp_shard, lambda n: not uneven(n), reason, largest=largest, more=more
     )
@@ -247,15 +242,12 @@ def sequence_divides(spec: ModelSpec, parallelism: ParallelismConfig, training: 
 def filters_reach(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
     """No filter of linear attention reaches beyond the chunk before its own."""
     reach = max((layer.linear_attention.taps - 1 for layer in spec.layers if layer.linear_attention), default=0)
-    least, seq_len = reach * parallelism.sequence_chunks, training.seq_len
-    if seq_len < least:
-        reason = (
-            f"parallelism.cp={parallelism.cp} cuts each sequence into {parallelism.sequence_chunks} chunks, and the "
-            f"convolution of linear attention reads {reach} tokens before each"
-        )
-        yield Violation(
-            "training.seq_len", seq_len, reason, f"use training.seq_len={least} or more, or parallelism.cp=1"
-        )
+    chunks, seq_len, own = parallelism.sequence_chunks, training.seq_len, f"parallelism.cp={parallelism.cp}"
+    if seq_len < reach * chunks:
+        reads = f"the convolution of linear attention reads {reach} tokens before each"
+        reason = f"{own} cuts each sequence into {chunks} chunks, and {reads}"
+        remedy = f"use training.seq_len={reach * chunks} or more, or parallelism.cp=1"
+        yield Violation("training.seq_len", seq_len, reason, remedy)
 
 
 def heads_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -263,11 +255,8 @@ def heads_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Vi
     degree, tp = parallelism.ulysses_degree, parallelism.tp
     if not spec.attentions or degree == 1:
         return
-    of_a_rank = [
-        (attention.heads // tp, max(1, attention.kv_heads // tp))
-        for attention in spec.attentions
-        if attention.heads % tp == 0
-    ]
+    whole = [attention for attention in spec.attentions if attention.heads % tp == 0]
+    of_a_rank = [(attention.heads // tp, max(1, attention.kv_heads // tp)) for attention in whole]
     common = math.gcd(*(size for sizes in of_a_rank for size in sizes))
     indivisible = [sizes for sizes in of_a_rank if math.gcd(*sizes) % degree]
     if not indivisible:
@@ -275,10 +264,8 @@ def heads_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Vi
     heads, kv_heads = indivisible[0]
     in_layers = "" if len(of_a_rank) == 1 else " of some layers"
     with_tp = f" (those of one rank of parallelism.tp={tp})" if tp > 1 else ""
-    reason = (
-        f"ulysses divides heads among {degree} ranks, and {heads} query heads with {kv_heads} key and value heads"
-        f"{in_layers}{with_tp} do not divide evenly"
-    )
+    of_layers = f"{heads} query heads with {kv_heads} key and value heads{in_layers}{with_tp}"
+    reason = f"ulysses divides heads among {degree} ranks, and {of_layers} do not divide evenly"
     if parallelism.cp_method == "ulysses":
         field, more = "parallelism.cp", ", or use parallelism.cp_method=ring or allgather, which divide no heads"
     else:
@@ -293,16 +280,10 @@ def kernel_merges(spec: ModelSpec, parallelism: ParallelismConfig, device: str) 
         return
     # Kernels unavailable on CPUs violate the attention rules.
     if backend not in MERGING and (device == "cuda" or backend == "math"):
-        yield Violation(
-            ATTENTION_BACKEND,
-            backend,
-            (
-                f"parallelism.cp_method={method} merges parts of a softmax, and this kernel does not return what "
-                "that takes"
-            ),
-            f"use {ATTENTION_BACKEND}={'auto, flash or efficient' if device == 'cuda' else 'auto or flash'}, "
-            "or parallelism.cp_method=ulysses, which works with every kernel",
-        )
+        reason = f"parallelism.cp_method={method} merges parts of a softmax, and this kernel does not return what that "
+        works = "auto, flash or efficient" if device == "cuda" else "auto or flash"
+        remedy = f"use {ATTENTION_BACKEND}={works}, or parallelism.cp_method=ulysses, which works with every kernel"
+        yield Violation(ATTENTION_BACKEND, backend, f"{reason}takes", remedy)
     multiple, more = FLASH_WITH_LSE.multiple, ", or use parallelism.cp_method=ulysses"
     reason = f"on CUDA parallelism.cp_method={method} needs multiples of {multiple}"
     for key, head_dim in spec.head_dims if device == "cuda" else ():

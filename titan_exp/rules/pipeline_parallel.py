@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 from titan_exp.config.errors.user_error import (
     Violation,
@@ -14,20 +15,11 @@ from titan_exp.config.errors.user_error import (
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.layout.pipeline_schedules import (
-    SCHEDULES,
-    MalformedSchedule,
-    check_complete,
-    is_file,
-    microbatches_of,
-    placement_of,
-    read_schedule,
-    takes,
-    timeline,
-)
+from titan_exp.config.layout import pipeline_schedules
+from titan_exp.config.layout.pipeline_schedules import SCHEDULES, is_file, microbatches_of, read_schedule, takes
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import has_experts, model_spec
-from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
+from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.rules.compile import PARTITIONING_BACKENDS, compiled_blocks
 from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules
@@ -40,8 +32,7 @@ WHOLE_BACKWARD = "GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
 def keys_have_an_effect(parallelism: ParallelismConfig) -> Iterator[Violation]:
     """Without a pipeline, no pipeline key is set."""
     for key in ("pp_microbatches", "pp_layers", "pp_layers_per_stage", "pp_first_stage_less", "pp_last_stage_less"):
-        value = getattr(parallelism, key)
-        if value:
+        if value := getattr(parallelism, key):
             reason = "with parallelism.pp=1 there is no pipeline, so this would change nothing"
             remedy = f"use parallelism.pp=2, or leave {key} out"
             yield Violation(f"parallelism.{key}", value, reason, remedy)
@@ -53,12 +44,8 @@ def schedule_is_known(parallelism: ParallelismConfig) -> Iterator[Violation]:
     if not is_file(name):
         if name not in SCHEDULES:
             offer = did_you_mean(name, SCHEDULES) or f"use {listed(SCHEDULES)}."
-            yield Violation(
-                SCHEDULE,
-                name,
-                "no schedule has this name",
-                f"{offer} A schedule of your own is a file that ends in .csv",
-            )
+            remedy = f"{offer} A schedule of your own is a file that ends in .csv"
+            yield Violation(SCHEDULE, name, "no schedule has this name", remedy)
         return
     if ranks == 1:
         return
@@ -68,32 +55,36 @@ def schedule_is_known(parallelism: ParallelismConfig) -> Iterator[Violation]:
         if len(actions) != ranks:
             reason = f"this file has {len(actions)} rows, one for each pipeline rank, and parallelism.pp is {ranks}"
             remedy = f"use parallelism.pp={max(1, len(actions))}, or a file with {ranks} rows"
-            yield Violation(SCHEDULE, name, reason, remedy)
         elif idle:
-            yield Violation(SCHEDULE, name, f"row {idle[0] + 1} has no action", "give every rank a stage")
+            reason, remedy = f"row {idle[0] + 1} has no action", "give every rank a stage"
         else:
-            check_complete(actions)
-            timeline(actions)
+            pipeline_schedules.check_complete(actions)
+            pipeline_schedules.timeline(actions)
+            return
     except OSError as error:
-        remedy = "give a path from the current folder, or one of "
-        yield Violation(
-            SCHEDULE, name, f"titan_exp cannot read this file: {error.strerror}", remedy + listed(SCHEDULES)
-        )
+        reason = f"titan_exp cannot read this file: {error.strerror}"
+        remedy = f"give a path from the current folder, or one of {listed(SCHEDULES)}"
     except UnicodeDecodeError:
-        yield Violation(
-            SCHEDULE, name, "this is not a text file", "give a CSV file of cells like 2F0, with a row for each rank"
-        )
-    except MalformedSchedule as error:
-        remedy = "correct the file: a row is a rank, which executes its cells in order (2F0: stage 2, forward, "
-        yield Violation(SCHEDULE, name, str(error), f"{remedy}micro-batch 0)")
+        reason = "this is not a text file"
+        remedy = "give a CSV file of cells like 2F0, with a row for each rank"
+    except pipeline_schedules.MalformedSchedule as error:
+        cells = "a row is a rank, which executes its cells in order (2F0: stage 2, forward, micro-batch 0)"
+        reason, remedy = str(error), f"correct the file: {cells}"
+    yield Violation(SCHEDULE, name, reason, remedy)
 
 
 def stages_fit(model: ModelConfig, parallelism: ParallelismConfig, layout: ResolvedLayout) -> Iterator[Violation]:
     """The number of stages fits the schedule, and their layers add up."""
     if not schedule_can_be_read(parallelism) or model_spec(model) is None:
         return
-    conflicts = [*_one_way_to_split(parallelism), *_stage_count(parallelism, layout)]
-    yield from conflicts or _stage_layers(parallelism, layout)
+    keys = ("pp_layers_per_stage", "pp_first_stage_less", "pp_last_stage_less")
+    beside = [key for key in keys if parallelism.pp_layers is not None and getattr(parallelism, key)]
+    for key in beside:
+        reason = "parallelism.pp_layers already gives the layers of each stage"
+        remedy = f"leave out {key}, or parallelism.pp_layers"
+        yield Violation(f"parallelism.{key}", getattr(parallelism, key), reason, remedy)
+    wrong_count = [*_stage_count(parallelism, layout)]
+    yield from wrong_count if beside or wrong_count else _stage_layers(parallelism, layout)
 
 
 def microbatches_fit(
@@ -106,12 +97,13 @@ def microbatches_fit(
     total, number, is_csv = share // (micro or 1), parallelism.pp_microbatches, is_file(parallelism.pp_schedule)
     passes = [count for count in divisors(total) if takes(parallelism, count)]
     accepted = f"{parallelism.pp_schedule} takes {accepted_numbers(parallelism)}"
-    larger = _larger_batches(parallelism, training, layout)
+    whole = (number or next(filter(partial(takes, parallelism), range(1, 10**6)))) * layout.dp_degree * (micro or 1)
+    larger = f"nearest: training.global_batch_size={listed(multiples_near(training.global_batch_size, whole))}"
     if number is not None:
-        unit = "micro-batches" if micro else "sequences"
-        indivisible = f"it does not divide the {total} {unit} that a data rank takes in a step"
-        near = f"nearest: parallelism.pp_microbatches={listed(nearest_numbers(number, passes))}"
         if number not in passes:
+            unit = "micro-batches" if micro else "sequences"
+            indivisible = f"it does not divide the {total} {unit} that a data rank takes in a step"
+            near = f"nearest: parallelism.pp_microbatches={listed(nearest_numbers(number, passes))}"
             reason = indivisible if total % number else accepted
             yield Violation("parallelism.pp_microbatches", number, reason, near if passes else larger)
         return
@@ -126,26 +118,16 @@ def microbatches_fit(
         if passes and not is_csv:
             near = listed(nearest_numbers(total, passes))
             remedies.append(f"use parallelism.pp_microbatches={near}, for several passes in a step")
-        reason = (
-            f"it cuts a data rank's {share} sequences into {total} micro-batch{'es' * (total != 1)}, and {accepted}"
-        )
+        parts = f"{total} micro-batch{'es' * (total != 1)}"
+        reason = f"it cuts a data rank's {share} sequences into {parts}, and {accepted}"
         yield Violation("training.micro_batch_size", micro, reason, ", or ".join(remedies) or larger)
-
-
-def _one_way_to_split(parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """Explicit layers per stage exclude every other key about them."""
-    for key in ("pp_layers_per_stage", "pp_first_stage_less", "pp_last_stage_less"):
-        value = getattr(parallelism, key)
-        if parallelism.pp_layers is not None and value:
-            reason = "parallelism.pp_layers already gives the layers of each stage"
-            yield Violation(f"parallelism.{key}", value, reason, f"leave out {key}, or parallelism.pp_layers")
 
 
 def _stage_count(parallelism: ParallelismConfig, layout: ResolvedLayout) -> Iterator[Violation]:
     """The number of stages per rank fits the schedule."""
     count, ranks, name = layout.stage_count, parallelism.pp, parallelism.pp_schedule
     if is_file(name):
-        required = len(placement_of(read_schedule(name)))
+        required = len(pipeline_schedules.placement_of(read_schedule(name)))
         rule = f"{name} has {required} stages"
     elif SCHEDULES[name].fixed:
         required = ranks * SCHEDULES[name].stages_per_rank
@@ -197,10 +179,8 @@ def _stage_layers(parallelism: ParallelismConfig, layout: ResolvedLayout) -> Ite
         reason = f"{parallelism.pp_schedule} cuts the model into {len(counts)} stages, and it has {layers} layers"
         more = ", or set parallelism.pp_layers, which may be 0 for the first and the last stage"
         more += "" if per_rank == 1 else ", or use parallelism.pp_schedule=1F1B, with one stage on each rank"
-        largest = layers // per_rank
-        yield from check_number(
-            "parallelism.pp", parallelism.pp, lambda pp: pp <= largest, reason, largest=largest, more=more
-        )
+        pp, largest = parallelism.pp, layers // per_rank
+        yield from check_number("parallelism.pp", pp, largest.__ge__, reason, largest=largest, more=more)
 
 
 def fits(parallelism: ParallelismConfig, total: int) -> bool:
@@ -219,12 +199,6 @@ def accepted_numbers(parallelism: ParallelismConfig) -> str:
     return f"at least {SCHEDULES[name].fill * ranks} micro-batches"
 
 
-def _larger_batches(parallelism: ParallelismConfig, training: TrainingConfig, layout: ResolvedLayout) -> str:
-    number = parallelism.pp_microbatches or next(count for count in range(1, 10**6) if takes(parallelism, count))
-    unit = number * layout.dp_degree * (training.micro_batch_size or 1)
-    return f"nearest: training.global_batch_size={listed(multiples_near(training.global_batch_size, unit))}"
-
-
 def schedule_can_be_read(parallelism: ParallelismConfig) -> bool:
     """True if the schedule has a known name, or its file is a schedule."""
     return not any(schedule_is_known(parallelism))
@@ -235,15 +209,13 @@ def saved_outputs_last(
 ) -> Iterator[Violation]:
     """Outputs that selective checkpointing saves are there for both parts of a backward pass: a graph-partitioning
     compiler has chosen them for both."""
-    if activation_checkpoint.mode == "selective" and not (
-        compile.compiles("blocks") and compile.backend in PARTITIONING_BACKENDS
-    ):
+    chosen = compile.compiles("blocks") and compile.backend in PARTITIONING_BACKENDS
+    if activation_checkpoint.mode == "selective" and not chosen:
         reason = f"{parallelism.pp_schedule} goes backward through a block twice, and after the first time the saved "
-        remedy = (
-            f"use {compiled_blocks(compile)}, whose graphs keep them, or activation_checkpoint=full, every_n or none, "
-        )
-        remedy += f"or parallelism.pp_schedule={WHOLE_BACKWARD}"
-        yield Violation("activation_checkpoint.mode", "selective", f"{reason}outputs of operators are gone", remedy)
+        reason += "outputs of operators are gone"
+        graphs = f"use {compiled_blocks(compile)}, whose graphs keep them"
+        others = f"activation_checkpoint=full, every_n or none, or parallelism.pp_schedule={WHOLE_BACKWARD}"
+        yield Violation("activation_checkpoint.mode", "selective", reason, f"{graphs}, or {others}")
 
 
 PIPELINE_RULES = (
@@ -279,7 +251,6 @@ PIPELINE_RULES = (
         ),
     ),
 )
-PIPELINE_LAYOUT_RULES = rules(microbatches_fit, when=lambda parallelism: parallelism.pp > 1)
 
 
 SYMMETRIC_RANKS = SYMMETRIC_EXPERTS = 16
@@ -292,10 +263,8 @@ def degree_divides(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[
     ep, etp, ranks = parallelism.ep, _etp(parallelism), _ranks(parallelism)
     if not _regroups(ep, parallelism):
         needed = f"{ETP} · ep = {etp * ep}" if etp > 1 else f"{ep}"
-        reason = (
-            f"experts are divided among the ranks of parallelism.dp_shard · cp · tp = {ranks}, and {needed} does "
-            "not divide that"
-        )
+        reason = f"experts are divided among the ranks of parallelism.dp_shard · cp · tp = {ranks}, and {needed} does "
+        reason += "not divide that"
         step = ep * etp // math.gcd(ep * etp, parallelism.cp * parallelism.tp)
         shards = "" if _rest(spec, ep) else f", or use parallelism.dp_shard={-(-parallelism.dp_shard // step) * step}"
         yield from _refused(spec, parallelism, reason, shards)
@@ -325,10 +294,8 @@ def expert_shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Ite
     """FSDP can shard the experts' weights evenly by a dim, if expert parallelism shards them too."""
     if uneven := _uneven(spec, parallelism, parallelism.ep):
         shards = _ranks(parallelism) // (parallelism.ep * _etp(parallelism))
-        reason = (
-            f"FSDP cuts the experts of a rank into {shards} shards, which divide neither their number nor the "
-            f"channels of {listed(uneven, 'and')}"
-        )
+        dims = f"their number nor the channels of {listed(uneven, 'and')}"
+        reason = f"FSDP cuts the experts of a rank into {shards} shards, which divide neither {dims}"
         yield from _refused(spec, parallelism, reason, ", or choose another parallelism.dp_shard")
 
 
@@ -356,19 +323,11 @@ def symmetric_memory_is_supported(spec: ModelSpec, parallelism: ParallelismConfi
         reason = "parallelism.async_tp uses another kind of symmetric memory, and a run can have only one"
         remedy = "parallelism.async_tp=false, or "
     elif ep > SYMMETRIC_RANKS or local > SYMMETRIC_EXPERTS:
-        reason = (
-            f"torch's kernel takes at most {SYMMETRIC_RANKS} ranks with {SYMMETRIC_EXPERTS} experts each, "
-            f"and {EP}={ep} gives each rank {local}"
-        )
+        most = f"{SYMMETRIC_RANKS} ranks with {SYMMETRIC_EXPERTS} experts each"
+        reason = f"torch's kernel takes at most {most}, and {EP}={ep} gives each rank {local}"
     else:
         return
     yield Violation(field, parallelism.token_exchange, reason, f"use {remedy}{field}=all_to_all")
-
-
-def _is_named(key: str, model: ModelConfig) -> bool:
-    """True if the spec itself says why the model cannot be divided along an axis."""
-    spec = model_spec(model)
-    return spec is not None and any(unsupported.key == key for unsupported in spec.unsupported)
 
 
 def _etp(parallelism: ParallelismConfig) -> int:
@@ -396,12 +355,15 @@ def _uneven(spec: ModelSpec, parallelism: ParallelismConfig, ep: int) -> list[st
     etp = _etp(parallelism)
     if ep * etp == 1 or not _regroups(ep, parallelism) or _rest(spec, ep):
         return []
-    shards = _ranks(parallelism) // (ep * etp)
-    return [
-        linear.name
-        for linear in spec.expert_linears
-        if any(all(size % shards for size in sizes) for sizes in _local_sizes(linear, ep, etp))
-    ]
+    shards, found = _ranks(parallelism) // (ep * etp), []
+    for linear in spec.expert_linears:
+        by_rows, experts = linear.divided == "outputs", linear.experts // ep
+        outputs, inputs = linear.outputs // (etp if by_rows else 1), linear.inputs // (1 if by_rows else etp)
+        # Shapes of a rank's part of a stacked weight and of its bias, before FSDP.
+        shapes = [(experts, outputs, inputs), *([(experts, linear.outputs // etp)] if linear.bias else [])]
+        if any(all(size % shards for size in sizes) for sizes in shapes):
+            found.append(linear.name)
+    return found
 
 
 def _refused(spec: ModelSpec, parallelism: ParallelismConfig, reason: str, more: str = "") -> Iterator[Violation]:
@@ -414,19 +376,16 @@ def _refused(spec: ModelSpec, parallelism: ParallelismConfig, reason: str, more:
     yield from check_number(EP, parallelism.ep, works, reason, largest=largest, more=more, otherwise=alone)
 
 
-def _local_sizes(linear: LinearSpec, ep: int, etp: int) -> list[tuple[int, ...]]:
-    """Shapes of a rank's part of a stacked weight and of its bias, before FSDP."""
-    by_rows = linear.divided == "outputs"
-    outputs, inputs = linear.outputs // (etp if by_rows else 1), linear.inputs // (1 if by_rows else etp)
-    experts = linear.experts // ep
-    return [(experts, outputs, inputs), *([(experts, linear.outputs // etp)] if linear.bias else [])]
-
-
-EXPERT_RULES = (
+RULES = (
     *rules(
         Refuse(
             EP,
-            lambda model, parallelism: parallelism.ep > 1 and not has_experts(model) and not _is_named(EP, model),
+            lambda model, parallelism: (
+                parallelism.ep > 1
+                and not has_experts(model)
+                # The spec itself may say why the model has none.
+                and not any(one.key == EP for one in getattr(model_spec(model), "unsupported", ()))
+            ),
             "{model.name} has no experts",
             "use parallelism.ep=1 parallelism.dp_shard={parallelism.ep}, or a model with experts",
         ),
@@ -443,8 +402,9 @@ EXPERT_RULES = (
         symmetric_memory_is_supported,
         when=lambda spec: spec is not None and spec.has_experts,
     ),
+    *PIPELINE_RULES,
 )
-
-EXPERT_LAYOUT_RULES = rules(
-    degree_divides, expert_shards_divide, when=lambda spec: spec is not None and spec.has_experts
+LAYOUT_RULES = (
+    *rules(degree_divides, expert_shards_divide, when=lambda spec: spec is not None and spec.has_experts),
+    *rules(microbatches_fit, when=lambda parallelism: parallelism.pp > 1),
 )

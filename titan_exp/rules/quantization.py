@@ -6,16 +6,10 @@ from fnmatch import fnmatchcase
 
 from titan_exp.config.devices import has_triton
 from titan_exp.config.errors.user_error import Violation, did_you_mean
+from titan_exp.config.groups import parallelism as groups
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK, AdamWConfig, OptimizerConfig
-from titan_exp.config.groups.parallelism import (
-    BLOCK,
-    BLOCK_SCALED,
-    DUAL_CAST_RECIPES,
-    NVFP4_TILE,
-    ParallelismConfig,
-    QuantizationConfig,
-)
+from titan_exp.config.groups.parallelism import BLOCK, BLOCK_SCALED, ParallelismConfig, QuantizationConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.torch_features import torchao_violations
@@ -42,32 +36,24 @@ def some_linear_is_quantized(
     config, layers = quantization, len(spec.blocks)
     if any(quantized_linears(spec, config)):
         return
+    widest = max(min(linear.inputs, linear.outputs) for _, linear in spec.linears())
     if config.high_precision_first + config.high_precision_last >= layers:
         field, value = "quantization.high_precision_first", config.high_precision_first
+        together = f"together with quantization.high_precision_last={config.high_precision_last}"
+        reason = f"{together} this keeps all {layers} blocks in high precision"
+        remedy = f"choose two numbers that add up to at most {layers - 1}, or use quantization=none"
+    elif config.smallest_gemm is not None and config.smallest_gemm > widest:
+        field, value = "quantization.smallest_gemm", config.smallest_gemm
         reason = (
-            f"together with quantization.high_precision_last={config.high_precision_last} this keeps all {layers} "
-            "blocks in high precision"
-        )
-        yield Violation(
-            field, value, reason, f"choose two numbers that add up to at most {layers - 1}, or use quantization=none"
-        )
-        return
-    widest = max(min(linear.inputs, linear.outputs) for _, linear in spec.linears())
-    if config.smallest_gemm is not None and config.smallest_gemm > widest:
-        yield Violation(
-            "quantization.smallest_gemm",
-            config.smallest_gemm,
             f"no linear layer of {model.name} has that many inputs and outputs. The widest has {widest}, where casting "
-            "may cost more than float8 gains",
-            (
-                f"use quantization.smallest_gemm={widest} to quantize it anyway, quantization.smallest_gemm=0 to "
-                "quantize all, or quantization=none"
-            ),
+            "may cost more than float8 gains"
         )
+        anyway = f"use quantization.smallest_gemm={widest} to quantize it anyway"
+        remedy = f"{anyway}, quantization.smallest_gemm=0 to quantize all, or quantization=none"
     else:
-        yield Violation(
-            "quantization.filter", config.filter, "this filter leaves nothing to quantize", "use quantization=none"
-        )
+        field, value = "quantization.filter", config.filter
+        reason, remedy = "this filter leaves nothing to quantize", "use quantization=none"
+    yield Violation(field, value, reason, remedy)
 
 
 def dims_divide(
@@ -84,10 +70,8 @@ def dims_divide(
             if size % (block * shards) == 0 or size % shards:
                 continue
             part = f", which is {size // shards} on each rank of {key}={degree}" if shards > 1 else ""
-            remedy = (
-                f"use quantization.filter=['*.{linear.name}'] to leave it in high precision, or choose another shape"
-            )
-            remedy += f" or {key}" if shards > 1 else ""
+            remedy = f"use quantization.filter=['*.{linear.name}'] to leave it in high precision"
+            remedy += f", or choose another shape{f' or {key}' * (shards > 1)}"
             if block > BLOCK[recipe]:
                 remedy += f", or use quantization.emulate=true, for which multiples of {BLOCK[recipe]} will do"
             reason = f"it needs dims that are multiples of {block}, and {linear.name} has {size} {dim}{part}"
@@ -127,17 +111,11 @@ def kv_heads_are_whole(
     degree = parallelism.tp
     for _, linear in quantized_linears(spec, quantization):
         if isinstance(linear.tp, Colwise) and _shares_kv_heads(linear, degree):
-            heads = linear.tp.units
-            yield Violation(
-                "parallelism.tp",
-                degree,
-                f"several ranks share each of the {heads} key and value heads, and {quantization.recipe} would round "
-                "each rank's part of a gradient before they add up, which one device does not do",
-                (
-                    f"use a parallelism.tp that divides {heads}, or "
-                    f"quantization.filter=['*.{linear.name.rpartition('.')[2]}']"
-                ),
-            )
+            heads, name = linear.tp.units, linear.name.rpartition(".")[2]
+            reason = f"several ranks share each of the {heads} key and value heads, and {quantization.recipe} would "
+            reason += "round each rank's part of a gradient before they add up, which one device does not do"
+            remedy = f"use a parallelism.tp that divides {heads}, or quantization.filter=['*.{name}']"
+            yield Violation("parallelism.tp", degree, reason, remedy)
             return
 
 
@@ -163,14 +141,14 @@ def fp32_modules_are_not_quantized(
 ) -> Iterator[Violation]:
     """No fp32 module is quantized."""
     for pattern in training.fp32_modules:
-        modules = (module for name, _ in quantized_linears(spec, quantization) for module in _enclosing(name))
+        paths = [name.split(".") for name, _ in quantized_linears(spec, quantization)]
+        # Modules and their parents, except the list of blocks.
+        modules = (".".join(path[:end]) for path in paths for end in range(2, len(path) + 1))
         inside = next((module for module in modules if fnmatchcase(module, pattern)), None)
         if inside is not None:
             reason = f"{quantization.recipe} quantizes linear layers in {inside}"
-            remedy = (
-                "leave it out, or keep these layers in high precision with quantization.filter or "
-                "quantization.high_precision_first"
-            )
+            keys = "quantization.filter or quantization.high_precision_first"
+            remedy = f"leave it out, or keep these layers in high precision with {keys}"
             yield Violation("training.fp32_modules", pattern, reason, remedy)
 
 
@@ -183,13 +161,10 @@ def moment_blocks_divide(
         key, degree = _channel_shards(linear, parallelism)
         blocks, rest = divmod(linear.inputs, MOMENT_BLOCK)
         if linear.divided == "inputs" and rest == 0 == linear.inputs % degree and blocks % degree:
-            yield Violation(
-                field,
-                precision,
-                f"8-bit moments come in blocks of {MOMENT_BLOCK} numbers of a row, and each rank of {key}={degree} "
-                f"has only {linear.inputs // degree} of the {linear.inputs} inputs of {linear.name}",
-                f"use {field}=bf16, or a smaller {key}",
-            )
+            part = f"{linear.inputs // degree} of the {linear.inputs} inputs of {linear.name}"
+            reason = f"8-bit moments come in blocks of {MOMENT_BLOCK} numbers of a row"
+            reason += f", and each rank of {key}={degree} has only {part}"
+            yield Violation(field, precision, reason, f"use {field}=bf16, or a smaller {key}")
             return
 
 
@@ -215,27 +190,64 @@ def _shares_kv_heads(linear: LinearSpec, degree: int) -> bool:
 def scaling_block(config: QuantizationConfig, device: str) -> int:
     """Required divisor of dims and tokens; GPUs are assumed to have the recipe's instructions."""
     native = config.emulate is not True and device == "cuda"
-    return NVFP4_TILE if config.recipe == "nvfp4" and native else BLOCK[config.recipe]
+    return groups.NVFP4_TILE if config.recipe == "nvfp4" and native else BLOCK[config.recipe]
 
 
-def _enclosing(name: str) -> Iterator[str]:
-    """Names of a module and its parents, except the list of blocks."""
-    parts = name.split(".")
-    for end in range(2, len(parts) + 1):
-        yield ".".join(parts[:end])
+def fused_adamw_is_supported(
+    optimizer: OptimizerConfig, parallelism: ParallelismConfig, device: str
+) -> Iterator[Violation]:
+    """The fused clip and AdamW kernel supports the device, options and precision."""
+    field = "optimizer.implementation"
+    if not isinstance(optimizer, AdamWConfig) or optimizer.implementation != "triton":
+        return
+    if optimizer.name != "adamw":
+        reason = f"this is a kernel for AdamW, and optimizer.name is {optimizer.name}"
+        remedy = ", or optimizer.name=adamw"
+    elif (missing := _missing_triton(device)) is not None:
+        reason, remedy = missing
+    elif parallelism.cpu_offload:
+        reason = "this kernel updates weights on the GPU, and parallelism.cpu_offload keeps them in CPU memory"
+        remedy = ", or parallelism.cpu_offload=false"
+    elif (precision := optimizer.state_precision) not in ("fp32", "bf16"):
+        reason = f"this kernel keeps moments in fp32 or bf16, and optimizer.state_precision is {precision}"
+        remedy = ", or optimizer.state_precision=bf16"
+    else:
+        return
+    yield Violation(field, "triton", reason, f"use {field}=fused{remedy}")
 
 
-def torchao_has_kernels(quantization: QuantizationConfig, device: str) -> Iterator[Violation]:
-    """The installed torchao has the kernels that the recipe runs on GPUs with its instructions."""
-    if device == "cuda" and quantization.emulate is not True:
-        yield from torchao_violations(quantization.recipe)
+def dual_cast_is_supported(quantization: QuantizationConfig, device: str) -> Iterator[Violation]:
+    """The dual-cast kernel (a matrix and its transpose) supports the device and recipe."""
+    field = "quantization.fused_casts"
+    if quantization.fused_casts is not True or quantization.recipe == "none":
+        return
+    if not quantization.has_dual_casts:
+        reason = f"this kernel casts a matrix and its transpose, and {quantization.recipe} does not use both in float8"
+        remedy = f", or quantization={' or '.join(groups.DUAL_CAST_RECIPES)}"
+    elif (missing := _missing_triton(device)) is not None:
+        reason, remedy = missing
+    elif quantization.emulate is True:
+        reason = "with quantization.emulate=true torch does the casts, and this kernel does none"
+        remedy = ", or quantization.emulate=auto"
+    else:
+        return
+    yield Violation(field, True, reason, f"use {field}=false{remedy}")
+
+
+def _missing_triton(device: str) -> tuple[str, str] | None:
+    """Reason why Triton kernels cannot run, and what a remedy adds; None if they can."""
+    if device != "cuda":
+        return "Triton kernels run on GPUs, and this run trains on the CPU", ""
+    if not has_triton():
+        return "Triton is not installed (torch for CUDA brings it)", ", or pip install triton"
+    return None
 
 
 def _torchao_is_missing() -> bool:
     return importlib.util.find_spec("torchao") is None
 
 
-QUANTIZATION_RULES = (
+RULES = (
     *rules(
         Refuse(
             RECIPE,
@@ -243,7 +255,9 @@ QUANTIZATION_RULES = (
             "torchao is not installed",
             "type pip install torchao, or use quantization=none",
         ),
-        torchao_has_kernels,
+        lambda quantization, device: (
+            torchao_violations(quantization.recipe) if device == "cuda" and quantization.emulate is not True else ()
+        ),
         filter_matches,
         some_linear_is_quantized,
         dims_divide,
@@ -282,10 +296,8 @@ QUANTIZATION_RULES = (
                 and device == "cuda"
                 and training.mixed_precision != "bf16"
             ),
-            (
-                "the matmuls of {quantization.recipe} return bf16, and training.mixed_precision is "
-                "{training.mixed_precision}"
-            ),
+            "the matmuls of {quantization.recipe} return bf16, and training.mixed_precision is "
+            "{training.mixed_precision}",
             "use training.mixed_precision=bf16, or quantization.emulate=true",
         ),
         fp32_modules_are_not_quantized,
@@ -309,61 +321,6 @@ QUANTIZATION_RULES = (
         moment_blocks_divide,
         when=lambda optimizer: isinstance(optimizer, AdamWConfig) and optimizer.state_precision != "fp32",
     ),
+    *rules(fused_adamw_is_supported, dual_cast_is_supported),
 )
-QUANTIZATION_LAYOUT_RULES = rules(tokens_divide, when=lambda quantization: quantization.recipe != "none")
-
-
-def fused_adamw_is_supported(
-    optimizer: OptimizerConfig, parallelism: ParallelismConfig, device: str
-) -> Iterator[Violation]:
-    """The fused clip and AdamW kernel supports the device, options and precision."""
-    field = "optimizer.implementation"
-    if not isinstance(optimizer, AdamWConfig) or optimizer.implementation != "triton":
-        return
-    if optimizer.name != "adamw":
-        reason, remedy = f"this is a kernel for AdamW, and optimizer.name is {optimizer.name}", "optimizer.name=adamw"
-    elif (missing := missing_triton(device)) is not None:
-        reason, remedy = missing
-    elif parallelism.cpu_offload:
-        reason = "this kernel updates weights on the GPU, and parallelism.cpu_offload keeps them in CPU memory"
-        remedy = "parallelism.cpu_offload=false"
-    elif optimizer.state_precision not in ("fp32", "bf16"):
-        reason = (
-            f"this kernel keeps moments in fp32 or bf16, and optimizer.state_precision is {optimizer.state_precision}"
-        )
-        remedy = "optimizer.state_precision=bf16"
-    else:
-        return
-    yield Violation(field, "triton", reason, f"use {field}=fused, or {remedy}" if remedy else f"use {field}=fused")
-
-
-def dual_cast_is_supported(quantization: QuantizationConfig, device: str) -> Iterator[Violation]:
-    """The dual-cast kernel (a matrix and its transpose) supports the device and recipe."""
-    field = "quantization.fused_casts"
-    if quantization.fused_casts is not True or quantization.recipe == "none":
-        return
-    if not quantization.has_dual_casts:
-        reason = f"this kernel casts a matrix and its transpose, and {quantization.recipe} does not use both in float8"
-        remedy = f"quantization={DUAL_CAST_RECIPES[0]} or {DUAL_CAST_RECIPES[1]}"
-    elif (missing := missing_triton(device)) is not None:
-        reason, remedy = missing
-    elif quantization.emulate is True:
-        reason, remedy = (
-            "with quantization.emulate=true torch does the casts, and this kernel does none",
-            "quantization.emulate=auto",
-        )
-    else:
-        return
-    yield Violation(field, True, reason, f"use {field}=false, or {remedy}" if remedy else f"use {field}=false")
-
-
-def missing_triton(device: str) -> tuple[str, str] | None:
-    """Reason why Triton kernels cannot run, and a possibly empty remedy; None if they can."""
-    if device != "cuda":
-        return "Triton kernels run on GPUs, and this run trains on the CPU", ""
-    if not has_triton():
-        return "Triton is not installed (torch for CUDA brings it)", "pip install triton"
-    return None
-
-
-TRITON_RULES = rules(fused_adamw_is_supported, dual_cast_is_supported)
+LAYOUT_RULES = rules(tokens_divide, when=lambda quantization: quantization.recipe != "none")

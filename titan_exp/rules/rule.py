@@ -1,11 +1,12 @@
-"""Rule types: a table of refused values, and generator functions for rules that loop or compute a remedy.
+"""Rule types: a table of refused values, and generator functions for rules that compute a remedy.
 
 Both take groups and derived values by parameter name; the texts of `Refuse` are format strings over the same names,
-e.g. `{training.steps}`.
+e.g. `{training.steps}`, and `{found}`, what its condition returns.
 """
 
 import dataclasses
 import inspect
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -34,7 +35,7 @@ DERIVED: dict[str, Callable[[Experiment], Any]] = {
 """Derived values by parameter name. Rules with `spec` are skipped for models without one. `whole` is the experiment,
 `gpus` the number of local GPUs, `unusable_cuda` the reason for which torch cannot use them, and the remedy."""
 
-Condition = Callable[..., object]
+Condition = Callable[..., Any]
 """Predicate over groups and derived values, e.g. `lambda parallelism: parallelism.tp > 1`."""
 
 
@@ -45,20 +46,22 @@ class Refuse:
     field: str
     """Key of the configuration."""
     condition: Condition
-    """True if the value is refused."""
+    """True if the value is refused, or what is wrong with it; a list of the entries of the value that are refused."""
     reason: str
     """Reason for the refusal."""
     remedy: str
     """Values that work."""
 
     def violations(self, values: "Values") -> Iterator[Violation]:
-        """Violation, if the condition holds."""
-        if values.call(self.condition):
-            value = attrgetter(self.field)(values.experiment)
-            yield Violation(self.field, value, self.reason.format_map(values), self.remedy.format_map(values))
+        """Violation if the condition holds, of each entry that it lists."""
+        found = values.call(self.condition)
+        for one in found if isinstance(found, list) else [found] * bool(found):
+            value = one if isinstance(found, list) else attrgetter(self.field)(values.experiment)
+            words = ChainMap({"found": one}, values)
+            yield Violation(self.field, value, self.reason.format_map(words), self.remedy.format_map(words))
 
 
-Check = Refuse | Callable[..., Iterator[Violation]]
+Check = Refuse | Callable[..., Iterable[Violation]]
 """Refused value, or generator function of groups and derived values."""
 
 
@@ -84,8 +87,7 @@ class Rule:
 
     def __init__(self, check: Check, when: Condition | None = None) -> None:
         self.check, self.when = check, when
-        named = parameters(check.condition if isinstance(check, Refuse) else check)
-        self._needs_spec = "spec" in named
+        self._needs_spec = "spec" in parameters(check.condition if isinstance(check, Refuse) else check)
         if when is not None:
             parameters(when)
 
@@ -135,11 +137,7 @@ def check_multiple(field: str, value: int, of: int, reason: str, more: str = "")
 
 @cache
 def parameters(function: Callable[..., object]) -> tuple[str, ...]:
-    """Names of a function's parameters.
-
-    Raises:
-        TypeError: a name is neither in `GROUPS` nor in `DERIVED`.
-    """
+    """Names of a function's parameters. Raises TypeError if a name is neither in `GROUPS` nor in `DERIVED`."""
     names = tuple(inspect.signature(function).parameters)
     unknown = [name for name in names if name not in GROUPS and name not in DERIVED]
     if unknown:

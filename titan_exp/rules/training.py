@@ -8,10 +8,10 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import Violation, divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.groups.experiment import ModelConfig
-from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
-from titan_exp.config.groups.parallelism import CompileConfig, ParallelismConfig
+from titan_exp.config.groups.optimizer import LRScheduleConfig
+from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.run import ProfilingConfig
-from titan_exp.config.groups.training import GradClipConfig, TrainingConfig, WeightAverageConfig
+from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.pipeline_schedules import is_file, takes
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, cuts_blocks, head_is_fp32
 from titan_exp.config.schema.foreign_code import LANGUAGE_MODELING, described
@@ -43,20 +43,6 @@ def schedule_fits(lr_schedule: LRScheduleConfig, training: TrainingConfig) -> It
     yield Violation(key, value, reason, f"use {key}={largest} or less, or training.steps={warmup + decay}")
 
 
-def offloaded_weights_are_updated_alone(
-    optimizer: OptimizerConfig, parallelism: ParallelismConfig, device: str
-) -> Iterator[Violation]:
-    """An optimizer that sends messages has its weights on the GPU, since NCCL sends nothing from CPU memory."""
-    if device == "cuda" and parallelism.cpu_offload and optimizer.sends_messages:
-        reason = (
-            "this optimizer exchanges parts of weights between GPUs, and parallelism.cpu_offload keeps them in "
-            "CPU memory"
-        )
-        yield Violation(
-            "optimizer.name", optimizer.name, reason, "use parallelism.cpu_offload=false, or optimizer=adamw"
-        )
-
-
 def trace_fits(profiling: ProfilingConfig, training: TrainingConfig) -> Iterator[Violation]:
     """The profiler window ends within the run; otherwise no trace is written."""
     steps = training.last_step
@@ -64,24 +50,6 @@ def trace_fits(profiling: ProfilingConfig, training: TrainingConfig) -> Iterator
         reason = f"the run ends at step {steps}, before the {profiling.steps} profiled steps are over"
         remedy = f"use profiling.start={max(0, steps - profiling.steps)} or less, and at most {steps} profiling.steps"
         yield Violation("profiling.start", profiling.start, reason, remedy)
-
-
-def tied_embedding_has_the_heads_precision(spec: ModelSpec, training: TrainingConfig) -> Iterator[Violation]:
-    """A tied embedding has the head's precision, since they share a weight."""
-    for pattern in training.fp32_modules if spec.tied else ():
-        if fnmatchcase("embedding", pattern):
-            reason = "with model.tied_embeddings=true the embedding shares its weight with the head"
-            remedy = "use model.tied_embeddings=false, or leave the embedding out"
-            yield Violation("training.fp32_modules", pattern, reason, remedy)
-
-
-def compiled_blocks_have_one_precision(compile: CompileConfig, training: TrainingConfig) -> Iterator[Violation]:
-    """A block compiled as one graph has one precision."""
-    for pattern in training.fp32_modules if compile.compiles("blocks") else ():
-        if cuts_blocks(pattern):
-            reason = "this names modules inside a block, and compile=blocks makes one graph of a whole block"
-            remedy = "name whole blocks (blocks.0) or modules outside of them (embedding), or use compile=none"
-            yield Violation("training.fp32_modules", pattern, reason, remedy)
 
 
 def _share(size: int, training: TrainingConfig, layout: ResolvedLayout) -> tuple[int, str, str]:
@@ -105,7 +73,15 @@ def objective_has_inputs(spec: ModelSpec, model: ModelConfig, training: Training
 
 TRAINING_RULES = rules(
     objective_has_inputs,
-    offloaded_weights_are_updated_alone,
+    # NCCL sends nothing from CPU memory.
+    Refuse(
+        "optimizer.name",
+        lambda optimizer, parallelism, device: (
+            device == "cuda" and parallelism.cpu_offload and optimizer.sends_messages
+        ),
+        "this optimizer exchanges parts of weights between GPUs, and parallelism.cpu_offload keeps them in CPU memory",
+        "use parallelism.cpu_offload=false, or optimizer=adamw",
+    ),
     schedule_fits,
     trace_fits,
     Refuse(
@@ -177,8 +153,18 @@ TRAINING_RULES = rules(
         "the tied embedding and head lie in two stages of the pipeline, and we add up their gradients in fp32",
         "use model.tied_embeddings=false, parallelism.pp=1, or training.accumulation_precision=fp32",
     ),
-    tied_embedding_has_the_heads_precision,
-    compiled_blocks_have_one_precision,
+    Refuse(
+        "training.fp32_modules",
+        lambda spec, training: [one for one in training.fp32_modules if spec.tied and fnmatchcase("embedding", one)],
+        "with model.tied_embeddings=true the embedding shares its weight with the head",
+        "use model.tied_embeddings=false, or leave the embedding out",
+    ),
+    Refuse(
+        "training.fp32_modules",
+        lambda compile, training: compile.compiles("blocks") and [*filter(cuts_blocks, training.fp32_modules)],
+        "this names modules inside a block, and compile=blocks makes one graph of a whole block",
+        "name whole blocks (blocks.0) or modules outside of them (embedding), or use compile=none",
+    ),
     Refuse(
         "training.loss_chunk_tokens",
         lambda training, model: training.has_given_chunks and model_spec(model) is None,
@@ -189,44 +175,24 @@ TRAINING_RULES = rules(
     Refuse(
         "training.loss_chunk_tokens",
         lambda training: training.has_given_chunks and head_is_fp32(training),
-        (
-            "training.fp32_modules puts the head in fp32, and the loss in chunks takes hidden states and head in "
-            "one precision"
-        ),
+        "training.fp32_modules puts the head in fp32, and the loss in chunks takes hidden states and head in one "
+        "precision",
         "use training.loss_chunk_tokens=null, or leave the head out of training.fp32_modules (softmax and the loss "
         "are in fp32 anyway)",
     ),
 )
-TRAINING_LAYOUT_RULES = rules(micro_batches_are_whole)
 
 
 RAMP = "training.batch_ramp"
-
-
-def batches_grow(training: TrainingConfig) -> Iterator[Violation]:
-    """Every batch is larger than the one before, and the last is `training.global_batch_size`."""
-    for before, after in pairwise(training.batch_sizes):
-        if before >= after:
-            last = after == training.global_batch_size
-            reason = (
-                "each batch must be larger than the one before, and "
-                f"{after}{' (training.global_batch_size)' if last else ''} follows {before}"
-            )
-            yield _violation(
-                training, reason, "give pairs of steps and sequences, each with more sequences than the last"
-            )
-            return
 
 
 def run_reaches_the_last_batch(training: TrainingConfig) -> Iterator[Violation]:
     """The ramp ends before the run does."""
     length = sum(steps for steps, _ in training.batch_ramp)
     if length >= training.steps > 0:
-        reason = (
-            f"the ramp lasts {length} steps, so the run of {training.steps} never reaches training.global_batch_size="
-        )
-        remedy = f"use training.steps={length + 1} or more, or a shorter ramp"
-        yield _violation(training, f"{reason}{training.global_batch_size}", remedy)
+        last = f"training.global_batch_size={training.global_batch_size}"
+        reason = f"the ramp lasts {length} steps, so the run of {training.steps} never reaches {last}"
+        yield _violation(training, reason, f"use training.steps={length + 1} or more, or a shorter ramp")
 
 
 def ramped_micro_batches_are_whole(training: TrainingConfig, layout: ResolvedLayout) -> Iterator[Violation]:
@@ -250,11 +216,9 @@ def passes_are_whole(
     if micro is None:
         works = _sizes(shares, layout.common_share, lambda count: takes(parallelism, count))
         if not works if number is None else layout.common_share % number:
-            reason = (
-                f"no size of micro-batch divides all of a data rank's shares of {listed(shares, 'and')} sequences: "
-            )
-            reason += _taken(parallelism)
-            yield _violation(training, reason, _remedy(parallelism, shares, layout.common_share))
+            reason = f"no size of micro-batch divides all of a data rank's shares of {listed(shares, 'and')} sequences"
+            remedy = _remedy(parallelism, shares, layout.common_share)
+            yield _violation(training, f"{reason}: {_taken(parallelism)}", remedy)
         return
     for share in shares[:-1]:
         if not _is_whole(parallelism, share // micro):
@@ -292,23 +256,6 @@ def _violation(training: TrainingConfig, reason: str, remedy: str) -> Violation:
     return Violation(RAMP, [list(stage) for stage in training.batch_ramp], reason, remedy)
 
 
-RAMP_RULES = rules(batches_grow, run_reaches_the_last_batch, when=lambda training: training.batch_ramp)
-RAMP_LAYOUT_RULES = (
-    *rules(ramped_micro_batches_are_whole, when=lambda training: training.batch_ramp),
-    *rules(passes_are_whole, when=lambda training, parallelism: training.batch_ramp and parallelism.pp > 1),
-)
-
-
-def clipping_has_its_own_keys(grad_clip: GradClipConfig) -> Iterator[Violation]:
-    """Keys of the other modes of clipping have their defaults."""
-    return keys_of_other_modes("grad_clip", grad_clip)
-
-
-def average_has_its_own_keys(weight_average: WeightAverageConfig) -> Iterator[Violation]:
-    """Keys of the other averages have their defaults."""
-    return keys_of_other_modes("weight_average", weight_average)
-
-
 def keys_of_other_modes(group: str, config: Any) -> Iterator[Violation]:
     """Keys that the `mode` of a group's `config` does not read, and that are not at their defaults."""
     modes = choices_of(hints(type(config))["mode"])
@@ -317,9 +264,36 @@ def keys_of_other_modes(group: str, config: Any) -> Iterator[Violation]:
         switch, idle = COUNTS_BESIDE.get(key, ("", ()))
         if switch == f"{group}.mode" and config.mode in idle and value != field.default:
             others = listed(f"{group}={mode}" for mode in modes if mode not in idle)
-            yield Violation(
-                key, value, f"{group}={config.mode} does not read this key", f"leave it out, or use it with {others}"
-            )
+            reason = f"{group}={config.mode} does not read this key"
+            yield Violation(key, value, reason, f"leave it out, or use it with {others}")
 
 
-MODE_RULES = rules(clipping_has_its_own_keys, average_has_its_own_keys)
+RULES = (
+    *TRAINING_RULES,
+    *rules(
+        Refuse(
+            RAMP,
+            lambda training: next(
+                (
+                    f"{after}{' (training.global_batch_size)' * (after == training.global_batch_size)} follows {before}"
+                    for before, after in pairwise(training.batch_sizes)
+                    if before >= after
+                ),
+                "",
+            ),
+            "each batch must be larger than the one before, and {found}",
+            "give pairs of steps and sequences, each with more sequences than the last",
+        ),
+        run_reaches_the_last_batch,
+        when=lambda training: training.batch_ramp,
+    ),
+    *rules(
+        lambda grad_clip: keys_of_other_modes("grad_clip", grad_clip),
+        lambda weight_average: keys_of_other_modes("weight_average", weight_average),
+    ),
+)
+LAYOUT_RULES = (
+    *rules(micro_batches_are_whole),
+    *rules(ramped_micro_batches_are_whole, when=lambda training: training.batch_ramp),
+    *rules(passes_are_whole, when=lambda training, parallelism: training.batch_ramp and parallelism.pp > 1),
+)

@@ -5,10 +5,9 @@ twice the key-value heads. Every field of a model counts, those of a family of t
 another `Change` in its metadata.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from titan_exp.config.groups.experiment import Change, ModelConfig
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.component import current_names
 from titan_exp.config.schema.identity_keys import flatten, is_among, same_value
+from titan_exp.config.schema.schema import optional_fields
 from titan_exp.config.schema.typed_config import read_values, validated
 from titan_exp.models.convert.hf_config import FILE, config_json, foreign_type, from_huggingface, language_model
 from titan_exp.models.convert.state_dict_map import checkpoint_formats
@@ -43,11 +43,8 @@ class ModelChange:
 
 def model_changes(ours: ModelConfig, theirs: ModelConfig | Mapping[str, Any], where: str) -> list[ModelChange]:
     """Fields of a model with other values than those of the weights, with an effect on what these compute; of another
-    family the family alone. `theirs` may be the values of an older version.
-
-    Raises:
-        UserError: the values are of other types.
-    """
+    family the family alone. `theirs` may be the values of an older version. Raises UserError if the values are of other
+    types."""
     found = theirs if isinstance(theirs, ModelConfig) else read_model(ours, theirs, where)
     if found.architecture != ours.architecture or type(found) is not type(ours):
         return [ModelChange("model.architecture", ours.architecture, found.architecture, Change.FUNCTION)]
@@ -55,51 +52,39 @@ def model_changes(ours: ModelConfig, theirs: ModelConfig | Mapping[str, Any], wh
 
 
 def read_model(ours: ModelConfig, theirs: Mapping[str, Any], where: str) -> ModelConfig:
-    """Model of the weights from its values, of our family; a key that they lack has its default, or our value.
-
-    Raises:
-        UserError: a value is of another type.
-    """
+    """Model of the weights from its values, of our family; a key that they lack has its default, or our value. Raises
+    UserError if a value is of another type."""
     values = current_names("model", theirs)
     if values.get("architecture") != ours.architecture:
-        return dataclasses.replace(ours, architecture=str(values.get("architecture")))
+        return replace(ours, architecture=str(values.get("architecture")))
     return validated(type(ours), _completed(ours, values), where)
 
 
 def _completed(ours: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of a group with those of ours for keys that they lack and that have no default."""
-    found: dict[str, Any] = {}
-    for one in dataclasses.fields(ours):
-        mine = getattr(ours, one.name)
-        if dataclasses.is_dataclass(mine) and isinstance(values.get(one.name), Mapping):
-            found[one.name] = _completed(mine, values[one.name])
-        elif one.name in values:
-            found[one.name] = values[one.name]
-        elif one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
-            found[one.name] = mine
+    needed = [one.name for one in fields(ours) if one.name not in optional_fields(type(ours))]
+    found = {name: getattr(ours, name) for name in needed}
+    for name in (one.name for one in fields(ours) if one.name in values):
+        mine, value = getattr(ours, name), values[name]
+        found[name] = _completed(mine, value) if is_dataclass(mine) and isinstance(value, Mapping) else value
     return found
 
 
 def _changes(ours: Any, theirs: Any, prefix: str) -> Iterator[ModelChange]:
-    for one in dataclasses.fields(ours):
+    for one in fields(ours):
         key, mine, other = f"{prefix}{one.name}", getattr(ours, one.name), getattr(theirs, one.name)
         declared: Any = one.metadata.get("change", Change.FUNCTION)
         if declared is Change.NOTHING:
             continue
-        if dataclasses.is_dataclass(mine) and type(mine) is type(other):
+        if is_dataclass(mine) and type(mine) is type(other):
             yield from _changes(mine, other, f"{key}.")
             continue
         if "compared" in one.metadata:
             mine, other = (one.metadata["compared"](model) for model in (ours, theirs))
-        yield from (
-            ModelChange(f"{key}{inner}", value, their, effect)
-            for inner, value, their in _values(mine, other)
-            if (effect := _effect(declared, ours, inner)) is not Change.NOTHING
-        )
-
-
-def _effect(declared: Any, ours: Any, inner: str) -> Change:
-    return declared if isinstance(declared, Change) else declared(ours, inner)
+        for inner, value, their in _values(mine, other):
+            effect = declared if isinstance(declared, Change) else declared(ours, inner)
+            if effect is not Change.NOTHING:
+                yield ModelChange(f"{key}{inner}", value, their, effect)
 
 
 def _values(mine: object, other: object) -> Iterator[tuple[str, object, object]]:
@@ -138,11 +123,8 @@ class GivenWeights:
 
 
 def given_weights(where: str, path: Path, ours: ModelConfig) -> GivenWeights | None:
-    """Description beside a checkpoint, or in a Hugging Face folder; None if there is none.
-
-    Raises:
-        UserError: it cannot be read, or our family does not read it.
-    """
+    """Description beside a checkpoint, or in a Hugging Face folder; None if there is none. Raises UserError if it
+    cannot be read, or our family does not read it."""
     if huggingface_folder(str(path)) is not None:
         values, _ = language_model(config_json(path))
         if "huggingface" not in checkpoint_formats(ours):
@@ -161,11 +143,7 @@ def given_weights(where: str, path: Path, ours: ModelConfig) -> GivenWeights | N
 
 
 def from_config(where: str, values: Mapping[str, Any]) -> GivenWeights:
-    """Description in a run's configuration.
-
-    Raises:
-        UserError: it has no model.
-    """
+    """Description in a run's configuration. Raises UserError if it has no model."""
     data = values.get("data")
     data = data if isinstance(data, Mapping) else {}
     tokenizer, stores = data.get("tokenizer"), data.get("paths")
@@ -200,10 +178,9 @@ def model_misfits(
         yield Violation(one.key, one.ours, f"{given.where} has {shown(one.theirs)}", back)
     accepting = f", or {ACCEPT}='{shown([*accepted, *(one.key for one in refused)])}' if you mean to change it"
     for one in refused:
-        reason = (
-            f"{given.where} has {shown(one.theirs)}, and with another value the same weights compute something else"
-        )
-        yield Violation(one.key, one.ours, reason, f"use {one.key}={shown(one.theirs)}{accepting}")
+        theirs = shown(one.theirs)
+        reason = f"{given.where} has {theirs}, and with another value the same weights compute something else"
+        yield Violation(one.key, one.ours, reason, f"use {one.key}={theirs}{accepting}")
 
 
 def require_fit(ours: ModelConfig, given: GivenWeights, exclude: Sequence[str], accepted: Sequence[str]) -> None:
@@ -230,9 +207,8 @@ def tokenizer_misfit(
     spec = model_spec(model)
     tables = [] if spec is None else [name for name, shape in spec.shapes.items() if shape[0] == model.vocab_size]
     initialized = bool(tables) and all(_matches(name, exclude or ()) for name in tables)
-    if not model.vocab_size or given.tokenizer is None or initialized:
-        return
-    if is_among(TOKENIZER, accepted) and not same_data:
+    is_accepted = is_among(TOKENIZER, accepted) and not same_data
+    if not model.vocab_size or given.tokenizer is None or initialized or is_accepted:
         return
     try:
         path = tokenizer_path(data)
@@ -243,10 +219,8 @@ def tokenizer_misfit(
         return  # ours is the matter of other rules, and theirs may be gone
     moved = sum(ours.get(word) != number for word, number in theirs.items())
     if moved:
-        reason = (
-            f"this tokenizer has other ids, or none, for {moved:,} of the {len(theirs):,} words that "
-            f"{given.where} knows"
-        )
+        words = f"{moved:,} of the {len(theirs):,} words that {given.where} knows"
+        reason = f"this tokenizer has other ids, or none, for {words}"
         accepting = f"{ACCEPT}='{shown([*dict.fromkeys([*accepted, TOKENIZER])])}'"
         restart = " checkpoint.continue_data=restart" if same_data else ""
         remedy = f"use {TOKENIZER}={given.tokenizer}, or {accepting}{restart} if you mean to change it"
@@ -277,12 +251,8 @@ def _other_shapes(ours: ModelConfig, values: Mapping[str, object], exclude: Sequ
         return None
     if mine is None or other is None:
         return None
-    mine_shapes, shapes = mine.state_shapes, other.state_shapes
-    return [
-        name
-        for name in {**mine_shapes, **shapes}
-        if mine_shapes.get(name) != shapes.get(name) and not _matches(name, exclude)
-    ]
+    one, two = mine.state_shapes, other.state_shapes
+    return [name for name in one | two if one.get(name) != two.get(name) and not _matches(name, exclude)]
 
 
 def _replaced(config: Any, key: str, value: object) -> Any:

@@ -6,22 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from titan_exp.config.command_line import verb_options as options_of
 from titan_exp.config.command_line.options import Arguments, option_name
-from titan_exp.config.command_line.verb_options import (
-    CancelOptions,
-    CompareOptions,
-    ConvertOptions,
-    DiffOptions,
-    DownloadOptions,
-    EvaluateOptions,
-    GenerateOptions,
-    LogsOptions,
-    PlanOptions,
-    RetryOptions,
-    ShowOptions,
-    StatusOptions,
-    TokenizeOptions,
-)
 from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import shown
 from titan_exp.config.extension import load, provided
@@ -71,11 +57,8 @@ def train_help(arguments: Arguments) -> str:
         # Hydra lists choices in reverse order of composition.
         choices = dict(reversed(groups.compose(overrides).hydra.runtime.choices.items()))
         options = {name: groups.options(name) for name in groups.inside()}
-    chosen = {
-        name: [f"*{option}" if option == choice else option for option in options[name]]
-        for name, choice in choices.items()
-        if name in options
-    }
+    known = [(name, choice) for name, choice in choices.items() if name in options]
+    chosen = {name: [f"*{one}" if one == choice else one for one in options[name]] for name, choice in known}
     overlays = {name: found for name, found in options.items() if found and name not in chosen and name != "local"}
     return TEXT.format(chosen=_table(chosen), overlays=_table(overlays))
 
@@ -83,34 +66,17 @@ def train_help(arguments: Arguments) -> str:
 def _table(rows: Mapping[str, Sequence[str]]) -> str:
     width = max(60, min(shutil.get_terminal_size().columns, 110))
     margin = max(map(len, rows), default=0) + 4
-    return "\n".join(
-        textwrap.fill(
-            "  ".join(options),
-            width,
-            initial_indent=f"  {name}".ljust(margin),
-            subsequent_indent=" " * margin,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for name, options in rows.items()
-    )
+    wrapper, lines = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False), []
+    wrapper.subsequent_indent = " " * margin
+    for name, options in rows.items():
+        wrapper.initial_indent = f"  {name}".ljust(margin)
+        lines.append(wrapper.fill("  ".join(options)))
+    return "\n".join(lines)
 
 
-OPTIONS: dict[str, type] = {
-    "compare": CompareOptions,
-    "generate": GenerateOptions,
-    "convert": ConvertOptions,
-    "download": DownloadOptions,
-    "tokenize": TokenizeOptions,
-    "evaluate": EvaluateOptions,
-    "diff": DiffOptions,
-    "show": ShowOptions,
-    "logs": LogsOptions,
-    "plan": PlanOptions,
-    "status": StatusOptions,
-    "cancel": CancelOptions,
-    "retry": RetryOptions,
-}
+_VERBS = ("compare", "generate", "convert", "download", "tokenize", "evaluate", "diff", "show", "logs", "plan")
+_VERBS += ("status", "cancel", "retry")
+OPTIONS: dict[str, type] = {verb: getattr(options_of, f"{verb.capitalize()}Options") for verb in _VERBS}
 """Option dataclasses of verbs that take only some config groups or none."""
 
 
@@ -162,7 +128,13 @@ FEW_ROWS = 10
 
 def remarks(overrides: Sequence[str], experiment: Experiment) -> Iterator[str]:
     """Sentences about a composed run, printed before it is planned or launched."""
-    yield from _idle_overrides(overrides, experiment)
+    values = flatten(to_dict(experiment))
+    idle = idle_keys(values)
+    for override in overrides:
+        key = override.partition("=")[0].lstrip("+")
+        switch = next((COUNTS_BESIDE[group][0] for group in idle if is_among(key, [group])), key)
+        if switch != key and "." in key:  # a group's option sets the switch
+            yield f"{override} has no effect with {switch}={shown(values[switch])}"
     yield from forgotten_tokenizer(overrides, experiment)
     yield from forgotten_precision(overrides, experiment)
 
@@ -184,14 +156,3 @@ def forgotten_tokenizer(overrides: Sequence[str], experiment: Experiment) -> Ite
             f"{key}=bytes, the default, uses only {BYTES_VOCABULARY} of the model's {rows:,} tokens. Name the model's "
             f"own tokenizer with {key}=FOLDER, or type {key}=bytes if you mean bytes"
         )
-
-
-def _idle_overrides(overrides: Sequence[str], experiment: Experiment) -> Iterator[str]:
-    """A sentence for each typed key that the value of another key leaves without effect."""
-    values = flatten(to_dict(experiment))
-    idle = idle_keys(values)
-    for override in overrides:
-        key = override.partition("=")[0].lstrip("+")
-        switch = next((COUNTS_BESIDE[group][0] for group in idle if is_among(key, [group])), key)
-        if switch != key and "." in key:  # a group's option sets the switch
-            yield f"{override} has no effect with {switch}={shown(values[switch])}"

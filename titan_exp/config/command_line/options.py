@@ -44,20 +44,14 @@ def parse_options(kind: type[Options], argv: Sequence[str], *, positional: Seque
     options, rest = take_options(kind, argv, positional=positional)
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
     if rest:
-        known = f"the options are {listed(names, 'and')}"
-        bare = " ".join(word for word in rest if "=" not in word)
-        pairs = [word.partition("=") for word in rest if "=" in word]
-        found = [
-            Violation(
-                key, value, lacking(f"{_verb(kind)} {key}") or "unknown option", did_you_mean(key, names) or known
-            )
-            for key, _, value in pairs
-        ]
-        if bare:
-            remedy = (
-                did_you_mean(bare, names) or f"write an option as name=value, in quotes if it contains spaces: {known}"
-            )
-            remedy = f"to continue this text, write prompt='{bare}'" if "prompt" in names else remedy
+        known, found = f"the options are {listed(names, 'and')}", list[Violation]()
+        for key, _, value in (word.partition("=") for word in rest if "=" in word):
+            reason = lacking(f"{_verb(kind)} {key}") or "unknown option"
+            found.append(Violation(key, value, reason, did_you_mean(key, names) or known))
+        if bare := " ".join(word for word in rest if "=" not in word):
+            spelling = f"write an option as name=value, in quotes if it contains spaces: {known}"
+            remedy = f"to continue this text, write prompt='{bare}'" if "prompt" in names else spelling
+            remedy = remedy if "prompt" in names else did_you_mean(bare, names) or remedy
             found.append(Violation(bare, "", "no option has this name", remedy))
         raise _refused(found)
     return options
@@ -71,11 +65,8 @@ def take_options(
     others: Sequence[str] = (),
     verb: str = "",
 ) -> tuple[Options, list[str]]:
-    """Parse the arguments that are options into a dataclass; returns it and the other arguments.
-
-    `others` are flags of another parser, which are returned unparsed. The dataclass is named after its `verb`, unless
-    given.
-    """
+    """Parse the arguments that are options into a dataclass; returns it and the other arguments. `others` are flags of
+    another parser, which are returned unparsed. The dataclass is named after its `verb`, unless given."""
     from pydantic import TypeAdapter, ValidationError
 
     from titan_exp.config.errors.explain_values import from_pydantic
@@ -102,11 +93,10 @@ def take_options(
     try:
         return TypeAdapter(kind).validate_python(values), rest
     except ValidationError as error:
-        violations = []
-        for detail in error.errors(include_url=False):
-            field = str(detail["loc"][0])
-            violations.append(from_pydantic(detail, field, fields[field], docstrings(kind).get(field, "")))
-        raise _refused(violations) from error
+        details = [(str(detail["loc"][0]), detail) for detail in error.errors(include_url=False)]
+        meanings = docstrings(kind)
+        found = [from_pydantic(detail, name, fields[name], meanings.get(name, "")) for name, detail in details]
+        raise _refused(found) from error
 
 
 def require_alone(name: str, value: str, argv: Sequence[str]) -> None:
@@ -140,12 +130,9 @@ def take_flags(
     offered: Iterable[str] = (),
     verb: str = "",
 ) -> tuple[dict[str, str | int | bool], list[str]]:
-    """Flags with their values, and the other arguments.
-
-    `switches` take no value; `valued` flags take one, `--jobs 4` or `--jobs=4`, of type `str`, or `int` from 0. A
-    flag in both may have one after `=`. `others` belong to another parser and are returned unparsed;
-    `offered` are further flags of the verb, for suggestions.
-    """
+    """Flags with their values, and the other arguments. `switches` take no value; `valued` flags take one, `--jobs 4`
+    or `--jobs=4`, of type `str`, or `int` from 0. A flag in both may have one after `=`. `others` belong to another
+    parser and are returned unparsed; `offered` are further flags of the verb, for suggestions."""
     alone, with_value, foreign = set(switches), dict(valued or {}), set(others or ())
     found: dict[str, str | int | bool] = {}
     rest: list[str] = []
@@ -160,7 +147,9 @@ def take_flags(
                 if not queue:
                     raise UserError(f"{name} needs a value after it. See titan-exp {verb} --help.")
                 value = queue.pop(0)
-            found[name] = _read(name, value, with_value[name])
+            if with_value[name] is int and not value.isdigit():
+                raise UserError(f"{name} {value}: must be a whole number, such as {name} 2.")
+            found[name] = with_value[name](value)
         elif word.startswith("-") and word != "-" and name not in foreign:
             after = queue[0] if queue and not equals and "=" not in queue[0] and not queue[0].startswith("-") else ""
             raise UserError(_unknown(word, after, [*alone, *with_value, *offered], foreign, verb))
@@ -207,17 +196,7 @@ def _keys_like(typed: str, flags: Sequence[str], *, exactly: bool = False) -> st
         same = [name for name in value_keys() if name.rpartition(".")[2] == key] or other_names(key)
         found = same if exactly or same or not value else nearest(key, value_keys(), 2)
         return listed([f"{name}={value or '...'}" for name in found]) if found else ""
-    if exactly:
-        return ""
-    return f"{key}={value or '...'}" if "." in key else ""
-
-
-def _read(name: str, value: str, kind: type) -> str | int:
-    if kind is str:
-        return value
-    if not value.isdigit():
-        raise UserError(f"{name} {value}: must be a whole number, such as {name} 2.")
-    return int(value)
+    return f"{key}={value or '...'}" if "." in key and not exactly else ""
 
 
 SWITCHES = ("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m")
@@ -265,9 +244,8 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         raise UserError("--experimental-rerun: to repeat a run, type titan-exp train --config-path runs/NAME/ID.")
     pairs = zip(argv, [*argv[1:], ""], strict=False)
     complete = [f"{word}=all" if word in ("--info", "-i") and after not in TOPICS else word for word, after in pairs]
-    found, overrides = take_flags(
-        complete, SWITCHES, dict.fromkeys(VALUED, str), offered=(*SWEEP_SWITCHES, "--jobs"), verb="train"
-    )
+    offered = (*SWEEP_SWITCHES, "--jobs")
+    found, overrides = take_flags(complete, SWITCHES, dict.fromkeys(VALUED, str), offered=offered, verb="train")
     flags: list[str] = []
     for name, value in found.items():
         known = VIEWS if name in ("--cfg", "-c") else TOPICS if name in ("--info", "-i") else ()

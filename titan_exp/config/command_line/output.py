@@ -27,11 +27,9 @@ def visible(text: str) -> str:
 
 
 def safe_output(encoding: str | None = None, *, raw: bool = False) -> None:
-    """Make standard output and error safe, once: secrets become their interpolations, and control characters visible.
-
-    A question mark stands for a character that `encoding` lacks, None keeps that of the locale; other bytes of a path
-    are printed as they are. `raw` keeps control characters, for the log of a rank.
-    """
+    """Make standard output and error safe, once: secrets become their interpolations, and control characters visible. A
+    question mark stands for a character that `encoding` lacks, None keeps that of the locale; other bytes of a path are
+    printed as they are. `raw` keeps control characters, for the log of a rank."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
@@ -123,10 +121,8 @@ def error_document(error: BaseException) -> dict[str, Any]:
     violations, message = [], ""
     if isinstance(error, UserError):
         message = error.message
-        violations = [
-            {"key": one.field, "value": one.value, "reason": one.reason, "remedy": one.remedy}
-            for one in error.violations
-        ]
+        found = [(one.field, one.value, one.reason, one.remedy) for one in error.violations]
+        violations = [dict(zip(("key", "value", "reason", "remedy"), one, strict=True)) for one in found]
     elif isinstance(error, OSError | RuntimeError):
         message = explain_os_error(error) or ""
     return {"error": {"message": message or f"{type(error).__name__}: {error}".rstrip(": "), "violations": violations}}

@@ -42,16 +42,10 @@ class NameCheck:
 
     def choose(self, parsed: Sequence[Override]) -> None:
         """Add the keys of the existing options among the overrides."""
-        options = [
-            str(override.input_line)
-            for override in parsed
-            if override.key_or_group in self.names
-            and not override.is_sweep_override()
-            and not any(self._check_option(override))
-        ]
-        swept = [
-            override for override in parsed if override.key_or_group in self.names and override.is_sweep_override()
-        ]
+        of_groups = [override for override in parsed if override.key_or_group in self.names]
+        swept = [override for override in of_groups if override.is_sweep_override()]
+        others = [override for override in of_groups if not override.is_sweep_override()]
+        options = [str(override.input_line) for override in others if not any(self._check_option(override))]
         self._swept = [
             [*options, f"{override.key_or_group}={value}"] for override in swept for value in _values(override)
         ]
@@ -75,7 +69,9 @@ class NameCheck:
             yield _one_value(override, is_group=key in self.names)
         elif key in self.names:
             yield from self._check_option(override)
-            yield from self._check_files(override)
+            for option in _values(override):
+                if isinstance(option, str) and option in self.groups.options(key):
+                    yield from check_option_file(self.groups, key, option, self.tree)
         elif not (override.is_add() or override.is_force_add()) and self.tree is not None:
             yield from self._check_key(key, override, self.tree)
 
@@ -97,37 +93,22 @@ class NameCheck:
             if not isinstance(option, str) or option.removesuffix(".yaml") not in options:
                 yield self._unknown_option(key, option, options)
             elif override.is_force_add():
-                yield Violation(
-                    f"++{key}", option, "plus signs add keys, not options", f"leave them out: {key}={option}"
-                )
+                remedy = f"leave them out: {key}={option}"
+                yield Violation(f"++{key}", option, "plus signs add keys, not options", remedy)
             elif override.is_add() and key in self.chosen and override.package is None:
                 reason = "this group already has an option"
                 yield Violation(f"+{key}", option, reason, f"leave the plus out: {key}={option}")
             elif key not in self.chosen and self.groups.values.groups:
                 reason = "this chooses an option, and your file holds values in place of options"
-                yield Violation(
-                    override.get_key_element(),
-                    option,
-                    reason,
-                    f"begin from the defaults instead: titan-exp train +{key}={option}",
-                )
+                remedy = f"begin from the defaults instead: titan-exp train +{key}={option}"
+                yield Violation(override.get_key_element(), option, reason, remedy)
             elif not override.is_add() and key not in self.chosen:
                 reason = "this group has no option yet, so there is none to replace"
-                if "/" in key:
-                    parent = key.rpartition("/")[0]
-                    yield Violation(
-                        key,
-                        option,
-                        f"each option of {parent} chooses it for you",
-                        f"choose one of those: {parent}=OPTION",
-                    )
-                    continue
-                yield Violation(key, option, reason, f"add it with a plus: +{key}={option}")
-
-    def _check_files(self, override: Override) -> Iterator[Violation]:
-        for option in _values(override):
-            if isinstance(option, str) and option in self.groups.options(override.key_or_group):
-                yield from check_option_file(self.groups, override.key_or_group, option, self.tree)
+                remedy = f"add it with a plus: +{key}={option}"
+                if parent := key.rpartition("/")[0]:
+                    reason = f"each option of {parent} chooses it for you"
+                    remedy = f"choose one of those: {parent}=OPTION"
+                yield Violation(key, option, reason, remedy)
 
     def _check_values(self, key: str, override: Override) -> Iterator[Violation]:
         """Violations of `group={key:value}`, which sets keys."""
@@ -155,9 +136,8 @@ class NameCheck:
             return
         if name in own_keys(parent, node):
             reason = f"{parent}={self.chosen[parent]} leaves it at its default"
-            yield Violation(
-                key, value, reason, f"add it with a plus: +{key}={value}, or write it into the file of the option"
-            )
+            remedy = f"add it with a plus: +{key}={value}, or write it into the file of the option"
+            yield Violation(key, value, reason, remedy)
             return
         meant = other_names(key)
         if not parents and not meant and isinstance(override.value(), str) and (groups := nearest(key, self.names)):
@@ -175,12 +155,8 @@ class NameCheck:
         offer = f"did you mean {found[0]}? It comes with {homes}." if options else ""
         offer = offer or (f"did you mean {listed(found)}?" if found else "")
         inside = f"{parent} has {listed(node, 'and')}" if parents and isinstance(node, dict) else ""
-        yield Violation(
-            key,
-            value,
-            lacking(key) or "unknown key",
-            offer or inside or "type titan-exp train --cfg job to see every key",
-        )
+        remedy = offer or inside or "type titan-exp train --cfg job to see every key"
+        yield Violation(key, value, lacking(key) or "unknown key", remedy)
 
     def _swept_nodes(self, parents: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Parent of a key under each option of a sweep, composed when asked for."""

@@ -28,7 +28,7 @@ from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.foreign_file import read_yaml
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import primary_file
-from titan_exp.config.hydra.config_groups import Groups, groups_for, option_path
+from titan_exp.config.hydra.config_groups import groups_for, option_path
 from titan_exp.config.schema.schema import annotation_of, hints, is_number, keys, meaning_of, optional_fields
 
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
@@ -73,12 +73,7 @@ def unreadable_in_study(overrides: Sequence[str]) -> list[Violation]:
     for text in dict.fromkeys(overrides):
         if not _is_readable(text):
             key, _, value = text.partition("=")
-            inner = value.strip("'\"").replace("\\", "\\\\").replace('"', '\\"')
-            try:
-                grammar_parser.parse(value)
-            except GrammarParseError:
-                inner = inner.replace("${", "\\${")  # text, as it is not an interpolation
-            line = f'{key}="{inner}"'.replace("'", "''")
+            line = f"{key}={_in_double_quotes(value)}".replace("'", "''")
             remedy = f"quote it in the file, once for YAML and once for Hydra: '{line}'"
             found.append(Violation(key, value, "Hydra cannot read this value", remedy))
     return found
@@ -113,7 +108,9 @@ def _for_value(key: str, value: str) -> str:
         values = ",".join(part.strip() for part in inside[1].split(","))
         if is_number(annotation_of(key)):
             return f"write {key}={values.partition(',')[0]}, or sweep the values: titan-exp train -m {key}={values}"
-        return f"write {key}='[{','.join(map(_item, values.split(',')))}]'"
+        plain = {text: "'" not in text and _is_readable(f"key=[{text}]") for text in values.split(",")}
+        items = [text if plain[text] else _in_double_quotes(text).replace("'", "'\\''") for text in values.split(",")]
+        return f"write {key}='[{','.join(items)}]'"
     if is_number(annotation_of(key)) and stripped and _is_readable(f"{key}={stripped}"):
         return f"write {key}={stripped}"
     return f"quote it, once for the shell and once for Hydra: {_quoted(key, value)}"
@@ -126,23 +123,20 @@ def is_text(key: str) -> bool:
 
 def _quoted(key: str, value: str) -> str:
     """Override for the shell whose value contains characters of Hydra's grammar."""
-    if value.startswith("[") or not is_text(key):
-        plain = f"{key}='{value}'"
-        if _is_readable(f"{key}={value}") and "'" not in value:
-            return plain
-    inner = value.strip("'\"").replace("\\", "\\\\").replace('"', '\\"').replace("'", "'\\''")
-    with suppress(GrammarParseError):
+    is_list = value.startswith("[") or not is_text(key)
+    if is_list and _is_readable(f"{key}={value}") and "'" not in value:
+        return f"{key}='{value}'"
+    inside = _in_double_quotes(value).replace("'", "'\\''")
+    return f"{key}='{inside}'"
+
+
+def _in_double_quotes(value: str) -> str:
+    """Text as Hydra reads it in double quotes; `${` is text where it is not an interpolation."""
+    inner = value.strip("'\"").replace("\\", "\\\\").replace('"', '\\"')
+    try:
         grammar_parser.parse(value)
-        return f"{key}='\"{inner}\"'"
-    inner = inner.replace("${", "\\${")  # text, as it is not an interpolation
-    return f"{key}='\"{inner}\"'"
-
-
-def _item(text: str) -> str:
-    """Item of a list for the shell, in Hydra's quotes if it has characters of the grammar."""
-    if "'" not in text and _is_readable(f"key=[{text}]"):
-        return text
-    inner = text.strip("'\"").replace("\\", "\\\\").replace('"', '\\"').replace("'", "'\\''")
+    except GrammarParseError:
+        inner = inner.replace("${", "\\${")
     return f'"{inner}"'
 
 
@@ -174,10 +168,8 @@ _NOISE = re.compile(
 
 
 def is_composition_error(error: Exception) -> bool:
-    """True if an error was caused by overrides or YAML, not by a bug.
-
-    Hydra passes on whatever a value breaks in it: then no code of ours runs below Hydra's.
-    """
+    """True if an error was caused by overrides or YAML, not by a bug. Hydra passes on whatever a value breaks in it:
+    then no code of ours runs below Hydra's."""
     if isinstance(error, UNREADABLE):
         return True
     if isinstance(error, OSError) and error.filename is None:
@@ -189,21 +181,18 @@ def is_composition_error(error: Exception) -> bool:
 
 def explain(error: Exception, arguments: Arguments) -> UserError:
     """Convert Hydra's error for these arguments to a UserError that names the overrides or the file at fault."""
-    found = unknown_names(arguments)
-    if found:
+    if found := unknown_names(arguments):
         return UserError(MESSAGE, found)
-    lost = re.search(r"path=(?P<path>\S+) is not available", str(error))
-    if lost:
+    if lost := re.search(r"path=(?P<path>\S+) is not available", str(error)):
         return UserError(
             f"hydra.searchpath: there is no {lost['path']}. Give a folder (file:///folder), or a package "
             "that is installed, on PYTHONPATH or in the current folder (pkg://package.folder)."
         )
     if found := _set_before(error, arguments.overrides):
         return UserError(MESSAGE, found)
-    found = list(_at_fault(error, arguments))
-    return (
-        UserError(MESSAGE, found) if found else UserError(f"Hydra cannot compose the configuration: {_reason(error)}")
-    )
+    if found := list(_at_fault(error, arguments)):
+        return UserError(MESSAGE, found)
+    return UserError(f"Hydra cannot compose the configuration: {_reason(error)}")
 
 
 def explain_point(error: UserError, overrides: Sequence[str]) -> str:
@@ -228,10 +217,8 @@ def _set_before(error: Exception, overrides: Sequence[str]) -> list[Violation]:
 
 def unknown_names(arguments: Arguments) -> list[Violation]:
     """Violations of unreadable overrides, of unknown keys, groups and options, and of option files."""
-    words = list(joined_words(arguments.overrides))
-    parsed: list[Override] = []
-    found = _main_file(arguments)
-    if found:
+    words, parsed = list(joined_words(arguments.overrides)), list[Override]()
+    if found := _main_file(arguments):
         return found
     # What breaks here has broken Hydra before, whose message is then shown.
     with suppress(Exception), warnings.catch_warnings():
@@ -256,18 +243,16 @@ def _main_file(arguments: Arguments) -> list[Violation]:
     folder, path = arguments.value_of("--config-path", "-cp"), primary_file(arguments)
     if folder is None or not path.is_file():
         return []
-    remedy = (
-        "give a complete file, such as the config.yaml of a run, or keep a few keys of your own in an option "
-        "file and name its folder with --config-dir"
-    )
+    own = "keep a few keys of your own in an option file and name its folder with --config-dir"
+    remedy = f"give a complete file, such as the config.yaml of a run, or {own}"
+    needed = [name for name in hints(Experiment) if name not in optional_fields(Experiment)]
     try:
         content = read_yaml(path, "a configuration")
+        missing = [name for name in needed if name not in content and "defaults" not in content]
+        reason = f"{path} lacks {listed(missing, 'and')}" if missing else ""
     except UserError as error:
-        return [Violation(f"--config-path {folder}", "", str(error), remedy)]
-    missing = [name for name in hints(Experiment) if name not in content and name not in optional_fields(Experiment)]
-    if "defaults" in content or not missing:
-        return []
-    return [Violation(f"--config-path {folder}", "", f"{path} lacks {listed(missing, 'and')}", remedy)]
+        reason = str(error)
+    return [Violation(f"--config-path {folder}", "", reason, remedy)] if reason else []
 
 
 def _at_fault(error: Exception, arguments: Arguments) -> Iterator[Violation]:
@@ -277,7 +262,12 @@ def _at_fault(error: Exception, arguments: Arguments) -> Iterator[Violation]:
     with suppress(*UNREADABLE, OSError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with groups_for(arguments) as groups:
-            alone = {text: failure for text in arguments.overrides if (failure := _failure(groups, text)) is not None}
+            for text in arguments.overrides:
+                try:
+                    if not OverridesParser.create().parse_override(text).is_sweep_override():
+                        groups.compose([text])
+                except Exception as failure:
+                    alone[text] = failure
             for text in alone:
                 group, _, option = text.lstrip("+").partition("=")
                 if option_path(groups, group, option) is not None:
@@ -295,26 +285,13 @@ def _at_fault(error: Exception, arguments: Arguments) -> Iterator[Violation]:
         yield Violation(key, value, f"{path}{_reason(failure)}", remedy)
 
 
-def _failure(groups: Groups, text: str) -> Exception | None:
-    try:
-        if not OverridesParser.create().parse_override(text).is_sweep_override():
-            groups.compose([text])
-    except Exception as error:
-        return error
-    return None
-
-
 def _reason(error: Exception) -> str:
     """First line of an error of Hydra that says more than where it was raised."""
     for source in (error.__cause__, error):
         lines = [line.strip() for line in str(source or "").splitlines() if not _NOISE.match(line)]
         lines = [line for line in lines if "hydra.cc" not in line and not line.startswith("Error merging")]
         if lines and isinstance(source, (*UNREADABLE, UserWarning, ValueError)):
-            return _in_words(lines[0].rstrip("."))
+            text = lines[0].rstrip(".").replace("is not in struct", "does not exist").replace("NoneType", "null")
+            text = re.sub(r" not in '\w+'$", " does not exist", text)
+            return text[:1].lower() + text[1:]
     return "Hydra cannot use this value" + (f": {error}" if isinstance(error, KeyError | TypeError) else "")
-
-
-def _in_words(text: str) -> str:
-    text = text.replace("is not in struct", "does not exist").replace("NoneType", "null")
-    text = re.sub(r" not in '\w+'$", " does not exist", text)
-    return text[:1].lower() + text[1:]

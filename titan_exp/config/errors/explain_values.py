@@ -52,10 +52,8 @@ class Check:
 def unknown_keys(
     values: Mapping[str, Any], fields: Mapping[str, Any], optional: Collection[str], prefix: str = ""
 ) -> Iterator[Violation]:
-    """Violations of unknown and missing keys, values in place of a group, and booleans in place of a number.
-
-    `fields` has the type of each key, `optional` the keys with a default, of the group with this prefix.
-    """
+    """Violations of unknown and missing keys, values in place of a group, and booleans in place of a number. `fields`
+    has the type of each key, `optional` the keys with a default, of the group with this prefix."""
     for name in values:
         if name not in fields and not is_default_of_missing(f"{prefix}{name}", values[name]):
             group = isinstance(values[name], Mapping)
@@ -72,9 +70,8 @@ def unknown_keys(
                 yield Violation(field, "", reason, f"give it {'an option' if group else 'a value'}: {field}=...")
         elif dataclasses.is_dataclass(annotation):
             if isinstance(values[name], Mapping):
-                yield from unknown_keys(
-                    values[name], schema.hints(annotation), schema.optional_fields(annotation), f"{field}."
-                )
+                inner, optional_inner = schema.hints(annotation), schema.optional_fields(annotation)
+                yield from unknown_keys(values[name], inner, optional_inner, f"{field}.")
             else:
                 remedy = f"set a key in it: {field}.{next(iter(schema.hints(annotation)))}=..."
                 yield Violation(field, values[name], "this is a group of keys, not a value", remedy)

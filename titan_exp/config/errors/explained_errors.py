@@ -23,11 +23,9 @@ class UserCodeError(UserError):
 
 
 def user_traceback(error: BaseException, packages: Collection[str] = ()) -> str:
-    """The user's frames of a traceback and the error, as Python prints them; empty if no frame is the user's.
-
-    Frames outside of titan_exp, the standard library and installed packages are the user's, and those of `packages`
-    (prefixes of module names), wherever these are installed.
-    """
+    """The user's frames of a traceback and the error, as Python prints them; empty if no frame is the user's. Frames
+    outside of titan_exp, the standard library and installed packages are the user's, and those of `packages` (prefixes
+    of module names), wherever these are installed."""
     frames = [text for module, file, line, text in _frames(error) if _is_user_frame(module, file, packages)]
     if isinstance(error, SyntaxError) and error.filename and _is_user_frame("", error.filename, packages):
         # The file at fault has no frame, since it was not executed.
@@ -103,17 +101,15 @@ _NOT_THE_USERS = (
 """Folders of titan_exp and of the standard library."""
 
 
+_NOT_YOURS = "See with ls -ld who may use it, or set paths.runs, or the path, to a folder of your own"
 REMEDIES = {
     errno.ENAMETOOLONG: "Use a shorter name",
-    errno.EACCES: "See with ls -ld who may use it, or set paths.runs, or the path, to a folder of your own",
-    errno.EPERM: "See with ls -ld who may use it, or set paths.runs, or the path, to a folder of your own",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), _NOT_YOURS),
     errno.EROFS: "Set paths.runs, or the path, to a folder that you can write to",
-    errno.ENOSPC: "Free some space, or set paths.runs to a folder on another disk",
-    errno.EDQUOT: "Free some space, or set paths.runs to a folder on another disk",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space, or set paths.runs to a folder on another disk"),
     errno.ELOOP: "Its symbolic links lead in a circle, so remove one of them",
     errno.EMFILE: "Raise the limit of open files with ulimit -n 4096",
-    errno.EIO: "Its disk has failed or does not answer, so try again or use another",
-    errno.ESTALE: "Its disk has failed or does not answer, so try again or use another",
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "Its disk has failed or does not answer, so try again or use another"),
 }
 """Remedies by errno, for errors that no line of code can cause on its own."""
 SHOWN = 80

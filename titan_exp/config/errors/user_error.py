@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,9 @@ def in_quotes(text: str) -> str:
 
 
 def nearest(word: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """Up to `count` candidates similar to a word, best first, without those much less similar than the best.
-
-    A dotted candidate is also similar if its last part is (`lr` finds `optimizer.lr`), and a longer candidate if it
-    begins with the word.
-    """
+    """Up to `count` candidates similar to a word, best first, without those much less similar than the best. A dotted
+    candidate is also similar if its last part is (`lr` finds `optimizer.lr`), and a longer candidate if it begins with
+    the word."""
     scored = [(_similarity(word.lower(), choice.lower()), choice) for choice in dict.fromkeys(candidates)]
     best = max((score for score, _ in scored), default=0.0)
     margin = 0.12 if best < 0.9 else 0.04
@@ -105,8 +104,8 @@ def multiples_near(value: int, of: int) -> list[int]:
     return [number for number in (below, below + of) if number > 0]
 
 
+@lru_cache(maxsize=4096)
 def _similarity(word: str, choice: str) -> float:
-    """Similarity from 0 to 1."""
     group, _, leaf = word.rpartition(".")
     choice_group, _, choice_leaf = choice.rpartition(".")
     score = SequenceMatcher(None, word, choice).ratio()

@@ -330,9 +330,7 @@ class QuantizationConfig:
 
     def quantizes(self, name: str, inputs: int, outputs: int, *, layers: int) -> bool:
         """True if the recipe quantizes a linear layer, by its name, its unsharded shape and the number of blocks.
-
-        `smallest_gemm` must be resolved.
-        """
+        `smallest_gemm` must be resolved."""
         assert self.smallest_gemm is not None, "the recipe is not resolved"
         numbered = re.match(r"blocks\.(\d+)\.", name)
         layer = int(numbered[1]) if numbered else None

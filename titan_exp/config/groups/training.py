@@ -304,10 +304,7 @@ class EvaluationConfig:
 
 def with_current_keys(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Values of a configuration with current keys in place of former ones, and a sentence about each that was there.
-
-    Raises:
-        UserError: a former key and its current one are both set, to different values.
-    """
+    Raises UserError if a former key and its current one are both set, to different values."""
     found = dict(values)
     said = []
     for former, current in FORMER.items():

@@ -6,10 +6,8 @@ from annotated_types import Ge, Gt, Interval
 
 PositiveInt = Annotated[int, Ge(1)]
 """A whole number of at least 1."""
-
 Count = Annotated[int, Ge(0)]
 """A whole number of at least 0."""
-
 PositiveFloat = Annotated[float, Gt(0)]
 """A number above 0."""
 

@@ -30,9 +30,7 @@ from titan_exp.config.schema.schema import hints, optional_fields, own_keys
 class Groups:
     """Config groups of a Hydra loader, with a `hydra.searchpath` override for added folders."""
 
-    def __init__(
-        self, loader: ConfigLoader, searchpath: Sequence[str], primary: Path, folders: Sequence[Path] = ()
-    ) -> None:
+    def __init__(self, loader: ConfigLoader, searchpath: Sequence[str], primary: Path, folders: Sequence[Path]) -> None:
         self.loader, self.searchpath, self.config_name = loader, list(searchpath), primary.stem
         self.values = OptionValues(primary, searchpath)
         """Values of options, where the primary configuration has no groups."""
@@ -60,7 +58,11 @@ class Groups:
 
     def options(self, group: str) -> list[str]:
         """Options of a group in natural order; empty if the group does not exist."""
-        return sorted(self._list(group, ObjectType.CONFIG), key=_naturally)
+
+        def naturally(name: str) -> list[tuple[int, str]]:
+            return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+        return sorted(self._list(group, ObjectType.CONFIG), key=naturally)
 
     def _list(self, group: str, kind: ObjectType) -> list[str]:
         if (group, kind) not in self._listed:
@@ -98,7 +100,8 @@ def _added_folders(arguments: Arguments) -> list[str]:
     for override in arguments.overrides:
         if override.startswith("hydra.searchpath="):
             with suppress(HydraException):
-                folders += _folders(override)
+                value = OverridesParser.create().parse_override(override).value()
+                folders += map(str, value) if isinstance(value, list) else []
     return folders
 
 
@@ -110,28 +113,23 @@ def check_places(arguments: Arguments) -> None:
     """Raise UserError if a folder or file of `--config-dir`, `--config-path` or `--config-name` does not exist."""
     added = arguments.value_of("--config-dir", "-cd")
     if added is not None and not Path(added).is_dir():
-        raise UserError(
-            f"--config-dir {added}: there is no such folder. Give one that holds groups, as {CONF_DIR} does."
-        )
+        remedy = f"Give one that holds groups, as {CONF_DIR} does."
+        raise UserError(f"--config-dir {added}: there is no such folder. {remedy}")
     folder, name = arguments.value_of("--config-path", "-cp"), arguments.value_of("--config-name", "-cn")
     path = primary_file(arguments)
     if folder is not None and "://" in folder:
         return
+    typed = f"--config-path {folder}"
     if not path.parent.is_dir():
-        raise UserError(
-            f"--config-path {folder}: there is no such folder or file. Give a run's folder, or its config.yaml."
-        )
+        raise UserError(f"{typed}: there is no such folder or file. Give a run's folder, or its config.yaml.")
     if not path.is_file():
-        option = f"--config-name {name}" if name is not None else f"--config-path {folder}"
         if runs := sorted(path.parent.glob(f"*/{path.name}")):
             offers = listed([f"--config-path {Path(folder or '', run.parent.name)}" for run in runs[:3]])
-            raise UserError(
-                f"--config-path {folder}: this folder holds {len(runs)} runs. Name one, for example {offers}."
-            )
-        known = sorted(other.stem for other in path.parent.glob("*.yaml"))
+            raise UserError(f"{typed}: this folder holds {len(runs)} runs. Name one, for example {offers}.")
+        known = listed(sorted(other.stem for other in path.parent.glob("*.yaml")) or ["none"], "and")
         raise UserError(
-            f"{option}: {path.parent} has no file {path.name}. It has {listed(known or ['none'], 'and')}. To "
-            "use a configuration elsewhere, type --config-path FOLDER/FILE.yaml."
+            f"{typed if name is None else f'--config-name {name}'}: {path.parent} has no file {path.name}. It has "
+            f"{known}. To use a configuration elsewhere, type --config-path FOLDER/FILE.yaml."
         )
 
 
@@ -152,24 +150,13 @@ def _path(folder: str) -> Path | None:
     return None
 
 
-def _folders(override: str) -> list[str]:
-    value = OverridesParser.create().parse_override(override).value()
-    return [str(folder) for folder in value] if isinstance(value, list) else []
-
-
-def _naturally(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
 GLOBAL = "# @package _global_"
 """First line of a file whose keys are written with their groups."""
 
 
 def check_option_file(groups: Groups, group: str, option: str, tree: Mapping[str, Any] | None) -> Iterator[Violation]:
-    """Violation of a user's option file, or of one in its defaults list; shipped files have none.
-
-    `tree` is the configuration composed with the option, for missing keys; None leaves them out.
-    """
+    """Violation of a user's option file, or of one in its defaults list; shipped files have none. `tree` is the
+    configuration composed with the option, for missing keys; None leaves them out."""
     path = option_path(groups, group, option)
     if path is None:
         return
@@ -226,9 +213,8 @@ def _explain_missing(path: Path, group: str, content: Mapping[Any, Any], tree: M
     if header.startswith("# @package"):
         return f"{path} begins with {header}, so its keys are not in the group {group}"
     if "defaults" not in content:
-        return (
-            f"{path} has no defaults list, so {listed(missing, 'and')} {'is' if len(missing) == 1 else 'are'} missing"
-        )
+        are = "is" if len(missing) == 1 else "are"
+        return f"{path} has no defaults list, so {listed(missing, 'and')} {are} missing"
     return f"{path} and its defaults list lack {listed(missing, 'and')}"
 
 
@@ -240,26 +226,21 @@ def _check_defaults(
     if not isinstance(entries, list):
         raise UserError(f"{path}: defaults must be a list, such as [adamw, _self_], not {entries!r}")
     for entry in entries:
-        pair: tuple[Any, Any] = (None, entry)
-        if isinstance(entry, dict) and len(entry) == 1:
-            pair = next(iter(entry.items()))
-        if not isinstance(pair[0], str | None) or not isinstance(
-            pair[1], str if pair[0] is None else str | list | None
-        ):
+        is_pair = isinstance(entry, dict) and len(entry) == 1
+        key, value = next(iter(entry.items())) if is_pair else (None, entry)
+        if not isinstance(key, str | None) or not isinstance(value, str if key is None else str | list | None):
             raise UserError(f"{path}: the entry {entry!r} of defaults is neither an option nor `group: option`")
-        for name, option in _targets(group, *pair):
+        for name, option in _targets(group, key, value):
             below = option_path(groups, name, option)
             if below is not None and below in parents:
                 raise UserError(f"{path}: its defaults list leads back to {below.name}")
             if below is not None:
                 _check_defaults(groups, name, below, read_yaml(below, "an option"), (*parents, below))
-            elif name not in groups.names():
-                offer = did_you_mean(name, groups.names()) or f"the groups are {listed(groups.names(), 'and')}"
+            elif name not in (known := groups.names()):
+                offer = did_you_mean(name, known) or f"the groups are {listed(known, 'and')}"
                 raise UserError(f"{path}: defaults name {name}={option}, and there is no such group ({offer})")
-            elif option not in groups.options(name):
-                offer = (
-                    did_you_mean(option, groups.options(name)) or f"{name} has {listed(groups.options(name), 'and')}"
-                )
+            elif option not in (known := groups.options(name)):
+                offer = did_you_mean(option, known) or f"{name} has {listed(known, 'and')}"
                 raise UserError(f"{path}: defaults name {option}, and {name} has no such option ({offer})")
 
 

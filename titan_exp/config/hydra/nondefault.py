@@ -22,7 +22,7 @@ from titan_exp.config.groups.experiment import Experiment, ModelConfig
 from titan_exp.config.hydra.compose import compose, config_folder, default_overrides
 from titan_exp.config.schema.component import KINDS, builtin_components, component_config
 from titan_exp.config.schema.identity_keys import flatten, idle_keys, is_among, same_value
-from titan_exp.config.schema.schema import hints
+from titan_exp.config.schema.schema import defaults, hints
 
 _PLAIN = re.compile(r"[\w/+.%@?*|-][\w/+.%@?*|:-]*", re.ASCII)
 _NAME = re.compile(r"^(?:name|source): (\S+)$", re.MULTILINE)
@@ -33,10 +33,8 @@ _lock = Lock()
 def nondefault_overrides(values: Mapping[str, Any]) -> list[str]:
     """Overrides with which `titan-exp train` composes these resolved values, as few as possible: an option of a group
     if it leaves fewer keys to set, then keys. Keys that are not in `values` may have any value, and so may keys without
-    effect, such as those of quantization without a recipe.
-
-    Values are compared and never interpolated, so that a configuration may be another user's.
-    """
+    effect, such as those of quantization without a recipe. Values are compared and never interpolated, so that a
+    configuration may be another user's."""
     wanted, defaults = flatten(values), _composed()
     plain = OmegaConf.create(_merged(_raw(defaults), _without_interpolations(values)))
     left = {group: len(list(_differing(_raw(defaults), group, wanted, plain))) for group in values}
@@ -53,20 +51,24 @@ def _nearest_option(
     group: str, left: int, options: Mapping[str, Any], wanted: Mapping[str, Any], plain: DictConfig
 ) -> str | None:
     """Option of a group that leaves the fewest keys to set; None for the default, which leaves `left`."""
-    best, found = (left, left), None
+    words: dict[str | None, tuple[int, int]] = {None: (left, left)}
     for name, option in options.items():
-        left = len(list(_differing({group: option}, group, wanted, plain)))
-        if (1 + left, left) < best:
-            best, found = (1 + left, left), name
-    return found
+        keys = len(list(_differing({group: option}, group, wanted, plain)))
+        words[name] = (1 + keys, keys)
+    return min(words, key=words.__getitem__)
 
 
 def _differing(
     raw: Mapping[str, Any], group: str, wanted: Mapping[str, Any], plain: DictConfig
 ) -> Iterator[tuple[str, Any]]:
     """Keys of a group, `+` before new ones, whose composed values are not the wanted ones."""
-    composed = flatten(raw.get(group) or {}, f"{group}.")
-    declared = flatten(_declared(group, wanted), f"{group}.")
+    composed, kind = flatten(raw.get(group) or {}, f"{group}."), hints(Experiment).get(group)
+    name = wanted.get(f"{group}.{KINDS[group].key}") if group in KINDS else None
+    if group in KINDS and name in builtin_components(group):  # a component of the user's has those of the base class
+        kind = component_config(group, str(name))
+    own = defaults(kind) if dataclasses.is_dataclass(kind) else {}
+    groups = {key: dataclasses.asdict(one) for key, one in own.items() if dataclasses.is_dataclass(one)}  # type: ignore[arg-type]
+    declared = flatten(own | groups, f"{group}.")
     inactive = idle_keys({**declared, **wanted})
     computed, mappings = [key for key, value in composed.items() if _interpolates(value)], dict[str, None]()
     for key, value in wanted.items():
@@ -102,22 +104,6 @@ def _value(raw: Any, key: str, plain: DictConfig) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _declared(group: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of a group's dataclass; of the base class for a component of the user's."""
-    kind = hints(Experiment).get(group)
-    name = wanted.get(f"{group}.{KINDS[group].key}") if group in KINDS else None
-    if group in KINDS and name in builtin_components(group):
-        kind = component_config(group, str(name))
-    found = {}
-    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if default is not dataclasses.MISSING:
-            found[field.name] = default
-            if dataclasses.is_dataclass(default) and not isinstance(default, type):
-                found[field.name] = dataclasses.asdict(default)
-    return found
-
-
 def _composed(*options: str) -> DictConfig:
     with _lock:
         return pickle.loads(_pickled(options, tuple(default_overrides())))
@@ -133,11 +119,8 @@ def _pickled(options: tuple[str, ...], _: tuple[str, ...]) -> bytes:
 
 @cache
 def _options(groups: tuple[tuple[str, str | None], ...]) -> dict[str, dict[str, Any]]:
-    """Uninterpolated values of the options of groups, by group and option; `groups` has the name that each group has
-    in the configuration.
-
-    One composition of all, each in a place of its own, is as fast as one of a single option.
-    """
+    """Uninterpolated values of the options of groups, by group and option; `groups` has the name that each group has in
+    the configuration. One composition of all, each in a place of its own, is as fast as one of a single option."""
     found: dict[str, dict[str, Any]] = {group: {} for group, _ in groups}
     options = [(group, option) for group, name in groups for option in _options_named(group, name)]
     if options:
@@ -241,14 +224,12 @@ class OptionValues:
 
     def __call__(self, overrides: Sequence[str]) -> list[str]:
         """Overrides with the values of their options."""
-        return [word for override in overrides for word in self._of(override)]
-
-    def _of(self, override: str) -> list[str]:
-        if override.partition("=")[0] not in self.groups:
-            return [override]
-        if override not in self._found:
-            self._found[override] = list(self._values(override))
-        return self._found[override]
+        found = []
+        for override in overrides:
+            if override.partition("=")[0] in self.groups and override not in self._found:
+                self._found[override] = list(self._values(override))
+            found += self._found.get(override, [override])
+        return found
 
     def _values(self, override: str) -> Iterator[str]:
         group = override.partition("=")[0]

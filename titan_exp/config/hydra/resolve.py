@@ -29,10 +29,8 @@ class Uncomputed:
 
     violation: Violation
     """Violation to report."""
-    sources: tuple[str, ...] = ()
-    """Keys read by its interpolation; their violations are the cause."""
     cause: Violation | None = None
-    """Violation of such a key, to report instead."""
+    """Violation of a key that its interpolation reads, to report instead."""
 
 
 def resolve(cfg: DictConfig) -> tuple[dict[str, Any], list[Uncomputed]]:
@@ -88,18 +86,13 @@ def _failure(node: Any, key: Any, field: str, error: Exception) -> Uncomputed:
     sources = tuple(_sources(str(raw), field.rpartition(".")[0]))
     remedy = f"give {field} a value of its own" + (f", or change {listed(sources)}" if sources else "")
     violation = Violation(field, raw, f"Hydra cannot compute it: {message[2] or message[0]}", remedy)
-    unreadable = _unreadable_source(error)
+    unreadable: BaseException | None = error  # OmegaConf raises others around the resolver's own
+    while unreadable is not None and not isinstance(unreadable, UnreadableSourceError):
+        unreadable = unreadable.__context__
     if unreadable is None:
-        return Uncomputed(violation, sources)
+        return Uncomputed(violation)
     value = OmegaConf.to_container(node, resolve=False)[sources[0].rpartition(".")[2]]  # type: ignore[index, call-overload]
-    return Uncomputed(violation, sources, Violation(sources[0], value, str(unreadable), unreadable.remedy))
-
-
-def _unreadable_source(error: BaseException | None) -> UnreadableSourceError | None:
-    """The resolver's own error, around which OmegaConf raises others."""
-    while error is not None and not isinstance(error, UnreadableSourceError):
-        error = error.__context__
-    return error
+    return Uncomputed(violation, Violation(sources[0], value, str(unreadable), unreadable.remedy))
 
 
 def _sources(text: str, group: str) -> Iterator[str]:

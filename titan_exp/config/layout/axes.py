@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 
 from titan_exp.config.groups.parallelism import ParallelismConfig
 
@@ -13,69 +14,53 @@ class Axis:
 
     name: str
     """Name of the mesh dim."""
-    key: str
-    """Key of the degree, in group `parallelism`."""
-    degree: Callable[[ParallelismConfig], int]
-    """Number of ranks along the axis."""
     meaning: str
     """Sentence for readers of the planner's page: what the ranks of a group share."""
     collectives: str
     """Communication along the axis."""
+    key: str
+    """Key of the degree, in group `parallelism`."""
+    degree: Callable[[ParallelismConfig], int]
+    """Number of ranks along the axis."""
     shards_parameters: bool = False
     """True if FSDP shards parameters over the axis, flattened with other such axes."""
+
+
+def _axis(key: str, meaning: str, collectives: str, *, shards_parameters: bool = False) -> Axis:
+    """Axis with the name of its key, whose value is the degree."""
+    return Axis(key, meaning, collectives, key, attrgetter(key), shards_parameters)
 
 
 _CONTEXT = (
     "Context parallelism: the tokens of every sequence are sharded. Ranks of the group exchange keys and values, so "
     "that a token attends to all earlier ones."
 )
+_ACROSS, _WITHIN = "ring or all-gather of keys and values", "all-to-all between tokens and heads"
 
 AXES = (
-    Axis(
+    _axis(
         "pp",
-        "pp",
-        lambda degrees: degrees.pp,
         "Pipeline parallelism: the layers are split into consecutive stages, through which micro-batches pass forward "
         "and then backward.",
         "point-to-point sends of activations and their gradients",
     ),
-    Axis(
+    _axis(
         "dp_replicate",
-        "dp_replicate",
-        lambda degrees: degrees.dp_replicate,
         "Replicated data parallelism: each rank of the group belongs to another replica of the model, which computes "
         "other sequences.",
         "all-reduce of gradients",
     ),
-    Axis(
+    _axis(
         "dp_shard",
-        "dp_shard",
-        lambda degrees: degrees.dp_shard,
         "Sharded data parallelism (FSDP): each rank of the group computes other sequences and keeps a shard of every "
         "weight, its gradient and its optimizer state. Weights are gathered when a layer computes.",
         "all-gather of parameters, reduce-scatter of gradients",
         shards_parameters=True,
     ),
-    Axis(
-        "cp_across",
-        "cp",
-        lambda degrees: degrees.cp // degrees.ulysses_degree,
-        _CONTEXT,
-        "ring or all-gather of keys and values",
-        shards_parameters=True,
-    ),
-    Axis(
-        "cp_within",
-        "cp",
-        lambda degrees: degrees.ulysses_degree,
-        _CONTEXT,
-        "all-to-all between tokens and heads",
-        shards_parameters=True,
-    ),
-    Axis(
+    Axis("cp_across", _CONTEXT, _ACROSS, "cp", lambda degrees: degrees.cp // degrees.ulysses_degree, True),
+    Axis("cp_within", _CONTEXT, _WITHIN, "cp", lambda degrees: degrees.ulysses_degree, True),
+    _axis(
         "tp",
-        "tp",
-        lambda degrees: degrees.tp,
         "Tensor parallelism: weight matrices are sharded. Each rank of the group multiplies with its shard, and they "
         "combine results twice in every layer, so they need the fastest links.",
         "all-reduce, or all-gather and reduce-scatter, of activations",
@@ -87,25 +72,21 @@ EXPERT_AXES = (
     *(axis for axis in AXES if axis.name in ("pp", "dp_replicate")),
     Axis(
         "efsdp",
-        "dp_shard",
-        lambda degrees: degrees.dp_shard * degrees.cp * degrees.tp // (degrees.ep * degrees.etp),
         "Sharded data parallelism of experts: each rank of the group keeps a shard of the same experts' weights, which "
         "are gathered when a layer computes.",
         "all-gather of experts' parameters, reduce-scatter of their gradients",
+        "dp_shard",
+        lambda degrees: degrees.dp_shard * degrees.cp * degrees.tp // (degrees.ep * degrees.etp),
         shards_parameters=True,
     ),
-    Axis(
+    _axis(
         "ep",
-        "ep",
-        lambda degrees: degrees.ep,
         "Expert parallelism: each rank of the group keeps other experts. Tokens are sent to the ranks of their experts "
         "and back.",
         "all-to-all of tokens",
     ),
-    Axis(
+    _axis(
         "etp",
-        "etp",
-        lambda degrees: degrees.etp,
         "Tensor parallelism within experts: each rank of the group computes some channels of every expert, for the "
         "tokens of all of them.",
         "all-gather and reduce-scatter of tokens",

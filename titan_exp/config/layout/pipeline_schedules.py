@@ -5,8 +5,10 @@ A schedule lists the actions of each pipeline rank in execution order. `2F0` is 
 
 import csv
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,40 +84,26 @@ def is_file(name: str) -> bool:
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """Read a CSV file in torch's compute-only format: a row per rank, an action per cell.
-
-    Empty (idle) cells are skipped. `(1F2;0B1)OVERLAP_F_B` is two actions, in this order.
-
-    Raises:
-        OSError: the file cannot be read.
-        MalformedSchedule: a cell is not an action.
-    """
+    """Read a CSV file in torch's compute-only format: a row per rank, an action per cell. Empty (idle) cells are
+    skipped. `(1F2;0B1)OVERLAP_F_B` is two actions, in this order. Raises OSError if the file cannot be read, and
+    MalformedSchedule if a cell is not an action."""
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.reader(file))
-    return [
-        [
-            action
-            for number, cell in enumerate(row, 1)
-            for action in _read_cell(cell.strip(), f"cell {number} of row {line}")
-        ]
-        for line, row in enumerate(rows, 1)
-        if row
-    ]
+    schedule = []
+    for line, row in ((line, row) for line, row in enumerate(rows, 1) if row):
+        cells = [_read_cell(cell.strip(), f"cell {number} of row {line}") for number, cell in enumerate(row, 1)]
+        schedule.append([*chain(*cells)])
+    return schedule
 
 
 def placement_of(orders: Schedule) -> dict[int, int]:
-    """Rank of each stage.
-
-    Raises:
-        MalformedSchedule: a stage is on two ranks, or a stage number is missing.
-    """
+    """Rank of each stage. Raises MalformedSchedule if a stage is on two ranks, or a stage number is missing."""
     placement: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for action in order:
-            if placement.setdefault(action.stage, rank) != rank:
-                raise MalformedSchedule(
-                    f"stage {action.stage} is on ranks {placement[action.stage]} and {rank}, and a stage has one rank"
-                )
+            if (other := placement.setdefault(action.stage, rank)) != rank:
+                stage = f"stage {action.stage}"
+                raise MalformedSchedule(f"{stage} is on ranks {other} and {rank}, and a stage has one rank")
     missing = sorted(set(range(max(placement, default=0) + 1)) - set(placement))
     if missing:
         raise MalformedSchedule(f"stage {missing[0]} does nothing, and the numbers of stages run from 0 without a gap")
@@ -147,11 +135,8 @@ def microbatches_of(orders: Schedule) -> int:
 
 
 def check_complete(orders: Schedule) -> None:
-    """Check that every stage runs every micro-batch once forward and once backward (full or split).
-
-    Raises:
-        MalformedSchedule: an action is missing or repeated.
-    """
+    """Check that every stage runs every micro-batch once forward and once backward (full or split). Raises
+    MalformedSchedule if an action is missing or repeated."""
     seen: set[Action] = set()
     for action in (action for order in orders for action in order):
         if action in seen:
@@ -162,10 +147,8 @@ def check_complete(orders: Schedule) -> None:
             kinds = [kind for kind in KINDS if Action(stage, kind, microbatch) in seen]
             if kinds not in (["F", "B"], ["F", "I", "W"]):
                 found = ", ".join(f"{stage}{kind}{microbatch}" for kind in kinds) or "nothing"
-                raise MalformedSchedule(
-                    f"stage {stage} does {found} of micro-batch {microbatch}, and it has to go once forward (F) and "
-                    "once backward (B, or I and W)"
-                )
+                needed = "it has to go once forward (F) and once backward (B, or I and W)"
+                raise MalformedSchedule(f"stage {stage} does {found} of micro-batch {microbatch}, and {needed}")
 
 
 def _read_cell(cell: str, where: str) -> Sequence[Action]:
@@ -195,51 +178,38 @@ class Timeline:
 
 
 def timeline(orders: Schedule, stage_costs: Sequence[float] | None = None) -> Timeline:
-    """Simulate a schedule: an action starts when its rank is idle and its inputs exist.
-
-    `stage_costs` are the forward times of each stage, 1 by default.
-
-    Raises:
-        MalformedSchedule: deadlock.
-    """
-    last = max((action.stage for order in orders for action in order), default=0)
+    """Simulate a schedule: an action starts when its rank is idle and its inputs exist. `stage_costs` are the forward
+    times of each stage, 1 by default. Raises MalformedSchedule at a deadlock."""
+    actions = [action for order in orders for action in order]
+    last = max((action.stage for action in actions), default=0)
+    costs = [1.0] * (last + 1) if stage_costs is None else stage_costs
     end: dict[Action, float] = {}
-    next_of = [0] * len(orders)
+    left = [deque(order) for order in orders]
     free = [0.0] * len(orders)
     progress = True
     while progress:
         progress = False
-        for rank, order in enumerate(orders):
-            while next_of[rank] < len(order):
-                action = order[next_of[rank]]
-                needed = [_ended(end, alternatives) for alternatives in _needs(action, last)]
+        for rank, order in enumerate(left):
+            while order:
+                needed = [_ended(end, alternatives) for alternatives in _needs(order[0], last)]
                 if None in needed:
                     break
-                scale = 1.0 if stage_costs is None else stage_costs[action.stage]
+                action, progress = order.popleft(), True
                 start = max([free[rank], *(time for time in needed if time is not None)])
-                end[action] = free[rank] = start + COST[action.kind] * scale
-                next_of[rank] += 1
-                progress = True
-    for rank, order in enumerate(orders):
-        if next_of[rank] < len(order):
-            stuck = order[next_of[rank]]
-            missing = next(needs[0] for needs in _needs(stuck, last) if _ended(end, needs) is None)
-            raise MalformedSchedule(f"rank {rank} deadlocks in {stuck}: {missing} never comes before it")
+                end[action] = free[rank] = start + COST[action.kind] * costs[action.stage]
+    for rank, order in enumerate(left):
+        if order:
+            missing = next(needs[0] for needs in _needs(order[0], last) if _ended(end, needs) is None)
+            raise MalformedSchedule(f"rank {rank} deadlocks in {order[0]}: {missing} never comes before it")
     total = max(free, default=0.0) * len(orders)
-    busy = sum(
-        COST[action.kind] * (1.0 if stage_costs is None else stage_costs[action.stage])
-        for order in orders
-        for action in order
-    )
+    busy = sum(COST[action.kind] * costs[action.stage] for action in actions)
     return Timeline(end, 1 - busy / total if total else 0.0)
 
 
 def pipeline_seconds(totals: Mapping[int, float], degree: int, bubble: float) -> float:
-    """Step seconds of a pipeline from the busy seconds of its ranks, and its bubble with equally slow ones.
-
-    The slowest rank idles while the others fill and drain the pipeline, so the bubble lasts as long as with the mean of
-    theirs. Ranks between the second and the last count as the second, and ranks that are not known as the slowest.
-    """
+    """Step seconds of a pipeline from the busy seconds of its ranks, and its bubble with equally slow ones. The slowest
+    rank idles while the others fill and drain the pipeline, so the bubble lasts as long as with the mean of theirs.
+    Ranks between the second and the last count as the second, and ranks that are not known as the slowest."""
     slowest = max(totals.values())
     if degree == 1:
         return slowest

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from titan_exp.config.devices import device_type, has_triton, node_size
 from titan_exp.config.errors.user_error import UserError, Violation, divisors, listed, shown
@@ -14,17 +14,9 @@ from titan_exp.config.groups.optimizer import AdamWConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.layout import pipeline_schedules
 from titan_exp.config.layout.axes import world_size
-from titan_exp.config.layout.pipeline_schedules import (
-    SCHEDULES,
-    is_file,
-    microbatches_of,
-    placement,
-    placement_of,
-    read_schedule,
-    splits_backward,
-    takes,
-)
+from titan_exp.config.layout.pipeline_schedules import SCHEDULES, is_file, microbatches_of, placement_of, read_schedule
 from titan_exp.config.schema.foreign_code import import_paths
 
 SMALLEST_GEMM = 4096
@@ -58,10 +50,8 @@ class ResolvedLayout:
     def of(experiment: Experiment) -> "ResolvedLayout":
         """Layout of an experiment resolved by `resolve_layout`."""
         assert experiment.parallelism.dp_shard > 0, "the layout is not resolved"
-        model = experiment.model
-        return ResolvedLayout(
-            experiment.parallelism, experiment.training, experiment.cluster, layers=model.layers, width=model.dim
-        )
+        model, groups = experiment.model, (experiment.parallelism, experiment.training, experiment.cluster)
+        return ResolvedLayout(*groups, layers=model.layers, width=model.dim)
 
     @cached_property
     def device_type(self) -> Literal["cpu", "cuda"]:
@@ -184,7 +174,8 @@ class ResolvedLayout:
         """Pipeline rank of each stage."""
         if is_file(self.parallelism.pp_schedule):
             return [rank for _, rank in sorted(placement_of(read_schedule(self.parallelism.pp_schedule)).items())]
-        return placement(SCHEDULES[self.parallelism.pp_schedule], self.parallelism.pp, self.stage_count)
+        traits = SCHEDULES[self.parallelism.pp_schedule]
+        return pipeline_schedules.placement(traits, self.parallelism.pp, self.stage_count)
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -192,7 +183,7 @@ class ResolvedLayout:
         if self.parallelism.pp == 1:
             return False
         if is_file(self.parallelism.pp_schedule):
-            return splits_backward(read_schedule(self.parallelism.pp_schedule))
+            return pipeline_schedules.splits_backward(read_schedule(self.parallelism.pp_schedule))
         return SCHEDULES[self.parallelism.pp_schedule].splits_backward
 
     @cached_property
@@ -228,11 +219,11 @@ class ResolvedLayout:
         """Minimum number of micro-batches of `share` that is valid for every batch of a ramp, with at least
         `MICROBATCHES_PER_RANK` per pipeline rank, else the maximum."""
         shares = [size // self.dp_degree for size in self.training.batch_sizes]
-        works = [
-            number
-            for number in divisors(share)
-            if all(takes(self.parallelism, number * batch // share) for batch in shares)
-        ]
+
+        def works_for_all(number: int) -> bool:
+            return all(pipeline_schedules.takes(self.parallelism, number * batch // share) for batch in shares)
+
+        works = [*filter(works_for_all, divisors(share))]
         enough = [number for number in works if number >= MICROBATCHES_PER_RANK * self.parallelism.pp]
         return (enough or works[-1:] or [1])[0]
 
@@ -245,11 +236,9 @@ def share_of_world(experiment: Experiment) -> Experiment:
     layout = ResolvedLayout.of(experiment)
     unit = layout.indivisible_microbatches
     own = -(-layout.gradient_accumulation // (unit * worlds)) * unit
-    sequences = own * layout.micro_batch_size * layout.dp_degree
-    training = replace(
-        experiment.training, global_batch_size=sequences, micro_batch_size=layout.micro_batch_size, batch_ramp=[]
-    )
-    return replace(experiment, training=training)
+    micro = layout.micro_batch_size
+    sizes: dict[str, Any] = {"global_batch_size": own * micro * layout.dp_degree, "micro_batch_size": micro}
+    return replace(experiment, training=replace(experiment.training, **sizes, batch_ramp=[]))
 
 
 def head_is_fp32(training: TrainingConfig) -> bool:
@@ -259,13 +248,8 @@ def head_is_fp32(training: TrainingConfig) -> bool:
 
 def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
     """Resolve `parallelism.dp_shard=-1` to the quotient of offered devices and the other degrees, and options as in
-    `resolve_kernels`.
-
-    If the other degrees exceed the offered devices, `dp_shard` becomes 1: on CPU, degrees are numbers of processes.
-
-    Raises:
-        UserError: the other degrees do not divide the offered devices.
-    """
+    `resolve_kernels`. If the other degrees exceed the offered devices, `dp_shard` becomes 1: on CPU, degrees are
+    numbers of processes. Raises UserError if the other degrees do not divide the offered devices."""
     experiment = resolve_kernels(experiment)
     parallelism = experiment.parallelism
     if parallelism.dp_shard != -1:
@@ -283,7 +267,12 @@ def resolve_kernels(experiment: Experiment) -> Experiment:
     """Resolve `quantization.smallest_gemm=null` to a number, `optimizer.implementation=auto` to a kernel,
     `compile.enabled=auto` to true or false, and `training.loss_chunk_tokens=auto` to null where the layout takes whole
     logits. Elsewhere it stays: model and objective have a say when they are built."""
-    return _resolve_compile(_resolve_loss_chunk(_resolve_adamw(_resolve_smallest_gemm(experiment))))
+    quantization = experiment.quantization
+    if quantization.smallest_gemm is None:
+        emulated = quantization.emulate is True or device_type(experiment.cluster) == "cpu"
+        smallest = 0 if emulated or quantization.recipe == "none" else SMALLEST_GEMM
+        experiment = replace(experiment, quantization=replace(quantization, smallest_gemm=smallest))
+    return _resolve_compile(_resolve_loss_chunk(_resolve_adamw(experiment)))
 
 
 def with_automatic_kernels(experiment: Experiment) -> Experiment:
@@ -360,12 +349,3 @@ def _automatic_chunk(training: TrainingConfig, parallelism: ParallelismConfig, c
     shards = parallelism.tp == 1 or parallelism.loss_parallel
     computes = device_type(cluster) == "cuda" and shards and not head_is_fp32(training)
     return LOSS_CHUNK_TOKENS if computes else None
-
-
-def _resolve_smallest_gemm(experiment: Experiment) -> Experiment:
-    quantization = experiment.quantization
-    if quantization.smallest_gemm is not None:
-        return experiment
-    emulated = quantization.emulate is True or device_type(experiment.cluster) == "cpu"
-    smallest = 0 if emulated or quantization.recipe == "none" else SMALLEST_GEMM
-    return replace(experiment, quantization=replace(quantization, smallest_gemm=smallest))

@@ -27,13 +27,9 @@ def is_dotted(name: str) -> bool:
 
 
 def import_dotted(name: str, field: str) -> Any:
-    """Import the object named by the key `field`, e.g. `package.module.Name` or `package.module.Class.method`.
-
-    Raises:
-        UserError: the object does not exist, or its module fails to import.
-    """
-    violation = find_dotted(name, field)
-    if violation is not None:
+    """Import the object named by the key `field`, e.g. `package.module.Name` or `package.module.Class.method`. Raises
+    UserError if the object does not exist, or its module fails to import."""
+    if (violation := find_dotted(name, field)) is not None:
         raise UserError("Cannot find this import path.", [violation])
     module, attributes, _ = locate(name)
     found: Any = import_module(module, name, field)
@@ -58,23 +54,20 @@ def import_module(module: str, name: str, field: str) -> ModuleType:
 
 
 def find_dotted(name: str, field: str) -> Violation | None:
-    """Check an import path without importing; returns its violation, or None.
-
-    The name is looked up in the module's source; modules with star imports, `__getattr__` or compiled code may have any
-    name.
-    """
+    """Check an import path without importing; returns its violation, or None. The name is looked up in the module's
+    source; modules with star imports, `__getattr__` or compiled code may have any name."""
     search_current_directory()
     if not all(part.isidentifier() for part in name.split(".")):
         return Violation(field, name, "this is not an import path", "write package.module.Name")
     module, attributes, spec = locate(name)
     if not module:
-        reason = f"Python finds no module {name.partition('.')[0]}"
         remedy = "install its package, put its folder on PYTHONPATH, or start in the folder that holds it"
-        return Violation(field, name, reason, remedy)
+        return Violation(field, name, f"Python finds no module {name.partition('.')[0]}", remedy)
     if not attributes:
         return Violation(field, name, "this is a module", f"name something in it: {name}.Name")
-    bound = _names_bound_by(spec)
-    if bound is None or attributes[0] in bound:
+    source = spec.origin if spec is not None and spec.origin else ""
+    bound = names_bound_by(Path(source)) if source.endswith(".py") else {"*"}
+    if bound & {"*", "__getattr__", attributes[0]}:
         return None
     return _missing(name, field, module, did_you_mean(attributes[0], bound))
 
@@ -121,25 +114,15 @@ def _find_spec(module: str, path: Iterable[str] | None) -> ModuleSpec | None:
     if loaded is not None:
         return loaded
     folders = list(path) if path is not None else None
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
+    for find in (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")):
         try:
-            spec = find(module, folders) if find else None
+            spec = find(module, folders)
         except KeyError:  # namespace packages require an imported parent
             spec = ModuleSpec(module, None, is_package=True)
-            name = module.rpartition(".")[2]
-            spec.submodule_search_locations = [f"{folder}/{name}" for folder in folders or ()]
+            spec.submodule_search_locations = [f"{folder}/{module.rpartition('.')[2]}" for folder in folders or ()]
         if spec is not None:
             return spec
     return None
-
-
-def _names_bound_by(spec: ModuleSpec | None) -> set[str] | None:
-    """Top-level names of a module; None if its source does not determine them."""
-    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
-        return None
-    names = names_bound_by(Path(spec.origin))
-    return None if "*" in names or "__getattr__" in names else names
 
 
 @cache
@@ -176,7 +159,7 @@ def names_bound_by(file: Path) -> set[str]:
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_REFUSED = "This run cannot start."
+_REFUSED, _UNREADABLE = "This run cannot start.", "Cannot read this configuration."
 
 
 @dataclass(frozen=True)
@@ -204,17 +187,13 @@ class Call:
 
 
 def import_callable(name: str, key: str, call: Call) -> Any:
-    """Import the class or function that a key of the configuration names, and bind the call.
-
-    Raises:
-        UserError: it cannot be imported, or takes other arguments.
-    """
+    """Import the class or function that a key of the configuration names, and bind the call. Raises UserError if it
+    cannot be imported, or takes other arguments."""
     found = import_dotted(name, key)
     if not callable(found):
         reason, remedy = "this is neither a class nor a function", "name one that its module defines"
         raise UserError(_REFUSED, [Violation(key, name, reason, remedy)])
-    violations = call_violations(found, name, key, call)
-    if violations:
+    if violations := call_violations(found, name, key, call):
         raise UserError(_REFUSED, violations)
     return found
 
@@ -233,8 +212,7 @@ def call_violations(function: Callable[..., Any], name: str, key: str, call: Cal
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return []
-    violations = list(_option_violations(signature, name, call))
-    if violations:
+    if violations := _option_violations(signature, name, call):
         return violations
     try:
         signature.bind(*call.positional, **dict.fromkeys(call.keywords), **call.options)
@@ -275,11 +253,8 @@ def _missing_arguments(signature: inspect.Signature, call: Call) -> list[str]:
     if len(call.positional) > len(by_position) and not takes_all:
         return []
     passed = {*by_position[: len(call.positional)], *call.keywords, *call.options}
-    return [
-        parameter.name
-        for parameter in parameters.values()
-        if parameter.default is inspect.Parameter.empty and parameter.kind in _BY_NAME and parameter.name not in passed
-    ]
+    named = [parameter for parameter in parameters.values() if parameter.kind in _BY_NAME]
+    return [one.name for one in named if one.default is inspect.Parameter.empty and one.name not in passed]
 
 
 @dataclass(frozen=True)
@@ -323,18 +298,11 @@ KINDS = {
         extended_by="families",
     ),
     "optimizer": ComponentKind(
-        "titan_exp.optim",
-        "name",
-        ("Config", "build"),
-        "own-optimizer",
-        "torch_optimizer",
+        *("titan_exp.optim", "name", ("Config", "build"), "own-optimizer", "torch_optimizer"),
         calls={"build": Call(("parameters", "config"))},
     ),
     "parametrization": ComponentKind(
-        "titan_exp.models.parametrization",
-        "name",
-        ("Config", "parameter_scales"),
-        "parametrization",
+        *("titan_exp.models.parametrization", "name", ("Config", "parameter_scales"), "parametrization"),
         calls={"parameter_scales": Call(("spec", "model", "config"))},
     ),
 }
@@ -342,12 +310,8 @@ KINDS = {
 
 
 def component(group: str, name: str) -> ModuleType:
-    """Import a component: built-in or of an extension by short name, user-defined by import path.
-
-    Raises:
-        UserError: the name is unknown, the module fails to import, lacks a public name, or a function of it takes
-            other arguments.
-    """
+    """Import a component: built-in or of an extension by short name, user-defined by import path. Raises UserError if
+    the name is unknown, the module fails to import, lacks a public name, or a function of it takes other arguments."""
     kind = KINDS[group]
     name, key = kind.aliases.get(name, name), f"{group}.{kind.key}"
     found = builtin_components(group).get(name)
@@ -355,10 +319,8 @@ def component(group: str, name: str) -> ModuleType:
         return importlib.import_module(found)
     search_current_directory()
     if found is None and not is_dotted(name) and not _is_own_module(name, kind.public):
-        raise UserError(
-            "Cannot read this configuration.",
-            [unknown_name(key, name, [*builtin_components(group)], f"my_package.my_{group}")],
-        )
+        unknown = unknown_name(key, name, [*builtin_components(group)], f"my_package.my_{group}")
+        raise UserError(_UNREADABLE, [unknown])
     name = found or name
     module, attributes, _ = locate(name)
     if attributes or not module:
@@ -367,18 +329,15 @@ def component(group: str, name: str) -> ModuleType:
             remedy = f"name a module that defines {listed(kind.public, 'and')}, for example {key}=my_package.my_{group}"
             violation = Violation(key, name, "this is not a module", remedy)
         if violation is not None:
-            raise UserError("Cannot read this configuration.", [violation])
+            raise UserError(_UNREADABLE, [violation])
         return importlib.import_module(f"{kind.package}.{kind.plain}")
     _require_interface(group, name)
     return import_module(name, name, key)
 
 
 def component_config(group: str, name: str) -> Any:
-    """`Config` of a component. Where a file of ours imports it, the file is not imported: it may import torch.
-
-    Raises:
-        UserError: as `component` does.
-    """
+    """`Config` of a component. Where a file of ours imports it, the file is not imported: it may import torch. Raises
+    UserError as `component` does."""
     found = builtin_components(group).get(KINDS[group].aliases.get(name, name), "")
     if not found.startswith("titan_exp."):
         return component(group, name).Config
@@ -408,11 +367,10 @@ def _require_interface(group: str, name: str) -> None:
     """Check the public names of a user's module."""
     kind, key = KINDS[group], f"{group}.{KINDS[group].key}"
     found = import_module(name, name, key)
-    missing = [public for public in kind.public if not hasattr(found, public)]
-    if missing:
+    if missing := [public for public in kind.public if not hasattr(found, public)]:
         reason = f"the module {name} defines no {listed(missing, 'and no')}"
         remedy = f"define {listed(kind.public, 'and')} there, or name a class in it: {name}.Name"
-        raise UserError("Cannot read this configuration.", [Violation(key, name, reason, remedy)])
+        raise UserError(_UNREADABLE, [Violation(key, name, reason, remedy)])
     base = get_type_hints(Experiment)[group]
     violations = []
     if not (isinstance(found.Config, type) and issubclass(found.Config, base) and is_frozen(found.Config)):
@@ -423,7 +381,7 @@ def _require_interface(group: str, name: str) -> None:
         if hasattr(found, function):
             violations += call_violations(getattr(found, function), f"{name}.{function}", key, call)
     if violations:
-        raise UserError("Cannot read this configuration.", violations)
+        raise UserError(_UNREADABLE, violations)
 
 
 def is_frozen(kind: type) -> bool:
@@ -444,11 +402,8 @@ def builtin_components(group: str) -> dict[str, str]:
 
 
 def config_class(group: str, values: object) -> Any:
-    """Dataclass of a config group with these values.
-
-    Raises:
-        UserError: the key that selects the component is not text, or names none.
-    """
+    """Dataclass of a config group with these values. Raises UserError if the key that selects the component is not
+    text, or names none."""
     base = get_type_hints(Experiment)[group]
     if group not in KINDS or not isinstance(values, Mapping):
         return base
@@ -459,9 +414,7 @@ def config_class(group: str, values: object) -> Any:
         case bool() | Mapping() | list() as name:
             names = [] if isinstance(name, bool) else list(name)
             remedy = one_value(f"{group}.{key}", names, [*builtin_components(group)])
-            raise UserError(
-                "Cannot read this configuration.", [Violation(f"{group}.{key}", name, "it must be text", remedy)]
-            )
+            raise UserError(_UNREADABLE, [Violation(f"{group}.{key}", name, "it must be text", remedy)])
         case name:
             return component_config(group, str(name))
 

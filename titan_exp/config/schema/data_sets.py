@@ -1,8 +1,8 @@
 """Data sets of a run: sources with their typed options, and the group `data` and metrics of each validation set."""
 
-import dataclasses
-import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from titan_exp.config.extension import provided, shipped_options
 from titan_exp.config.foreign_file import read_yaml
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.groups.training import ValidationSetConfig
 from titan_exp.config.schema.foreign_code import described, sources
 from titan_exp.config.schema.typed_config import group_of, to_dict, typed_options
 from titan_exp.config.secrets import revealed
@@ -35,10 +34,7 @@ def asked(source: str, name: str) -> Any:
 
 def source_arguments(options: Any, config: DataConfig) -> tuple[Any, ...]:
     """Arguments of a source and of its `open_files`: the group `data`, and its options if it has a dataclass of them.
-
-    Raises:
-        UserError: an option does not fit, or the environment lacks a secret.
-    """
+    Raises UserError if an option does not fit, or the environment lacks a secret."""
     config = revealed(config, "data")
     return (config,) if options is None else (config, typed_options(options, config.options, "data.options"))
 
@@ -72,20 +68,21 @@ lack for stores whose copy of the tokenizer cannot be read."""
 
 
 def validation_sets(experiment: Experiment) -> dict[str, Experiment]:
-    """Experiment of each set by name: the run's, with the set's data and sequence length.
-
-    Raises:
-        UserError: a key of a set is unknown, or has a wrong value.
-    """
-    return {name: _of_set(experiment, name, found) for name, found in experiment.evaluation.sets.items()}
+    """Experiment of each set by name: the run's, with the set's data and sequence length. Raises UserError if a key of
+    a set is unknown, or has a wrong value."""
+    sets = {}
+    for name, found in experiment.evaluation.sets.items():
+        data = _data(experiment, f"evaluation.sets.{name}", found.data)
+        length = experiment.training.seq_len if found.seq_len is None else found.seq_len
+        training = replace(experiment.training, seq_len=length)
+        evaluation = replace(experiment.evaluation, sets={})
+        sets[name] = replace(experiment, data=data, training=training, evaluation=evaluation)
+    return sets
 
 
 def validation_metrics(experiment: Experiment) -> list[str] | None:
-    """Names of the validation metrics that a run logs; None if only its source knows them.
-
-    Raises:
-        UserError: a set cannot be read.
-    """
+    """Names of the validation metrics that a run logs; None if only its source knows them. Raises UserError if a set
+    cannot be read."""
     sets = validation_sets(experiment)
     if not {described(one.data.source).holds for one in (experiment, *sets.values())} <= {*HOLD_TEXT}:
         return None
@@ -108,13 +105,11 @@ def validation_documents(experiment: Experiment, metric: str) -> tuple[str, dict
         store, split = _splits(data).get(part, (None, None))
         chosen = {} if store is None else {"paths": str(store.path), "validation_split": split}
     found = {key: getattr(data, key) for key in DOCUMENTS} | chosen
-    return group, found if kind == BITS else found | {"tokenizer": _content(data.tokenizer)}
-
-
-def _content(tokenizer: str) -> str:
-    """Digest of a tokenizer's file, of which each store has a copy; else its name."""
-    path = tokenizer_file(tokenizer)
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else tokenizer
+    if kind != BITS:
+        # Digest of the tokenizer's file, of which each store has a copy; else its name.
+        file = tokenizer_file(data.tokenizer)
+        found["tokenizer"] = sha256(file.read_bytes()).hexdigest() if file.is_file() else data.tokenizer
+    return group, found
 
 
 def mixed_stores(data: DataConfig) -> dict[str, str]:
@@ -127,17 +122,6 @@ def _splits(data: DataConfig) -> dict[str, tuple[Manifest, str]]:
     """Splits that a set on stores reads, if they are several, by name: it reads all documents."""
     found = store_splits(data.paths, all_documents=True) if described(data.source).holds == "tokens" else {}
     return found if len(found) > 1 else {}
-
-
-def _of_set(experiment: Experiment, name: str, found: ValidationSetConfig) -> Experiment:
-    training = experiment.training
-    length = training.seq_len if found.seq_len is None else found.seq_len
-    return dataclasses.replace(
-        experiment,
-        data=_data(experiment, f"evaluation.sets.{name}", found.data),
-        training=dataclasses.replace(training, seq_len=length),
-        evaluation=dataclasses.replace(experiment.evaluation, sets={}),
-    )
 
 
 def _data(experiment: Experiment, key: str, own: Mapping[str, Any]) -> DataConfig:
@@ -154,7 +138,7 @@ def _data(experiment: Experiment, key: str, own: Mapping[str, Any]) -> DataConfi
     try:
         return group_of({"data": {**values, **WHOLE, **own}}, "data", Path(key))
     except UserError as error:
-        moved = [dataclasses.replace(one, field=f"{key}.{one.field}") for one in error.violations]
+        moved = [replace(one, field=f"{key}.{one.field}") for one in error.violations]
         raise _refusal(*moved) from error
 
 

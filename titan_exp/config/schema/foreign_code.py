@@ -17,7 +17,7 @@ from titan_exp.config.data_files import user_folder
 from titan_exp.config.errors.explained_errors import package_prefix
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.extension import provided, source_file
-from titan_exp.config.foreign_file import read_file
+from titan_exp.config.foreign_file import read_file, read_yaml
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.component import KINDS, is_builtin, is_dotted
 
@@ -131,18 +131,18 @@ def import_paths(experiment: Experiment, keys: Collection[str] = IMPORT_PATH_KEY
 def import_paths_in(values: Mapping[str, Any], keys: Collection[str] = IMPORT_PATH_KEYS) -> dict[str, str]:
     """Import paths by key in the values of a configuration, which are not validated. A component that is not built in
     counts as one whether or not its module exists here, since it may later."""
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for key in keys:
         group, _, name = key.partition(".")
         parts = values.get(group)
         value = parts.get(name) if isinstance(parts, Mapping) else None
-        if isinstance(value, Mapping):
-            found |= {f"{key}.{label}.name": path for label, part in value.items() if (path := _path_of(part))}
+        if isinstance(value, Mapping):  # of parts, from their values or their dataclasses
+            for label, part in value.items():
+                path = part.get("name") if isinstance(part, Mapping) else getattr(part, "name", None)
+                found |= {f"{key}.{label}.name": path} if _is_path(path) else {}
             continue
         if isinstance(value, list | tuple):
-            found |= {
-                f"{key}[{index}]": path for index, path in enumerate(value) if isinstance(path, str) and is_dotted(path)
-            }
+            found |= {f"{key}[{index}]": path for index, path in enumerate(value) if _is_path(path)}
             continue
         is_module = group in KINDS and KINDS[group].key == name
         if isinstance(value, str) and (not is_builtin(group, value) if is_module else is_dotted(value)):
@@ -150,10 +150,8 @@ def import_paths_in(values: Mapping[str, Any], keys: Collection[str] = IMPORT_PA
     return found
 
 
-def _path_of(part: Any) -> str | None:
-    """Import path of a part of training, from its values or its dataclass."""
-    name = part.get("name") if isinstance(part, Mapping) else getattr(part, "name", None)
-    return name if isinstance(name, str) and is_dotted(name) else None
+def _is_path(value: object) -> bool:
+    return isinstance(value, str) and is_dotted(value)
 
 
 def user_packages(experiment: Experiment) -> list[str]:
@@ -198,10 +196,9 @@ def signature(content: bytes, purpose: bytes = _PURPOSE) -> str | None:
 
 def is_signature(text: str, content: bytes, purpose: bytes = _PURPOSE) -> bool:
     """True if a text is this user's signature of a content."""
-    key = _read_key()
-    return key is not None and hmac.compare_digest(
-        text.encode(errors="replace"), _digest(key, purpose + content).encode()
-    )
+    if (key := _read_key()) is None:
+        return False
+    return hmac.compare_digest(text.encode(errors="replace"), _digest(key, purpose + content).encode())
 
 
 def key_path() -> Path:
@@ -260,16 +257,10 @@ class Untrusted(UserError):
 
 
 def require_trust(
-    path: Path,
-    text: bytes,
-    config: Mapping[str, Any],
-    trust: Trust = False,
-    imports: Collection[str] = IMPORT_PATH_KEYS,
+    path: Path, text: bytes, config: Mapping[str, Any], trust: Trust, imports: Collection[str] = IMPORT_PATH_KEYS
 ) -> None:
-    """Raise Untrusted if a configuration that this user did not launch names code.
-
-    `text` is the content of the file at `path`, `config` its values, and `imports` the keys whose code is imported.
-    """
+    """Raise Untrusted if a configuration that this user did not launch names code. `text` is the content of the file at
+    `path`, `config` its values, and `imports` the keys whose code is imported."""
     known = () if isinstance(trust, bool) else trust
     names = {key: name for key, name in import_paths_in(config, imports).items() if name not in known}
     if trust is True or not names or is_own(text, path.with_name(SIGNATURE_FILE)):
@@ -280,8 +271,6 @@ def require_trust(
 def require_plain(path: Path) -> None:
     """Raise Untrusted if composing a configuration that this user did not launch could do more than set values: by
     import paths, interpolations, a defaults list, or settings of Hydra."""
-    from titan_exp.config.foreign_file import read_yaml
-
     try:
         text = read_file(path)
     except FileNotFoundError:
@@ -290,10 +279,10 @@ def require_plain(path: Path) -> None:
     if is_own(text, path.with_name(SIGNATURE_FILE)):
         return
     found = [Violation(key, name, WHY, _remedy(name)) for key, name in import_paths_in(values).items()]
-    found += [
-        Violation(key, "", _HYDRA, "remove it, since the config.yaml of a run has no such key")
-        for key in _composing(text, values)
-    ]
+    composing = ["@package"] if b"@package" in text else []
+    composing += [key for key in values if isinstance(key, str) and key.split("@")[0] in ("hydra", "defaults")]
+    remedy = "remove it, since the config.yaml of a run has no such key"
+    found += [Violation(key, "", _HYDRA, remedy) for key in composing]
     remedy = "replace it by its value, as in the config.yaml of a run"
     found += [Violation(key, value, _READS, remedy) for key, value in _interpolations(values)]
     if found:
@@ -301,22 +290,12 @@ def require_plain(path: Path) -> None:
 
 
 def _refusal(path: Path, violations: list[Violation]) -> Untrusted:
-    return Untrusted(
-        (
-            f"{path.parent}: you did not launch this run, or its {path.name} has changed since. So we do not "
-            "trust it with:"
-        ),
-        violations,
-    )
+    changed = f"you did not launch this run, or its {path.name} has changed since"
+    return Untrusted(f"{path.parent}: {changed}. So we do not trust it with:", violations)
 
 
 def _remedy(name: str) -> str:
     return f"look at the code of {name.partition('.')[0]}, and add --trust if you trust that folder"
-
-
-def _composing(text: bytes, values: Mapping[Any, Any]) -> list[str]:
-    package = ["@package"] if b"@package" in text else []
-    return [*package, *(key for key in values if isinstance(key, str) and key.split("@")[0] in ("hydra", "defaults"))]
 
 
 def _interpolations(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -4,12 +4,12 @@ import ast
 import dataclasses
 import inspect
 import re
-import textwrap
 import types
 import typing
 from collections.abc import Collection
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_exp.config.errors.user_error import UserError
@@ -106,10 +106,16 @@ def texts(kind: Any) -> dict[str, KeyText]:
     return found
 
 
+@cache
+def _class_bodies(file: str) -> dict[str, list[ast.stmt]]:
+    """Statements of the classes in a file by name, of which one at the top level counts first."""
+    nodes = [node for node in ast.walk(ast.parse(Path(file).read_bytes())) if isinstance(node, ast.ClassDef)]
+    return {node.name: node.body for node in reversed(nodes)}
+
+
 def _own_texts(kind: Any) -> dict[str, KeyText]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]  # a class
     found = {}
-    for before, after in pairwise(body):
+    for before, after in pairwise(_class_bodies(inspect.getfile(kind))[kind.__name__]):
         if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
             match after:
                 case ast.Expr(value=ast.Constant(value=str(text))):
@@ -125,13 +131,21 @@ def hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 
 
-def optional_fields(kind: Any) -> set[str]:
+def defaults(kind: Any) -> dict[str, Any]:
+    """Fields of a dataclass with a default, and these."""
+    found = {}
+    for field in dataclasses.fields(kind):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if default is not dataclasses.MISSING:
+            found[field.name] = default
+    return found
+
+
+@cache
+def optional_fields(kind: Any) -> frozenset[str]:
     """Fields of a dataclass with a default."""
-    return {
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-    }
+    given = ((one.name, one.default, one.default_factory) for one in dataclasses.fields(kind))
+    return frozenset(name for name, *made in given if any(one is not dataclasses.MISSING for one in made))
 
 
 def own_keys(group: str, values: object) -> Collection[str]:
@@ -193,6 +207,10 @@ def choices_of(annotation: Any) -> list[str]:
     return choices_of(given[0]) if origin in (list, typing.Union, types.UnionType) and len(given) == 1 else []
 
 
+def _sizes_of(axis: str) -> tuple[str, str, str]:
+    return f"{axis}_parallel_size", f"{axis}_model_parallel_size", f"{axis}_parallel"
+
+
 OTHER_NAMES = {
     "activation_checkpoint.mode": ("gradient_checkpointing", "activation_checkpointing", "recompute_granularity"),
     "checkpoint.continue_from": ("resume", "resume_from", "resume_from_checkpoint", "load", "ckpt_path"),
@@ -227,29 +245,11 @@ OTHER_NAMES = {
     "parallelism.cp": ("context_parallel_degree", "context_parallel_size", "context_parallel", "cp_size"),
     "parallelism.dp_replicate": ("data_parallel_replicate_degree", "data_parallel_size", "ddp"),
     "parallelism.dp_shard": ("data_parallel_shard_degree", "zero_stage", "fsdp_size"),
-    "parallelism.ep": (
-        "expert_parallel_degree",
-        "expert_parallel_size",
-        "expert_model_parallel_size",
-        "expert_parallel",
-        "ep_size",
-    ),
+    "parallelism.ep": ("expert_parallel_degree", *_sizes_of("expert"), "ep_size"),
     "parallelism.etp": ("expert_tensor_parallel_size", "expert_tensor_parallel_degree", "expert_tensor_parallel"),
-    "parallelism.pp": (
-        "pipeline_parallel_degree",
-        "pipeline_parallel_size",
-        "pipeline_model_parallel_size",
-        "pipeline_parallel",
-        "pp_size",
-    ),
+    "parallelism.pp": ("pipeline_parallel_degree", *_sizes_of("pipeline"), "pp_size"),
     "parallelism.token_exchange": ("expert_parallel_comm_backend", "moe_token_dispatcher_type", "token_dispatcher"),
-    "parallelism.tp": (
-        "tensor_parallel_degree",
-        "tensor_parallel_size",
-        "tensor_model_parallel_size",
-        "tensor_parallel",
-        "tp_size",
-    ),
+    "parallelism.tp": ("tensor_parallel_degree", *_sizes_of("tensor"), "tp_size"),
     "paths.runs": ("output_dir", "out_dir", "save_dir"),
     "tracking.log_every": ("logging_steps", "log_interval", "log_freq"),
     "training.batch_ramp": ("rampup_batch_size", "batch_size_warmup", "global_batch_size_ramp"),

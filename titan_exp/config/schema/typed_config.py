@@ -16,21 +16,15 @@ from omegaconf import DictConfig
 
 from titan_exp.config.errors.explain_values import about, explained, from_pydantic, unknown_keys
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed
-from titan_exp.config.foreign_file import read_file
+from titan_exp.config.extension import shipped_options
+from titan_exp.config.foreign_file import read_file, read_yaml
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.training import with_current_keys
 from titan_exp.config.hydra.resolve import Uncomputed, consequences, resolve
+from titan_exp.config.schema import schema
 from titan_exp.config.schema.component import KINDS, builtin_components, config_class, config_classes, current_names
 from titan_exp.config.schema.foreign_code import IMPORT_PATH_KEYS, Trust, require_trust
-from titan_exp.config.schema.schema import (
-    annotation_of,
-    declared_in,
-    hints,
-    keys,
-    literals_beside,
-    optional_fields,
-    texts,
-)
+from titan_exp.config.schema.schema import annotation_of, hints, optional_fields, texts
 from titan_exp.config.secrets import SECRET, variables_in
 
 
@@ -51,22 +45,14 @@ def with_gaps(kind: Any, values: Mapping[str, Any]) -> Any:
     def refuse(self: Any, name: str = "") -> NoReturn:
         raise AttributeError(name) if name.startswith("__") else GapError
 
-    gaps = {one.name: property(refuse) for one in dataclasses.fields(kind) if one.name not in values}
-    members = {
-        "__init__": construct,
-        "__getattr__": refuse,
-        "__dataclass_fields__": known,
-        "__module__": kind.__module__,
-    }
-    return type(kind.__name__, (kind,), {**members, **gaps})(**values)
+    members: dict[str, Any] = {"__init__": construct, "__getattr__": refuse, "__dataclass_fields__": known}
+    members |= {one.name: property(refuse) for one in dataclasses.fields(kind) if one.name not in values}
+    return type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})(**values)
 
 
 def to_experiment(cfg: DictConfig) -> Experiment:
-    """Convert a composed configuration to an `Experiment`.
-
-    Raises:
-        UserError: with a violation for every unknown, missing or invalid key.
-    """
+    """Convert a composed configuration to an `Experiment`. Raises UserError with a violation for every unknown, missing
+    or invalid key."""
     return Experiment(**_build_composed(cfg, list(hints(Experiment))))
 
 
@@ -99,9 +85,7 @@ def _build_composed(cfg: DictConfig, names: Sequence[str]) -> dict[str, Any]:
         return _build_groups(composed, uncomputed, "Cannot read the configuration.", names)
     except UserError as error:
         fields = {violation.field for violation in error.violations}
-        computed = consequences(
-            cfg, fields - consequences(cfg, fields)
-        )  # keys that read each other are not consequences
+        computed = consequences(cfg, fields - consequences(cfg, fields))  # not keys that read each other
         found = [violation for violation in error.violations if violation.field not in computed]
         if len(found) == len(error.violations):
             raise
@@ -118,7 +102,7 @@ def _readable_group(name: str, values: object, wrong: Collection[str]) -> Any:
         kind = config_class(name, values)
         own = [one.name for one in dataclasses.fields(kind)]
         left = tuple(one for one in own if not any(f"{key}.".startswith(f"{name}.{one}.") for key in wrong))
-        part = _with_fields(kind, left)
+        part = kind if len(left) == len(own) else _with_fields(kind, left)
         return with_gaps(kind, vars(getattr(_reader(name, part).model_validate({name: values}), name)))
     except (UserError, ValidationError):
         return with_gaps(kind, {})
@@ -127,24 +111,20 @@ def _readable_group(name: str, values: object, wrong: Collection[str]) -> Any:
 @cache
 def _with_fields(kind: Any, names: tuple[str, ...]) -> Any:
     """Dataclass with these fields of another."""
-    declared = [
-        (one.name, hints(kind)[one.name], dataclasses.field(default=one.default, default_factory=one.default_factory))
-        for one in dataclasses.fields(kind)
-        if one.name in names
-    ]
+    declared = []
+    for one in (one for one in dataclasses.fields(kind) if one.name in names):
+        default = dataclasses.field(default=one.default, default_factory=one.default_factory)
+        declared.append((one.name, hints(kind)[one.name], default))
     return dataclasses.make_dataclass(kind.__name__, declared, kw_only=True)
 
 
 def load_experiment(path: str | Path, trust: Trust = False) -> Experiment:
-    """Read a resolved `config.yaml` written by `to_yaml`, whose interpolations are literal text.
-
-    Raises:
-        UserError: the file cannot be read, or is not an experiment.
-        Untrusted: this user did not launch the run, and it names code without `trust`.
-    """
+    """Read a resolved `config.yaml` written by `to_yaml`, whose interpolations are literal text. Raises UserError if
+    the file cannot be read, or is not an experiment, and Untrusted if this user did not launch the run, and it names
+    code without `trust`."""
     values, text = _read(Path(path))
     require_trust(Path(path), text, values, trust)
-    return _build(values, [], f"Cannot read the configuration in {path}.")
+    return Experiment(**_build_groups(values, [], f"Cannot read the configuration in {path}.", list(hints(Experiment))))
 
 
 def load_group(path: Path, group: str, imports: Collection[str] = IMPORT_PATH_KEYS, trust: Trust = False) -> Any:
@@ -160,12 +140,8 @@ def group_of(values: Mapping[str, Any], group: str, path: Path) -> Any:
 
 
 def read_values(path: str | Path, imports: Collection[str] = (), trust: Trust = False) -> dict[str, Any]:
-    """Values of a `config.yaml`, not validated, so that older versions can be read.
-
-    Raises:
-        UserError: the file cannot be read.
-        Untrusted: this user did not launch the run, and a key of `imports` names code without `trust`.
-    """
+    """Values of a `config.yaml`, not validated, so that older versions can be read. Raises UserError if the file cannot
+    be read, and Untrusted if this user did not launch the run, and a key of `imports` names code without `trust`."""
     values, text = _read(Path(path))
     require_trust(Path(path), text, values, trust, imports)
     if wrong := [name for name in hints(Experiment) if not isinstance(values.get(name, {}), dict)]:
@@ -174,8 +150,6 @@ def read_values(path: str | Path, imports: Collection[str] = (), trust: Trust = 
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    from titan_exp.config.foreign_file import read_yaml
-
     try:
         text = read_file(path)
     except FileNotFoundError as error:
@@ -194,16 +168,12 @@ def _current(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _say(sentence: str) -> None:
-    """Print a sentence once."""
     print(sentence, file=sys.stderr)
 
 
 def validated(kind: Any, values: Mapping[str, Any], where: str) -> Any:
     """Instance of a dataclass of a group from values that somebody else wrote, in the file or checkpoint `where`.
-
-    Raises:
-        UserError: a value has another type, or is out of bounds, or is missing.
-    """
+    Raises UserError if a value has another type, or is out of bounds, or is missing."""
     from pydantic import ValidationError
 
     try:
@@ -235,10 +205,6 @@ def to_yaml(experiment: Experiment) -> str:
     return yaml.dump(to_dict(experiment), Dumper=dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message: str) -> Experiment:
-    return Experiment(**_build_groups(values, uncomputed, message, list(hints(Experiment))))
-
-
 def _build_groups(
     values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message: str, names: Sequence[str]
 ) -> dict[str, Any]:
@@ -263,12 +229,11 @@ def _build_groups(
                 add(violation)
     known = {name: group for name, group in values.items() if name in classes or name not in names}
     unchosen = {name: violation for name in classes if (violation := _unchosen(name, classes[name], known.get(name)))}
-    for violation in (
-        *unchosen.values(),
-        *(failure.violation for failure in uncomputed),
-        *unknown_keys(known, classes, optional_fields(Experiment)),
-    ):
-        if violation in unchosen.values() or violation.field.partition(".")[0] not in unchosen:
+    for violation in unchosen.values():
+        add(violation)
+    others = [*unknown_keys(known, classes, optional_fields(Experiment))]
+    for violation in (*(failure.violation for failure in uncomputed), *others):
+        if violation.field.partition(".")[0] not in unchosen:
             add(violation)
     built: dict[str, Any] = {}
     for name, kind in classes.items():
@@ -279,9 +244,8 @@ def _build_groups(
                 add(_of_pydantic(detail, kind))
     if not found:
         return built
-    _drop_consequences(found, uncomputed)
     found |= {key: cause for each in uncomputed if (key := each.violation.field) in found and (cause := each.cause)}
-    order = {name: index for index, name in enumerate(keys())}
+    order = {name: index for index, name in enumerate(schema.keys())}
     raise UserError(message, sorted(found.values(), key=lambda violation: order.get(violation.field, len(order))))
 
 
@@ -294,7 +258,7 @@ def _of_pydantic(detail: Any, kind: Any) -> Violation:
     if names := variables_in(detail["input"]):
         remedy = "type the value itself, or use a variable with another name"
         return Violation(field, detail["input"], f"{names[0]}: {SECRET}", remedy)
-    return from_pydantic(detail, field, *declared_in(kind, declared))
+    return from_pydantic(detail, field, *schema.declared_in(kind, declared))
 
 
 def _unchosen(group: str, kind: Any, values: object) -> Violation | None:
@@ -310,20 +274,14 @@ def _unchosen(group: str, kind: Any, values: object) -> Violation | None:
     if name not in builtin_components(group):
         option, optional = name.rpartition(".")[2], optional_fields(kind)
         needed = listed([field for field in fields if field not in optional and field != KINDS[group].key], "and")
-        remedy = (
-            f"write conf/{group}/{option}.yaml with {KINDS[group].key}: {name}, {needed} (titan-exp help "
-            f"{KINDS[group].guide}), and type --config-dir conf {group}={option}"
-        )
+        file = f"conf/{group}/{option}.yaml with {KINDS[group].key}: {name}, {needed}"
+        command = f"type --config-dir conf {group}={option}"
+        remedy = f"write {file} (titan-exp help {KINDS[group].guide}), and {command}"
         return Violation(key, name, "it has keys of its own, and those of another option are set", remedy)
-    from titan_exp.config.extension import shipped_options
-
     texts = {option: path.read_text() for option, path in shipped_options(group).items()}
     options = [f"{group}={option}" for option, text in texts.items() if option == name or f"family/{name}@" in text]
-    return (
-        Violation(key, name, "the other keys belong to another one", f"use {listed(options, 'or')}")
-        if options
-        else None
-    )
+    remedy = f"use {listed(options, 'or')}"
+    return Violation(key, name, "the other keys belong to another one", remedy) if options else None
 
 
 def _key_at(location: Sequence[int | str]) -> str:
@@ -331,9 +289,7 @@ def _key_at(location: Sequence[int | str]) -> str:
     parts = [part for part in location if isinstance(part, str)]
     whole = ".".join(parts)
     inside = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
-    return next(
-        (key for key in inside if annotation_of(key) is not None and literals_beside(annotation_of(key))), whole
-    )
+    return next((key for key in inside if schema.literals_beside(annotation_of(key))), whole)
 
 
 @cache
@@ -348,24 +304,6 @@ def _reader(group: str, kind: Any) -> Any:
     return create_model("Reader", __config__=settings, **fields)
 
 
-def _drop_consequences(found: dict[str, Violation], uncomputed: Sequence[Uncomputed]) -> None:
-    """Drop uncomputed values whose interpolation reads a key with a violation."""
-    at_fault = found.keys() - {
-        failure.violation.field
-        for failure in uncomputed
-        if any(source in found and source != failure.violation.field for source in failure.sources)
-    }
-    consequences: set[str] = set()
-    for _ in uncomputed:
-        consequences |= {
-            failure.violation.field
-            for failure in uncomputed
-            if (at_fault | consequences) & (set(failure.sources) - {failure.violation.field})
-        }
-    for field in consequences:
-        found.pop(field, None)
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(part) for key, part in value.items()}
@@ -378,11 +316,8 @@ Options = TypeVar("Options")
 
 
 def typed_options(kind: type[Options], values: Mapping[str, Any], key: str) -> Options:
-    """Dataclass `kind` with these values, which are at `key` of the configuration.
-
-    Raises:
-        UserError: a name or a value does not fit.
-    """
+    """Dataclass `kind` with these values, which are at `key` of the configuration. Raises UserError if a name or a
+    value does not fit."""
     found, options = typed_values(kind, values, key)
     if found:
         raise UserError("Cannot read these options.", found)
@@ -396,10 +331,8 @@ def typed_values(kind: type[Options], values: Mapping[Any, Any], key: str = "") 
     from pydantic import ConfigDict, ValidationError, create_model
 
     settings = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="forbid")
-    declared: dict[str, Any] = {
-        one.name: (hints(kind)[one.name], ... if one.name not in optional_fields(kind) else _default_of(one))
-        for one in fields(kind)  # type: ignore[arg-type]  # a dataclass
-    }
+    declared: dict[str, Any] = {one.name: (hints(kind)[one.name], ...) for one in fields(kind)}  # type: ignore[arg-type]
+    declared |= {name: (hints(kind)[name], value) for name, value in schema.defaults(kind).items()}
 
     def read(names: Collection[str], given: Mapping[Any, Any]) -> dict[str, Any]:
         return vars(create_model("Read", __config__=settings, **{name: declared[name] for name in names})(**given))
@@ -412,10 +345,6 @@ def typed_values(kind: type[Options], values: Mapping[Any, Any], key: str = "") 
     readable = declared.keys() - {detail["loc"][0] for detail in details}
     part = read(readable, {name: value for name, value in given.items() if name in readable})
     return [_at_its_place(kind, key, detail) for detail in details], with_gaps(kind, part)
-
-
-def _default_of(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
 
 
 def _at_its_place(kind: Any, key: str, error: Mapping[str, Any]) -> Violation:

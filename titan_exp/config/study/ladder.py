@@ -175,11 +175,8 @@ def lengths(parameters: int, per_parameter: Sequence[Fraction], batch_tokens: in
     whole = max(2, round(unit * parameters / batch_tokens))
     falling = min(max(1, round(decay * whole)), whole - 1)
     counts = [int(each / unit) for each in per_parameter]
-    return Lengths(
-        tuple(count * whole for count in counts),
-        tuple(count * falling for count in counts),
-        tuple(count * (whole - falling) for count in counts[:-1]),
-    )
+    begins = tuple(count * (whole - falling) for count in counts[:-1])
+    return Lengths(tuple(count * whole for count in counts), tuple(count * falling for count in counts), begins)
 
 
 def nearest_multiples(wanted: Sequence[Fraction], allowed: Sequence[Fraction]) -> str:

@@ -39,20 +39,15 @@ class Point:
 
 
 def values_of(override: Override) -> list[str]:
-    """Expand an override, which may be a sweep, to overrides `key=value`.
-
-    Raises:
-        UserError: the override is an interval, with infinitely many values.
-    """
+    """Expand an override, which may be a sweep, to overrides `key=value`. Raises UserError if the override is an
+    interval, with infinitely many values."""
     key = override.get_key_element()
     if not override.is_sweep_override():
         return [override.input_line or ""]
     if override.is_discrete_sweep():
         return [f"{key}={value}" for value in override.sweep_string_iterator()]
-    raise UserError(
-        f"{override.input_line}: an interval has infinitely many values, and this sweep tries all values. "
-        f"List them: {key}=1,2,3 or {key}=range(1,4)."
-    )
+    reason = "an interval has infinitely many values, and this sweep tries all values"
+    raise UserError(f"{override.input_line}: {reason}. List them: {key}=1,2,3 or {key}=range(1,4).")
 
 
 def require_swept_once(typed: Sequence[Override]) -> None:
@@ -90,11 +85,8 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
     An override of an axis' key replaces its values, of which those of the study keep its spelling; one of a `list`
     axis' name keeps the named choices; several values of another key add an axis. A value for a range of a search fixes
     its key.
-
-    Raises:
-        UserError: an override would separate values that the study sets together, names no choice of a list, or gives
-            a search another axis.
-    """
+    Raises UserError if an override would separate values that the study sets together, names no choice of a list, or
+    gives a search another axis."""
     fixed: list[str] = []
     require_swept_once(typed)
     for change in typed:
@@ -108,7 +100,11 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
             fixed += texts
         elif axis is not None and (key == axis.name or axis.set_keys == (key,)):
             if axis.list:
-                chosen = {"list": _named(axis, values)}
+                for name in values:
+                    if name not in axis.list:
+                        offer = did_you_mean(name, axis.list) or f"it has {listed(axis.list, 'and')}"
+                        raise UserError(f"{axis.name}={name}: this axis has no such choice ({offer})")
+                chosen = {"list": {name: axis.list[name] for name in values}}
             else:
                 (own,) = (axis.grid or axis.zip).values()
                 known = {spelled(value): value for value in own}
@@ -135,30 +131,15 @@ def _fixed_range(study: Study, change: Override, key: str) -> Study:
     left = {other: one for other, one in study.search.ranges.items() if other != key}
     if change.is_sweep_override() or not left:
         reason = "this leaves the search no range" if not left else "a search draws the values of its keys itself"
-        raise UserError(
-            f"{change.input_line}: {reason}. Give one value to fix a key, give several seeds (experiment.seed=0,1), or "
-            "write a study with axes."
-        )
+        remedy = "Give one value to fix a key, give several seeds (experiment.seed=0,1), or write a study with axes."
+        raise UserError(f"{change.input_line}: {reason}. {remedy}")
     return replace(study, search=replace(study.search, ranges=left))
 
 
-def _named(axis: Axis, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    for name in names:
-        if name not in axis.list:
-            offer = did_you_mean(name, axis.list) or f"it has {listed(axis.list, 'and')}"
-            raise UserError(f"{axis.name}={name}: this axis has no such choice ({offer})")
-    return {name: axis.list[name] for name in names}
-
-
 def study_points(study: Study, size: str, fixed: Sequence[str] = (), proposed: Sequence[Choice] = ()) -> list[Point]:
-    """Points of a study, including excluded ones; the seed varies fastest, then the last axis.
-
-    The size may be empty; `fixed` overrides take precedence over the study's. `proposed` are the points of a search so
-    far.
-
-    Raises:
-        UserError: no point is left, or two points have the same label.
-    """
+    """Points of a study, including excluded ones; the seed varies fastest, then the last axis. The size may be empty;
+    `fixed` overrides take precedence over the study's. `proposed` are the points of a search so far. Raises UserError
+    if no point is left, or two points have the same label."""
     base = [text_override(NAME, folder_name(study, size)), *study.held_fixed, *study.sizes.get(size, ())]
     combinations: list[tuple[tuple[Choice, ...], dict[str, str]]] = [((), dict(map(split_override, [*base, *fixed])))]
     axes = study.axes
@@ -188,7 +169,11 @@ def study_points(study: Study, size: str, fixed: Sequence[str] = (), proposed: S
             overrides = last_wins([*base, *varied, *seeded, *fixed])
             label = variant if seed is None else f"{variant} seed={seed}"
             found.append(Point(overrides, label, variant, seed, facts, reason))
-    _require_different(study, found)
+    label, count = Counter(point.label for point in found).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{study.path}: two points have the label {label!r}. Give their axes different names.")
+    if all(point.excluded for point in found):
+        raise UserError(f"{study.path}: the study excludes all of its {len(found)} points.")
     return found
 
 
@@ -230,11 +215,7 @@ def _restricted(values: _Values, keys: Set[str]) -> _Values:
 
 
 def baseline_of(study: Study, points: Sequence[Point]) -> str | None:
-    """Baseline variant of a study; None without one.
-
-    Raises:
-        UserError: the baseline matches no point, or several.
-    """
+    """Baseline variant of a study; None without one. Raises UserError if the baseline matches no point, or several."""
     baseline = study.baseline
     if baseline is None:
         return None
@@ -263,12 +244,9 @@ def _shortened(choice: Choice, leaves: Mapping[str, int]) -> str:
     """Label of a choice; keys omit their groups if no other axis has a key of that name."""
     if choice.label != " ".join(choice.overrides):
         return choice.label
-    parts = []
-    for text in choice.overrides:
-        key, _, value = text.partition("=")
-        leaf = key.rpartition(".")[2]
-        parts.append(f"{leaf if leaves[leaf] == 1 else key}={value}")
-    return " ".join(parts)
+    pairs = [text.partition("=") for text in choice.overrides]
+    short = {key: leaf for key, _, _ in pairs if leaves[leaf := key.rpartition(".")[2]] == 1}
+    return " ".join(f"{short.get(key, key)}={value}" for key, _, value in pairs)
 
 
 def last_wins(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -292,11 +270,3 @@ def _require_set_once(study: Study, varied: Sequence[str]) -> None:
             remedy = "Put its values into one axis, or let the axes exclude each other with when and unless."
             raise UserError(f"{study.path}: two axes set {key} in one point: {texts[key]} and {text}. {remedy}")
         texts[key] = text
-
-
-def _require_different(study: Study, points: Sequence[Point]) -> None:
-    label, count = Counter(point.label for point in points).most_common(1)[0]
-    if count > 1:
-        raise UserError(f"{study.path}: two points have the label {label!r}. Give their axes different names.")
-    if all(point.excluded for point in points):
-        raise UserError(f"{study.path}: the study excludes all of its {len(points)} points.")

@@ -55,10 +55,8 @@ def _baseline(value: Any) -> Any:
 def _exclusion(entry: Any) -> Any:
     if not isinstance(entry, dict):
         return entry
-    return {
-        "conditions": {key: value for key, value in entry.items() if key != "reason"},
-        "reason": entry.get("reason"),
-    }
+    conditions = {key: value for key, value in entry.items() if key != "reason"}
+    return {"conditions": conditions, "reason": entry.get("reason")}
 
 
 def _seeds(value: Any) -> Sequence[int]:
@@ -83,9 +81,8 @@ def _rise(rungs: Sequence[Fraction]) -> None:
     if len(rungs) < 2 or rungs[0] <= 0:
         raise Unfit("must be at least two steps above 0, in their order", remedy)
     if any(later <= earlier for earlier, later in pairwise(rungs)):
-        raise Unfit(
-            "each rung must be larger than the one before", f"write rungs: [{', '.join(map(str, sorted(set(rungs))))}]"
-        )
+        ordered = ", ".join(map(str, sorted(set(rungs))))
+        raise Unfit("each rung must be larger than the one before", f"write rungs: [{ordered}]")
     if rungs[-1] != 1 and any(rung.denominator != 1 for rung in rungs):
         raise Unfit("must be whole steps, or fractions of training.steps of which the last is 1", remedy)
 
@@ -372,10 +369,8 @@ class Halving:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Test of a study's two points by pairs of runs with equal seeds, registered before the first run.
-
-    The error rate is the chance of a wrong `better` or `worse`, over all looks.
-    """
+    """Test of a study's two points by pairs of runs with equal seeds, registered before the first run. The error rate
+    is the chance of a wrong `better` or `worse`, over all looks."""
 
     looks: Annotated[tuple[Whole, ...], Read(_looks), Check(_are_looks)] = (3, 5, 8)
     """Numbers of pairs after which the study may end; `anytime` looks after every pair from the third on, by

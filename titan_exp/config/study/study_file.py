@@ -1,7 +1,7 @@
 """Study files: lookup by name, and reading with all mistakes reported together."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -36,11 +36,10 @@ def find_study(name: str) -> Path:
         path = Path(name).expanduser()
         if path.is_file():
             return path
-        known = (
-            f"To run the study of this name, type titan-exp sweep {path.stem}. " if path.stem in study_files() else ""
-        )
         what = "this is a folder" if path.is_dir() else "there is no such file"
-        raise UserError(f"{name}: {what}. {known}A study is a YAML file, such as those in {SWEEPS_DIR}.")
+        if path.stem in study_files():
+            what += f". To run the study of this name, type titan-exp sweep {path.stem}"
+        raise UserError(f"{name}: {what}. A study is a YAML file, such as those in {SWEEPS_DIR}.")
     files = study_files()
     if name in files:
         return files[name]
@@ -54,11 +53,7 @@ def find_study(name: str) -> Path:
 
 
 def read_study(path: Path) -> Study:
-    """Read a study's file.
-
-    Raises:
-        UserError: with a violation for every mistake in it.
-    """
+    """Read a study's file. Raises UserError with a violation for every mistake in it."""
     content = read_yaml(path, "a study", StudyLoader)
     if not content:
         raise UserError(f"{path} is empty. A study has {listed([one.name for one in fields(StudyFile)], 'and')}.")
@@ -93,32 +88,25 @@ def _of_one_key(axis: Axis) -> Iterator[Axis]:
 
 def _points(study: StudyFile) -> list[Violation]:
     """Mistakes about where the points come from."""
-    search, halving, found = study.search, study.halving, list[Violation]()
-    if search is None and not study.axes and study.ladder is None:
-        example = "axes: [{grid: {optimizer.lr: [1e-3, 3e-3]}}]"
-        found.append(Violation("axes", "", "a study needs axes or a search", f"write them, for example {example}"))
+    search, found = study.search, list[Violation]()
     if search is None:
-        return found
+        if study.axes or study.ladder is not None:
+            return []
+        remedy = "write them, for example axes: [{grid: {optimizer.lr: [1e-3, 3e-3]}}]"
+        return [Violation("axes", "", "a study needs axes or a search", remedy)]
     if study.axes:
+        reason = "a study has either axes, of which it runs all points, or a search"
         remedy = "leave out one of the two (a range {choice: [a, b]} takes the values of an axis)"
-        found.append(
-            Violation("search", "", "a study has either axes, of which it runs all points, or a search", remedy)
-        )
+        found.append(Violation("search", "", reason, remedy))
     if study.baseline is not None:
         reason = "a search draws its points, so no baseline exists before it runs"
-        found.append(
-            Violation(
-                "baseline",
-                "",
-                reason,
-                "leave it out (compare takes the best point, or the one that you name with --baseline)",
-            )
-        )
+        remedy = "leave it out (compare takes the best point, or the one that you name with --baseline)"
+        found.append(Violation("baseline", "", reason, remedy))
     for key in ("batch", "metric"):
         if search.method != "optuna" and (value := getattr(search, key)) is not None:
             reason = f"{search.method} draws all points at once and ignores their results"
             found.append(Violation(f"search.{key}", value, reason, "leave it out, or write method: optuna"))
-    if search.method == "optuna" and halving is not None:
+    if search.method == "optuna" and study.halving is not None:
         reason = "Optuna proposes points from the results of whole runs, and halving stops runs early"
         remedy = "write method: sobol or random with halving, or leave halving out"
         found.append(Violation("halving", "", reason, remedy))
@@ -129,21 +117,15 @@ def _pairs(study: StudyFile) -> list[Violation]:
     """Mistakes of a study whose two points are tested by pairs."""
     if study.pairs is None:
         return []
-    found = list[Violation]()
-    if study.baseline is None:
-        reason = "pairs test a point against the baseline"
-        found.append(Violation("baseline", "", reason, "baseline: NAME, the name or values of the point to beat"))
+    remedy = "baseline: NAME, the name or values of the point to beat"
+    missing = [Violation("baseline", "", "pairs test a point against the baseline", remedy)]
     reasons = {
         "seeds": "the pairs draw their seeds, the same for both runs of a pair and others for each pair",
         "search": "pairs test one point against another, and a search draws many",
         "halving": "halving keeps the best of many points, without an error rate",
         "tune": "a point that is tuned on the runs that test it gains by luck",
     }
-    return found + [
-        Violation(key, "", reason, f"leave {key} out, or pairs")
-        for key, reason in reasons.items()
-        if getattr(study, key)
-    ]
+    return (missing if study.baseline is None else []) + _beside(study, "pairs", reasons)
 
 
 def _ladder(study: StudyFile) -> list[Violation]:
@@ -157,13 +139,15 @@ def _ladder(study: StudyFile) -> list[Violation]:
     if (ladder := study.ladder) is None:
         return []
     metric = ladder.metric or next(iter(study.metrics), "validation_loss")
-    found = [Violation("ladder.metric", metric, "a law is of a loss, and more of this metric is better",
-                       "write metric: validation_loss")] if study.better(metric) == "max" else []  # fmt: skip
-    return found + [
-        Violation(key, "", reason, f"leave {key} out, or ladder")
-        for key, reason in reasons.items()
-        if getattr(study, key)
-    ]
+    reason = "a law is of a loss, and more of this metric is better"
+    no_loss = [Violation("ladder.metric", metric, reason, "write metric: validation_loss")]
+    return (no_loss if study.better(metric) == "max" else []) + _beside(study, "ladder", reasons)
+
+
+def _beside(study: StudyFile, block: str, reasons: Mapping[str, str]) -> list[Violation]:
+    """Keys that a study cannot have beside a block, each with the reason."""
+    taken = [key for key in reasons if getattr(study, key)]
+    return [Violation(key, "", reasons[key], f"leave {key} out, or {block}") for key in taken]
 
 
 def _metrics(study: StudyFile) -> list[Violation]:
@@ -172,12 +156,9 @@ def _metrics(study: StudyFile) -> list[Violation]:
     used = {"search": study.search if by_optuna else None, "halving": study.halving, "pairs": study.pairs}
     used["ladder"] = study.ladder
     named = {key: block.metric for key, block in used.items() if block is not None and block.metric is not None}
+    unknown = [(key, metric) for key, metric in named.items() if study.better(metric) is None]
     reason = "titan_exp does not know whether less or more of this metric is better"
-    return [
-        Violation(f"{key}.metric", metric, reason, f"write metrics: {{{metric}: max}}")
-        for key, metric in named.items()
-        if study.better(metric) is None
-    ]
+    return [Violation(f"{key}.metric", one, reason, f"write metrics: {{{one}: max}}") for key, one in unknown]
 
 
 def _conditions(study: StudyFile) -> list[Violation]:
@@ -202,12 +183,8 @@ def _misfits(field: str, conditions: Conditions, axes: Sequence[Axis], fixed: se
     for key, values in conditions.items():
         if key not in known:
             offer = did_you_mean(key, known) or (f"there are {listed(known, 'and')}" if known else "leave it out")
-            yield Violation(
-                f"{field}.{key}",
-                "",
-                "no axis above this one varies this key, and the study does not hold it fixed",
-                offer,
-            )
+            reason = "no axis above this one varies this key, and the study does not hold it fixed"
+            yield Violation(f"{field}.{key}", "", reason, offer)
         there = [axis.facts(choice)[key] for axis in axes if key in axis.names for choice in axis.choices]
         for value in values if key in names else ():
             if not any(hold({key: (value,)}, {key: other}) for other in there):

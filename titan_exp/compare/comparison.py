@@ -178,22 +178,27 @@ def compare(
     which groups are tuned, by default the study's, `none` for none. Raises UserError about an unknown budget, baseline,
     metric or key.
     """
-    notes = list(selection.notes)
+    notes, study = list(selection.notes), selection.study
     runs = _without_duplicates(selection.runs, notes)
-    columns = _columns(runs, selection.study)
+    ladder = study is not None and study.ladder is not None
+    columns = differing_keys(
+        [run.config for run in runs],
+        study.lists if study else None,
+        [study.by_run[run.run_id].choices if run.run_id in study.by_run else {} for run in runs] if study else (),
+        left_out=RUNG_KEYS if ladder or (study and study.rungs) else (),
+    )
     groups = _grouped(runs, columns, notes)
-    if selection.study is None:
+    if study is None:
         groups.sort(key=lambda group: [_order(group[0][key]) for key in columns.keys])
-    standing = _standing(runs, selection.study)
+    standing = _standing(runs, study)
     ended = standing is not None and standing.outcome != "continue"
     # A question that has ended waits for none of its runs.
     waited = ("running", "unknown", "preempted") if ended else ()
-    ladder = selection.study is not None and selection.study.ladder is not None
     at = "end" if ladder and at == "least" else at
     budget = choose_token_budget([run for run in runs if run.state not in waited], at)
-    wanted = [(name, None) for name in metrics] or (selection.study.metrics if selection.study else ())
+    wanted = [(name, None) for name in metrics] or tuple(study.metrics.items() if study else ())
     chosen = choose_metrics(wanted, runs, target)
-    names = selection.study.points if selection.study else {}
+    names = {run_id: point.variant for run_id, point in study.by_run.items()} if study else {}
     labelled = _label_keys(columns, [values for values, _ in groups], names)
     rows = [
         _row(values, members, columns, chosen, budget=budget, names=names, labelled=labelled)
@@ -205,7 +210,7 @@ def compare(
         validated = all(row.estimates["validation_loss"] for row in rows)
         chosen.sort(key=lambda metric: not validated or metric.name != "validation_loss")
     notes += unequal_tokens(runs, chosen, budget)
-    study, learnt = selection.study, None
+    learnt = None
     if study is not None and study.is_adaptive:
         # The best point comes first, as the baseline for the others.
         main = chosen[0]
@@ -215,10 +220,9 @@ def compare(
         learnt = learn(rows, columns, study, metric, better)
     reference, why = _baseline(rows, columns, baseline, study)
     # Rows of a ladder have other sizes and lengths, of which the difference to one of them says nothing.
-    compared = [replace(row, deltas=dict.fromkeys(row.numbers)) for row in rows] if ladder else None
-    compared = _with_deltas(rows, reference, chosen) if compared is None else compared
-    key = tuned if tuned is not None else study.tune if study is not None else ""
-    tuning = None
+    without = [replace(row, deltas=dict.fromkeys(row.numbers)) for row in rows]
+    compared = without if ladder else _with_deltas(rows, reference, chosen)
+    key, tuning = tuned if tuned is not None else study.tune if study is not None else "", None
     if key and key != "none":
         tuning = tune(compared, columns, chosen[0], budget.tokens, key=key, baseline=reference)
     return Comparison(
@@ -244,10 +248,11 @@ def _standing(runs: Sequence[ComparedRun], study: StudyRecord | None) -> Standin
         return None
     one, found = study.registered, dict[tuple[str, int], PairedRun]()
     for run in runs:
-        if (seed := study.seeds.get(run.run_id)) is not None:
+        point = study.by_run.get(run.run_id)
+        if point is not None and point.seed is not None:
             value = final_value(run.rows, one.metric) if run.state == "done" else None
             value = math.nan if has_diverged(run.state, run.reason) else value
-            found[study.points[run.run_id], seed] = PairedRun(value, run.tokens - run.begins, run.device_seconds)
+            found[point.variant, point.seed] = PairedRun(value, run.tokens - run.begins, run.device_seconds)
     return standing_of(one, found, study.dropped)
 
 
@@ -262,14 +267,6 @@ def _without_duplicates(runs: Sequence[ComparedRun], notes: list[str]) -> list[C
         copies = "has a copy" if duplicates == 1 else "have copies"
         notes.append(f"{format_items(duplicates, 'run')} {copies} with the same id; the most advanced one counts.")
     return list(best.values())
-
-
-def _columns(runs: Sequence[ComparedRun], study: StudyRecord | None) -> DifferingKeys:
-    configs = [run.config for run in runs]
-    if study is None:
-        return differing_keys(configs)
-    choices = [study.choices.get(run.run_id, {}) for run in runs]
-    return differing_keys(configs, study.lists, choices, left_out=RUNG_KEYS if study.rungs or study.ladder else ())
 
 
 def _grouped(
@@ -355,7 +352,7 @@ def _baseline(
     if requested is not None:
         return _find_row(rows, columns, requested, study), "as requested"
     if study is not None and study.baseline is not None:
-        ids = [run_id for run_id, label in study.points.items() if label == study.baseline]
+        ids = [run_id for run_id, point in study.by_run.items() if point.variant == study.baseline]
         for index, row in enumerate(rows):
             if any(run.run_id in ids for run in row.runs):
                 return index, "the study's"
@@ -369,11 +366,11 @@ def _baseline(
 
 def _find_row(rows: Sequence[Row], columns: DifferingKeys, requested: str, study: StudyRecord | None) -> int:
     """Index of the row that matches `requested`."""
-    points = study.points if study else {}
+    named = [run_id for run_id, point in study.by_run.items() if point.variant == requested] if study else []
     exact = [
         index
         for index, row in enumerate(rows)
-        if requested == row.label or any(requested in (run.run_id, points.get(run.run_id)) for run in row.runs)
+        if requested == row.label or any(run.run_id in (requested, *named) for run in row.runs)
     ]
     pairs = [word.partition("=") for word in words_of(requested) if "=" in word]
     found = exact or [index for index, row in enumerate(rows) if pairs and _matches(row, columns, pairs)]

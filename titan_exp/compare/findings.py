@@ -372,7 +372,8 @@ def _about_next_look(comparison: Comparison) -> Iterator[str]:
     standing, study = comparison.standing, comparison.study
     if standing is None or study is None or standing.outcome != "continue":
         return
-    done = {(study.points.get(run.run_id), run.seed) for run in comparison.runs if run.state == "done"}
+    ended = [run for run in comparison.runs if run.state == "done" and run.run_id in study.by_run]
+    done = {(study.by_run[run.run_id].variant, run.seed) for run in ended}
     arms = (standing.registration.candidate, standing.registration.baseline)
     pairs = sum(all((arm, seed) in done for arm in arms) for seed in standing.registration.seeds)
     if pairs:

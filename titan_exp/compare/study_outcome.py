@@ -153,7 +153,7 @@ def climb(runs: Sequence[ComparedRun], study: StudyRecord) -> LadderOutcome | No
     """Outcome of a ladder by the final losses of its runs; None before the first has ended."""
     assert study.ladder is not None
     base, metric = study.ladder.baseline, study.ladder.metric
-    arms = tuple(dict.fromkeys([base, *(rung.arm for rung in study.ladder_rungs.values())]))
+    arms = tuple(dict.fromkeys([base, *(point.rung.arm for point in study.by_run.values() if point.rung)]))
     rows, notes = _rows(runs, study, arms), list[str]()
     if not rows:
         return None
@@ -206,8 +206,8 @@ def _rows(runs: Sequence[ComparedRun], study: StudyRecord, arms: Sequence[str]) 
     assert study.ladder is not None
     found: dict[tuple[int, int], LadderRow] = {}
     for run in runs:
-        rung, loss = study.ladder_rungs.get(run.run_id), _loss(run, study.ladder.metric)
-        if rung is None or loss is None:
+        point, loss = study.by_run.get(run.run_id), _loss(run, study.ladder.metric)
+        if point is None or (rung := point.rung) is None or loss is None:
             continue
         key = (rung.parameters, rung.tokens)
         empty = LadderRow(rung.scale, rung.per_parameter, *key, {}, {arm: {} for arm in arms}, 0)
@@ -404,7 +404,8 @@ def _trial(index: int, row: Row, study: StudyRecord, metric: str, sign: int) -> 
     if reached:
         value = _mean([_value(runs[reached - 1], metric, sign) for runs in done])
         first = _mean([_value(runs[0], metric, sign) for runs in done])
-    last = max((study.rounds_of.get(runs[reached - 1].run_id, 1) for runs in done if reached), default=0)
+    points = [study.by_run.get(runs[reached - 1].run_id) for runs in done if reached]
+    last = max((1 if point is None else point.round for point in points), default=0)
     return Trial(index, row.label, last, value, first, len(row.runs))
 
 

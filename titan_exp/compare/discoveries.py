@@ -8,7 +8,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from titan_exp.compare.output.formats import escape_markdown
 from titan_exp.compare.output.study_sections import NONE, Section, markdown
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.study.study_file import OWN_DIR, study_files
@@ -61,8 +60,13 @@ def judge(runs: Path, alpha: float, studies: Sequence[str] = ()) -> Discoveries:
     if not (questions or faults):
         raise UserError(f"{ledger.path}: no study under {runs}/ has registered a question. Add pairs: to its file.")
     e_values = [question.e_value for question in questions]
-    found = zip(questions, e_bh(e_values, alpha), e_lond(e_values, alpha), strict=True)
-    every = tuple(_judged(runs, questions, *one) for one in found)
+    every = []
+    for one, discovery, online in zip(questions, e_bh(e_values, alpha), e_lond(e_values, alpha), strict=True):
+        same = [other for other in questions if (other.arms, other.metric) == (one.arms, one.metric)]
+        is_winner = _has_won(one) and one == next(filter(_has_won, same))
+        later = [other for other in same[same.index(one) :] if other.study != one.study] if is_winner else []
+        command = _command(runs, one.study) if is_winner and not later else ""
+        every.append(Judged(one, discovery, online, next(iter(later), None), command))
     names = {question.study for question in questions}
     wanted = [Path(study).name for study in studies]
     for name in wanted:
@@ -70,7 +74,7 @@ def judge(runs: Path, alpha: float, studies: Sequence[str] = ()) -> Discoveries:
             offer = did_you_mean(name, names) or f"Those that have are {listed(sorted(names) or ['none'], 'and')}."
             raise UserError(f"{name}: this study has registered no question. {offer[:1].upper()}{offer[1:]}")
     shown = tuple(one for one in every if not wanted or one.question.study in wanted)
-    return Discoveries(ledger.path, alpha, every, shown, faults, ledger.foreign)
+    return Discoveries(ledger.path, alpha, tuple(every), shown, faults, ledger.foreign)
 
 
 def _missing(runs: Path, questions: Sequence[Question]) -> Iterator[str]:
@@ -82,14 +86,6 @@ def _missing(runs: Path, questions: Sequence[Question]) -> Iterator[str]:
             one = None if record is None else record.registered
             if record is not None and one is not None and (one.id, one.changed) not in known:
                 yield f"the question of {path.parent.name} is missing, and {record.command} enters it"
-
-
-def _judged(runs: Path, questions: Sequence[Question], one: Question, discovery: bool, online: bool) -> Judged:
-    same = [other for other in questions if (other.arms, other.metric) == (one.arms, one.metric)]
-    is_winner = _has_won(one) and one == next(filter(_has_won, same))
-    later = [other for other in same[same.index(one) :] if other.study != one.study] if is_winner else []
-    command = _command(runs, one.study) if is_winner and not later else ""
-    return Judged(one, discovery, online, next(iter(later), None), command)
 
 
 def _has_won(question: Question) -> bool:
@@ -180,7 +176,7 @@ def to_markdown(found: Discoveries) -> str:
     """Table and sentences as GitHub Markdown."""
     why, *lines = commands(found) or [""]
     again = [why, "", "```bash", *map(str.strip, lines), "```"] if lines else []
-    return "\n".join([*markdown([section(found)], escape_markdown), *again]).rstrip("\n") + "\n"
+    return "\n".join([*markdown([section(found)]), *again]).rstrip("\n") + "\n"
 
 
 def json_values(found: Discoveries) -> dict[str, Any]:

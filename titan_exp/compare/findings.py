@@ -3,8 +3,9 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -73,23 +74,18 @@ def _check(one: ComparedRun, two: ComparedRun) -> LayoutCheck:
     common = sorted(early.keys() & late.keys())
     first = [step for step in common if step <= STEPS]
     last = common[-1] if common else None
-    precision = one.config.get("training", {}).get("mixed_precision")
+    columns = differing_keys([one.config, two.config])
     return LayoutCheck(
         experiment_id=str(one.experiment_id),
         seed=one.seed,
-        layouts=_layouts(one.config, two.config),
+        layouts=(columns.label(flatten(one.config)), columns.label(flatten(two.config))),
         run_ids=(one.run_id, two.run_id),
         steps=len(first),
         largest=max((_relative(early[step], late[step]) for step in first), default=None),
-        tolerance=TOLERANCE.get(precision),
+        tolerance=TOLERANCE.get(one.config.get("training", {}).get("mixed_precision")),
         last_step=last,
         last=None if last is None else _relative(early[last], late[last]),
     )
-
-
-def _layouts(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[str, str]:
-    columns = differing_keys([one, two])
-    return columns.label(flatten(one)), columns.label(flatten(two))
 
 
 def _losses(run: ComparedRun) -> dict[int, float]:
@@ -158,7 +154,7 @@ def percent(ratio: float) -> str:
 def change(metric: Metric, delta: Delta | None, baseline: float | None) -> str:
     """Format a difference to the baseline: losses with their interval, costs in per cent."""
     if delta is None:
-        return MISSING
+        return ""
     if not metric.is_loss and baseline:
         return percent(1 + delta.difference / baseline)
     return signed(metric, delta.difference) + interval(metric, delta)
@@ -212,13 +208,13 @@ def verdict(metric: Metric, delta: Delta | None, standing: Standing | None = Non
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Verdict of a registered question, else one sentence per row: its difference to the baseline in the main
-    metric."""
+    """Sentences of `labelled_findings`."""
     return [sentence for _, sentence in labelled_findings(comparison)]
 
 
 def labelled_findings(comparison: Comparison) -> list[tuple[str, str]]:
-    """Findings after their labels."""
+    """Label and sentence: the verdict of a registered question, else the difference of each row to the baseline in the
+    main metric."""
     metric, standing = comparison.main, comparison.standing
     if standing is not None:
         return [(standing.outcome, standing.sentence)]
@@ -233,10 +229,12 @@ def labelled_findings(comparison: Comparison) -> list[tuple[str, str]]:
 
 def remarks(comparison: Comparison, checks: Sequence[LayoutCheck]) -> list[str]:
     """Sentences about statistics, failed runs, layouts, and differing code or devices."""
+    names = dict.fromkeys(metric.name.removeprefix("best_") for metric in comparison.metrics)
+    validations = [name for name in names if name.partition("/")[0] in (LOSS, BITS)]
     return [
         *_about_statistics(comparison),
         *_about_next_look(comparison),
-        *_about_documents(comparison),
+        *chain.from_iterable(_about_documents(comparison, name) for name in validations),
         *_about_states(comparison),
         *_about_lineage(comparison),
         *_about_layouts(checks),
@@ -262,7 +260,8 @@ def stands_for(comparison: Comparison) -> list[str]:
 
 
 def _finding(metric: Metric, row: Row, delta: Delta, baseline: float | None) -> str:
-    size = f"{signed(metric, delta.difference)}{_unit(metric)}"
+    unit = "" if metric.unit in ("", "nats") else f" {metric.unit}"
+    size = f"{signed(metric, delta.difference)}{unit}"
     if baseline and not metric.is_loss:
         size = f"{percent(1 + delta.difference / baseline)}, {size}"
     size += interval(metric, delta)
@@ -324,16 +323,11 @@ def _about_evidence(comparison: Comparison, deltas: Sequence[Delta]) -> str:
     )
 
 
-def _about_documents(comparison: Comparison) -> Iterator[str]:
-    """Sentence about each validation metric of different documents: in the keys that choose them or, after a change of
+def _about_documents(comparison: Comparison, name: str) -> Iterator[str]:
+    """Sentence about a validation metric of different documents: in the keys that choose them or, after a change of
     files that no key shows, in the size of the runs' own sets."""
-    for name in dict.fromkeys(metric.name.removeprefix("best_") for metric in comparison.metrics):
-        if name.partition("/")[0] in (LOSS, BITS):
-            yield from _about_documents_of(name, [run for run in comparison.runs if run.series(name)[1]])
-
-
-def _about_documents_of(name: str, runs: Sequence[ComparedRun]) -> Iterator[str]:
     kind, _, part = name.partition("/")
+    runs = [run for run in comparison.runs if run.series(name)[1]]
     group, data = "data", [_mapping(run.config.get("data")) for run in runs]
     if part:
         of_set = part.partition("/")[0]
@@ -456,12 +450,4 @@ def _about_environment(comparison: Comparison) -> Iterator[str]:
 
 
 def _row_of(comparison: Comparison, run_id: str) -> str:
-    for row in comparison.rows:
-        for run in row.runs:
-            if run.run_id == run_id:
-                return row.name_of(run)
-    return run_id
-
-
-def _unit(metric: Metric) -> str:
-    return "" if metric.unit in ("", "nats") else f" {metric.unit}"
+    return next(row.name_of(run) for row in comparison.rows for run in row.runs if run.run_id == run_id)

@@ -66,9 +66,9 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     mean = fmean(values)
     if len(values) == 1:
         return Estimate(mean, None, None, 1)
-    if _is_constant(values):
+    if min(values) == max(values):
         return Estimate(mean, mean, mean, len(values))
-    interval = _student("ttest_1samp", values, 0.0).confidence_interval(LEVEL)
+    interval = _student(values).confidence_interval(LEVEL)
     return Estimate(mean, float(interval.low), float(interval.high), len(values))
 
 
@@ -79,13 +79,16 @@ def difference(values: Mapping[object, float], baseline: Mapping[object, float])
     fewer than two common seeds and at least two on both sides, means are compared (Welch 1947).
     """
     common = [seed for seed in values if seed in baseline]
-    if len(common) < 2 and len(values) >= 2 and len(baseline) >= 2:
-        return _unpaired(list(values.values()), list(baseline.values()))
-    if not common:
-        if not values or not baseline:
-            return None
-        return Delta(fmean(values.values()) - fmean(baseline.values()), None, None, 1, "single")
-    return _paired([values[seed] - baseline[seed] for seed in common])
+    if not values or not baseline:
+        return None
+    if len(common) > 1:
+        differences = [values[seed] - baseline[seed] for seed in common]
+        return _delta("paired", fmean(differences), len(common), differences)
+    mean = fmean(values.values()) - fmean(baseline.values())
+    if (n := min(len(values), len(baseline))) > 1:
+        return _delta("unpaired", mean, n, list(values.values()), list(baseline.values()))
+    mean = values[common[0]] - baseline[common[0]] if common else mean
+    return Delta(mean, None, None, 1, "single")
 
 
 def holm(deltas: Sequence[Delta | None]) -> list[Delta | None]:
@@ -101,44 +104,23 @@ def holm(deltas: Sequence[Delta | None]) -> list[Delta | None]:
     return found
 
 
-def _paired(differences: Sequence[float]) -> Delta:
-    mean, n = fmean(differences), len(differences)
-    if n == 1:
-        return Delta(mean, None, None, 1, "single")
-    if _is_constant(differences):
-        return _certain(mean, n, "paired")
-    # Equivalent to scipy's paired t-test.
-    return _delta(mean, _student("ttest_1samp", differences, 0.0), n, "paired")
+def _delta(pairing: Pairing, mean: float, n: int, *samples: Sequence[float]) -> Delta:
+    if all(min(values) == max(values) for values in samples):  # scipy would divide by zero
+        return Delta(mean, mean, mean, n, pairing, 1.0 if mean == 0 else 0.0)
+    test = _student(*samples)
+    interval = test.confidence_interval(LEVEL)
+    return Delta(mean, float(interval.low), float(interval.high), n, pairing, float(test.pvalue))
 
 
-def _unpaired(values: Sequence[float], baseline: Sequence[float]) -> Delta:
-    mean, n = fmean(values) - fmean(baseline), min(len(values), len(baseline))
-    if _is_constant(values) and _is_constant(baseline):
-        return _certain(mean, n, "unpaired")
-    return _delta(mean, _student("ttest_ind", values, baseline, equal_var=False), n, "unpaired")
-
-
-def _student(name: str, *arguments: Any, **options: Any) -> Any:
+def _student(*samples: Sequence[float]) -> Any:
+    """Test of one sample against 0, which for differences is scipy's paired test, or of two (Welch)."""
     from scipy import stats
 
     with warnings.catch_warnings():
         # Values that differ only by rounding correctly give a narrow interval.
         warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
-        return getattr(stats, name)(*arguments, **options)
-
-
-def _delta(mean: float, test: Any, n: int, pairing: Pairing) -> Delta:
-    interval = test.confidence_interval(LEVEL)
-    return Delta(mean, float(interval.low), float(interval.high), n, pairing, float(test.pvalue))
-
-
-def _certain(mean: float, n: int, pairing: Pairing) -> Delta:
-    """Delta of constant values, for which scipy would divide by zero."""
-    return Delta(mean, mean, mean, n, pairing, 1.0 if mean == 0 else 0.0)
-
-
-def _is_constant(values: Sequence[float]) -> bool:
-    return min(values) == max(values)
+        one = len(samples) == 1
+        return stats.ttest_1samp(*samples, 0.0) if one else stats.ttest_ind(*samples, equal_var=False)
 
 
 def moving_average(values: list[float]) -> list[float]:
@@ -425,14 +407,6 @@ def hold_out(rungs: Sequence[Rung], coverage: float = LEVEL) -> HoldOut:
         raise UserError(f"Without the largest size there is no law to test. {error}") from None
     low, high = law.interval(*largest.at, seeds=len(largest.losses))
     return HoldOut(largest, law.loss(*largest.at), low, high, float(np.mean(largest.losses)))
-
-
-def extrapolate(rungs: Sequence[Rung], coverage: float = LEVEL) -> tuple[ScalingLaw, HoldOut]:
-    """Law of all rungs and its hold-out test. Raises UserError if the test fails, so that nothing is extrapolated."""
-    law, tested = fit(rungs, coverage), hold_out(rungs, coverage)
-    if not tested.holds:
-        raise UserError(tested.refusal)
-    return law, tested
 
 
 def compute_multiplier(

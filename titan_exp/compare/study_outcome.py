@@ -385,11 +385,8 @@ def rank(rows: Sequence[Row], study: StudyRecord, metric: str, better: str) -> l
     """Rank points, best first."""
     sign = -1 if better == "max" else 1
     trials = [_trial(index, row, study, metric, sign) for index, row in enumerate(rows)]
-    return sorted(trials, key=lambda trial: (-trial.round if study.rungs else 0, _key(trial.value, sign)))
-
-
-def _key(value: float | None, sign: int) -> float:
-    return math.inf if value is None else sign * value
+    values = [math.inf if trial.value is None else sign * trial.value for trial in trials]
+    return sorted(trials, key=lambda trial: (-trial.round if study.rungs else 0, values[trial.row]))
 
 
 def _trial(index: int, row: Row, study: StudyRecord, metric: str, sign: int) -> Trial:
@@ -444,8 +441,15 @@ def _parameter(
         parts = {value_text(value): [number for other, number in points if other == value] for value, _ in points}
     else:
         parts = _thirds(points)
-    marginals = tuple(_marginal(part, numbers, sign) for part, numbers in parts.items())
-    return Parameter(key, columns.short[key], kind, value_text(chosen), _edge(chosen, spec), marginals, tuple(points))
+    marginals = []
+    for part, numbers in parts.items():
+        known = [number for number in numbers if number is not None]
+        finite = [number for number in known if math.isfinite(number)]
+        best = min(finite, key=lambda number: sign * number, default=None)
+        marginals.append(Marginal(part, _mean(finite), best, len(known), len(known) - len(finite)))
+    return Parameter(
+        key, columns.short[key], kind, value_text(chosen), _edge(chosen, spec), tuple(marginals), tuple(points)
+    )
 
 
 def _thirds(points: Sequence[tuple[Any, float | None]]) -> dict[str, list[float | None]]:
@@ -458,13 +462,6 @@ def _thirds(points: Sequence[tuple[Any, float | None]]) -> dict[str, list[float 
             name = f"{value_text(inside[0][0])} … {value_text(inside[-1][0])}"
             parts.setdefault(name, []).extend(number for _, number in inside)
     return parts
-
-
-def _marginal(part: str, numbers: Sequence[float | None], sign: int) -> Marginal:
-    known = [number for number in numbers if number is not None]
-    finite = [number for number in known if math.isfinite(number)]
-    best = min(finite, key=lambda number: sign * number, default=None)
-    return Marginal(part, fmean(finite) if finite else None, best, len(known), len(known) - len(finite))
 
 
 def _edge(value: Any, spec: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ The best value is the one with the best mean over seeds, rather than the luckies
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import harmonic_mean
 from typing import Any
 
@@ -29,7 +30,7 @@ class TunedPoint:
     estimate: Estimate | None
     """Main metric over seeds; None if every run diverged or has not reached the budget."""
     diverged: int = 0
-    """Number of seeds that diverged; if any did, the value is never the best."""
+    """Number of seeds that diverged."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,12 @@ def tune(
         if row.values.get(full, ABSENT) != ABSENT:
             members.setdefault(columns.label(row.values, others) or "all runs", []).append(index)
     curves = {label: _curve(rows, indices, full, metric) for label, indices in members.items()}
-    bests = {label: _best(points, metric) for label, points in curves.items()}
+    # A value that diverged with any seed is never the best.
+    rank = partial(_rank, metric=metric)
+    bests = {
+        label: min((one for one in points if one.estimate is not None and not one.diverged), key=rank, default=None)
+        for label, points in curves.items()
+    }
     reference = next((label for label, indices in members.items() if baseline in indices), next(iter(members)))
     base = bests[reference]
     base_runs = () if base is None else rows[base.row].runs
@@ -111,7 +117,7 @@ def tune(
         )
         for (label, points), best in zip(curves.items(), bests.values(), strict=True)
     ]
-    groups.sort(key=lambda group: _rank(group.best, metric))
+    groups.sort(key=lambda group: rank(group.best))
     return Tuning(full, columns.short[full], metric.title, tuple(groups))
 
 
@@ -140,11 +146,6 @@ def _curve(rows: Sequence[Row], indices: Sequence[int], key: str, metric: Metric
 def _rank(point: TunedPoint | None, metric: Metric) -> tuple[bool, float]:
     found = None if point is None else point.estimate
     return (True, 0.0) if found is None else (False, found.mean if metric.better == "min" else -found.mean)
-
-
-def _best(points: Sequence[TunedPoint], metric: Metric) -> TunedPoint | None:
-    known = [point for point in points if point.estimate is not None and not point.diverged]
-    return min(known, key=lambda point: _rank(point, metric), default=None)
 
 
 def _edge(points: Sequence[TunedPoint], best: TunedPoint | None) -> str:

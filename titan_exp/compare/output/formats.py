@@ -22,9 +22,8 @@ from titan_exp.compare.findings import (
     with_interval,
 )
 from titan_exp.compare.from_wandb import explain_wandb_errors
-from titan_exp.compare.output.study_sections import markdown, pareto, scaling, sections
+from titan_exp.compare.output.study_sections import escape_markdown, markdown, markdown_table, pareto, scaling, sections
 from titan_exp.compare.runs import ComparedRun, Row
-from titan_exp.config.command_line.output import json_text
 from titan_exp.config.study.study import FEWEST_PAIRS
 
 MARKS = {
@@ -152,17 +151,13 @@ def _cell(comparison: Comparison, metric: Metric, index: int, row: Row) -> Cell:
     baseline = comparison.rows[comparison.baseline].estimates[metric.name]
     delta = row.deltas[metric.name]
     result = verdict(metric, delta, comparison.standing)
-    text = change(metric, delta, baseline.mean if baseline else None) if delta else ""
+    text = change(metric, delta, baseline.mean if baseline else None)
     return Cell(number, text, result, MARKS.get(result, result))
 
 
 def publish(comparison: Comparison, place: str) -> str:
     """Create a Report in the project `place` (`ENTITY/PROJECT`), with panels of the runs in the same group; returns its
-    URL.
-
-    Existing reports stay unchanged. Raises UserError if wandb or wandb_workspaces is not installed, or the server is
-    unavailable.
-    """
+    URL. Existing reports stay. Raises UserError without wandb, wandb_workspaces or the server."""
     with explain_wandb_errors(place):
         report = report_of(comparison, place)
         report.save()
@@ -229,13 +224,8 @@ def to_csv(comparison: Comparison) -> str:
     return out.getvalue()
 
 
-def to_json(comparison: Comparison) -> str:
-    """Comparison as JSON, without curves."""
-    return json_text(json_values(comparison)) + "\n"
-
-
 def json_values(comparison: Comparison) -> dict[str, Any]:
-    """Values of `to_json`."""
+    """Comparison as JSON values, without curves."""
     study = comparison.study
     checks = layout_checks(comparison.runs)
     return {
@@ -278,10 +268,7 @@ def to_markdown(comparison: Comparison) -> str:
         ]
         for row in found.rows
     ]
-    rule = ["---"] * len(heads) + ["--:"] * len(found.metrics)
-    table = [[*heads, *map(title, found.metrics)], *lines]
-    rows = ["| " + " | ".join(map(escape_markdown, line)) + " |" for line in table]
-    rows.insert(1, "|" + "|".join(rule) + "|")
+    rows = markdown_table([*heads, *map(title, found.metrics)], lines, len(heads))
     question = [comparison.study.question, ""] if comparison.study and comparison.study.question else []
     sentences = [*findings(comparison), *stands_for(comparison), *remarks(comparison, layout_checks(comparison.runs))]
     head = [
@@ -291,7 +278,7 @@ def to_markdown(comparison: Comparison) -> str:
         escape_markdown(heading(comparison)),
         "",
     ]
-    added = markdown(sections(comparison), escape_markdown)
+    added = markdown(sections(comparison))
     return "\n".join([*head, *rows, "", *added, *(f"- {escape_markdown(sentence)}" for sentence in sentences)]) + "\n"
 
 
@@ -358,31 +345,10 @@ def _latex_cell(cell: Cell, *, baseline: bool) -> str:
     return rf"\textbf{{{text}}}" if cell.verdict == "better" else text
 
 
-def escape_markdown(text: str) -> str:
-    """Text with the marks of Markdown as themselves, on one line."""
-    for character in "\\|*_`":
-        text = text.replace(character, "\\" + character)
-    return text.replace("<", "&lt;").replace("\n", " ")
-
-
 _LATEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        "&": r"\&",
-        "%": r"\%",
-        "$": r"\$",
-        "#": r"\#",
-        "_": r"\_",
-        "{": r"\{",
-        "}": r"\}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "±": r"$\pm$",
-        "−": "$-$",
-        "—": "---",
-        "<": r"\textless{}",
-        ">": r"\textgreater{}",
-    }
+    {mark: f"\\{mark}" for mark in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"±": r"$\pm$", "−": "$-$", "—": "---", "<": r"\textless{}", ">": r"\textgreater{}"}
 )
 
 

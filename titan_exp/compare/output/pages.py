@@ -90,11 +90,12 @@ def downsample(run: ComparedRun, key: str, most: int) -> list[list[float | None]
         for tokens, step, value in zip(*(column_of(run.rows, name) for name in ("tokens", "step", key)), strict=True)
         if value is not None and tokens is not None
     ]
-    size = math.ceil(len(known) / most) or 1
-    while len(groups := _groups(known, size)) > most:
+    size, tail = math.ceil(len(known) / most) or 1, len(known) - len(last_fiftieth(known))
+    while len(starts := [*range(0, tail, size), *range(tail, len(known), size)]) > most:
         size += 1
     columns: list[list[float | None]] = [[], [], [], []]
-    for group in groups:
+    for start, end in pairwise([*starts, len(known)]):
+        group = known[start:end]
         tokens, steps, values = zip(*group, strict=True)
         mean = math.fsum(values) / len(group) if all(map(math.isfinite, values)) else None
         columns[0].append(sum(tokens) / len(group))
@@ -102,13 +103,6 @@ def downsample(run: ComparedRun, key: str, most: int) -> list[list[float | None]
         columns[2].append(None if mean is None else float(f"{mean:.6g}"))
         columns[3].append(len(group))
     return columns
-
-
-def _groups(rows: list[tuple[float, float, float]], size: int) -> list[list[tuple[float, float, float]]]:
-    """Cut rows into groups of up to `size`, one of which begins with the last 2 %."""
-    tail = len(rows) - len(last_fiftieth(rows))
-    starts = [*range(0, tail, size), *range(tail, len(rows), size)]
-    return [rows[start:end] for start, end in pairwise([*starts, len(rows)])]
 
 
 PICTURES = 12
@@ -122,6 +116,7 @@ def to_html(comparison: Comparison) -> str:
     """Render a comparison as HTML."""
     checks = layout_checks(comparison.runs)
     series, table = scaling(comparison), text_table(comparison)
+    flat = [flatten(row.runs[0].config) for row in comparison.rows]
     return render_page(
         "titan_exp.compare.output",
         SCRIPTS,
@@ -138,7 +133,10 @@ def to_html(comparison: Comparison) -> str:
         scaling=series,
         format_count=format_count,
         items=format_items,
-        differing=_differing(comparison),
+        differing=[
+            (key, [value_text(values[key]) if key in values else ABSENT for values in flat])
+            for key in comparison.differing_keys.all_keys
+        ],
         sections=sections(comparison),
         plots=[(name, base64.b64encode(picture).decode()) for name, picture in study_plots(comparison)],
         pictures=list(islice(_expert_load(comparison), PICTURES)),
@@ -166,15 +164,6 @@ def _image_grids(comparison: Comparison) -> Iterator[tuple[str, str]]:
         if run is not None:
             step = int(grids[-1].stem.removeprefix("step-"))
             yield f"{row.name_of(run)}, step {step}", base64.b64encode(grids[-1].read_bytes()).decode()
-
-
-def _differing(comparison: Comparison) -> list[tuple[str, list[str]]]:
-    """All differing keys with their value in each row, including folded keys."""
-    flat = [flatten(row.runs[0].config) for row in comparison.rows]
-    return [
-        (key, [value_text(values[key]) if key in values else ABSENT for values in flat])
-        for key in comparison.differing_keys.all_keys
-    ]
 
 
 def _numbers(comparison: Comparison, series: Sequence[Any]) -> dict[str, Any]:
@@ -270,7 +259,12 @@ def fit_keys(table: TextTable, width: int, beside: int) -> FittedTable:
         numbers = 0 if len(set(shown)) == len({row.keys for row in table.rows}) else len(str(len(shown)))
         room = width - beside - (max(numbers, len(ROW)) + BETWEEN if numbers else 0)
         if numbers:
-            fitted = _numbered(table, _with_widths(table, places, _shrunk(natural, least, room)))
+            fitted = _with_widths(table, places, _shrunk(natural, least, room))
+            rows = [replace(row, keys=(str(number), *row.keys)) for number, row in enumerate(fitted.table.rows, 1)]
+            numbered = replace(fitted.table, keys=(ROW, *fitted.table.keys), rows=tuple(rows))
+            pairs = [zip(table.keys, row.keys, strict=True) for row in table.rows]
+            labels = [" ".join(f"{name}={value}" for name, value in row) for row in pairs]
+            fitted = replace(fitted, table=numbered, labels=tuple(labels))
         if not places or sum(least) + BETWEEN * len(least) <= room:
             return fitted
         places.remove(_expendable(table, places))
@@ -282,13 +276,10 @@ def _column_width(table: TextTable, place: int) -> int:
 
 def _least_width(table: TextTable, place: int) -> int:
     """Width below which a column cannot be shortened, set by its numbers."""
-    numbers = max((cell_len(row.keys[place]) for row in table.rows if _has_number(row.keys[place])), default=0)
+    # Text that begins as a number, list or mapping and has a digit; names such as llama3_8b are text.
+    texts = [text for row in table.rows if re.match(r"[-+.\d\[{]", text := row.keys[place])]
+    numbers = max((cell_len(text) for text in texts if any(map(str.isdigit, text))), default=0)
     return min(_column_width(table, place), max(NARROWEST, numbers))
-
-
-def _has_number(text: str) -> bool:
-    """True for a number, or a list or mapping with one; names such as llama3_8b are text."""
-    return bool(re.match(r"[-+.\d\[{]", text)) and any(map(str.isdigit, text))
 
 
 def _shrunk(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
@@ -314,15 +305,6 @@ def _with_widths(table: TextTable, places: Sequence[int], widths: Sequence[int])
     cells = zip(places, widths, strict=True)
     shortened = tuple(table.keys[place] for place, width in cells if width < _column_width(table, place))
     return FittedTable(replace(table, keys=cut(table.keys), rows=rows), left_out, shortened)
-
-
-def _numbered(table: TextTable, fitted: FittedTable) -> FittedTable:
-    rows = [replace(row, keys=(str(number), *row.keys)) for number, row in enumerate(fitted.table.rows, 1)]
-    labels = [
-        " ".join(f"{name}={value}" for name, value in zip(table.keys, row.keys, strict=True)) for row in table.rows
-    ]
-    numbered = replace(fitted.table, keys=(ROW, *fitted.table.keys), rows=tuple(rows))
-    return replace(fitted, table=numbered, labels=tuple(labels))
 
 
 def _expendable(table: TextTable, places: Sequence[int]) -> int:
@@ -375,15 +357,25 @@ def show(comparison: Comparison, console: Console, *, every_key: bool = False) -
         console.print(Text(sentence, style="bold red" if "MORE THAN ROUNDING" in sentence else QUIET))
 
 
+def _grid(title: str | None = None) -> Table:
+    look = {"box": box.SIMPLE_HEAD, "header_style": "bold", "border_style": QUIET}
+    return Table(title=title, title_justify="left", pad_edge=False, **look)
+
+
 def show_section(section: Section, console: Console) -> None:
     """Print a table with its notes."""
-    console.print(_section_table(section))
+    table = _grid(section.title)
+    for place, name in enumerate(section.heads):
+        table.add_column(name, justify="left" if place < section.left else "right", overflow="fold")
+    for row in section.rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
     for note in section.notes:
         console.print(Text(note, style=QUIET))
 
 
 def _table(found: TextTable, metrics: Sequence[int]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", border_style=QUIET, pad_edge=False)
+    table = _grid()
     for name in found.keys:
         table.add_column(name, no_wrap=True)
     if found.has_seeds:
@@ -432,28 +424,10 @@ def _width(found: TextTable, metrics: Sequence[int]) -> int:
     return 2 + sum(max(map(cell_len, column)) + BETWEEN for column in columns)
 
 
-def _section_table(section: Section) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=section.title,
-        title_justify="left",
-        header_style="bold",
-        border_style=QUIET,
-        pad_edge=False,
-    )
-    for place, name in enumerate(section.heads):
-        table.add_column(name, justify="left" if place < section.left else "right", overflow="fold")
-    for row in section.rows:
-        table.add_row(*map(Text, row))
-    return table
-
-
 def _scaling_table(series: ScalingSeries) -> Table:
     kind = "growing global batch" if series.kind == "weak" else "same global batch"
     name = f"Scaling, {kind}{f' · {series.fixed}' if series.fixed else ''}"
-    table = Table(
-        box=box.SIMPLE_HEAD, title=name, title_justify="left", header_style="bold", border_style=QUIET, pad_edge=False
-    )
+    table = _grid(name)
     for column in ("layout", "processes", "tokens/s", "speedup", "efficiency"):
         layout = column == "layout"
         table.add_column(column, justify="left" if layout else "right", overflow="fold", no_wrap=not layout)

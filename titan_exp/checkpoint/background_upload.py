@@ -28,8 +28,8 @@ from titan_exp.config.checkpoint_files import (
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import CheckpointConfig
 from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
-from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.display import format_time
+from titan_exp.tracking.logging import get_logger
 
 CONFIG = "config.yaml"
 """Configuration file of the run, next to its checkpoints."""

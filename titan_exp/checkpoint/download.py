@@ -18,11 +18,7 @@ from titan_exp.checkpoint.background_upload import RemoteRun
 from titan_exp.checkpoint.remote_folder import RemoteError
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.storage_writer import find_file_damage
-from titan_exp.config.checkpoint_files import (
-    CHECKSUMS_FILE,
-    FileChecksum,
-    step_name,
-)
+from titan_exp.config.checkpoint_files import CHECKSUMS_FILE, FileChecksum, step_name
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.logging import PROGRESS, get_logger
 from titan_exp.tracking.run_folder.files import mkdir_below, sync_file, temporary_folder

@@ -358,11 +358,7 @@ def _empty(parameter: Tensor, saved: SavedTensor) -> Tensor:
 
 
 def _prepare(
-    parameter: Tensor,
-    states: Any,
-    name: str,
-    wanted: Mapping[str, SavedTensor],
-    values: Mapping[str, Any],
+    parameter: Tensor, states: Any, name: str, wanted: Mapping[str, SavedTensor], values: Mapping[str, Any]
 ) -> set[str]:
     """Prepare a parameter's state for the `wanted` tensors, by state name. Returns names of numbers that the optimizer
     has and an early checkpoint lacks."""

@@ -39,14 +39,7 @@ class VirtualShardSampler:
     """`Sampler` over the virtual shards of one rank. Raises UserError if the corpus or the tokenizer cannot be used."""
 
     def __init__(
-        self,
-        data: DataConfig,
-        seq_len: int,
-        seed: int,
-        *,
-        dp_rank: int,
-        dp_degree: int,
-        source: Source | None = None,
+        self, data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int, source: Source | None = None
     ) -> None:
         self._shards, self._dp_rank = data.virtual_shards, dp_rank
         self._stride = math.gcd(self._shards, dp_degree)
@@ -156,7 +149,7 @@ def _stream_builder(
         warn(
             f"data.virtual_shards={shards}, but the stream has {source.parts} independent parts, so the run reads each "
             f"of them {math.ceil(shards / source.parts)} times. To read it once, in another order, use "
-            f"data.virtual_shards={source.parts} or less{', or data.streaming=false' if data.streaming else ''}",
+            f"data.virtual_shards={source.parts} or less{', or data.streaming=false' if data.streaming else ''}"
         )
     order = virtual_shards.EpochShuffle(source.parts, seed)
     spec = virtual_shards.StreamSpec(source, tokenizer, order, seed, shards, data.shuffle_buffer, held_out)

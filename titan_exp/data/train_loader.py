@@ -269,14 +269,14 @@ class TrainLoader(Iterator[Any]):
             warn(
                 "This checkpoint is from a version that tokenized all texts while training. The run continues in that "
                 "order, in which an epoch is not an exact pass over the data. To begin in the order of today, start a "
-                "new run with checkpoint.continue_data=restart",
+                "new run with checkpoint.continue_data=restart"
             )
             self._sampler = self._build(VirtualShardSampler)()
         elif MIXTURE in present and MIXTURE not in saved:
             warn(
                 "This checkpoint is from a version that rounded shares of mixtures to multiples of 1/65,536. The run "
                 "continues in that order, in which stores may end an epoch some rows apart. For exact shares, start a "
-                "new run with checkpoint.continue_data=restart",
+                "new run with checkpoint.continue_data=restart"
             )
             self._sampler = self._build(partial(token_store.build_store_sampler, rounded=True))()
         elif STREAMING in saved and SHARDS in present:
@@ -352,7 +352,7 @@ def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:
     if CONTENT in present and CONTENT not in saved:
         warn(
             "This checkpoint is from a version that did not record the contents of data files. We compare their names "
-            "and sizes only",
+            "and sizes only"
         )
     require_same_data(saved, present, {*saved, *present} - {REVISION, *({CONTENT} - set(saved))})
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.devices import cpu_name
-from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.display import GIB
+from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.files import write_atomically
 
 if TYPE_CHECKING:

@@ -297,11 +297,7 @@ def _explain_missing(path: Path) -> str:
 
 @torch.no_grad()
 def load_hf_sharded(
-    model: nn.Module,
-    config: ModelConfig,
-    folder: Path,
-    exclude: Sequence[str] = (),
-    accepted: Sequence[str] = (),
+    model: nn.Module, config: ModelConfig, folder: Path, exclude: Sequence[str] = (), accepted: Sequence[str] = ()
 ) -> None:
     """Load the weights of a Hugging Face folder into a model or a pipeline stage, without communication.
 

@@ -111,11 +111,7 @@ class ShardedHFExporter:
         safetensors.preallocate_safetensors(partial, specs, file_bytes=self._file_bytes)
 
     def _write_shards(
-        self,
-        partial: Path,
-        specs: Sequence[safetensors.TensorSpec],
-        row_map: StateDictMap,
-        parts: Sequence[nn.Module],
+        self, partial: Path, specs: Sequence[safetensors.TensorSpec], row_map: StateDictMap, parts: Sequence[nn.Module]
     ) -> int:
         """Write this rank's shards; returns their bytes, without tensors that several pipeline stages have."""
         writer, written = _RowWriter(row_map, safetensors.tensor_locations(specs, file_bytes=self._file_bytes)), 0

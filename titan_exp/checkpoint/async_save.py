@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from multiprocessing.context import SpawnProcess
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.distributed_c10d import _get_default_store
 
 from titan_exp.ops.autograd import local_tensor
-from titan_exp.parallel.mesh import LOOPBACK, loopback_store
+from titan_exp.parallel.mesh import LOOPBACK, gather_objects, loopback_store
 from titan_exp.tracking.logging import get_logger
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -36,9 +36,13 @@ def shared_memory_shortage(state: Mapping[str, Tensor], group: dist.ProcessGroup
 
     Collective over the group, with the same result on all ranks.
     """
-    local = (socket.gethostname(), _storage_bytes(state.values()), _free_bytes())
-    ranks: list[tuple[str, int, int | None]] = [local] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, local, group=group)
+    # torch stages whole storages, whose bytes are rounded up to pages.
+    storages = [local_tensor(tensor).untyped_storage() for tensor in state.values()]
+    pages = {storage.data_ptr(): -(-storage.nbytes() // 4096) * 4096 for storage in storages}
+    free_bytes: int | None = None
+    with contextlib.suppress(OSError):
+        free_bytes = shutil.disk_usage(SHARED_MEMORY).free
+    ranks = gather_objects((socket.gethostname(), sum(pages.values()), free_bytes), group)
     needed: dict[str, int] = {}
     for host, size, _ in ranks:
         needed[host] = needed.get(host, 0) + size
@@ -49,20 +53,6 @@ def shared_memory_shortage(state: Mapping[str, Tensor], group: dist.ProcessGroup
                 f"{needed[host] / 1e9:.3f} GB"
             )
     return None
-
-
-def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of distinct storages, rounded up to pages; torch stages whole storages."""
-    local = [local_tensor(tensor) for tensor in tensors]
-    storages = [tensor.untyped_storage() for tensor in local]
-    return sum({storage.data_ptr(): -(-storage.nbytes() // 4096) * 4096 for storage in storages}.values())
-
-
-def _free_bytes() -> int | None:
-    try:
-        return shutil.disk_usage(SHARED_MEMORY).free
-    except OSError:
-        return None
 
 
 JOIN_LIMIT = timedelta(minutes=5)
@@ -109,9 +99,8 @@ class AsyncSaveProcess:
                     if _get_default_store().check([self._failure_key]):
                         self._fail()
                     continue
-                reported = isinstance(error, (OSError, dcp.CheckpointException)) and not isinstance(
-                    error, (ConnectionError, EOFError)
-                )
+                lost = isinstance(error, (ConnectionError, EOFError))
+                reported = isinstance(error, (OSError, dcp.CheckpointException)) and not lost
                 if (reported and _is_alive()) or not isinstance(error, (Exception, dcp.CheckpointException)):
                     raise
                 self._fail()

@@ -28,6 +28,7 @@ from titan_exp.config.checkpoint_files import (
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import CheckpointConfig
 from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
+from titan_exp.parallel.mesh import from_rank_0, gather_objects
 from titan_exp.tracking.display import format_time
 from titan_exp.tracking.logging import get_logger
 
@@ -235,10 +236,8 @@ class BackgroundUploader:
                 left = sorted(step for step in (self._waiting, self._current) if step is not None)
             if left:
                 get_logger().error(
-                    (
-                        "the upload of step %s to %s did not end within %.0f s, so we cancel it. The checkpoint "
-                        "is complete in %s"
-                    ),
+                    "the upload of step %s to %s did not end within %.0f s, so we cancel it. The checkpoint "
+                    "is complete in %s",
                     " and ".join(map(str, left)),
                     self._run.url,
                     seconds,
@@ -281,17 +280,15 @@ class BackgroundUploader:
 
     def _next(self) -> int | None:
         """Step that all ranks upload next; None at the end."""
-        chosen: list[Any] = [None]
+        chosen = None
         if self._rank == 0:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._waiting is not None or bool(self._retriable()))
                 if not self._closing:
-                    step = self._waiting if self._waiting is not None else max(self._retriable())
-                    self._skipped.discard(step)
-                    chosen[0] = self._current = step
-                    self._waiting = None
-        dist.broadcast_object_list(chosen, src=0, group=self._group)
-        return chosen[0]
+                    chosen = self._waiting if self._waiting is not None else max(self._retriable())
+                    self._skipped.discard(chosen)
+                    self._current, self._waiting = chosen, None
+        return from_rank_0(chosen, self._group)
 
     def _retriable(self) -> set[int]:
         # After a failure, the next upload is a new checkpoint.
@@ -302,8 +299,7 @@ class BackgroundUploader:
         path = self._folder.path_of(step)
         stop = lambda: self._cancelled  # noqa: E731
         failure = _failure_of(lambda: self._run.upload_shard(step, path, self._rank, self._world, stop))
-        failures: list[str | None] = [failure] * self._world
-        dist.all_gather_object(failures, failure, group=self._group)
+        failures = gather_objects(failure, self._group)
         if self._rank != 0:
             return
         failure = next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None), None)

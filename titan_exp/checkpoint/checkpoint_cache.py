@@ -32,7 +32,7 @@ from titan_exp.config.checkpoint_files import (
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
 from titan_exp.models.convert.hf_config import FILE
-from titan_exp.parallel.mesh import new_cpu_group
+from titan_exp.parallel.mesh import from_rank_0, gather_objects, new_cpu_group
 from titan_exp.tracking.logging import PROGRESS, ProgressCallback, byte_progress, get_logger
 
 CACHE = Path("runs/.cache/remote")
@@ -88,7 +88,8 @@ def staged_upload(path_or_url: str, *, cache: Path = CACHE) -> Iterator[Path]:
             if target.is_file():
                 remote.upload(target)
                 return
-            files = sorted((path for path in target.rglob("*") if path.is_file()), key=_upload_order)
+            files = sorted(filter(Path.is_file, target.rglob("*")), key=str)
+            files.sort(key=lambda path: _UPLOADED_LAST.index(path.name) + 1 if path.name in _UPLOADED_LAST else 0)
             total, done = sum(path.stat().st_size for path in files), 0
             for path in files:
                 remote.upload(path, path.relative_to(target).as_posix())
@@ -198,20 +199,17 @@ def _files_to_download(remote: RemoteFolder, files: dict[str, RemoteFile]) -> di
 
 def _download_on_ranks(path_or_url: str, cache: Path, step: int, world: int) -> Path:
     group, rank = new_cpu_group(), dist.get_rank()
-    found: list[_Manifest | str | None] = [None]
+    manifest: _Manifest | str | None = None
     if rank == 0:
         try:
-            found[0] = _find_checkpoint(path_or_url, step)
+            manifest = _find_checkpoint(path_or_url, step)
         except UserError as error:
-            found[0] = str(error)
-    dist.broadcast_object_list(found, src=0, group=group)
-    manifest = found[0]
+            manifest = str(error)
+    manifest = from_rank_0(manifest, group)
     if not isinstance(manifest, _Manifest):
         raise UserError(str(manifest))
     get_logger().info("downloading %s from %s, unless cached", decimal(manifest.bytes), path_or_url)
-    failures: list[str | None] = [None] * world
-    failure = _download(manifest, cache, sorted(manifest.files)[rank::world])
-    dist.all_gather_object(failures, failure, group=group)
+    failures = gather_objects(_download(manifest, cache, sorted(manifest.files)[rank::world]), group)
     dist.destroy_process_group(group)
     if any(failures):
         raise UserError(next(failure for failure in failures if failure is not None))
@@ -262,10 +260,6 @@ def _download_file(
     if damage is None:
         version_file.write_text(file.version_tag, encoding="utf-8")
     return damage
-
-
-def _upload_order(path: Path) -> tuple[int, str]:
-    return (_UPLOADED_LAST.index(path.name) + 1 if path.name in _UPLOADED_LAST else 0, str(path))
 
 
 @contextlib.contextmanager

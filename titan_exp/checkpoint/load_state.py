@@ -19,6 +19,7 @@ from titan_exp.checkpoint.optimizer_state import (
     VALUES_PREFIX,
     SavedTensor,
     equals_weights,
+    first_by_name,
     is_average,
     is_optional,
     optimizer_state_dict,
@@ -30,6 +31,7 @@ from titan_exp.checkpoint.storage_reader import load_into, require_stored, tenso
 from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.config.foreign_file import parse_value
 from titan_exp.models.spec.moe import TRAINING_BUFFERS
+from titan_exp.parallel.mesh import gather_objects
 from titan_exp.rules.weights import weight_pattern
 from titan_exp.tracking.logging import get_logger
 
@@ -61,7 +63,7 @@ def model_state_dict(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
 
     For a tied tensor with copies in two parts, the first part's is used.
     """
-    return _first_by_name(_model_tensors(parts))
+    return first_by_name(_model_tensors(parts))
 
 
 def persistent_buffers(parts: Sequence[nn.Module]) -> list[Tensor]:
@@ -75,16 +77,9 @@ def average_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimi
     return {key: value for key, value in optimizer_state_dict(parts, optimizer).items() if is_average(key)}
 
 
-@torch.no_grad()
 def sync_tied_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     """Copy tied weights and their optimizer state from the first (loaded) part to the others."""
     _copy_first_to_others((*_model_tensors(parts), *optimizer_tensors(parts, optimizer)))
-
-
-@torch.no_grad()
-def sync_tied_weights(parts: Sequence[nn.Module]) -> None:
-    """Copy tied weights from the first part to the others."""
-    _copy_first_to_others(_model_tensors(parts))
 
 
 def is_training_state(name: str) -> bool:
@@ -102,6 +97,7 @@ def decode_json(tensor: Tensor) -> Any:
     return parse_value(bytes(tensor.cpu().tolist()), "an entry of the checkpoint")
 
 
+@torch.no_grad()
 def _copy_first_to_others(named: Iterable[tuple[str, Tensor]]) -> None:
     originals: dict[str, Tensor] = {}
     for name, tensor in named:
@@ -115,13 +111,6 @@ def _model_tensors(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for part in parts:
         for name, value in part.state_dict().items():
             yield f"{MODEL_PREFIX}{name}", value.detach()
-
-
-def _first_by_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in named:
-        tensors.setdefault(name, tensor)
-    return tensors
 
 
 @dataclass(frozen=True)
@@ -236,7 +225,7 @@ def load_initial_weights(
         missing, reshaped = _gather_names(missing, group), _gather_names(reshaped, group)
         raise UserError(_explain_mismatch(path, missing, unexpected, reshaped, unused))
     load_into(path, {f"{MODEL_PREFIX}{name}": value for name, value in wanted.items()})
-    sync_tied_weights(parts)
+    _copy_first_to_others(_model_tensors(parts))
     kept = len(state) - len(wanted)
     get_logger().info(
         "%d weights and buffers from %s%s", len(wanted), path, f", and {kept} keep their initial values" if kept else ""
@@ -246,15 +235,16 @@ def load_initial_weights(
 def _explain_mismatch(
     path: Path, missing: list[str], unexpected: list[str], reshaped: list[str], unused: list[str]
 ) -> str:
+    differences = {
+        "the checkpoint lacks": missing,
+        "the model lacks": unexpected,
+        "these have another shape": reshaped,
+        "these patterns of checkpoint.initial_exclude match nothing": unused,
+    }
     lines = [f"checkpoint.initial: the weights in {path} do not fit the model."]
-    if missing:
-        lines.append(f"  the checkpoint lacks: {_list(missing)}")
-    if unexpected:
-        lines.append(f"  the model lacks: {_list(unexpected)}")
-    if reshaped:
-        lines.append(f"  these have another shape: {_list(reshaped)}")
-    if unused:
-        lines.append(f"  these patterns of checkpoint.initial_exclude match nothing: {_list(unused)}")
+    for what, found in differences.items():
+        more = f" and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
+        lines += [f"  {what}: {', '.join(found[:MAX_LISTED])}{more}"] if found else []
     names = [name.partition(" ")[0] for name in (*missing, *unexpected, *reshaped)]
     if names:
         groups = sorted({weight_pattern(name) for name in names})
@@ -264,11 +254,6 @@ def _explain_mismatch(
     return "\n".join(lines)
 
 
-def _list(names: list[str]) -> str:
-    shown_names = ", ".join(names[:MAX_LISTED])
-    return f"{shown_names} and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else shown_names
-
-
 def _shape_text(size: Sequence[int]) -> str:
     return "×".join(map(str, size)) or "scalar"
 
@@ -276,6 +261,4 @@ def _shape_text(size: Sequence[int]) -> str:
 def _gather_names(names: list[str], group: dist.ProcessGroup | None) -> list[str]:
     if not dist.is_initialized():
         return names
-    found: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(found, names, group=group)
-    return list(dict.fromkeys(name for part in found for name in part))
+    return list(dict.fromkeys(name for part in gather_objects(names, group) for name in part))

@@ -25,6 +25,7 @@ from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.grad_clip import AVERAGE_NORM
 from titan_exp.optim.parameter_groups import changed_groups, reset_groups
 from titan_exp.optim.weight_average import AVERAGE
+from titan_exp.parallel.mesh import gather_objects
 from titan_exp.tracking.logging import get_logger
 
 _MAX_INLINE = 4096
@@ -73,9 +74,8 @@ def decode(tree: Any, take: Callable[[Any], Tensor]) -> Any:
             return tuple(decode(part, take) for part in parts)
         case {"dict": [*pairs]} if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             return {key: decode(part, take) for key, part in pairs}
-    raise UserError(
-        "The checkpoint is damaged: a value of the optimizer's state is not a number, a text or a container."
-    )
+    damage = "a value of the optimizer's state is not a number, a text or a container"
+    raise UserError(f"The checkpoint is damaged: {damage}.")
 
 
 def inline(where: str, tensor: Tensor) -> dict[str, Any]:
@@ -100,9 +100,8 @@ def from_inline(kept: Any, device: torch.device) -> Tensor:
         found = torch.frombuffer(content, dtype=torch.uint8).view(dtype) if content else torch.empty(0, dtype=dtype)
         return found.clone().reshape(kept["shape"]).to("cpu" if kept["on_host"] else device)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-        raise UserError(
-            f"The checkpoint is damaged: we cannot read a tensor of a parameter group ({error})."
-        ) from error
+        damage = f"we cannot read a tensor of a parameter group ({error})"
+        raise UserError(f"The checkpoint is damaged: {damage}.") from error
 
 
 OPTIMIZER_PREFIX, VALUES_PREFIX = "optimizer.", "optimizer_values."
@@ -122,8 +121,13 @@ class SavedTensor:
 
 def optimizer_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Optimizer state tensors by key, not copied; of a tied tensor with copies in two parts, the first part's."""
+    return first_by_name(optimizer_tensors(parts, optimizer))
+
+
+def first_by_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors by name, the first of each."""
     tensors: dict[str, Tensor] = {}
-    for name, tensor in optimizer_tensors(parts, optimizer):
+    for name, tensor in named:
         tensors.setdefault(name, tensor)
     return tensors
 
@@ -190,12 +194,7 @@ def prepare_optimizer_state(
         if (place := _place(key, wanted)) is not None:
             wanted[place[0]][place[1]] = tensor
     state = optimizer.state
-    lacks = (
-        name
-        for name, parameter in named
-        if not wanted[name].keys() <= _tensors(parameter, state.get(parameter, {})).keys()
-    )
-    if _on_any_rank(lacks):
+    if _on_any_rank(name for name, p in named if not wanted[name].keys() <= _tensors(p, state.get(p, {})).keys()):
         init_optimizer_state(parts, optimizer)
     reset_groups(optimizer)
     # A parameter's state may exist on a single rank.
@@ -203,12 +202,9 @@ def prepare_optimizer_state(
     lacking = set[str]()
     for name, parameter in named:
         if state.get(parameter) or name not in elsewhere:
-            present = _tensors(parameter, state.get(parameter, {}))
-            kept = {
-                key: x
-                for key, x in wanted[name].items()
-                if whole or key in present or key in keeps or not is_optional(f".{key}")
-            }
+            known = {*keeps, *_tensors(parameter, state.get(parameter, {}))}
+            found = wanted[name].items()
+            kept = {key: x for key, x in found if whole or key in known or not is_optional(f".{key}")}
             lacking |= _prepare(parameter, state, name, kept, values)
     if lacking:
         get_logger().warning(
@@ -263,10 +259,8 @@ def differing_between_ranks(state: Mapping[str, Tensor], group: dist.ProcessGrou
         if key.startswith(VALUES_PREFIX)
         or (key.startswith(OPTIMIZER_PREFIX) and not isinstance(value, DTensor) and value.numel() <= SMALL)
     }
-    everywhere: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, own, group=group)
     known = dict[str, set[int]]()
-    for found in everywhere:
+    for found in gather_objects(own, group):
         for key, checksum in found.items():
             known.setdefault(key, set()).add(checksum)
     return sorted(key for key, checksums in known.items() if len(checksums) > 1)
@@ -341,14 +335,9 @@ def _whole(parameter: Tensor, tensor: Tensor) -> Tensor:
     if not _is_shard(parameter, tensor):
         return tensor
     assert isinstance(parameter, DTensor)
-    return DTensor.from_local(
-        tensor,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    shape, stride = parameter.shape, parameter.stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _empty(parameter: Tensor, saved: SavedTensor) -> Tensor:
@@ -377,7 +366,7 @@ def _prepare(
         empty = _empty(parameter, wanted[key])
         return local_tensor(empty) if key in local else empty
 
-    numbers = {key for key, value in state.items() if not _has_tensors(value)}
+    numbers = {key for key, value in state.items() if not isinstance(value, Tensor | list | tuple | dict)}
     if (not wanted and f"none.{name}" in values) or trees:
         # State that the zero step has made and the saved optimizer lacked.
         for key in [key for key in state if key not in trees and key not in wanted and not is_optional(f".{key}")]:
@@ -390,10 +379,6 @@ def _prepare(
     if not state:
         del states[parameter]
     return numbers if wanted and not trees else set()
-
-
-def _has_tensors(value: object) -> bool:
-    return isinstance(value, Tensor | list | tuple | dict)
 
 
 def _restore_group(group: dict[str, Any], found: Mapping[str, Any]) -> None:
@@ -423,6 +408,4 @@ def _on_any_rank(names: Iterable[str]) -> set[str]:
     own = list(names)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return set(own)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
-    return {name for names in everywhere for name in names}
+    return {name for found in gather_objects(own) for name in found}

@@ -29,6 +29,7 @@ from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.storage_reader import damaged_checkpoint, min_file_sizes
 from titan_exp.config.checkpoint_files import CHECKSUMS_FILE, METADATA_FILE, FileChecksum, parse_checksums
 from titan_exp.config.foreign_file import read_file
+from titan_exp.parallel.mesh import gather_objects
 from titan_exp.tracking.run_folder.files import mkdir_below, write_atomically
 
 PIECE_BYTES = 2**26
@@ -114,9 +115,7 @@ def find_damage_on_ranks(path: Path, group: dist.ProcessGroup | None) -> str | N
     """`find_damage` with the files sharded over the ranks of the group; without a group, by this process alone."""
     if not dist.is_initialized():
         return find_damage(path)
-    world = dist.get_world_size(group)
-    found: list[str | None] = [None] * world
-    dist.all_gather_object(found, find_damage(path, dist.get_rank(group), world), group=group)
+    found = gather_objects(find_damage(path, dist.get_rank(group), dist.get_world_size(group)), group)
     return next((damage for damage in found if damage is not None), None)
 
 

@@ -29,7 +29,7 @@ from titan_exp.models.blocks.linear import ShardSpec
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, state_dict_map
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.autograd import local_tensor
-from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.mesh import Mesh, from_rank_0, gather_objects
 from titan_exp.parallel.meta_init import local_shard
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.files import mkdir_below, sync_all, sync_folder
@@ -74,7 +74,8 @@ class ShardedHFExporter:
         A failure (disk full) is logged and leaves no files. `parts` is the model, or its parts on this rank.
         """
         target = self.path_of(step)
-        if self._config.export == "none" or self._exists(target):
+        # Other ranks than rank 0 may see a stale file-system cache.
+        if self._config.export == "none" or from_rank_0(target.is_dir(), self._mesh.cpu_group):
             return True
         partial = target.with_name(f"{target.name}.partial")
         row_map, dtype = state_dict_map(self._model, "huggingface"), DTYPES[self._config.export]
@@ -95,12 +96,6 @@ class ShardedHFExporter:
             # Every rank waits for the removal: the first rank that fails ends the others.
             self._all_succeed(lambda: shutil.rmtree(partial, ignore_errors=True) if self._leader else None)
         return written
-
-    def _exists(self, target: Path) -> bool:
-        """True if the folder exists on rank 0; other ranks may see a stale file-system cache."""
-        found = [target.is_dir() if self._leader else None]
-        dist.broadcast_object_list(found, src=0, group=self._mesh.cpu_group)
-        return bool(found[0])
 
     def _preallocate(self, partial: Path, specs: Sequence[safetensors.TensorSpec], dtype: torch.dtype) -> None:
         """Write metadata and preallocate the tensors' files."""
@@ -145,8 +140,7 @@ class ShardedHFExporter:
             result = action()
         except OSError as error:
             failure = f"rank {dist.get_rank()}: {error}"
-        found: list[tuple[str | None, int | None]] = [(None, None)] * dist.get_world_size()
-        dist.all_gather_object(found, (failure, result), group=self._mesh.cpu_group)
+        found = gather_objects((failure, result), self._mesh.cpu_group)
         failed = [failure for failure, _ in found if failure is not None]
         # Files are preallocated, so rows that no rank writes would be zeros.
         if not failed and total is not None and (written := sum(count or 0 for _, count in found)) != total:

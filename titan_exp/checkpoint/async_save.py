@@ -32,10 +32,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def shared_memory_shortage(state: Mapping[str, Tensor], group: dist.ProcessGroup) -> str | None:
-    """Describe the first host whose shared memory cannot hold the states of all its ranks; None if all can.
-
-    Collective over the group, with the same result on all ranks.
-    """
+    """Describe the first host whose shared memory cannot hold the states of all its ranks; None if all can. Collective
+    over the group, with the same result on all ranks."""
     # torch stages whole storages, whose bytes are rounded up to pages.
     storages = [local_tensor(tensor).untyped_storage() for tensor in state.values()]
     pages = {storage.data_ptr(): -(-storage.nbytes() // 4096) * 4096 for storage in storages}
@@ -130,10 +128,8 @@ class AsyncSaveProcess:
 
 
 def run_save_process(pg_init_info: executor._ProcessGroupInitInfo, parent_conn: Any) -> None:
-    """Entry point of the process: torch's loop without its log on standard error.
-
-    It receives Ctrl-C and the scheduler's signals, too, and ignores them, because the trainer handles them by saving.
-    """
+    """Entry point of the process: torch's loop without its log on standard error. It receives Ctrl-C and the
+    scheduler's signals, too, and ignores them, because the trainer handles them by saving."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Failures are raised and logged in the trainer.
@@ -208,10 +204,8 @@ class AsyncSaver:
 
 
 class _Copies(AsyncStager):
-    """Stages into new host memory that only this save holds.
-
-    torch's default stager keeps its memory for the next save, too.
-    """
+    """Stages into new host memory that only this save holds. torch's default stager keeps its memory for the next save,
+    too."""
 
     _synchronize_after_execute = False
 

@@ -85,11 +85,9 @@ class RemoteRun:
         return self._marker(step) == (path / CHECKSUMS_FILE).read_bytes()
 
     def upload_shard(self, step: int, path: Path, rank: int, world: int, stop: Callable[[], bool]) -> None:
-        """Upload one rank's share of a checkpoint's files: its own files, if the layout is unchanged.
-
-        The first file invalidates an existing checkpoint of the step. Raises RemoteError if an upload fails, OSError if
-        the checkpoint at `path` cannot be read.
-        """
+        """Upload one rank's share of a checkpoint's files: its own files, if the layout is unchanged. The first file
+        invalidates an existing checkpoint of the step. Raises RemoteError if an upload fails, OSError if the checkpoint
+        at `path` cannot be read."""
         listed = self.folder.listing(step_name(step)).files
         if CHECKSUMS_FILE in listed and self.has_same(step, path):
             return
@@ -114,10 +112,8 @@ class RemoteRun:
         self.folder.write(f"{step_name(step)}/{CHECKSUMS_FILE}", text.encode())
 
     def apply_retention(self, newest: int, every: int | None, published: int) -> None:
-        """Delete old complete checkpoints and files of interrupted uploads, up to the step just published.
-
-        The `newest` checkpoints and multiples of `every` are kept.
-        """
+        """Delete old complete checkpoints and files of interrupted uploads, up to the step just published. The `newest`
+        checkpoints and multiples of `every` are kept."""
         listed = [step for step in self.listed_steps() if step <= published]
         complete = [step for step in listed if step in self._kept or self.checksums(step) is not None]
         self._kept = set()
@@ -157,11 +153,9 @@ MARGIN = 20.0
 
 
 class BackgroundUploader:
-    """Uploads the checkpoints of a run, one at a time. The constructor is collective over all ranks.
-
-    Rank 0 chooses the newest durable checkpoint next. A checkpoint superseded before its upload began is skipped;
-    checkpoints retained by `keep_every` and failed ones are uploaded when nothing newer waits.
-    """
+    """Uploads the checkpoints of a run, one at a time. The constructor is collective over all ranks. Rank 0 chooses the
+    newest durable checkpoint next. A checkpoint superseded before its upload began is skipped; checkpoints retained by
+    `keep_every` and failed ones are uploaded when nothing newer waits."""
 
     def __init__(
         self,
@@ -220,10 +214,8 @@ class BackgroundUploader:
             return seconds
 
     def finish(self, seconds: float) -> None:
-        """Wait for all uploads, at most `seconds`, then cancel the rest. Collective over all ranks.
-
-        A failed last upload is retried once. Later checkpoints are not accepted.
-        """
+        """Wait for all uploads, at most `seconds`, then cancel the rest. Collective over all ranks. A failed last
+        upload is retried once. Later checkpoints are not accepted."""
         if self._rank == 0:
             with self._changed:
                 self._last_try = True

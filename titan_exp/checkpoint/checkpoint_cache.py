@@ -44,10 +44,8 @@ _UPLOADED_LAST = ("config.json", "params.json", "model.json", ".metadata", CHECK
 
 def local_copy(path_or_url: str, *, cache: Path = CACHE, step: int = 0) -> Path:
     """Local path of a run, a checkpoint, or weights: `path_or_url` itself if it is a path, else a cached download.
-
     `step` selects a run's checkpoint; 0 is the newest. Collective in a job of several ranks, which must share `cache`.
-    Raises UserError if the URL is unreachable or contains no checkpoint, a file is damaged, or the disk is full.
-    """
+    Raises UserError if the URL is unreachable or contains no checkpoint, a file is damaged, or the disk is full."""
     if not is_url(path_or_url):
         return Path(path_or_url).expanduser()
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -64,10 +62,8 @@ def local_copy(path_or_url: str, *, cache: Path = CACHE, step: int = 0) -> Path:
 @contextlib.contextmanager
 def staged_upload(path_or_url: str, *, cache: Path = CACHE) -> Iterator[Path]:
     """Local path to write weights to in the `with` block; if `path_or_url` is a URL, they are uploaded afterwards.
-
     Files that make a folder a checkpoint are uploaded last, so that a partial upload is not a checkpoint. Until then,
-    the cache needs room for all weights. Raises UserError if the URL exists or is not writable.
-    """
+    the cache needs room for all weights. Raises UserError if the URL exists or is not writable."""
     if not is_url(path_or_url):
         yield Path(path_or_url).expanduser()
         return

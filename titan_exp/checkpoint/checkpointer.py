@@ -43,11 +43,9 @@ MAX_NAMED = 3
 
 
 class Checkpointer:
-    """Saves and loads the training state of one run in `path`; all ranks call every method together.
-
-    Complete checkpoints are also uploaded to `remote`. `clock` is in seconds. Without `prepare`, the folder stays as it
-    is, because another world of the run may be writing to it. Raises UserError if a folder is not writable.
-    """
+    """Saves and loads the training state of one run in `path`; all ranks call every method together. Complete
+    checkpoints are also uploaded to `remote`. `clock` is in seconds. Without `prepare`, the folder stays as it is,
+    because another world of the run may be writing to it. Raises UserError if a folder is not writable."""
 
     def __init__(
         self,
@@ -117,11 +115,8 @@ class Checkpointer:
         other_worlds: Mapping[str, Tensor] = {},
     ) -> None:
         """Save the state after a step, with states of `other_worlds` by key, unless already saved. In async modes
-        training may continue on return.
-
-        With `weights_only`, optimizer and data state are omitted; such a checkpoint cannot resume a run. Raises
-        UserError on rank 0 if saves have failed for longer than `fail_after_minutes`.
-        """
+        training may continue on return. With `weights_only`, optimizer and data state are omitted; such a checkpoint
+        cannot resume a run. Raises UserError on rank 0 if saves have failed for longer than `fail_after_minutes`."""
         if self.config.mode == "off":
             return
         begin = self._clock()
@@ -229,11 +224,9 @@ class Checkpointer:
             self._async_saver = None
 
     def latest(self) -> int | None:
-        """Step of the newest intact checkpoint, the same on all ranks.
-
-        Newer damaged checkpoints are logged and quarantined. A newer intact remote checkpoint is downloaded first.
-        Raises UserError if all checkpoints are damaged, or the remote store is needed and unreachable.
-        """
+        """Step of the newest intact checkpoint, the same on all ranks. Newer damaged checkpoints are logged and
+        quarantined. A newer intact remote checkpoint is downloaded first. Raises UserError if all checkpoints are
+        damaged, or the remote store is needed and unreachable."""
         step, damaged = self._newest_intact()
         if self._remote is not None:
             downloaded = download_newer(self._remote, self.folder, step, self._group)
@@ -298,11 +291,9 @@ class Checkpointer:
         return read_progress(path)
 
     def load_initial_weights(self, parts: Sequence[nn.Module], local_path: str | None = None) -> None:
-        """Load the weights of `checkpoint.initial`, except those matching `initial_exclude`.
-
-        `local_path` is the download if `checkpoint.initial` is a URL. Raises UserError if it is damaged or does not fit
-        the model, listing every missing, unexpected or reshaped weight.
-        """
+        """Load the weights of `checkpoint.initial`, except those matching `initial_exclude`. `local_path` is the
+        download if `checkpoint.initial` is a URL. Raises UserError if it is damaged or does not fit the model, listing
+        every missing, unexpected or reshaped weight."""
         assert self.config.initial is not None, "the caller checks"
         path = saved_state(local_path or self.config.initial)
         if path is None:

@@ -31,10 +31,8 @@ OWN_NAMES = ("dcp", "torch")
 
 
 def convert_command(options: ConvertOptions, run_path: Callable[[str, str], str]) -> None:
-    """Convert a checkpoint; `run_path` maps the name of a run, in a folder of runs, to its folder.
-
-    Raises UserError about an option that does not fit the checkpoint.
-    """
+    """Convert a checkpoint; `run_path` maps the name of a run, in a folder of runs, to its folder. Raises UserError
+    about an option that does not fit the checkpoint."""
     with staged_upload(options.target) as target:
         if target.exists():
             raise UserError(f"{target} exists. Use another target, or remove it first.")

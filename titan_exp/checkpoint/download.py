@@ -28,10 +28,8 @@ from titan_exp.tracking.run_folder.files import mkdir_below, sync_file, temporar
 def download(
     repo: str, target: Path, patterns: Sequence[str], revision: str | None = None, kind: str = "model"
 ) -> None:
-    """Download the files of a repository of a kind (`model` or `dataset`) that match the patterns, or resume.
-
-    Raises UserError if the repository or the hub is unreachable, or access is denied.
-    """
+    """Download the files of a repository of a kind (`model` or `dataset`) that match the patterns, or resume. Raises
+    UserError if the repository or the hub is unreachable, or access is denied."""
     from huggingface_hub import HfApi, errors, snapshot_download
 
     token = os.environ.get("HF_TOKEN") or False
@@ -120,12 +118,10 @@ DOWNLOADING = ".fetching"
 def download_newer(
     run: RemoteRun, folder: CheckpointFolder, than: int | None, group: dist.ProcessGroup | None
 ) -> int | None:
-    """Download the newest intact checkpoint after step `than`; returns its step, or None. Collective over the group.
-
-    A damaged remote checkpoint is logged and quarantined, and the previous one is tried. If the store is unreachable,
+    """Download the newest intact checkpoint after step `than`; returns its step, or None. Collective over the group. A
+    damaged remote checkpoint is logged and quarantined, and the previous one is tried. If the store is unreachable,
     this is logged and the run continues from the local checkpoint. Raises UserError if there is no local checkpoint
-    either, so that the run would start over, or if the disk is full.
-    """
+    either, so that the run would start over, or if the disk is full."""
     leader = dist.get_rank(group) == 0
     remote_steps = _on_rank_0(lambda: [step for step in run.complete_steps() if than is None or step > than], group)
     if isinstance(remote_steps, RemoteError):

@@ -43,12 +43,9 @@ WEIGHTS_ONLY_KEY = "weights_only"
 def training_state_dict(
     parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, data: Mapping[str, Any], progress: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Build the state dict of a full checkpoint.
-
-    Keys are `model.<full name>` for parameters and persistent buffers, the keys of `optimizer_state`, `data.<shard>`
-    for the JSON state of each virtual shard that this rank reads, and `progress` for JSON counters. Raises
-    UnsavedStateError about optimizer state that cannot be saved.
-    """
+    """Build the state dict of a full checkpoint. Keys are `model.<full name>` for parameters and persistent buffers,
+    the keys of `optimizer_state`, `data.<shard>` for the JSON state of each virtual shard that this rank reads, and
+    `progress` for JSON counters. Raises UnsavedStateError about optimizer state that cannot be saved."""
     return {
         **model_state_dict(parts),
         **{key: value for key, value in optimizer_state_dict(parts, optimizer).items() if not equals_weights(key)},
@@ -59,10 +56,8 @@ def training_state_dict(
 
 
 def model_state_dict(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by full name, not copied.
-
-    For a tied tensor with copies in two parts, the first part's is used.
-    """
+    """Parameters and persistent buffers by full name, not copied. For a tied tensor with copies in two parts, the first
+    part's is used."""
     return first_by_name(_model_tensors(parts))
 
 
@@ -184,12 +179,10 @@ MAX_LISTED = 12
 def load_initial_weights(
     path: Path, parts: Sequence[nn.Module], exclude: Sequence[str], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Load a checkpoint's weights into the model (or its parts on this rank); collective over the group.
-
-    Weights whose full names match a pattern of `exclude` (`head.*`), and the state of the load balance, keep their
-    values. A `group` of None is all ranks. Raises UserError with every missing, unexpected or reshaped weight, and
-    every pattern that matches no weight.
-    """
+    """Load a checkpoint's weights into the model (or its parts on this rank); collective over the group. Weights whose
+    full names match a pattern of `exclude` (`head.*`), and the state of the load balance, keep their values. A `group`
+    of None is all ranks. Raises UserError with every missing, unexpected or reshaped weight, and every pattern that
+    matches no weight."""
     state = {
         name.removeprefix(MODEL_PREFIX): value
         for name, value in model_state_dict(parts).items()

@@ -144,10 +144,8 @@ def optimizer_tensors(parts: Sequence[nn.Module], optimizer: torch.optim.Optimiz
 
 
 def optimizer_values(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """JSON values of optimizer state by `<kind>.<full parameter name>`.
-
-    Raises UnsavedStateError about state that cannot be carried.
-    """
+    """JSON values of optimizer state by `<kind>.<full parameter name>`. Raises UnsavedStateError about state that
+    cannot be carried."""
     group_of = {parameter: index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
     if odd := [key for key in optimizer.state if key not in group_of]:
         raise UnsavedStateError(f"optimizer.state[{odd[0]!r}]"[:200], "is the state of no parameter")

@@ -30,11 +30,8 @@ _CHUNK_BYTES = 8 * 2**20
 
 
 class RemoteError(Exception):
-    """Failed request to a remote store, with a readable message.
-
-    `permanent` is True if retrying will not help: wrong name, no credentials, no permission. Otherwise the network may
-    be down.
-    """
+    """Failed request to a remote store, with a readable message. `permanent` is True if retrying will not help: wrong
+    name, no credentials, no permission. Otherwise the network may be down."""
 
     def __init__(self, message: str, permanent: bool = False) -> None:
         super().__init__(message)
@@ -69,11 +66,9 @@ class RemoteListing:
 
 
 class RemoteFolder:
-    """Remote folder at `url`, which need not exist. Names are relative and may have parts (`step-00000100/x`).
-
-    Every method raises RemoteError if the store fails. Raises UserError if the protocol is unknown or not installed, or
-    the URL may hold a credential.
-    """
+    """Remote folder at `url`, which need not exist. Names are relative and may have parts (`step-00000100/x`). Every
+    method raises RemoteError if the store fails. Raises UserError if the protocol is unknown or not installed, or the
+    URL may hold a credential."""
 
     def __init__(self, url: str) -> None:
         problem = problem_of_url(url)

@@ -65,10 +65,7 @@ class CheckpointFolder:
 
     def apply_retention(self, newest: int, every: int | None = None, in_use: Container[int] = ()) -> None:
         """Delete complete checkpoints, oldest first, except the `newest`, multiples of `every`, those in `in_use`, and
-        those that have a `keep_file`.
-
-        Raises the first OSError, after all others are deleted.
-        """
+        those that have a `keep_file`. Raises the first OSError, after all others are deleted."""
         failure: OSError | None = None
         for step in self.complete_steps()[:-newest]:
             if (every is None or step % every) and step not in in_use and not self.keep_file(step).exists():
@@ -93,9 +90,7 @@ class CheckpointFolder:
 
     def remove_stale(self) -> None:
         """Delete stale files of interrupted saves and deletions, and restore checkpoints whose replacement failed.
-
-        Files that cannot be deleted, such as another user's, stay, except where a save writes.
-        """
+        Files that cannot be deleted, such as another user's, stay, except where a save writes."""
         if not self.path.is_dir():
             return
         for entry in sorted(self.path.iterdir()):

@@ -50,11 +50,8 @@ def check_metadata(metadata: Any) -> None:
 
 
 def check_read_items(items: list[ReadItem], metadata: Metadata) -> Counter[str]:
-    """Check planned reads against the metadata; returns the number of elements read, by key.
-
-    Raises:
-        MetadataError: an item is not a tensor, or is not in a file of the checkpoint.
-    """
+    """Check planned reads against the metadata; returns the number of elements read, by key. Raises MetadataError if an
+    item is not a tensor, or is not in a file of the checkpoint."""
     read: Counter[str] = Counter()
     for item in items:
         key, place = item.dest_index.fqn, metadata.storage_data.get(item.storage_index)
@@ -239,11 +236,8 @@ def min_file_sizes(path: Path) -> dict[str, int]:
 
 
 def load_into(path: Path, state: dict[str, Tensor]) -> None:
-    """Load a checkpoint into tensors in place, in any layout; collective if a process group exists.
-
-    Raises:
-        UserError: the checkpoint lacks a tensor, or has another shape or dtype, or cannot be read.
-    """
+    """Load a checkpoint into tensors in place, in any layout; collective if a process group exists. Raises UserError:
+    the checkpoint lacks a tensor, or has another shape or dtype, or cannot be read."""
     with warnings.catch_warnings():
         # Without a process group, torch warns that it assumes a single process.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -39,11 +39,8 @@ when freed."""
 
 def read_saved(file: IO[bytes], starts: Sequence[int], target: Tensor) -> None:
     """Copy a window of the file's only tensor, with `target`'s shape and beginning at `starts`; runs no code of the
-    file.
-
-    Raises EOFError if the file is cut off, ValueError if its tensor is smaller, and what torch.load raises if it is
-    damaged.
-    """
+    file. Raises EOFError if the file is cut off, ValueError if its tensor is smaller, and what torch.load raises if it
+    is damaged."""
     with FakeTensorMode():
         saved = torch.load(file, weights_only=True)
     ends = [start + size for start, size in zip(starts, target.shape, strict=True)]
@@ -91,10 +88,8 @@ def has_checksums(path: Path) -> bool:
 
 
 def find_damage(path: Path, shard: int = 0, shards: int = 1) -> str | None:
-    """Verify a checkpoint's files; returns a description of the first damaged file, or None.
-
-    Only files with index `shard` modulo `shards` are read, so that ranks can read different files.
-    """
+    """Verify a checkpoint's files; returns a description of the first damaged file, or None. Only files with index
+    `shard` modulo `shards` are read, so that ranks can read different files."""
     try:
         if not has_checksums(path):
             if any(has_checksums(neighbour) for neighbour in path.parent.glob("step-*")):

@@ -52,12 +52,9 @@ class TokenBudget:
 
 
 def choose_token_budget(runs: Sequence[ComparedRun], at: str) -> TokenBudget:
-    """Choose the token budget.
-
-    `at` is `least` (the least advanced run that has not failed), `done` (the least advanced finished run), `end` (each
-    run at its end), or a number of tokens (`30720`, `1e9`, `2.5B`). Raises UserError for any other value, or if no run
-    has that many tokens.
-    """
+    """Choose the token budget. `at` is `least` (the least advanced run that has not failed), `done` (the least advanced
+    finished run), `end` (each run at its end), or a number of tokens (`30720`, `1e9`, `2.5B`). Raises UserError for any
+    other value, or if no run has that many tokens."""
     begun = [run for run in runs if run.tokens]
     if not begun:
         return TokenBudget(0, "no run has logged a step yet")
@@ -171,13 +168,10 @@ def compare(
     target: float | None = None,
     tuned: str | None = None,
 ) -> Comparison:
-    """Compare runs at the token budget `at` (see `choose_token_budget`).
-
-    `baseline` is a row label, `key=value` pairs or a run id; default: the study's, else the first row. `metrics`
-    default to the study's, else all known ones; `target` is the loss for `tokens_to_target`; `tuned` is the key over
-    which groups are tuned, by default the study's, `none` for none. Raises UserError about an unknown budget, baseline,
-    metric or key.
-    """
+    """Compare runs at the token budget `at` (see `choose_token_budget`). `baseline` is a row label, `key=value` pairs
+    or a run id; default: the study's, else the first row. `metrics` default to the study's, else all known ones;
+    `target` is the loss for `tokens_to_target`; `tuned` is the key over which groups are tuned, by default the study's,
+    `none` for none. Raises UserError about an unknown budget, baseline, metric or key."""
     notes, study = list(selection.notes), selection.study
     runs = _without_duplicates(selection.runs, notes)
     ladder = study is not None and study.ladder is not None
@@ -295,10 +289,8 @@ def _order(value: Any) -> tuple[int, float, str]:
 
 
 def _label_keys(columns: DifferingKeys, rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Sequence[str]:
-    """Columns of the row label: the keys that the study varies if they distinguish all rows, else all columns.
-
-    Other columns follow from the varied keys: decay steps from steps, a group's keys from its option.
-    """
+    """Columns of the row label: the keys that the study varies if they distinguish all rows, else all columns. Other
+    columns follow from the varied keys: decay steps from steps, a group's keys from its option."""
     varied = {word.partition("=")[0] for name in names.values() for word in name.split()}
     keys = [key for key in columns.keys if columns.short[key] in varied]
     return keys if len({repr([row[key] for key in keys]) for row in rows}) == len(rows) else columns.keys

@@ -49,11 +49,8 @@ class Discoveries:
 
 
 def judge(runs: Path, alpha: float, studies: Sequence[str] = ()) -> Discoveries:
-    """Judge all questions of a folder of runs together, and show those of some studies, or all.
-
-    Raises:
-        UserError: no question was registered, or a study has none.
-    """
+    """Judge all questions of a folder of runs together, and show those of some studies, or all. Raises UserError if no
+    question was registered, or a study has none."""
     ledger = read_ledger(runs)
     questions = ledger.questions
     faults = (*ledger.faults, *_missing(runs, questions))

@@ -188,12 +188,10 @@ def token_budget_text(comparison: Comparison) -> str:
 
 
 def verdict(metric: Metric, delta: Delta | None, standing: Standing | None = None) -> str:
-    """Label of a difference after Holm correction; empty without a difference.
-
-    `different`, `not distinguishable`, `only uncorrected`, `too few seeds` or `no interval`. In the metric of a
-    registered question, whose standing is given, it is the outcome if that is `better` or `worse`, else `not
-    distinguishable`: only such a question bounds the chance of a wrong verdict.
-    """
+    """Label of a difference after Holm correction; empty without a difference. `different`, `not distinguishable`,
+    `only uncorrected`, `too few seeds` or `no interval`. In the metric of a registered question, whose standing is
+    given, it is the outcome if that is `better` or `worse`, else `not distinguishable`: only such a question bounds the
+    chance of a wrong verdict."""
     if delta is None:
         return ""
     if standing is not None and metric.name == standing.registration.metric:

@@ -31,10 +31,8 @@ STATES = {
 
 def select_from_wandb(place: str, group: str | None, ids: Sequence[str], runs: Path) -> Selection:
     """Select runs of the W&B project `place` (`ENTITY/PROJECT`), by group (None is all) and by prefixes of W&B or run
-    ids.
-
-    Output files go to a folder in `runs`. Raises UserError if wandb or its server is unavailable, or no run matches.
-    """
+    ids. Output files go to a folder in `runs`. Raises UserError if wandb or its server is unavailable, or no run
+    matches."""
     with explain_wandb_errors(place):
         import wandb
 
@@ -85,10 +83,8 @@ def from_wandb(run: "ApiRun") -> ComparedRun:
 
 @contextmanager
 def explain_wandb_errors(place: str) -> Iterator[None]:
-    """Convert wandb's errors (package, login, network, project) into UserErrors.
-
-    Stops wandb's service process at the end, in bounded time.
-    """
+    """Convert wandb's errors (package, login, network, project) into UserErrors. Stops wandb's service process at the
+    end, in bounded time."""
     try:
         yield
     except ImportError as error:

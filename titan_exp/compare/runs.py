@@ -287,11 +287,9 @@ class Selection:
 
 
 def select(names: Sequence[str], runs: Path) -> Selection:
-    """Find and read runs by study name, run folder, folder of runs, run id prefix, or glob pattern.
-
-    Names and ids are looked up in `runs`, the value of `paths.runs`. Raises UserError if an argument matches no run, or
-    no matching run can be read.
-    """
+    """Find and read runs by study name, run folder, folder of runs, run id prefix, or glob pattern. Names and ids are
+    looked up in `runs`, the value of `paths.runs`. Raises UserError if an argument matches no run, or no matching run
+    can be read."""
     if not names:
         raise UserError(f"Name a study, or run folders, ids or patterns. {_offer(runs)}")
     found = [folder for name in names for folder in _folders(name, runs)]

@@ -73,11 +73,9 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def difference(values: Mapping[object, float], baseline: Mapping[object, float]) -> Delta | None:
-    """Difference between values and the baseline's, both by seed; None if either is empty.
-
-    Common seeds are paired, which cancels the effect of initial weights and data order; other seeds are left out. With
-    fewer than two common seeds and at least two on both sides, means are compared (Welch 1947).
-    """
+    """Difference between values and the baseline's, both by seed; None if either is empty. Common seeds are paired,
+    which cancels the effect of initial weights and data order; other seeds are left out. With fewer than two common
+    seeds and at least two on both sides, means are compared (Welch 1947)."""
     common = [seed for seed in values if seed in baseline]
     if not values or not baseline:
         return None
@@ -124,12 +122,9 @@ def _student(*samples: Sequence[float]) -> Any:
 
 
 def moving_average(values: list[float]) -> list[float]:
-    """Centred moving average over about 4 % of the values.
-
-    At the end the window is cut off, so that the last value is the mean of the last 2 %. At the beginning, where a loss
-    falls fast, a line is fitted to the cut-off window. Non-finite values become NaN and do not count in their
-    neighbours' averages.
-    """
+    """Centred moving average over about 4 % of the values. At the end the window is cut off, so that the last value is
+    the mean of the last 2 %. At the beginning, where a loss falls fast, a line is fitted to the cut-off window.
+    Non-finite values become NaN and do not count in their neighbours' averages."""
     loss = np.array(values)
     known = np.isfinite(loss)
     index, half = np.arange(len(loss)), max(1, len(loss) // 50)
@@ -359,11 +354,9 @@ def _search(at: Array, losses: Array, counts: Array, zooms: int) -> tuple[Array,
 
 
 def _project(exponents: Array, at: Array, losses: Array, weights: Array) -> tuple[Array, Array]:
-    """Non-negative least squares for each grid point of each row: terms and sum of squares.
-
-    The best set of positive terms is found by trying all sets, of which there are 3 or 7; where all terms together are
-    positive, no other set is better.
-    """
+    """Non-negative least squares for each grid point of each row: terms and sum of squares. The best set of positive
+    terms is found by trying all sets, of which there are 3 or 7; where all terms together are positive, no other set is
+    better."""
     powers = at ** -exponents[..., None, :]
     columns = np.concatenate([np.ones((*powers.shape[:-1], 1)), powers], -1) * weights[:, None]
     shape, width = columns.shape[:2], columns.shape[-1]
@@ -393,12 +386,9 @@ def _project(exponents: Array, at: Array, losses: Array, weights: Array) -> tupl
 
 
 def hold_out(rungs: Sequence[Rung], coverage: float = LEVEL) -> HoldOut:
-    """Predict the largest rung from the law of all smaller sizes.
-
-    All rungs of the largest size are left out, and of them that of most tokens is predicted. A measured loss outside
-    the interval is an alarm: the law does not hold, or the noise is not that of the smaller rungs. Raises UserError if
-    the smaller rungs give no law.
-    """
+    """Predict the largest rung from the law of all smaller sizes. All rungs of the largest size are left out, and of
+    them that of most tokens is predicted. A measured loss outside the interval is an alarm: the law does not hold, or
+    the noise is not that of the smaller rungs. Raises UserError if the smaller rungs give no law."""
     largest = max(rungs, key=lambda rung: rung.at)
     smaller = [rung for rung in rungs if rung.at[0] < largest.at[0]]
     try:

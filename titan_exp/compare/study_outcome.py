@@ -245,10 +245,8 @@ def _tested(
 def _multiplied(
     rows: list[LadderRow], used: Sequence[LadderRow], law: ScalingLaw, arms: Sequence[str], *, both: bool
 ) -> tuple[Multiplier | None, list[LadderRow], list[str]]:
-    """Compute multiplier of the candidate, rows with that of their rung, and the sentences of refusals.
-
-    Both arms of a rung have the same tokens. If a token costs the candidate other FLOPs, the multiplier counts them.
-    """
+    """Compute multiplier of the candidate, rows with that of their rung, and the sentences of refusals. Both arms of a
+    rung have the same tokens. If a token costs the candidate other FLOPs, the multiplier counts them."""
     if len(arms) < 2:
         return None, rows, []
     base, candidate = arms

@@ -212,11 +212,9 @@ def _within(found: Estimate | None, end: float) -> Estimate | None:
 
 
 def _mean_speed(run: ComparedRun, tokens: float) -> float | None:
-    """Tokens divided by seconds over all measured rows up to `tokens`; None if there are none.
-
-    A median would leave out work that an optimizer does every few steps, such as SOAP's power iterations, and an
-    unweighted mean would undercount the larger steps of a growing batch.
-    """
+    """Tokens divided by seconds over all measured rows up to `tokens`; None if there are none. A median would leave out
+    work that an optimizer does every few steps, such as SOAP's power iterations, and an unweighted mean would
+    undercount the larger steps of a growing batch."""
     ends = [run.begins, *run.series("tokens", above=run.begins)[0]]
     before = dict(zip(ends[1:], ends, strict=False))
     up_to = tokens if tokens > run.begins else math.inf

@@ -109,12 +109,10 @@ class Batch(MicroBatch):
         return shard if shard.positions is not None else replace(shard, positions=part.positions(self.tokens))
 
     def with_further(self, depth: int) -> "Batch":
-        """Return this batch of whole rows with the tokens up to `depth` places ahead.
-
-        Token i + k predicts token i + k + 1. If documents are masked, both must be in the document of token i. The last
-        k tokens of a row have no label, because their target lies beyond it; the row's last token stands in for the
-        tokens after it, and no counted prediction depends on it.
-        """
+        """Return this batch of whole rows with the tokens up to `depth` places ahead. Token i + k predicts token i + k
+        + 1. If documents are masked, both must be in the document of token i. The last k tokens of a row have no label,
+        because their target lies beyond it; the row's last token stands in for the tokens after it, and no counted
+        prediction depends on it."""
         return replace(self, further=tuple(self._ahead(places) for places in range(1, depth + 1)))
 
     def _ahead(self, places: int) -> "Batch":
@@ -129,10 +127,8 @@ class Batch(MicroBatch):
 def collate(
     windows: np.ndarray, starts: Sequence[Sequence[int]], *, document_mask: bool, reset_positions: bool
 ) -> Batch:
-    """Collate `windows` [rows, seq + 1], with document starts `starts[row]` (each in 1..seq), into a batch.
-
-    With `document_mask`, the last token of a document does not predict the first token of the next one.
-    """
+    """Collate `windows` [rows, seq + 1], with document starts `starts[row]` (each in 1..seq), into a batch. With
+    `document_mask`, the last token of a document does not predict the first token of the next one."""
     rows, length = windows.shape
     tokens, labels = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
     if not (document_mask or reset_positions):
@@ -172,10 +168,8 @@ class RowBuffer(Protocol):
 
 
 class Sampler(Protocol):
-    """Rows of one data rank: from row R of the run, rank r of dp takes the rows R + r, R + r + dp, and so on.
-
-    Optional member: `rows(count) -> RowBuffer`, for rows other than windows of tokens.
-    """
+    """Rows of one data rank: from row R of the run, rank r of dp takes the rows R + r, R + r + dp, and so on. Optional
+    member: `rows(count) -> RowBuffer`, for rows other than windows of tokens."""
 
     corpus: dict[str, Any]
     """Identity of the data that positions refer to, equal on all ranks; keyed by config keys for error messages."""

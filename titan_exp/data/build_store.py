@@ -69,12 +69,10 @@ class Document:
 
 
 class Corpus:
-    """Text of the `data` group, divided into at most `max_parts` parts (a stream keeps its own parts).
-
-    The held-out documents are the same as in `TrainLoader` and `ValidationLoader`. A non-zero `shuffle` seed permutes
-    the training documents (held-out ones included), as a function of seed and number of documents. Raises UserError if
-    the text cannot be read or shuffled.
-    """
+    """Text of the `data` group, divided into at most `max_parts` parts (a stream keeps its own parts). The held-out
+    documents are the same as in `TrainLoader` and `ValidationLoader`. A non-zero `shuffle` seed permutes the training
+    documents (held-out ones included), as a function of seed and number of documents. Raises UserError if the text
+    cannot be read or shuffled."""
 
     def __init__(self, data: DataConfig, max_parts: int, shuffle: int = 0) -> None:
         own = build_validation_source(data)
@@ -303,11 +301,8 @@ class ProgressDisplay:
 
 
 def tokenize_parts(job: TokenizeJob, parts: Sequence[CorpusPart], workers: int, report: ReportProgress) -> None:
-    """Tokenize parts in `workers` processes, or in this process with `workers=1`.
-
-    Raises UserError if a process was killed, or re-raises a process's exception. The other processes are killed;
-    finished shards are kept.
-    """
+    """Tokenize parts in `workers` processes, or in this process with `workers=1`. Raises UserError if a process was
+    killed, or re-raises a process's exception. The other processes are killed; finished shards are kept."""
     workers = min(workers, len(parts))
     if workers == 1:
         tokenizer = PartTokenizer(job, report)

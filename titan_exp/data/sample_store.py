@@ -148,11 +148,8 @@ class StoreWriter:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the store's lock, which the operating system releases when this process exits; also removes partial
-        files of killed processes.
-
-        Raises:
-            UserError: another process holds the lock, or the store was begun with other settings.
-        """
+        files of killed processes. Raises UserError if another process holds the lock, or the store was begun with other
+        settings."""
         self.journal.mkdir(parents=True, exist_ok=True)
         with (self.journal / "lock").open("w") as file:
             try:

@@ -237,10 +237,8 @@ class Windows(Protocol):
 
 
 class ShuffledWindows:
-    """Windows of one store, reshuffled every epoch. Raises UserError if the store is smaller than a window.
-
-    `number` distinguishes the stores of a mixture, so that stores of equal size have different orders.
-    """
+    """Windows of one store, reshuffled every epoch. Raises UserError if the store is smaller than a window. `number`
+    distinguishes the stores of a mixture, so that stores of equal size have different orders."""
 
     def __init__(self, manifest: Manifest, seq_len: int, seed: int, number: int) -> None:
         self._tokens = TokenSplit(manifest, "train")
@@ -310,11 +308,8 @@ class StoredText:
         return next(filter(None, (_finished(place / self.digest) for place in _places())), None)
 
     def make(self) -> Manifest:
-        """Find the store, or write it while other processes wait.
-
-        Raises:
-            UserError: it cannot be written anywhere, or the text changed meanwhile.
-        """
+        """Find the store, or write it while other processes wait. Raises UserError if it cannot be written anywhere, or
+        the text changed meanwhile."""
         if (found := self.find()) is not None:
             return found
         problems = list[str]()

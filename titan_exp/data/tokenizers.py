@@ -88,11 +88,9 @@ TOKENIZER_FILES = (
 
 
 def write_tokenizer(tokenizer: str, folder: Path, *, end_of_text: str | None, context: int) -> list[str]:
-    """Write a tokenizer's files into a folder, for `transformers.AutoTokenizer`; returns their names.
-
-    `tokenizer` is `bytes`, or the path of a tokenizer.json or of a folder, which may have none. `end_of_text` names the
-    end-of-text token if tokenizer_config.json does not; `context` is the maximum sequence length in tokens.
-    """
+    """Write a tokenizer's files into a folder, for `transformers.AutoTokenizer`; returns their names. `tokenizer` is
+    `bytes`, or the path of a tokenizer.json or of a folder, which may have none. `end_of_text` names the end-of-text
+    token if tokenizer_config.json does not; `context` is the maximum sequence length in tokens."""
     if tokenizer == "bytes":
         _write_byte_tokenizer(folder / "tokenizer.json")
         end_of_text = END_OF_TEXT
@@ -134,11 +132,8 @@ END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer from the file `path`, or from `tokenizer.json` in the folder `path`.
-
-    Special tokens in text are encoded as plain text. Raises UserError if the file cannot be read or has no known
-    end-of-text token.
-    """
+    """Tokenizer from the file `path`, or from `tokenizer.json` in the folder `path`. Special tokens in text are encoded
+    as plain text. Raises UserError if the file cannot be read or has no known end-of-text token."""
 
     def __init__(self, path: str) -> None:
         from tokenizers import Tokenizer

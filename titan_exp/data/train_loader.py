@@ -211,11 +211,9 @@ class TrainLoader(Iterator[Any]):
         return {"corpus": self._sampler.corpus, **self._consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume after the batches consumed by all ranks of a run, under any dp degree.
-
-        `state` is the union of their `state_dict()`s at the end of a global batch. Raises UserError if it belongs to
-        another corpus, or ranks are missing.
-        """
+        """Resume after the batches consumed by all ranks of a run, under any dp degree. `state` is the union of their
+        `state_dict()`s at the end of a global batch. Raises UserError if it belongs to another corpus, or ranks are
+        missing."""
         self._keep_order(state)
         _check_same_corpus(state.get("corpus"), self._sampler.corpus)
         self._seek(self._sampler.restrict(_positions(state)))
@@ -361,12 +359,9 @@ _MAX_TEXT = 200
 
 
 def preview(data: DataConfig, training: TrainingConfig, seed: int, step: int) -> Iterator[str]:
-    """Describe the global batch of a step, counted from 1 as in the metrics, as lines of text.
-
-    A row is shown with its number in the run and its source. Each of its documents has token range, positions, tokens
-    without a label, and text, shortened in the middle. Token stores are read at the step, other sources from the
-    beginning.
-    """
+    """Describe the global batch of a step, counted from 1 as in the metrics, as lines of text. A row is shown with its
+    number in the run and its source. Each of its documents has token range, positions, tokens without a label, and
+    text, shortened in the middle. Token stores are read at the step, other sources from the beginning."""
     rows, first = training.batch_size_at(step), training.sequences_after(step - 1)
     size = math.gcd(*training.batch_sizes)
     loader = TrainLoader(data, training, seed, dp_rank=0, dp_degree=1, micro_batch_size=size, pin_memory=False)

@@ -34,12 +34,10 @@ from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 
 class ValidationLoader:
-    """Validation batches [micro_batch_size, seq_len] of one data rank.
-
-    All ranks yield the same number of batches, and each row of the split is on exactly one rank; padding rows have no
-    labels. Text is tokenized once and its tokens stay in memory. With `all_documents`, the split is the whole source,
-    including training documents. Raises UserError if the split is empty, or held out of a stream without a limit.
-    """
+    """Validation batches [micro_batch_size, seq_len] of one data rank. All ranks yield the same number of batches, and
+    each row of the split is on exactly one rank; padding rows have no labels. Text is tokenized once and its tokens
+    stay in memory. With `all_documents`, the split is the whole source, including training documents. Raises UserError
+    if the split is empty, or held out of a stream without a limit."""
 
     def __init__(
         self,

@@ -62,11 +62,8 @@ def evaluate_command(
     run_on_ranks: RunOnRanks | None = None,
     run_path: Callable[[str, str], str] = lambda name, _: name,
 ) -> int:
-    """Run `titan-exp evaluate`; returns the exit code.
-
-    `run_path` maps the name of a run, in a folder of runs, to its folder. Raises UserError about
-    invalid overrides, weights or data.
-    """
+    """Run `titan-exp evaluate`; returns the exit code. `run_path` maps the name of a run, in a folder of runs, to its
+    folder. Raises UserError about invalid overrides, weights or data."""
     flags = [f"--{name}" for name in provided("observations")]
     options, rest = take_options(EvaluateOptions, arguments, others=flags)
     asked = [flag[2:] for flag in flags if flag in rest or f"{flag[2:]}=true" in rest]
@@ -251,11 +248,9 @@ def mesh_of(experiment: Experiment, device: torch.device) -> Mesh:
 def evaluation_experiment(
     path: Path, source: OpenCheckpoint, overrides: Sequence[str], all_documents: bool = False, trust: bool = False
 ) -> Experiment:
-    """Apply overrides to the run's configuration, or to the defaults for weights without a run.
-
-    The tokenizer defaults to the checkpoint's. `all_documents` needs no validation split. Raises UserError about an
-    unknown key, or a value that cannot be evaluated.
-    """
+    """Apply overrides to the run's configuration, or to the defaults for weights without a run. The tokenizer defaults
+    to the checkpoint's. `all_documents` needs no validation split. Raises UserError about an unknown key, or a value
+    that cannot be evaluated."""
     groups = [override for override in overrides if "." not in override.partition("=")[0]]
     values = [override for override in overrides if override not in groups]
     wrong = [override for override in groups if not override.startswith("data=")]

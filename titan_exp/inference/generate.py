@@ -38,11 +38,9 @@ from titan_exp.trainer.restore import Rows, describe, load_source, tokenizer_of,
 
 
 class DecodeSession:
-    """Decoding state of one text; `cache` enables the KV cache.
-
-    A full window of `window` tokens drops its first half and is recomputed, because positions are relative to its
-    start. User-defined models are decoded without a KV cache.
-    """
+    """Decoding state of one text; `cache` enables the KV cache. A full window of `window` tokens drops its first half
+    and is recomputed, because positions are relative to its start. User-defined models are decoded without a KV
+    cache."""
 
     def __init__(self, model: nn.Module, window: int, *, cache: bool) -> None:
         self._model, self._window = model, window
@@ -94,10 +92,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def load_sharded(source: OpenCheckpoint, *, seq_len: int, dtype: torch.dtype, mesh: Mesh | None) -> nn.Module:
-    """Load the model of a source; all ranks of a `mesh` must call it, None is one device.
-
-    `seq_len` is the longest sequence in tokens.
-    """
+    """Load the model of a source; all ranks of a `mesh` must call it, None is one device. `seq_len` is the longest
+    sequence in tokens."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if mesh is None else mesh.device
 
     def shard(model: nn.Module) -> Rows:
@@ -122,11 +118,8 @@ def generate_command(
     run_on_ranks: RunOnRanks | None = None,
     run_path: Callable[[str, str], str] = lambda name, _: name,
 ) -> int:
-    """Run `titan-exp generate`; returns the exit code.
-
-    `run_path` maps the name of a run, in a folder of runs, to its folder. Raises UserError about an invalid option or
-    missing weights.
-    """
+    """Run `titan-exp generate`; returns the exit code. `run_path` maps the name of a run, in a folder of runs, to its
+    folder. Raises UserError about an invalid option or missing weights."""
     options = parse_options(GenerateOptions, arguments, positional=["run"])
     prompts = _prompts(options, arguments)
     if options.run:
@@ -197,11 +190,7 @@ class Texts:
 
 
 def generator_of(source: OpenCheckpoint) -> Generator:
-    """Generator of a model.
-
-    Raises:
-        UserError: no extension makes its kind of output.
-    """
+    """Generator of a model. Raises UserError if no extension makes its kind of output."""
     makes, known = _makes(source), _generators()
     if makes not in known:
         raise UserError(f"{source.model.name} makes {makes}, and titan-exp generate only makes {listed(known, 'and')}.")
@@ -220,11 +209,9 @@ def _generators() -> dict[str, Generator]:
 def generate(
     source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str], *, window: int, mesh: Mesh | None = None
 ) -> list[str]:
-    """Complete prompts one at a time; returns the completions without their prompts.
-
-    `window` is the maximum sequence length in tokens. All ranks of a tensor-parallel `mesh` must call it; None is one
-    device. Raises UserError if the weights have no tokenizer.
-    """
+    """Complete prompts one at a time; returns the completions without their prompts. `window` is the maximum sequence
+    length in tokens. All ranks of a tensor-parallel `mesh` must call it; None is one device. Raises UserError if the
+    weights have no tokenizer."""
     tokenizer = tokenizer_of(source)
     # Published models expect BOS. Ours are trained on documents separated by EOS, so EOS starts the prompt.
     bos = source.special_tokens.get("bos_token_id")
@@ -290,11 +277,8 @@ def sharded_experiment(source: OpenCheckpoint, degree: int, cp: int = 1) -> Expe
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, top_p: float, random: torch.Generator) -> int:
-    """Sample a token id from fp32 logits [vocab].
-
-    Temperature 0 is greedy, `top_k` 0 keeps all tokens, and `top_p` always keeps the most likely one. `random` is on
-    the logits' device.
-    """
+    """Sample a token id from fp32 logits [vocab]. Temperature 0 is greedy, `top_k` 0 keeps all tokens, and `top_p`
+    always keeps the most likely one. `random` is on the logits' device."""
     if temperature == 0:
         return int(logits.argmax())
     probabilities, order = (logits / temperature).softmax(-1).sort(descending=True)

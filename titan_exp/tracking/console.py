@@ -130,10 +130,8 @@ class ConsoleSink:
 
 
 class _Eta:
-    """Remaining seconds: the larger of a wall-clock and a throughput estimate.
-
-    The clock includes evaluations and saves. Throughput stays correct if old rows of a running run arrive all at once.
-    """
+    """Remaining seconds: the larger of a wall-clock and a throughput estimate. The clock includes evaluations and
+    saves. Throughput stays correct if old rows of a running run arrive all at once."""
 
     def __init__(self, total_steps: int, sequences_after: Callable[[int], int], clock: Callable[[], float]) -> None:
         self._total, self._sequences_after, self._clock = total_steps, sequences_after, clock

@@ -70,11 +70,8 @@ FOLDER = "page"
 
 
 def render_page(package: str, scripts: Sequence[str], numbers: Any, **words: Any) -> str:
-    """Render `page.html` (extends `base.html`) and `page.css` from the folder `page` of a package.
-
-    `scripts` are files in that folder, `numbers` their data (finite JSON values), `words` the template variables, which
-    are escaped.
-    """
+    """Render `page.html` (extends `base.html`) and `page.css` from the folder `page` of a package. `scripts` are files
+    in that folder, `numbers` their data (finite JSON values), `words` the template variables, which are escaped."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
 

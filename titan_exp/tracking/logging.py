@@ -31,10 +31,8 @@ def get_logger() -> logging.Logger:
 
 
 def configure_logging(rank: int, logs: Path) -> None:
-    """Configure logging: rank 0 logs to standard output, other ranks log warnings to `logs/rank-<rank>.log`.
-
-    Warnings of Python and of libraries are included, each text once. A later call replaces an earlier one.
-    """
+    """Configure logging: rank 0 logs to standard output, other ranks log warnings to `logs/rank-<rank>.log`. Warnings
+    of Python and of libraries are included, each text once. A later call replaces an earlier one."""
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Formatter)]:
         root.removeHandler(handler)

@@ -41,12 +41,9 @@ SECONDS = 15.0
 
 
 def stop_wandb_service(seconds: float = SECONDS) -> None:
-    """Shut down wandb and its service process within `seconds`.
-
-    A service that keeps retrying a lost network is killed. Call this after the last use of wandb: finished runs have
-    sent their data, which also stays in their folders. Does nothing while a run of the caller is open, as in a
-    notebook.
-    """
+    """Shut down wandb and its service process within `seconds`. A service that keeps retrying a lost network is killed.
+    Call this after the last use of wandb: finished runs have sent their data, which also stays in their folders. Does
+    nothing while a run of the caller is open, as in a notebook."""
     import wandb
 
     if wandb.run is not None:
@@ -155,10 +152,8 @@ def _typed(overrides: Path) -> list[str]:
 
 
 def _axis(folder: RunFolder, run_id: str) -> tuple[str, str]:
-    """Keys that this run's study varies, and their values, without the seed; outside a study, the typed overrides.
-
-    Keys and values are joined by spaces, in the same order. A named point has its name as the value and no key.
-    """
+    """Keys that this run's study varies, and their values, without the seed; outside a study, the typed overrides. Keys
+    and values are joined by spaces, in the same order. A named point has its name as the value and no key."""
     label = _study_label(folder, run_id)
     words = _typed(folder.overrides) if label is None else label.split()
     pairs = [word.lstrip("+").partition("=") for word in words]
@@ -217,12 +212,9 @@ EXIT_CODES = {"done": 0, "preempted": 85}
 
 
 class WandbSink:
-    """Logs to W&B, with files under `folder/wandb`.
-
-    Online, the server joins all attempts of a run by its id. Offline, each attempt has a separate directory, and its
-    first row replays the earlier rows of `metrics`: syncing only the newest directory (`wandb/latest-run`) uploads the
-    whole run.
-    """
+    """Logs to W&B, with files under `folder/wandb`. Online, the server joins all attempts of a run by its id. Offline,
+    each attempt has a separate directory, and its first row replays the earlier rows of `metrics`: syncing only the
+    newest directory (`wandb/latest-run`) uploads the whole run."""
 
     def __init__(self, run: WandbRun, folder: Path, metrics: Path) -> None:
         self._metrics = metrics

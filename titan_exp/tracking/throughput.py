@@ -38,13 +38,10 @@ class TimeBreakdown:
 
 
 class Throughput:
-    """Throughput between two readings, one per logged row.
-
-    `devices` is the number of processes, `flops_per_token` the model's forward and backward FLOPs per token (6 × active
-    parameters in matmuls + attention), `peak_tflops` the dense bf16 peak of one device; None makes the dependent
-    metrics unknown. `synchronize` waits for the device; it is called at the ends of pauses and of warm-up, so that
-    queued kernels are attributed correctly.
-    """
+    """Throughput between two readings, one per logged row. `devices` is the number of processes, `flops_per_token` the
+    model's forward and backward FLOPs per token (6 × active parameters in matmuls + attention), `peak_tflops` the dense
+    bf16 peak of one device; None makes the dependent metrics unknown. `synchronize` waits for the device; it is called
+    at the ends of pauses and of warm-up, so that queued kernels are attributed correctly."""
 
     def __init__(
         self,
@@ -88,10 +85,8 @@ class Throughput:
             self.spent.paused[reason] = self.spent.paused.get(reason, 0.0) + seconds
 
     def read(self) -> dict[str, float | None]:
-        """Throughput since the last reading, under the keys of a row; None if unmeasured or unknown.
-
-        `tflops` is per device, `mfu` is `tflops` over the peak. Synchronize with the device before the call.
-        """
+        """Throughput since the last reading, under the keys of a row; None if unmeasured or unknown. `tflops` is per
+        device, `mfu` is `tflops` over the peak. Synchronize with the device before the call."""
         per_second = tflops = mfu = None
         if self._window_tokens > 0:
             tokens, steps = self._window_tokens, self._window_steps
@@ -120,11 +115,8 @@ class Throughput:
 
 
 class PeakMemory:
-    """Peak memory of this rank since construction or `reset`, in GiB.
-
-    CUDA: allocated and reserved bytes of the caching allocator. CPU: peak resident set of the process, which cannot be
-    reset outside Linux.
-    """
+    """Peak memory of this rank since construction or `reset`, in GiB. CUDA: allocated and reserved bytes of the caching
+    allocator. CPU: peak resident set of the process, which cannot be reset outside Linux."""
 
     def __init__(self, device: "torch.device") -> None:
         self._device = device
@@ -243,11 +235,9 @@ class PeakRate:
 
 
 def mfu_peak(device: "torch.device", configured: float | None, cache: Path) -> PeakRate | None:
-    """Dense bf16 peak for MFU; None if unknown, with a warning on a GPU.
-
-    It is the first known of `configured` (`cluster.peak_tflops`), the data sheet, and the best bf16 matmul that
-    `titan-exp doctor` measured, from `cache` (the `.cache` of the runs). On a CPU only `configured` counts.
-    """
+    """Dense bf16 peak for MFU; None if unknown, with a warning on a GPU. It is the first known of `configured`
+    (`cluster.peak_tflops`), the data sheet, and the best bf16 matmul that `titan-exp doctor` measured, from `cache`
+    (the `.cache` of the runs). On a CPU only `configured` counts."""
     if configured is not None:
         return PeakRate(configured, "cluster.peak_tflops")
     if device.type != "cuda":

@@ -51,11 +51,9 @@ class ExportOptions:
 
 
 def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) -> int:
-    """Write the weights of a checkpoint to a new path; returns the bytes of weights.
-
-    Only the written tensor and its source tensors are in memory, never the model. Raises UserError if the target
-    exists, the disk has no room, or the format does not support the model.
-    """
+    """Write the weights of a checkpoint to a new path; returns the bytes of weights. Only the written tensor and its
+    source tensors are in memory, never the model. Raises UserError if the target exists, the disk has no room, or the
+    format does not support the model."""
     if target.exists():
         raise UserError(f"{target} exists. Use another path, or remove it first.")
     mapped_format = _MAPPED_FORMATS.get(export.format)

@@ -175,9 +175,7 @@ def check_tensors(
     optional: frozenset[str] = frozenset(),
 ) -> None:
     """Check that a checkpoint's tensors match the model's in name and shape; raises UserError with the differences.
-
-    `where` names the checkpoint in the message; `optional` tensors may be present and are ignored.
-    """
+    `where` names the checkpoint in the message; `optional` tensors may be present and are ignored."""
     lines = [
         *(f"missing: {name} {_shape(wanted[name])}" for name in wanted if name not in found),
         *(f"unexpected: {name} {_shape(found[name])}" for name in found if name not in wanted and name not in optional),

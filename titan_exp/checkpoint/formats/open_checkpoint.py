@@ -55,11 +55,9 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(path: Path, step: int = 0, *, trust: bool = False, averaged: bool = False) -> OpenCheckpoint:
-    """Detect a path's format and open it; for a run folder, the checkpoint of `step` (0 is the newest).
-
-    Raises UserError if the path is not a checkpoint, or the checkpoint is incomplete or damaged, or has no `averaged`
-    weights; Untrusted if the model is code that a run of another user names, without `trust`.
-    """
+    """Detect a path's format and open it; for a run folder, the checkpoint of `step` (0 is the newest). Raises
+    UserError if the path is not a checkpoint, or the checkpoint is incomplete or damaged, or has no `averaged` weights;
+    Untrusted if the model is code that a run of another user names, without `trust`."""
     source = _open(path, step, trust)
     if not averaged:
         return source
@@ -299,12 +297,10 @@ def _explain_missing(path: Path) -> str:
 def load_hf_sharded(
     model: nn.Module, config: ModelConfig, folder: Path, exclude: Sequence[str] = (), accepted: Sequence[str] = ()
 ) -> None:
-    """Load the weights of a Hugging Face folder into a model or a pipeline stage, without communication.
-
-    The model's dtypes may differ from the files'; parameters whose full name matches `exclude` keep their values.
-    Raises UserError if the folder cannot be read, or if its model differs from `config`, beyond the `accepted` keys, so
-    that the same weights would compute something else.
-    """
+    """Load the weights of a Hugging Face folder into a model or a pipeline stage, without communication. The model's
+    dtypes may differ from the files'; parameters whose full name matches `exclude` keep their values. Raises UserError
+    if the folder cannot be read, or if its model differs from `config`, beyond the `accepted` keys, so that the same
+    weights would compute something else."""
     if "huggingface" not in checkpoint_formats(config):
         reason = "has no tensor names in Hugging Face's format"
         raise UserError(f"{folder}: model.architecture={config.architecture} {reason}.")

@@ -31,10 +31,8 @@ class TensorReader(Protocol):
         ...
 
     def read(self, name: str, *window: slice) -> Tensor:
-        """Read a window to the CPU, one slice of step 1 per dim, later dims whole; the result is read-only.
-
-        Only the window is read from disk, or whole shards in sharded formats.
-        """
+        """Read a window to the CPU, one slice of step 1 per dim, later dims whole; the result is read-only. Only the
+        window is read from disk, or whole shards in sharded formats."""
         ...
 
 
@@ -88,11 +86,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsReader:
-    """Reads the `*.safetensors` of a folder, or one of them, through memory maps.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
+    """Reads the `*.safetensors` of a folder, or one of them, through memory maps. Raises UserError if a file is missing
+    or damaged."""
 
     def __init__(self, folder: Path, file: str | None = None) -> None:
         self.folder, self._file = folder, file
@@ -189,12 +184,9 @@ class TensorProducer(Protocol):
 def write_safetensors(
     folder: Path, specs: Sequence[TensorSpec], produce: TensorProducer, *, file_bytes: float, stem: str = STEM
 ) -> None:
-    """Write `model.safetensors`, or numbered files of at most `file_bytes` (or one tensor) each and their index.
-
-    `stem` replaces `model` in their names.
-
-    One tensor, or some of its rows or experts, is in memory at a time; the library's writer would hold a whole file.
-    """
+    """Write `model.safetensors`, or numbered files of at most `file_bytes` (or one tensor) each and their index. `stem`
+    replaces `model` in their names. One tensor, or some of its rows or experts, is in memory at a time; the library's
+    writer would hold a whole file."""
     parts = _files(specs, file_bytes, stem)
     for name, part in parts.items():
         _write_file(folder / name, part, produce)
@@ -297,11 +289,8 @@ SCALE = "_scale_inv"
 
 
 class BlockFP8Reader:
-    """Reads fp8 matrices in fp32, and tensors without scales as they are.
-
-    Blocks are `blocks` rows and columns, the last ones possibly smaller. Raises UserError if weights and scales do not
-    belong together.
-    """
+    """Reads fp8 matrices in fp32, and tensors without scales as they are. Blocks are `blocks` rows and columns, the
+    last ones possibly smaller. Raises UserError if weights and scales do not belong together."""
 
     def __init__(self, store: SafetensorsReader, blocks: tuple[int, int]) -> None:
         self._store, self._blocks = store, blocks
@@ -370,9 +359,7 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 class MXFP4Reader:
     """Reads quantized weights as [experts, in, out] in bf16, which holds them exactly, and other tensors as they are.
-
-    Raises UserError if values and scales do not belong together.
-    """
+    Raises UserError if values and scales do not belong together."""
 
     def __init__(self, store: SafetensorsReader) -> None:
         self._store = store

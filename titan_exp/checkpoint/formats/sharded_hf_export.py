@@ -70,9 +70,7 @@ class ShardedHFExporter:
 
     def write(self, step: int, parts: Sequence[nn.Module]) -> bool:
         """Export the weights after a step, unless already exported; returns True if the export exists or is turned off.
-
-        A failure (disk full) is logged and leaves no files. `parts` is the model, or its parts on this rank.
-        """
+        A failure (disk full) is logged and leaves no files. `parts` is the model, or its parts on this rank."""
         target = self.path_of(step)
         # Other ranks than rank 0 may see a stale file-system cache.
         if self._config.export == "none" or from_rank_0(target.is_dir(), self._mesh.cpu_group):
@@ -151,10 +149,8 @@ class ShardedHFExporter:
 
 
 def is_first_replica(tensor: Tensor, mesh: Mesh) -> bool:
-    """True if this rank holds the first replica of its shard of a tensor, on any mesh of this rank's pipeline stage.
-
-    A tied tensor has a first replica on each of its pipeline stages.
-    """
+    """True if this rank holds the first replica of its shard of a tensor, on any mesh of this rank's pipeline stage. A
+    tied tensor has a first replica on each of its pipeline stages."""
     ranks = mesh.sharding.mesh
     names = mesh.sharding.mesh_dim_names or ()
     first = int(ranks.select(names.index("pp"), mesh.sharding["pp"].get_local_rank()).min())

@@ -70,11 +70,9 @@ def torch_load_safely(path: Path) -> dict[str, Any]:
 
 
 def write_torch_file(path: Path, state: Mapping[str, Any], produce: TensorProducer) -> None:
-    """Write nested dictionaries of plain values and `TensorSpec`s for `torch.load(..., weights_only=True)`.
-
-    The file is laid out first and filled through a memory map, holding one tensor, or some of its rows, in memory. The
-    archive's checksums stay empty; torch does not read them.
-    """
+    """Write nested dictionaries of plain values and `TensorSpec`s for `torch.load(..., weights_only=True)`. The file is
+    laid out first and filled through a memory map, holding one tensor, or some of its rows, in memory. The archive's
+    checksums stay empty; torch does not read them."""
     specs: list[tuple[tuple[str, ...], TensorSpec]] = []
     with tempfile.NamedTemporaryFile(dir=path.parent) as file:
         # A sparse file of the largest tensor's size backs every tensor, without memory or disk space.
@@ -124,10 +122,8 @@ IGNORED = "rope.freqs"
 
 
 class ConsolidatedReader:
-    """Reads tensors sharded over files by rows, by columns, or replicated.
-
-    `pieces` are the tensors of each file in rank order, `shapes` the full shapes by name.
-    """
+    """Reads tensors sharded over files by rows, by columns, or replicated. `pieces` are the tensors of each file in
+    rank order, `shapes` the full shapes by name."""
 
     def __init__(self, pieces: list[dict[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._pieces = pieces
@@ -177,11 +173,9 @@ class ConsolidatedReader:
 
 
 def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[ModelConfig, ConsolidatedReader]:
-    """Open a folder with `params.json` and `consolidated.*.pth`; returns its model configuration and tensors.
-
-    `known` replaces the configuration of `params.json`. Raises UserError if a file is missing or damaged, or the files
-    do not belong together.
-    """
+    """Open a folder with `params.json` and `consolidated.*.pth`; returns its model configuration and tensors. `known`
+    replaces the configuration of `params.json`. Raises UserError if a file is missing or damaged, or the files do not
+    belong together."""
     params = read_object(folder / "params.json")
     files = sorted(folder.glob("consolidated.*.pth"))
     numbers = [file.name.split(".")[1] for file in files]
@@ -222,10 +216,8 @@ CHUNK_BYTES = 2**28
 
 
 class DCPTensorReader:
-    """Reader of a training checkpoint's model tensors by full name. A slice reads its rows of overlapping shards.
-
-    With `averaged`, trained parameters are read as their averages; buffers and frozen parameters have none.
-    """
+    """Reader of a training checkpoint's model tensors by full name. A slice reads its rows of overlapping shards. With
+    `averaged`, trained parameters are read as their averages; buffers and frozen parameters have none."""
 
     def __init__(self, path: Path, *, averaged: bool = False) -> None:
         self._path, self._averaged = path, averaged

@@ -201,11 +201,9 @@ RUN_FIELDS = (
 
 
 def records(comparison: Comparison) -> list[dict[str, Any]]:
-    """One flat dictionary per row, for a data frame: its label, full keys, and plain numbers for every metric.
-
-    A metric NAME gives NAME, NAME.low, NAME.high, NAME.n, and against the baseline NAME.delta, NAME.delta_low,
-    NAME.delta_high, NAME.p, NAME.p_holm and NAME.verdict. Unknown numbers are None. Sections of extensions add theirs.
-    """
+    """One flat dictionary per row, for a data frame: its label, full keys, and plain numbers for every metric. A metric
+    NAME gives NAME, NAME.low, NAME.high, NAME.n, and against the baseline NAME.delta, NAME.delta_low, NAME.delta_high,
+    NAME.p, NAME.p_holm and NAME.verdict. Unknown numbers are None. Sections of extensions add theirs."""
     found = [_record(comparison, index, row) for index, row in enumerate(comparison.rows)]
     added = [section.values for section in comparison.added_sections if section.values]
     for index, own in enumerate(found):

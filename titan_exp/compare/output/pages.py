@@ -58,10 +58,8 @@ MIN_POINTS, MAX_POINTS = 60, 1_000
 
 
 def downsampled_curves(comparison: Comparison) -> list[dict[str, Any]]:
-    """Curves of every run that has rows: `loss` and `validation_loss` as [tokens, steps, values, rows of each point].
-
-    A non-finite value is None, which leaves a gap.
-    """
+    """Curves of every run that has rows: `loss` and `validation_loss` as [tokens, steps, values, rows of each point]. A
+    non-finite value is None, which leaves a gap."""
     runs = comparison.runs
     most = max(MIN_POINTS, min(MAX_POINTS, POINTS // max(1, len(runs))))
     return [
@@ -80,11 +78,8 @@ def downsampled_curves(comparison: Comparison) -> list[dict[str, Any]]:
 
 def downsample(run: ComparedRun, key: str, most: int) -> list[list[float | None]]:
     """Average a metric over neighbouring rows to at most `most` points; returns tokens, steps, values and rows per
-    point.
-
-    A group with a non-finite value becomes None, so that a divergence stays visible. No group mixes rows of the last 2
-    %, whose mean is the run's loss, with other rows.
-    """
+    point. A group with a non-finite value becomes None, so that a divergence stays visible. No group mixes rows of the
+    last 2 %, whose mean is the run's loss, with other rows."""
     known = [
         (float(tokens), float(step or 0), float(value))
         for tokens, step, value in zip(*(column_of(run.rows, name) for name in ("tokens", "step", key)), strict=True)

@@ -363,10 +363,8 @@ def read_load(run_folder: Path) -> LoadHistory | None:
 
 
 def heat_map(history: LoadHistory) -> tuple[np.ndarray, list[int]]:
-    """Load over the mean, [rows, steps], and the row at which each layer ends.
-
-    In each layer, experts are ordered by their load over the whole run, busiest first.
-    """
+    """Load over the mean, [rows, steps], and the row at which each layer ends. In each layer, experts are ordered by
+    their load over the whole run, busiest first."""
     most = max(4, MAX_ROWS // len(history.counts))
     layers = []
     for counts in history.counts.values():
@@ -438,10 +436,8 @@ def _draw_heat_map(figure: "Figure", axes: "Axes", history: LoadHistory) -> None
 
 
 def draw_run(run_folder: Path) -> Iterator[str]:
-    """Draw the loss curve and, for a model with experts, their load; yields a line for each plot.
-
-    Raises UserError if no step is logged.
-    """
+    """Draw the loss curve and, for a model with experts, their load; yields a line for each plot. Raises UserError if
+    no step is logged."""
     yield f"loss curve: {draw(run_folder)}"
     if (path := draw_expert_load(run_folder)) is not None:
         yield f"load of experts: {path}"

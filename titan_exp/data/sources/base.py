@@ -176,11 +176,9 @@ class PartReader(Protocol):
 
 @runtime_checkable
 class StreamingSource(Protocol):
-    """Documents read in order, in independently readable parts (e.g. files of a large data set).
-
-    Provide at least `data.virtual_shards` parts if you can, because each shard that shares a part reads all of it.
-    Optional member: `fingerprint: str`, as for random access.
-    """
+    """Documents read in order, in independently readable parts (e.g. files of a large data set). Provide at least
+    `data.virtual_shards` parts if you can, because each shard that shares a part reads all of it. Optional member:
+    `fingerprint: str`, as for random access."""
 
     @property
     def parts(self) -> int:
@@ -309,12 +307,8 @@ def build_validation_source(config: DataConfig) -> Source | None:
 
 
 def own_source(config: DataConfig) -> Any:
-    """Import your source class without opening its data.
-
-    Raises:
-        UserError: it cannot be imported, takes other arguments than `(config, options)`, with `Options`, or
-            otherwise `(config, **options)`, or is not a source.
-    """
+    """Import your source class without opening its data. Raises UserError if it cannot be imported, takes other
+    arguments than `(config, options)`, with `Options`, or otherwise `(config, **options)`, or is not a source."""
     typed = is_dataclass(getattr(import_dotted(config.source, "data.source"), "Options", None))
     call = Call(("config", "options")) if typed else Call(("config",), (), "data.options", config.options)
     own = import_callable(config.source, "data.source", call)

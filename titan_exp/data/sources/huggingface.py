@@ -69,10 +69,8 @@ def _needs_hub(config: DataConfig) -> bool:
 
 
 def _hub_answers() -> bool:
-    """True if the hub answers a short request; otherwise switch the libraries to offline mode.
-
-    By default they would retry for minutes, on every rank.
-    """
+    """True if the hub answers a short request; otherwise switch the libraries to offline mode. By default they would
+    retry for minutes, on every rank."""
     import datasets.config
     import huggingface_hub
     from huggingface_hub import constants

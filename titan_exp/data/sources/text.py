@@ -23,11 +23,8 @@ DESCRIPTION = SourceDescription(reads=("paths", "document"), files="paths")
 
 
 class FileSource:
-    """Random-access source over files, ordered by key.
-
-    `files` are pairs of key (path relative to the corpus) and path. Empty files are skipped. Undecodable bytes become
-    U+FFFD; a leading byte-order mark is dropped.
-    """
+    """Random-access source over files, ordered by key. `files` are pairs of key (path relative to the corpus) and path.
+    Empty files are skipped. Undecodable bytes become U+FFFD; a leading byte-order mark is dropped."""
 
     def __init__(self, name: str, files: Iterable[tuple[str, Path]]) -> None:
         digest, size = blake2b(digest_size=8), 0
@@ -69,12 +66,10 @@ Granularity = Literal["paragraph", "line"]
 
 
 class SplitFileSource:
-    """Random-access source over paragraphs or lines, in file order.
-
-    Whitespace-only lines separate paragraphs and are not documents. Trailing whitespace of a document is dropped.
-    Splitting at ASCII newlines never cuts a UTF-8 character. The index takes 8 bytes per document. Files must not
-    change while in use. Raises UserError if all files are blank.
-    """
+    """Random-access source over paragraphs or lines, in file order. Whitespace-only lines separate paragraphs and are
+    not documents. Trailing whitespace of a document is dropped. Splitting at ASCII newlines never cuts a UTF-8
+    character. The index takes 8 bytes per document. Files must not change while in use. Raises UserError if all files
+    are blank."""
 
     def __init__(self, files: FileSource, unit: Granularity) -> None:
         self._files, self.content = files, files.content

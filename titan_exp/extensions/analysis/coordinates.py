@@ -164,11 +164,8 @@ SEEDS = 2
 
 
 def coordinates_command(arguments: Sequence[str]) -> int:
-    """Run `titan-exp doctor --coordinates`; returns the exit code.
-
-    Raises:
-        UserError: an override is invalid, or the lists have different lengths.
-    """
+    """Run `titan-exp doctor --coordinates`; returns the exit code. Raises UserError if an override is invalid, or the
+    lists have different lengths."""
     words = [argument for argument in arguments if argument != "--coordinates"]
     output = Path("coordinates.png")
     if "--output" in words[:-1]:

@@ -56,9 +56,7 @@ _CODE = re.compile(r"^[ \t]*(?:def|class) \w+.*:[ \t]*$", re.MULTILINE)
 
 class TokenClassifier:
     """Classifies tokens by their text; a token of several characters has the class of its first non-space character.
-
-    Keywords are Python's, and count only in rows with Python definitions, because English has the same words.
-    """
+    Keywords are Python's, and count only in rows with Python definitions, because English has the same words."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
@@ -262,10 +260,8 @@ class _Watched:
 
 
 class Experts:
-    """Prints what each expert specialises in: which classes of tokens are routed to it.
-
-    An observation of `titan-exp evaluate`.
-    """
+    """Prints what each expert specialises in: which classes of tokens are routed to it. An observation of `titan-exp
+    evaluate`."""
 
     def __init__(self, most_tokens: int = 0) -> None:
         self._most = most_tokens

@@ -85,10 +85,8 @@ class LossByPosition(LanguageModeling):
 
 
 class Positions:
-    """Prints the loss by position: of tokens with 1, 2 to 3, 4 to 7, ... tokens before them.
-
-    An observation of `titan-exp evaluate`.
-    """
+    """Prints the loss by position: of tokens with 1, 2 to 3, 4 to 7, ... tokens before them. An observation of
+    `titan-exp evaluate`."""
 
     def require(self, experiment: Experiment) -> None:
         """Raise UserError if the model reads no tokens, or a rank would not see whole sequences."""

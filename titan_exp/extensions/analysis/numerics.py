@@ -157,11 +157,8 @@ DEFAULT_SEQUENCES = 4
 
 
 def numerics_command(arguments: Sequence[str], run_path: Callable[[str, str], str] = lambda name, _: name) -> int:
-    """Run `titan-exp doctor --numerics`; returns the exit code.
-
-    `run_path` maps the name of a run, in a folder of runs, to its folder. Raises UserError about an invalid override or
-    unreadable weights.
-    """
+    """Run `titan-exp doctor --numerics`; returns the exit code. `run_path` maps the name of a run, in a folder of runs,
+    to its folder. Raises UserError about an invalid override or unreadable weights."""
     runs, arguments = take_runs(arguments)
     paths = [argument for argument in arguments if "=" not in argument and not argument.startswith("-")]
     flags = [argument for argument in arguments if argument.startswith("-")]

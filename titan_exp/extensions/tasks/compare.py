@@ -61,10 +61,8 @@ class Line:
 
     def table(self, runs: Sequence[Mapping[str, TaskScores]], minus: Sequence[Mapping[str, TaskScores]]) -> np.ndarray:
         """Numbers [runs, items] whose mean is the mean over tasks, each a mean over its items; those of the runs in
-        `minus` are subtracted, if there are any.
-
-        A number is the mean, and an item's linearized residual: its variance is that of a ratio of sums, too.
-        """
+        `minus` are subtracted, if there are any. A number is the mean, and an item's linearized residual: its variance
+        is that of a ratio of sums, too."""
         residuals, mean = list[np.ndarray](), 0.0
         for one in self.tasks:
             metric = one.primary if self.metric != BITS else BITS

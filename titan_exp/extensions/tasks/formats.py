@@ -117,11 +117,9 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_tasks(path: str | Path) -> list[Task]:
-    """Tasks of a file or folder, in order.
-
-    A folder has OLMo's rendered requests, at any depth, or lm-eval's YAML files. A YAML file is a task of lm-eval or a
-    CORE bundle. Raises UserError that names file and line for what cannot be read.
-    """
+    """Tasks of a file or folder, in order. A folder has OLMo's rendered requests, at any depth, or lm-eval's YAML
+    files. A YAML file is a task of lm-eval or a CORE bundle. Raises UserError that names file and line for what cannot
+    be read."""
     path = Path(path)
     if not path.is_dir():
         values = read_yaml(path, "a task of lm-eval, or `icl_tasks:` of a CORE bundle", HarnessLoader)

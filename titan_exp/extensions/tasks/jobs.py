@@ -115,9 +115,7 @@ class Jobs:
 
     def score(self, step: int, *, trust: bool = False, held: bool = False) -> Path | None:
         """Score the tasks of a request, and let its checkpoint go; returns the result, None if nothing was asked for.
-
-        With `held` this process has the request's lock, and waits for its turn. Raises LockedError if a job has it.
-        """
+        With `held` this process has the request's lock, and waits for its turn. Raises LockedError if a job has it."""
         with FileLock(self._file(step, "lock")) as lock, FileLock(self._requests / ".turn.lock") as turn:
             if held:
                 turn.acquire(timeout=math.inf)

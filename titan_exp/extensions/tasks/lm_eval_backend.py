@@ -50,11 +50,8 @@ class ScoredLM(LM):
 def lm_eval_scores(
     paths: Sequence[str], scorer: Scorer, tokenizer: Tokenizer, max_tokens: int, most: int | None
 ) -> dict[str, Any]:
-    """Scores of lm-eval's tasks by lm-eval, in the form of `evaluations.values_of`; all ranks must call it.
-
-    Raises:
-        UserError: a path is no task of lm-eval, or a task generates text.
-    """
+    """Scores of lm-eval's tasks by lm-eval, in the form of `evaluations.values_of`; all ranks must call it. Raises
+    UserError: a path is no task of lm-eval, or a task generates text."""
     names = [_name(Path(path)) for path in paths]
     folders = list(dict.fromkeys(str(Path(path).parent) for path in paths))
     os.environ.pop("LOCAL_RANK", None)  # lm-eval returns its results to the first rank alone

@@ -177,10 +177,8 @@ def _plain(value: Any) -> Any:
 
 def metrics_of(tasks: Mapping[str, Any]) -> dict[str, float | None]:
     """Metrics of an evaluation from its `values_of`: means over tasks, then those of each task as `TASK/METRIC`.
-
     `bits_per_byte` is a mean over all tasks, and `acc_centered` that of (accuracy - chance) / (1 - chance) over the
-    tasks whose primary metric is an accuracy that they have. A mean is None if one of its numbers is not finite.
-    """
+    tasks whose primary metric is an accuracy that they have. A mean is None if one of its numbers is not finite."""
     values = {name: {metric: one["value"] for metric, one in task["metrics"].items()} for name, task in tasks.items()}
     means = {"bits_per_byte": _mean([one["bits_per_byte"] for one in values.values()])}
     centered = [

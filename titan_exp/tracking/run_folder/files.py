@@ -24,11 +24,9 @@ _counter = itertools.count()
 
 
 def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> None:
-    """Replace the file at `path` atomically: readers and crashes see the old or the new content.
-
-    Bytes decoded with `surrogateescape` are written unchanged. Without `durable` there is no fsync: a power failure may
-    lose the newest writes. The temporary file is removed after an error.
-    """
+    """Replace the file at `path` atomically: readers and crashes see the old or the new content. Bytes decoded with
+    `surrogateescape` are written unchanged. Without `durable` there is no fsync: a power failure may lose the newest
+    writes. The temporary file is removed after an error."""
     path = Path(path)
     # Unique on this machine, even if a signal handler interrupts a write of the same file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_counter)}.tmp")
@@ -128,9 +126,7 @@ class FileLock:
 
     def acquire(self, role: str | None = None, *, shared: bool = False, timeout: float = 0.0) -> None:
         """Acquire the lock, exclusive or shared, within `timeout` seconds; `role` records this process for `holder`.
-
-        Raises LockedError if another process holds it, UserError if the file system does not support locks.
-        """
+        Raises LockedError if another process holds it, UserError if the file system does not support locks."""
         assert not self.held
         descriptor = self._open(query=role is None)
         try:
@@ -257,10 +253,8 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def redirect_temporary_files(path: Path) -> dict[str, str]:
-    """Environment variables that send the temporary files of processes (wandb, multiprocessing) into the folder.
-
-    Empty if the names of sockets would be too long.
-    """
+    """Environment variables that send the temporary files of processes (wandb, multiprocessing) into the folder. Empty
+    if the names of sockets would be too long."""
     return {"TMPDIR": str(path)} if len(os.fsencode(path)) + SOCKET_ROOM <= 107 else {}
 
 

@@ -31,9 +31,7 @@ def own_folder(path: Path) -> Path:
 
 def refuse_foreign_folders(runs: Path, run: Path) -> None:
     """Raise UserError if a user outside the group that shares the folder of runs could replace the files of a run.
-
-    `run` need not exist yet. A folder of runs is shared by the group that may write to it, unless anyone may.
-    """
+    `run` need not exist yet. A folder of runs is shared by the group that may write to it, unless anyone may."""
     shared = runs.stat()
     for path in (runs, run.parent, run):
         if not path.exists():
@@ -61,10 +59,8 @@ def _elsewhere(runs: Path, path: Path, run: Path) -> str:
 
 
 def _is_trusted(owner: int, shared: os.stat_result, path: Path) -> bool:
-    """True for this user, for root, and for users who share the folder of runs through its group.
-
-    For root in a container, owners that the container does not know count as outsiders.
-    """
+    """True for this user, for root, and for users who share the folder of runs through its group. For root in a
+    container, owners that the container does not know count as outsiders."""
     if owner == 0 or (os.geteuid() == 0 and _name(owner) == str(owner)):
         return True
     by_group = shared.st_mode & (stat.S_IWGRP | stat.S_IWOTH) == stat.S_IWGRP
@@ -104,10 +100,8 @@ CONFIRM_SECONDS = 1.0
 
 
 class FolderWatch:
-    """Watches the run folder at `path` through an open descriptor, which follows it after a move.
-
-    A poll costs three system calls. `clock` is in seconds. Raises OSError if the folder is missing already.
-    """
+    """Watches the run folder at `path` through an open descriptor, which follows it after a move. A poll costs three
+    system calls. `clock` is in seconds. Raises OSError if the folder is missing already."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = path, clock

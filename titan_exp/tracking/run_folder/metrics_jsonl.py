@@ -257,11 +257,9 @@ TAIL_ROWS = 8
 
 
 class JsonlSink:
-    """Appends rows to `path`; a line torn by an earlier crash is removed first.
-
-    Writes are unbuffered, so rows survive a killed process. On a full disk, rows are kept in memory, the error is
-    logged, and the next row retries; `close` raises if rows are left.
-    """
+    """Appends rows to `path`; a line torn by an earlier crash is removed first. Writes are unbuffered, so rows survive
+    a killed process. On a full disk, rows are kept in memory, the error is logged, and the next row retries; `close`
+    raises if rows are left."""
 
     def __init__(self, path: Path, attempt: int, clock: Callable[[], float] | None = None) -> None:
         """`clock` gives the Unix time of a row; without it, rows have no time."""
@@ -312,11 +310,9 @@ class JsonlSink:
 
 
 def read_metrics(path: Path) -> MetricRows:
-    """Read the rows of a metrics file, one per step, sorted by step.
-
-    A step logged again after a resume keeps the row of the latest attempt; rows of one step and attempt are merged. A
-    torn last line is ignored, so that a running run can be read; any other invalid line raises UserError.
-    """
+    """Read the rows of a metrics file, one per step, sorted by step. A step logged again after a resume keeps the row
+    of the latest attempt; rows of one step and attempt are merged. A torn last line is ignored, so that a running run
+    can be read; any other invalid line raises UserError."""
     rows, damaged = MetricRows(), 0
     for number, line in enumerate(_lines(path), 1):
         if damaged and line:

@@ -268,11 +268,9 @@ METRICS = "metrics.jsonl"
 
 
 def read_history(run_folder: Path, file: str = METRICS) -> MetricRows:
-    """Rows of a run's metrics, preceded by its ancestors' rows up to the steps at which they were continued.
-
-    `file` may be another file of such rows. A parent that is not on this machine has no rows. Raises UserError if a row
-    is damaged.
-    """
+    """Rows of a run's metrics, preceded by its ancestors' rows up to the steps at which they were continued. `file` may
+    be another file of such rows. A parent that is not on this machine has no rows. Raises UserError if a row is
+    damaged."""
     rows = _rows(run_folder, file)
     for ancestor in ancestors(run_folder):
         if ancestor.folder is not None:
@@ -333,11 +331,9 @@ class _Prediction(TypedDict, total=False):
 
 
 class Run(os.PathLike[str]):
-    """A run as its folder describes it; anybody may have written it, and it may be in any state.
-
-    Each member reads its file once, up to the size limit of its kind, and keeps the result. To see a change, make
-    another `Run`. A member raises UserError if its file is damaged.
-    """
+    """A run as its folder describes it; anybody may have written it, and it may be in any state. Each member reads its
+    file once, up to the size limit of its kind, and keeps the result. To see a change, make another `Run`. A member
+    raises UserError if its file is damaged."""
 
     def __init__(self, folder: "RunFolder | Run | str | os.PathLike[str]") -> None:
         self.folder = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder))
@@ -391,11 +387,9 @@ class Run(os.PathLike[str]):
 
     @cached_property
     def status(self) -> RunStatus:
-        """Status by files and locks; if a run is not done, its scheduler may know better.
-
-        A run without a recorded end is lost if no process holds it. If its last attempt is another machine's, whose
-        locks a network disk may hide, a sign of life in the last STALE seconds counts instead.
-        """
+        """Status by files and locks; if a run is not done, its scheduler may know better. A run without a recorded end
+        is lost if no process holds it. If its last attempt is another machine's, whose locks a network disk may hide, a
+        sign of life in the last STALE seconds counts instead."""
         state = self.state
         if state is None:
             return RunStatus("new", 0, None, 0)

@@ -239,10 +239,8 @@ HEARTBEAT_SECONDS = 1.0
 
 
 class RunFolder:
-    """Paths of a run folder, and its state, heartbeat, attempts and locks.
-
-    For the ranks of one of several worlds, `world_logs` names their folder below the attempt's logs.
-    """
+    """Paths of a run folder, and its state, heartbeat, attempts and locks. For the ranks of one of several worlds,
+    `world_logs` names their folder below the attempt's logs."""
 
     def __init__(self, path: str | os.PathLike[str], *, world_logs: str | None = None) -> None:
         self.path = Path(path)
@@ -387,9 +385,7 @@ class RunFolder:
 
     def claim(self, role: str, *, timeout: float = 0.5) -> FileLock:
         """Acquire the run lock, held until release or process exit. Raises LockedError if another process holds it.
-
-        `timeout` in seconds covers processes that query the holder and hold the lock briefly.
-        """
+        `timeout` in seconds covers processes that query the holder and hold the lock briefly."""
         lock = FileLock(self.lock)
         lock.acquire(role, timeout=timeout)
         return lock

@@ -85,16 +85,14 @@ class Batch(MicroBatch):
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch."""
+        further = [tensor for batch in self.further for tensor in batch.tensors]
         own = (self.tokens, self.labels, self.positions, self.documents)
-        return [tensor for tensor in own if tensor is not None] + [
-            tensor for batch in self.further for tensor in batch.tensors
-        ]
+        return [*(tensor for tensor in own if tensor is not None), *further]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply a function to every tensor of the batch."""
-        positions, documents = (
-            None if tensor is None else function(tensor) for tensor in (self.positions, self.documents)
-        )
+        optional = (self.positions, self.documents)
+        positions, documents = (None if tensor is None else function(tensor) for tensor in optional)
         further = tuple(batch.map(function) for batch in self.further)
         return Batch(function(self.tokens), function(self.labels), positions, documents, further)
 
@@ -266,16 +264,12 @@ class Permutation:
         """Image of `index`."""
         assert 0 <= index < self.size
         while True:
-            index = self._encrypt(index)
-            if index < self.size:
+            row, column = divmod(index, self._columns)
+            for round_ in range(0, _ROUNDS, 2):
+                row = (row + self._round(round_, column)) % self._rows
+                column = (column + self._round(round_ + 1, row)) % self._columns
+            if (index := row * self._columns + column) < self.size:
                 return index
-
-    def _encrypt(self, index: int) -> int:
-        row, column = divmod(index, self._columns)
-        for round_ in range(0, _ROUNDS, 2):
-            row = (row + self._round(round_, column)) % self._rows
-            column = (column + self._round(round_ + 1, row)) % self._columns
-        return row * self._columns + column
 
     def _round(self, round_: int, value: int) -> int:
         digest = blake2b(struct.pack("<BQ", round_, value), key=self._key, digest_size=8).digest()

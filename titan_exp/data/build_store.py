@@ -185,13 +185,11 @@ class PartTokenizer:
     """Tokenizes parts of a job; one per process. Raises UserError if text or tokenizer cannot be used."""
 
     def __init__(self, job: TokenizeJob, report: ReportProgress) -> None:
-        self._job = job
-        self._report = report
+        self._job, self._report = job, report
         self._corpus = Corpus(job.data, job.parts, job.shuffle)
         if self._corpus.fingerprint != job.source:
-            raise UserError(
-                "The text has changed since tokenization began. Remove the folder of the store and start again."
-            )
+            remedy = "Remove the folder of the store and start again."
+            raise UserError(f"The text has changed since tokenization began. {remedy}")
         self._tokenizer = build_tokenizer(job.data)
 
     def run(self, part: CorpusPart) -> None:
@@ -338,7 +336,13 @@ def _distribute(pool: dict[Connection, BaseProcess], pending: list[CorpusPart], 
             try:
                 kind, value = connection.recv()
             except EOFError:
-                raise _killed(pool[connection]) from None
+                pool[connection].join()
+                code = pool[connection].exitcode or 0
+                cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                raise UserError(
+                    f"A tokenizer process died ({cause}). If memory ran out, use fewer processes: workers=1.\n"
+                    "  To continue, type the same command: it keeps the finished shards."
+                ) from None
             if kind == "error":
                 raise value
             if kind == "progress":
@@ -347,16 +351,6 @@ def _distribute(pool: dict[Connection, BaseProcess], pending: list[CorpusPart], 
                 connection.send(pending.pop())
             else:
                 busy.remove(connection)
-
-
-def _killed(process: BaseProcess) -> UserError:
-    process.join()
-    code = process.exitcode or 0
-    cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return UserError(
-        f"A tokenizer process died ({cause}). If memory ran out, use fewer processes: workers=1.\n"
-        "  To continue, type the same command: it keeps the finished shards."
-    )
 
 
 def _serve(connection: Connection, job: TokenizeJob) -> None:
@@ -419,17 +413,22 @@ def write_store(job: TokenizeJob, corpus: Corpus, out: str, workers: int, *, ann
         "parts": len(corpus.parts),
         "shuffle": job.shuffle,
     }
-    former = {"shuffle": 0, "content": corpus.content}
-    store = sample_store.StoreWriter(
-        data_files.Manifest, job.folder, out, settings, "job.json", keys=_KEYS, former=former
-    )
+    former, kind = {"shuffle": 0, "content": corpus.content}, data_files.Manifest
+    store = sample_store.StoreWriter(kind, job.folder, out, settings, "job.json", keys=_KEYS, former=former)
     if store.is_finished():
         return False
     with store.lock():
-        _copy_tokenizer(job.data, job.folder)
-        # We tokenize with the copy, so that tokens and copy agree.
-        own = job.data if job.data.tokenizer == "bytes" else replace(job.data, tokenizer=str(job.folder))
-        _tokenize(replace(job, data=own), corpus, out if announce else "", workers)
+        if job.data.tokenizer != "bytes":
+            # We tokenize with the copy, so that tokens and copy agree.
+            _copy_tokenizer(job.data.tokenizer, job.folder)
+            job = replace(job, data=replace(job.data, tokenizer=str(job.folder)))
+        pending = [part for part in corpus.parts if not job.is_finished(part)]
+        done = len(corpus.parts) - len(pending)
+        if announce:
+            state = f"continued, {done} of {len(corpus.parts)} parts are done" if done else f"{len(pending)} parts"
+            print(f"{out}: {state}, {min(workers, len(pending)) or 1} at a time", flush=True)
+        with ProgressDisplay(len(corpus.parts), done, corpus.documents).shown() as progress:
+            tokenize_parts(job, pending, workers, progress.add)
         splits: dict[str, list[dict[str, Any]]] = {split: [] for split in data_files.SPLITS}
         for entry in (entry for part in corpus.parts for entry in job.entries(part)):
             for split, shard in entry["shards"].items():
@@ -439,21 +438,9 @@ def write_store(job: TokenizeJob, corpus: Corpus, out: str, workers: int, *, ann
     return True
 
 
-def _tokenize(job: TokenizeJob, corpus: Corpus, out: str, workers: int) -> None:
-    pending = [part for part in corpus.parts if not job.is_finished(part)]
-    done = len(corpus.parts) - len(pending)
-    state = f"continued, {done} of {len(corpus.parts)} parts are done" if done else f"{len(pending)} parts"
-    if out:
-        print(f"{out}: {state}, {min(workers, len(pending)) or 1} at a time", flush=True)
-    with ProgressDisplay(len(corpus.parts), done, corpus.documents).shown() as progress:
-        tokenize_parts(job, pending, workers, progress.add)
-
-
-def _copy_tokenizer(data: DataConfig, folder: Path) -> None:
+def _copy_tokenizer(tokenizer: str, folder: Path) -> None:
     """Copy the tokenizer's files into the store, atomically."""
-    if data.tokenizer == "bytes":
-        return
-    file = data_files.tokenizer_file(data.tokenizer)
+    file = data_files.tokenizer_file(tokenizer)
     for source, name in ((file, "tokenizer.json"), (file.with_name("tokenizer_config.json"), "tokenizer_config.json")):
         if source.is_file():
             temporary = folder / f"{name}{sample_store.TEMPORARY_SUFFIX}"

@@ -239,10 +239,8 @@ def explain_disk_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"The disk of {folder} is full. Free some space and type the same command to continue (it keeps the "
-                "finished shards), or remove the folder."
-            ) from error
+            remedy = "Free some space and type the same command to continue (it keeps the finished shards)"
+            raise UserError(f"The disk of {folder} is full. {remedy}, or remove the folder.") from error
         begun = (folder / UNFINISHED).is_dir()
         stays = f" To continue, type the same command: it keeps the finished shards in {folder}." if begun else ""
         remedy = f" {REMEDIES[error.errno]}." if error.errno in REMEDIES else ""

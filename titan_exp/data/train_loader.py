@@ -64,8 +64,7 @@ class _Queue(Generic[Item]):
     """Bounded queue; `end` wakes producer and consumer, and `get` on an empty ended queue raises the end reason."""
 
     def __init__(self, depth: int) -> None:
-        self._items: deque[Item] = deque()
-        self._depth = depth
+        self._items, self._depth = deque[Item](), depth
         self._end_reason: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -129,20 +128,16 @@ def build_text_sampler(data: DataConfig, seq_len: int, seed: int, *, dp_rank: in
         "experiment.seed": seed,
         "training.seq_len": seq_len,
     }
-    windows = {"": _windows(stored, seq_len, seed)}
-    return token_store.WindowSampler(windows, token_store.Mixture([1.0]), corpus, dp_rank=dp_rank, dp_degree=dp_degree)
-
-
-def _windows(text: token_store.StoredText, seq_len: int, seed: int) -> token_store.Windows:
-    manifest = text.make()
+    manifest = stored.make()
     tokens = token_store.TokenSplit(manifest, "train")
     if len(tokens) == 0:
-        training_subset(text.source, held_out_fraction(text.data))  # raises if all documents are held out
-        raise UserError(f"The corpus has no text: all of its {len(text.source)} documents are empty.")
-    return (
-        token_store.ShuffledWindows(manifest, seq_len, seed, 0)
-        if len(tokens) > seq_len
-        else token_store.RepeatedTokens(tokens, seq_len)
+        training_subset(stored.source, held_out_fraction(data))  # raises if all documents are held out
+        raise UserError(f"The corpus has no text: all of its {len(stored.source)} documents are empty.")
+    windows: token_store.Windows = token_store.RepeatedTokens(tokens, seq_len)
+    if len(tokens) > seq_len:
+        windows = token_store.ShuffledWindows(manifest, seq_len, seed, 0)
+    return token_store.WindowSampler(
+        {"": windows}, token_store.Mixture([1.0]), corpus, dp_rank=dp_rank, dp_degree=dp_degree
     )
 
 
@@ -170,15 +165,12 @@ class TrainLoader(Iterator[Any]):
     ) -> None:
         rows = dp_degree * micro_batch_size
         assert all(size % rows == 0 for size in training.batch_sizes), "checked by the rules"
-        self._data = data
-        self._seq_len = training.seq_len
-        self._dp_degree = dp_degree
-        self._micro_batch_size = micro_batch_size
+        self._data, self._seq_len = data, training.seq_len
+        self._dp_degree, self._micro_batch_size = dp_degree, micro_batch_size
         self._pin_memory, self._mtp_depth, self._prepare = pin_memory, mtp_depth, prepare
         build_sampler = source_member(data.source, "build_sampler") or build_text_sampler
-        self._build = partial(
-            partial, data=data, seq_len=training.seq_len, seed=seed, dp_rank=dp_rank, dp_degree=dp_degree
-        )
+        order = {"seq_len": training.seq_len, "seed": seed, "dp_rank": dp_rank, "dp_degree": dp_degree}
+        self._build = partial(partial, data=data, **order)
         self._sampler: Sampler = self._build(build_sampler)()
         self._consumed: SamplerState = dict(self._sampler.initial_state)
         self._prefetcher: Prefetcher[tuple[MicroBatch, SamplerState]] | None = None
@@ -215,7 +207,15 @@ class TrainLoader(Iterator[Any]):
         `state_dict()`s at the end of a global batch. Raises UserError if it belongs to another corpus, or ranks are
         missing."""
         self._keep_order(state)
-        _check_same_corpus(state.get("corpus"), self._sampler.corpus)
+        saved, present = state.get("corpus"), self._sampler.corpus
+        if not isinstance(saved, dict):
+            raise UserError("The checkpoint has no state of the data.")
+        if CONTENT in present and CONTENT not in saved:
+            warn(
+                "This checkpoint is from a version that did not record the contents of data files. We compare their "
+                "names and sizes only"
+            )
+        require_same_data(saved, present, {*saved, *present} - {REVISION, *({CONTENT} - set(saved))})
         self._seek(self._sampler.restrict(_positions(state)))
 
     def seek(self, state: Mapping[str, Any]) -> None:
@@ -328,8 +328,7 @@ def _read_batches(
         torch.cuda.set_device(pin_device)  # a new thread starts on GPU 0, where every rank would open a context
     while True:
         rows = new_rows()
-        starts: list[list[int]] = []
-        positions: SamplerState = {}
+        starts, positions = list[list[int]](), SamplerState()
         for row in rows:
             row_starts, changed = next_row(row)
             starts.append(row_starts)
@@ -342,17 +341,6 @@ def _read_batches(
 
 def _positions(state: Mapping[str, Any]) -> SamplerState:
     return {key: position for key, position in state.items() if key != "corpus"}
-
-
-def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:
-    if not isinstance(saved, dict):
-        raise UserError("The checkpoint has no state of the data.")
-    if CONTENT in present and CONTENT not in saved:
-        warn(
-            "This checkpoint is from a version that did not record the contents of data files. We compare their names "
-            "and sizes only"
-        )
-    require_same_data(saved, present, {*saved, *present} - {REVISION, *({CONTENT} - set(saved))})
 
 
 _MAX_TEXT = 200
@@ -402,7 +390,9 @@ def _documents(batch: Batch, row: int, tokenizer: Tokenizer) -> Iterator[str]:
         if len(ignored):
             notes.append(f"no label: {_ranges(ignored.tolist())}")
         complete = int(tokens[end - 1]) == tokenizer.end_of_text
-        text = _shorten(tokenizer.decode(tokens[begin:end].tolist()))
+        text = tokenizer.decode(tokens[begin:end].tolist())
+        if (more := len(text) - _MAX_TEXT) > 0:
+            text = f"{text[: _MAX_TEXT // 2]} ⟨{more:,} more characters⟩ {text[-_MAX_TEXT // 2 :]}"
         yield f"  tokens {begin}–{end - 1}, {', '.join(notes)}"
         yield f"    {text!r}{' ⟨end of text⟩' if complete else ' …'}"
         begin = end
@@ -417,9 +407,3 @@ def _ranges(numbers: list[int]) -> str:
         else:
             ranges.append([number, number])
     return ", ".join(f"{first}–{last}" if last > first else f"{first}" for first, last in ranges)
-
-
-def _shorten(text: str) -> str:
-    if len(text) <= _MAX_TEXT:
-        return text
-    return f"{text[: _MAX_TEXT // 2]} ⟨{len(text) - _MAX_TEXT:,} more characters⟩ {text[-_MAX_TEXT // 2 :]}"

@@ -53,17 +53,12 @@ class ValidationLoader:
         self.further_metrics = member("further_metrics") or (lambda sources, row, evaluate: {})
         """Function that returns more metrics, from `sources`, their metrics, and an evaluation of batches by name."""
         self._data = data
+        shard = {"dp_rank": dp_rank, "dp_degree": dp_degree, "micro_batch_size": micro_batch_size}
         if (batches := member("validation_batches")) is not None:
-            shard = {"dp_rank": dp_rank, "dp_degree": dp_degree, "micro_batch_size": micro_batch_size}
             self.sources: Mapping[str, Any] = batches(data, **shard, all_documents=all_documents)
             return
         splits = (member("validation_splits") or _text_split)(data, all_documents)
-        self.sources = {
-            name: SplitBatches(
-                open_, data, seq_len, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size
-            )
-            for name, open_ in splits.items()
-        }
+        self.sources = {name: SplitBatches(open_, data, seq_len, **shard) for name, open_ in splits.items()}
         """Batches by source of a mixture, or by part of the evaluation; the name of a single source is empty."""
 
     @cached_property
@@ -100,11 +95,8 @@ class SplitBatches:
         dp_degree: int,
         micro_batch_size: int,
     ) -> None:
-        self._open = open_
-        self._data = data
-        self._seq_len = seq_len
-        self._dp_rank, self._dp_degree = dp_rank, dp_degree
-        self._micro_batch_size = micro_batch_size
+        self._open, self._data, self._seq_len = open_, data, seq_len
+        self._dp_rank, self._dp_degree, self._micro_batch_size = dp_rank, dp_degree, micro_batch_size
 
     def __len__(self) -> int:
         """Number of batches, equal on all ranks."""
@@ -113,24 +105,22 @@ class SplitBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in range(len(self)):
-            first = batch * self._micro_batch_size
-            rows = range(first, first + self._micro_batch_size)
-            yield self._batch([self._dp_rank + row * self._dp_degree for row in rows])
+            first = self._dp_rank + batch * self._micro_batch_size * self._dp_degree
+            yield self._batch([first + row * self._dp_degree for row in range(self._micro_batch_size)])
 
     @cached_property
     def _sequence(self) -> TokenSequence:
         return self._open()
 
     def _batch(self, rows: list[int]) -> Batch:
-        sequence, windows = self._sequence, np.zeros((len(rows), self._seq_len + 1), dtype=np.int64)
+        data, sequence = self._data, self._sequence
+        windows = np.zeros((len(rows), self._seq_len + 1), dtype=np.int64)
         starts = []
         for window, row in zip(windows, rows, strict=True):
             begin = row * self._seq_len
             length = max(0, min(len(window), sequence.tokens - begin))
             starts.append(sequence.read(begin, window[:length]) if length else [])
-        batch = collate(
-            windows, starts, document_mask=self._data.document_mask, reset_positions=self._data.reset_positions
-        )
+        batch = collate(windows, starts, document_mask=data.document_mask, reset_positions=data.reset_positions)
         for labels, row in zip(batch.labels, rows, strict=True):
             labels[max(0, sequence.tokens - 1 - row * self._seq_len) :] = IGNORE_INDEX
         return batch
@@ -177,8 +167,15 @@ class _ValidationTexts:
         """Choice of the documents."""
         if all_documents:
             _require_limit(self._source, data)
+        elif own is None and data.validation_fraction == 0:
+            remedy = "use data.validation_fraction=0.02, or evaluation.every=0 to train without evaluation"
+            violation = Violation("data.validation_fraction", 0.0, "this fraction holds out no documents", remedy)
+            raise UserError("There is nothing to evaluate on.", [violation])
+        elif own is None and isinstance(self._source, RandomAccessSource):
+            self._source = validation_subset(self._source, data.validation_fraction)
         elif own is None:
-            self._hold_out(data)
+            _require_limit(self._source, data)
+            self._fraction = data.validation_fraction
         if next(iter(self), None) is None:
             raise self._no_text(data)
 
@@ -190,17 +187,6 @@ class _ValidationTexts:
             texts = self._stream(source)
         return islice(texts, self._limit)
 
-    def _hold_out(self, data: DataConfig) -> None:
-        if data.validation_fraction == 0:
-            remedy = "use data.validation_fraction=0.02, or evaluation.every=0 to train without evaluation"
-            violation = Violation("data.validation_fraction", 0.0, "this fraction holds out no documents", remedy)
-            raise UserError("There is nothing to evaluate on.", [violation])
-        if isinstance(self._source, RandomAccessSource):
-            self._source = validation_subset(self._source, data.validation_fraction)
-        else:
-            _require_limit(self._source, data)
-            self._fraction = data.validation_fraction
-
     def _stream(self, source: StreamingSource, fraction: float | None = None) -> Iterator[str]:
         fraction = self._fraction if fraction is None else fraction
         for part in range(source.parts):
@@ -211,11 +197,8 @@ class _ValidationTexts:
         source, reason = self._source, "the validation documents contain no text"
         if not isinstance(source, RandomAccessSource) and self._fraction < 1:
             has_text = next(self._stream(source, 1.0), None) is not None
-            reason = (
-                "this fraction holds out none of the documents of the stream"
-                if has_text
-                else "the stream contains no text"
-            )
+            none_of_them = "this fraction holds out none of the documents of the stream"
+            reason = none_of_them if has_text else "the stream contains no text"
         if data.validation_split is not None:
             violation = Violation("data.validation_split", data.validation_split, reason, "name another split")
         else:

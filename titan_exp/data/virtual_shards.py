@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from queue import Empty, SimpleQueue
@@ -74,9 +75,7 @@ class PackedStream:
     """Endless packed rows of one virtual shard. The state is the position of the next row's first token."""
 
     def __init__(self, stream: DocumentStream, seq_len: int) -> None:
-        self._stream = stream
-        self._seq_len = seq_len
-        self._rows = 0
+        self._stream, self._seq_len, self._rows = stream, seq_len, 0
         self._offset: int | None = None  # number of tokens into the current document; None before the first read
 
     def next_row(self, window: np.ndarray) -> list[int]:
@@ -128,8 +127,7 @@ class TokenizedDocuments:
     """Documents as tokens with end-of-text. A document used by several shards is in memory once."""
 
     def __init__(self, source: RandomAccessSource, tokenizer: Tokenizer) -> None:
-        self._source = source
-        self._tokenizer = tokenizer
+        self._source, self._tokenizer = source, tokenizer
         self._in_use: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
@@ -147,10 +145,8 @@ class IndexedStream:
     """`DocumentStream` with position `epoch` and `document`, the number of documents read in that epoch."""
 
     def __init__(self, documents: TokenizedDocuments, order: EpochShuffle, *, shard: int, shards: int) -> None:
-        self._documents = documents
-        self._order = order
-        self._shard = shard
-        self._shards = shards
+        self._documents, self._order = documents, order
+        self._shard, self._shards = shard, shards
         total = order.items
         if total >= shards:
             self._step, self._length, self.start = shards, len(range(shard, total, shards)), 0.0
@@ -250,13 +246,10 @@ def _work(tasks: "SimpleQueue[_Task]") -> None:
 
 def _stop(tasks: "SimpleQueue[_Task]", closed: threading.Event, workers: list[threading.Thread]) -> None:
     closed.set()
-    while True:
-        try:
-            job = tasks.get_nowait()
-        except Empty:
-            break
-        if job is not None:
-            job[1].cancel()
+    with suppress(Empty):
+        while True:
+            if (job := tasks.get_nowait()) is not None:
+                job[1].cancel()
     for _ in workers:
         tasks.put(None)
     for worker in workers:
@@ -312,9 +305,7 @@ class BlockShuffledStream:
     start = 0.0
 
     def __init__(self, spec: StreamSpec, pool: DaemonThreadPool, shard: int) -> None:
-        self._spec = spec
-        self._pool = pool
-        self._shard = shard
+        self._spec, self._pool, self._shard = spec, pool, shard
         parts, shards = spec.source.parts, spec.shards
         self._parts = len(range(shard, parts, shards)) or 1
         if parts >= shards:

@@ -78,10 +78,8 @@ class SplitFileSource:
 
         self._offsets = np.concatenate([np.empty(0, dtype=np.int64), *offsets])
         if len(self._offsets) == 0:
-            reason = "all files of data.paths are blank"
-            raise UserError(
-                "There is no text to read.", [Violation("data.document", unit, reason, "give files with text")]
-            )
+            violation = Violation("data.document", unit, "all files of data.paths are blank", "give files with text")
+            raise UserError("There is no text to read.", [violation])
         self._first_document: list[int] = np.cumsum([0, *map(len, offsets)]).tolist()
         self._open = lru_cache(maxsize=_OPEN_FILES)(lambda number: _OpenFile(files.path(number)))
         self.fingerprint = f"{files.fingerprint}, {len(self)} documents, each a {unit}"
@@ -147,10 +145,7 @@ _NAMED = 5
 def build(config: DataConfig) -> "TextSource | SplitFileSource":
     """Open the files of `data.paths`, split by `data.document`."""
     files = open_files(config)
-    if config.document == "file":
-        return files
-
-    return SplitFileSource(files, config.document)
+    return files if config.document == "file" else SplitFileSource(files, config.document)
 
 
 def open_files(config: DataConfig) -> "TextSource":

@@ -79,21 +79,18 @@ def render_page(package: str, scripts: Sequence[str], numbers: Any, **words: Any
     loader = FunctionLoader(lambda name: _asset(common, name))
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(autoescape=True, loader=loader, **options)
+    # JSON that cannot end a <script> element or begin a comment.
+    data = json.dumps(numbers, separators=(",", ":"), allow_nan=False)
+    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     # Markup is not escaped: files of the package, and script-safe data.
     return environment.from_string(_asset(package, "page.html")).render(
         drawn_at=format_time(),
         style=Markup(_asset(common, "base.css") + _asset(package, "page.css")),
         script=Markup("\n".join([_asset(common, "elements.js"), *(_asset(package, name) for name in scripts)])),
-        numbers=Markup(_script_safe(numbers)),
+        numbers=Markup(data),
         **words,
     )
 
 
 def _asset(package: str, name: str) -> str:
     return files(package).joinpath(FOLDER, name).read_text(encoding="utf-8")
-
-
-def _script_safe(value: Any) -> str:
-    """JSON that cannot end a <script> element or begin a comment."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -37,23 +37,18 @@ def configure_logging(rank: int, logs: Path) -> None:
     for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Formatter)]:
         root.removeHandler(handler)
         handler.close()
-    handler = _handler(rank, logs)
+    handler: logging.Handler = _StreamHandler(sys.stdout)
+    if rank != 0:
+        logs.mkdir(exist_ok=True)
+        # Created with the first warning, to avoid thousands of empty files.
+        handler = _FileHandler(logs / f"rank-{rank}.log", delay=True)
+        handler.setLevel(logging.WARNING)
     handler.setFormatter(_Formatter())
     handler.addFilter(_OnceFilter())
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     get_logger().setLevel(logging.INFO)
     logging.captureWarnings(True)
-
-
-def _handler(rank: int, logs: Path) -> logging.Handler:
-    if rank == 0:
-        return _StreamHandler(sys.stdout)
-    logs.mkdir(exist_ok=True)
-    # Created with the first warning, to avoid thousands of empty files.
-    handler = _FileHandler(logs / f"rank-{rank}.log", delay=True)
-    handler.setLevel(logging.WARNING)
-    return handler
 
 
 class _Lossy(logging.Handler):

@@ -8,7 +8,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +29,8 @@ from titan_exp.tracking.run_folder.run import Ancestor, ancestors, read_code, re
 from titan_exp.tracking.run_folder.run_folder import RunFolder, read_json
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard.writer import SummaryWriter
-
-
-if TYPE_CHECKING:
     import wandb
-
+    from torch.utils.tensorboard.writer import SummaryWriter
 
 SECONDS = 15.0
 """Seconds for the service to send its remaining data after every run is finished."""
@@ -65,20 +61,17 @@ def stop_wandb_service(seconds: float = SECONDS) -> None:
 
 def service_pids() -> list[int]:
     """Process ids of wandb's services among the children of this process (Linux)."""
-    children = [word for path in Path("/proc/self/task").glob("*/children") for word in path.read_text().split()]
-    return [int(pid) for pid in children if _process_name(pid).startswith("wandb")]
-
-
-def _process_name(pid: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text()
-    except OSError:
-        return ""
+    found = []
+    for pid in (word for path in Path("/proc/self/task").glob("*/children") for word in path.read_text().split()):
+        with suppress(OSError):
+            found += [int(pid)] if Path(f"/proc/{pid}/comm").read_text().startswith("wandb") else []
+    return found
 
 
 VOLATILE = ("paths", "cluster", "tracking", "profiling", "plan")
 """Groups that do not affect the result."""
 
+LABELS = ("experiment.name", "experiment.tags", "experiment.notes")
 NAME_LENGTH = 128
 
 
@@ -107,7 +100,10 @@ class WandbRun:
 def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -> WandbRun:
     """Build the W&B arguments of a run."""
     tracking, naming = experiment.tracking, experiment.experiment
-    ancestor = next(ancestors(folder.path), None)
+    ancestor, parent_id = next(ancestors(folder.path), None), None
+    if ancestor is not None and ancestor.folder is not None:
+        with suppress(OSError, UserError):  # it was not logged to W&B
+            parent_id = read_text(_id_file(ancestor.folder)).strip()
     return WandbRun(
         id=_fixed_id(folder.path, run_id),
         name=_name(folder.overrides) or run_id,
@@ -118,7 +114,7 @@ def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -
         tags=naming.tags,
         notes=naming.notes,
         config=_config(to_dict(experiment), ResolvedLayout.of(experiment).world_size, folder, run_id, ancestor),
-        parent_id=None if ancestor is None or ancestor.folder is None else _stored_id(ancestor.folder),
+        parent_id=parent_id,
     )
 
 
@@ -138,17 +134,15 @@ def _id_file(folder: Path) -> Path:
     return folder / "wandb" / "id"
 
 
-def _stored_id(folder: Path) -> str | None:
-    """W&B id of a run; None if it was not logged to W&B."""
-    try:
-        return read_text(_id_file(folder)).strip()
-    except (OSError, UserError):
-        return None
-
-
 def _typed(overrides: Path) -> list[str]:
     """Typed overrides that affect the result."""
-    return [override for override in read_overrides(overrides) or () if not _is_volatile(override)]
+    found = []
+    for override in read_overrides(overrides) or ():
+        key = override.partition("=")[0].lstrip("+~")
+        group = key.partition(".")[0].partition("@")[0]
+        if group not in (*VOLATILE, "hydra") and key not in LABELS:
+            found.append(override)
+    return found
 
 
 def _axis(folder: RunFolder, run_id: str) -> tuple[str, str]:
@@ -175,12 +169,6 @@ def _study_label(folder: RunFolder, run_id: str) -> str | None:
 def _name(overrides: Path) -> str:
     name = " ".join(_typed(overrides))
     return name if len(name) <= NAME_LENGTH else name[: NAME_LENGTH - 1] + "…"
-
-
-def _is_volatile(override: str) -> bool:
-    key = override.partition("=")[0].lstrip("+~")
-    group = key.partition(".")[0].partition("@")[0]
-    return group in (*VOLATILE, "hydra") or key in ("experiment.name", "experiment.tags", "experiment.notes")
 
 
 def _config(
@@ -217,8 +205,7 @@ class WandbSink:
     newest directory (`wandb/latest-run`) uploads the whole run."""
 
     def __init__(self, run: WandbRun, folder: Path, metrics: Path) -> None:
-        self._metrics = metrics
-        self._run = _start(run, folder)
+        self._metrics, self._run = metrics, _start(run, folder)
         self._replay = self._run.settings.mode == "offline"
         self._run.define_metric("*", step_metric="step")
         if run.parent_id is not None and self._run.url:
@@ -231,7 +218,7 @@ class WandbSink:
         if self._replay:
             self._replay = False
             for earlier in read_metrics(self._metrics):
-                if _step(earlier) < _step(row):
+                if (earlier["step"] or 0) < (row["step"] or 0):
                     self._log(earlier)
         self._log(row)
 
@@ -304,6 +291,10 @@ def _init(run: WandbRun, folder: Path, mode: str) -> wandb.Run:
     import wandb
 
     _machine_settings()
+    # Start and finish timeouts for an unreachable server, unless set by the user.
+    wanted = {"init_timeout": 60.0, "finish_timeout": 120.0}
+    known = [key for key in wanted if key in wandb.Settings.model_fields]  # finish_timeout is not in every version
+    timeouts: Any = {key: wanted[key] for key in known if f"WANDB_{key.upper()}" not in os.environ}
     return wandb.init(
         project=run.project,
         entity=run.entity,
@@ -317,7 +308,7 @@ def _init(run: WandbRun, folder: Path, mode: str) -> wandb.Run:
         config=run.config,
         dir=folder,
         mode=mode,  # pyright: ignore[reportArgumentType]  # WANDB_MODE may be anything; wandb validates it
-        settings=wandb.Settings(silent=True, console="off", **_timeouts()),
+        settings=wandb.Settings(silent=True, console="off", **timeouts),
     )
 
 
@@ -326,19 +317,6 @@ def _machine_settings() -> wandb.Settings:
 
     # This is set for the whole library, which also prints outside a run.
     return wandb.setup(settings=wandb.Settings(silent=True, console="off")).settings
-
-
-def _timeouts() -> Mapping[str, Any]:
-    """Start and finish timeouts for an unreachable server, unless set by the user."""
-    import wandb
-
-    wanted = {"init_timeout": 60.0, "finish_timeout": 120.0}
-    known = wandb.Settings.model_fields  # finish_timeout is not in every version
-    return {key: value for key, value in wanted.items() if key in known and f"WANDB_{key.upper()}" not in os.environ}
-
-
-def _step(row: Row) -> float:
-    return row["step"] or 0
 
 
 class BestEffortSink:

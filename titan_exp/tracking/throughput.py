@@ -99,12 +99,8 @@ class Throughput:
         if per_device is not None and self._flops_per_token is not None:
             tflops = per_device * self._flops_per_token / 1e12
             mfu = None if self._peak_tflops is None else tflops / self._peak_tflops
-        return {
-            "tokens_per_second": per_second,
-            "tokens_per_second_per_device": per_device,
-            "tflops": tflops,
-            "mfu": mfu,
-        }
+        speeds = {"tokens_per_second": per_second, "tokens_per_second_per_device": per_device}
+        return {**speeds, "tflops": tflops, "mfu": mfu}
 
     def _restart(self) -> float:
         """Start a new window; returns the seconds of the old one, without pauses."""
@@ -129,7 +125,9 @@ class PeakMemory:
 
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            _reset_peak_resident()
+            # Outside Linux, or in a sandbox, the peak covers the process lifetime.
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
 
     def read(self) -> dict[str, float | None]:
         """Peaks under the keys of a row: `memory` and `memory_reserved` (None on a CPU)."""
@@ -140,12 +138,6 @@ class PeakMemory:
             reserved = torch.cuda.max_memory_reserved(self._device)
             return {"memory": allocated / GIB, "memory_reserved": reserved / GIB}
         return {"memory": _peak_resident() / GIB, "memory_reserved": None}
-
-
-def _reset_peak_resident() -> None:
-    # Outside Linux, or in a sandbox, the peak covers the process lifetime.
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
 
 
 def _peak_resident() -> int:

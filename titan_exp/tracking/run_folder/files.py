@@ -1,6 +1,5 @@
 """Run folder files: written completely or not at all, locked, followed as they grow, temporary."""
 
-import contextlib
 import errno
 import fcntl
 import itertools
@@ -13,7 +12,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -78,7 +77,7 @@ def sync_folder(folder: Path) -> None:
     """Fsync the directory entries of `folder`; ignored on file systems that do not support it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some network file systems do not support it
+        with suppress(OSError):  # some network file systems do not support it
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -163,21 +162,19 @@ class FileLock:
         self.release()
 
     def _open(self, *, query: bool) -> int:
+        misplaced = f"{self.path} is not a file, and a lock file belongs there. Move it away."
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
         except OSError as error:
             if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
-                raise self._misplaced() from error
+                raise UserError(misplaced) from error
             if not query or error.errno not in (errno.EROFS, errno.EACCES):
                 raise
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # another user's, or on a read-only disk
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise self._misplaced()
+            raise UserError(misplaced)
         return descriptor
-
-    def _misplaced(self) -> UserError:
-        return UserError(f"{self.path} is not a file, and a lock file belongs there. Move it away.")
 
     def _wait(self, descriptor: int, kind: int, deadline: float) -> None:
         while True:
@@ -205,7 +202,7 @@ def is_held(path: Path, *, shared: bool = False) -> bool:
     """True if a process holds the lock at `path` exclusively; with `shared`, in any mode."""
     if not path.exists():
         return False
-    with contextlib.suppress(LockedError), FileLock(path) as lock:
+    with suppress(LockedError), FileLock(path) as lock:
         lock.acquire(shared=not shared)
         return False
     return True
@@ -241,7 +238,7 @@ def hold_temporary_folder(path: Path) -> FileLock | None:
     return lock
 
 
-@contextlib.contextmanager
+@contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Yield a folder that is removed after the block; if this process is killed, the next start removes it."""
     path, lock = create_temporary_folder()
@@ -261,7 +258,7 @@ def redirect_temporary_files(path: Path) -> dict[str, str]:
 def remove_stale_temporary_folders() -> None:
     """Remove this user's folders that no process holds."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError, LockedError, UserError), FileLock(path / LOCK) as lock:
+        with suppress(OSError, LockedError, UserError), FileLock(path / LOCK) as lock:
             status = path.lstat()
             if status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode):
                 lock.acquire()

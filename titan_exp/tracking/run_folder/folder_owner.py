@@ -64,8 +64,15 @@ def _is_trusted(owner: int, shared: os.stat_result, path: Path) -> bool:
     if owner == 0 or (os.geteuid() == 0 and _name(owner) == str(owner)):
         return True
     by_group = shared.st_mode & (stat.S_IWGRP | stat.S_IWOTH) == stat.S_IWGRP
-    if by_group and (owner == shared.st_uid or _is_member(owner, shared.st_gid)):
+    if by_group and owner == shared.st_uid:
         return True
+    if by_group:
+        try:
+            entry = pwd.getpwuid(owner)
+        except KeyError:
+            return True  # a container knows no members, and only members can have written there
+        if shared.st_gid in os.getgrouplist(entry.pw_name, entry.pw_gid):
+            return True
     return _is_mine(owner, path if path.is_dir() else path.parent)
 
 
@@ -76,16 +83,6 @@ def _is_mine(owner: int, folder: Path) -> bool:
     with contextlib.suppress(OSError), tempfile.TemporaryDirectory(prefix=".owner-", dir=folder) as probe:
         return os.stat(probe).st_uid == owner
     return False
-
-
-def _is_member(user: int, group: int) -> bool:
-    """True if a user is in a group. Unknown users count: a container knows no members, and only members can have
-    written there."""
-    try:
-        entry = pwd.getpwuid(user)
-    except KeyError:
-        return True
-    return group in os.getgrouplist(entry.pw_name, entry.pw_gid)
 
 
 def _name(user: int) -> str:

@@ -151,7 +151,8 @@ class MetricRows(Sequence[dict[str, Any]]):
             return
         place = bisect_left(self._steps, step)
         there = self._steps[place] == step
-        attempt = (self._cell("attempt", place) if there else self._late.get(step, row).get("attempt")) or 0
+        attempts = self._columns.get("attempt", _Column())
+        attempt = (attempts.get(place) if there else self._late.get(step, row).get("attempt")) or 0
         later = (row.get("attempt") or 0) - attempt
         if later < 0:
             return
@@ -210,9 +211,6 @@ class MetricRows(Sequence[dict[str, Any]]):
         present = (pair for pair in self._columns.items() if place < len(pair[1].kinds) and pair[1].kinds[place])
         return {key: column.get(place) for key, column in present}
 
-    def _cell(self, key: str, place: int) -> Any:
-        return self._columns[key].get(place) if key in self._columns else None
-
     def _put(self, place: int, row: Mapping[str, Any]) -> None:
         for key, value in row.items():
             column = self._columns.get(key)
@@ -264,12 +262,9 @@ class JsonlSink:
     def __init__(self, path: Path, attempt: int, clock: Callable[[], float] | None = None) -> None:
         """`clock` gives the Unix time of a row; without it, rows have no time."""
         repair(path)
-        self._clock = clock
-        self._attempt = attempt
-        self._path = path
+        self._path, self._attempt, self._clock = path, attempt, clock
         self._file = path.open("ab", buffering=0)
-        self._buffer = b""
-        self._failed = False
+        self._buffer, self._failed = b"", False
 
     def log(self, row: Mapping[str, Value | Sequence[int]]) -> None:
         """Write the row, adding its time, and this attempt's number if it has none."""
@@ -316,9 +311,8 @@ def read_metrics(path: Path) -> MetricRows:
     rows, damaged = MetricRows(), 0
     for number, line in enumerate(_lines(path), 1):
         if damaged and line:
-            raise UserError(
-                f"{path}, line {damaged}: this is not a row of metrics. Remove the line and keep the others."
-            )
+            remedy = "Remove the line and keep the others."
+            raise UserError(f"{path}, line {damaged}: this is not a row of metrics. {remedy}")
         row = parse_row(line)
         if row is not None:
             rows.merge(row)
@@ -452,11 +446,8 @@ def load_statistics(counts: Sequence[int]) -> LoadStatistics:
     shares = [count / total for count in counts if count]
     # Six digits suffice: a row has three such numbers for each of up to a hundred layers.
     entropy = abs(math.fsum(share * math.log(share) for share in shares)) / math.log(len(counts))
-    return LoadStatistics(_rounded(max(counts) * len(counts) / total), len(counts) - len(shares), _rounded(entropy))
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.6g}")
+    load_max, entropy = (float(f"{value:.6g}") for value in (max(counts) * len(counts) / total, entropy))
+    return LoadStatistics(load_max, len(counts) - len(shares), entropy)
 
 
 class ExpertLoadLog:

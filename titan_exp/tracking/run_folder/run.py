@@ -170,11 +170,6 @@ def digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=6).hexdigest()
 
 
-def read_environment_record(path: Path) -> dict[str, Any] | None:
-    """Environment of a run; None if missing. Raises UserError if it is damaged."""
-    return read_json(path, EnvironmentRecord)  # type: ignore[return-value]
-
-
 LINEAGE_FILE = "lineage.json"
 """File name in the run folder."""
 
@@ -274,9 +269,8 @@ def read_history(run_folder: Path, file: str = METRICS) -> MetricRows:
     rows = _rows(run_folder, file)
     for ancestor in ancestors(run_folder):
         if ancestor.folder is not None:
-            step = ancestor.lineage.step
-            earlier = _rows(ancestor.folder, file)
-            rows = MetricRows(chain((row for row in earlier if row["step"] <= step), rows))
+            earlier = (row for row in _rows(ancestor.folder, file) if row["step"] <= ancestor.lineage.step)
+            rows = MetricRows(chain(earlier, rows))
     return rows
 
 
@@ -323,11 +317,6 @@ class PredictedMetrics:
     """Peak of rank 0 in GiB: of allocated tensors on a GPU, of the whole process on a CPU."""
     tokens_per_second: float | None = None
     """Throughput of the whole job."""
-
-
-class _Prediction(TypedDict, total=False):
-    memory: float | None
-    tokens_per_second: float | None
 
 
 class Run(os.PathLike[str]):
@@ -429,7 +418,7 @@ class Run(os.PathLike[str]):
     @cached_property
     def environment(self) -> dict[str, Any] | None:
         """Environment record; None if missing."""
-        return read_environment_record(self.folder.env)
+        return read_json(self.folder.env, EnvironmentRecord)
 
     @cached_property
     def overrides(self) -> tuple[str, ...] | None:
@@ -454,11 +443,9 @@ class Run(os.PathLike[str]):
     @cached_property
     def predicted(self) -> PredictedMetrics:
         """Predictions made before the start; their values are None if plan.json is missing or damaged."""
-        try:
-            found = read_json(self.folder.plan, _Prediction) or {}
-        except UserError:
-            found = {}
-        return PredictedMetrics(found.get("memory"), found.get("tokens_per_second"))
+        with suppress(UserError):
+            return read_json(self.folder.plan, PredictedMetrics) or PredictedMetrics()
+        return PredictedMetrics()
 
     @cached_property
     def rows(self) -> MetricRows:

@@ -3,7 +3,6 @@
 Rank 0 and the launcher write; any process may read at any time. Every file stays readable after a crash.
 """
 
-import contextlib
 import errno
 import json
 import os
@@ -168,68 +167,19 @@ class World:
 _HINTS = get_type_hints(Attempt)
 
 
-class AttemptLog:
-    """Attempt rows of one run. The file is rewritten atomically under a lock."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read(self) -> list[Attempt]:
-        """Read all rows, oldest first, one per number. A damaged line keeps the fields that can still be read, and says
-        that it is damaged. Raises UserError if the file cannot be read."""
-        rows: dict[int, Attempt] = {}
-        try:
-            for line_number, line in enumerate(read_lines(self.path), 1):
-                number = max(rows, default=0) + 1
-                row = self._parse(line) or self._salvage(line, line_number, number)
-                rows[row.attempt] = row
-        except FileNotFoundError:
-            return []
-        return [rows[number] for number in sorted(rows)]
-
-    def add(self, **fields: Any) -> Attempt:
-        """Append a row with the intent to start; returns it."""
-        with self._locked():
-            rows = self.read()
-            row = Attempt(attempt=rows[-1].attempt + 1 if rows else 1, intent=time.time(), **fields)
-            self._write([*rows, row])
-        return row
-
-    def update(self, number: int, **fields: Any) -> Attempt:
-        """Set fields of row `number`; returns the new row. A row whose file was deleted is added again."""
-        with self._locked():
-            rows = self.read()
-            known = next((row for row in rows if row.attempt == number), Attempt(number, intent=time.time()))
-            row = replace(known, **fields)
-            others = [other for other in rows if other.attempt != number]
-            self._write(sorted([*others, row], key=lambda each: each.attempt))
-        return row
-
-    def _locked(self) -> FileLock:
-        lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
-        lock.acquire(timeout=LOCK_TIMEOUT)
-        return lock
-
-    def _write(self, rows: list[Attempt]) -> None:
-        write_atomically(self.path, concealed("".join(json.dumps(asdict(row)) + "\n" for row in rows)))
-
-    def _parse(self, line: bytes) -> Attempt | None:
-        try:
-            row = parse_json(line, Attempt)
-        except ValueError:
-            return None
-        return row if row.attempt >= 1 else None
-
-    def _salvage(self, line: bytes, line_number: int, number: int) -> Attempt:
-        """Recover the row of a damaged line: the fields between its damages, such as the id of a job that may still
-        run."""
-        found: dict[str, Any] = {}
-        for name, text, *_ in _FIELD.findall(line.decode(errors="replace")):
-            with suppress(ValueError, KeyError):
-                found[name] = of_kind(_HINTS[name], json.loads(text))
-        note = f"line {line_number} of {self.path.name} is damaged"
-        known = {"intent": 0.0, "end": found.get("start", found.get("intent", 0.0))}
-        return Attempt(**{**known, **found, "attempt": number, "reason": found.get("reason") or note})
+def _attempt(line: bytes, note: str, number: int) -> Attempt:
+    """Attempt of a line. Of a damaged one, the row `number` with the fields between its damages, such as the id of a
+    job that may still run."""
+    with suppress(ValueError):
+        row = parse_json(line, Attempt)
+        if row.attempt >= 1:
+            return row
+    found: dict[str, Any] = {}
+    for name, text, *_ in _FIELD.findall(line.decode(errors="replace")):
+        with suppress(ValueError, KeyError):
+            found[name] = of_kind(_HINTS[name], json.loads(text))
+    known = {"intent": 0.0, "end": found.get("start", found.get("intent", 0.0))}
+    return Attempt(**{**known, **found, "attempt": number, "reason": found.get("reason") or note})
 
 
 __all__ = ["Attempt", "Heartbeat", "LockHolder", "LockedError", "RunFolder", "RunState", "write_atomically"]
@@ -286,7 +236,6 @@ class RunFolder:
         """Held by the process that may start and end attempts: the launcher, or rank 0 without one."""
         self.ranks_lock = self.path / ".lock.ranks"
         """Shared lock of all live ranks; still held after the launcher is killed."""
-        self._attempt_log = AttemptLog(self.attempts)
         self._last_heartbeat = -HEARTBEAT_SECONDS
 
     def attempt_logs(self, number: int) -> Path:
@@ -321,28 +270,28 @@ class RunFolder:
         """Write a heartbeat after `step` steps, at most one per second unless `force`; returns True if written. On a
         full disk, the file is overwritten in place, which needs no space."""
         now = time.monotonic()
-        if force or now - self._last_heartbeat >= HEARTBEAT_SECONDS:
-            self._last_heartbeat = now
-            text = concealed(json.dumps({"step": step, "time": time.time(), "warning": warning})) + "\n"
-            try:
-                write_atomically(self.heartbeat, text, durable=False)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                overwrite(self.heartbeat, text)
-            return True
-        return False
+        if not force and now - self._last_heartbeat < HEARTBEAT_SECONDS:
+            return False
+        self._last_heartbeat = now
+        text = concealed(json.dumps({"step": step, "time": time.time(), "warning": warning})) + "\n"
+        try:
+            write_atomically(self.heartbeat, text, durable=False)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            overwrite(self.heartbeat, text)
+        return True
 
     def read_heartbeat(self) -> Heartbeat | None:
         """Read the last heartbeat; None before the first, or if it is damaged, in which case the next one replaces
         it."""
-        with contextlib.suppress(UserError):
+        with suppress(UserError):
             return read_json(self.heartbeat, Heartbeat)
         return None
 
     def warning(self) -> str | None:
         """Warning for the user of the newest attempt; None if there is none. It outlives the attempt."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if os.statvfs(self.path).f_flag & os.ST_RDONLY:
                 return (
                     f"{self.path} is on a read-only disk, so the run cannot write a checkpoint, a metric or its state"
@@ -372,16 +321,41 @@ class RunFolder:
         self.stop.unlink(missing_ok=True)
 
     def read_attempts(self) -> list[Attempt]:
-        """Read all attempts, oldest first."""
-        return self._attempt_log.read()
+        """Read all attempts, oldest first, one per number. A damaged line keeps the fields that can still be read, and
+        says that it is damaged. Raises UserError if the file cannot be read."""
+        rows: dict[int, Attempt] = {}
+        with suppress(FileNotFoundError):
+            for line_number, line in enumerate(read_lines(self.attempts), 1):
+                row = _attempt(line, f"line {line_number} of {self.attempts.name} is damaged", max(rows, default=0) + 1)
+                rows[row.attempt] = row
+        return [rows[number] for number in sorted(rows)]
 
     def add_attempt(self, *, world_size: int, hosts: Sequence[str], **fields: Any) -> Attempt:
         """Record an attempt before its submission; `fields` are further fields of Attempt. Returns the row."""
-        return self._attempt_log.add(world_size=world_size, hosts=tuple(hosts), **fields)
+        with self._attempts_lock():
+            rows = self.read_attempts()
+            number, intent = rows[-1].attempt + 1 if rows else 1, time.time()
+            row = Attempt(number, intent, world_size=world_size, hosts=tuple(hosts), **fields)
+            self._write_attempts([*rows, row])
+        return row
 
     def update_attempt(self, number: int, **fields: Any) -> Attempt:
-        """Set fields of attempt `number`; returns the new row."""
-        return self._attempt_log.update(number, **fields)
+        """Set fields of attempt `number`; returns the new row. A row whose file was deleted is added again."""
+        with self._attempts_lock():
+            rows = {row.attempt: row for row in self.read_attempts()}
+            row = replace(rows.get(number) or Attempt(number, intent=time.time()), **fields)
+            rows[number] = row
+            self._write_attempts([rows[each] for each in sorted(rows)])
+        return row
+
+    def _attempts_lock(self) -> FileLock:
+        lock = FileLock(self.path / f".{self.attempts.name}.lock")
+        lock.acquire(timeout=LOCK_TIMEOUT)
+        return lock
+
+    def _write_attempts(self, rows: Sequence[Attempt]) -> None:
+        """Replace the file as a whole; the caller holds its lock."""
+        write_atomically(self.attempts, concealed("".join(json.dumps(asdict(row)) + "\n" for row in rows)))
 
     def claim(self, role: str, *, timeout: float = 0.5) -> FileLock:
         """Acquire the run lock, held until release or process exit. Raises LockedError if another process holds it.

@@ -166,14 +166,9 @@ def evaluate_source(
     """Compute the loss over the validation split of the experiment's data, or over all documents. All ranks of the mesh
     must call it; each reads its shard of the weights."""
     source = dataclasses.replace(source, model=experiment.model)
-    loader = ValidationLoader(
-        experiment.data,
-        experiment.training.seq_len,
-        dp_rank=mesh.dp_rank,
-        dp_degree=mesh.dp_degree,
-        micro_batch_size=ResolvedLayout.of(experiment).micro_batch_size,
-        all_documents=all_documents,
-    )
+    shard = {"dp_rank": mesh.dp_rank, "dp_degree": mesh.dp_degree}
+    shard["micro_batch_size"] = ResolvedLayout.of(experiment).micro_batch_size
+    loader = ValidationLoader(experiment.data, experiment.training.seq_len, **shard, all_documents=all_documents)
     model, spec = load_model(source, experiment, mesh), model_spec(source.model)
     if spec is not None and spec.inputs is not None:
         model.objective = build_objective(experiment.training, experiment.compile, None, spec=spec)
@@ -275,10 +270,8 @@ def evaluation_experiment(
     added = [rule for module in modules for rule in getattr(module, "EVALUATION_RULES", ())]
     divided = (*TENSOR_RULES, *CONTEXT_RULES, *PIPELINE_RULES, *DEGREE_RULES)
     violations = find_violations((*DATA_RULES, *added, *divided), checked)
-    violations += [
-        *family_violations(experiment.model),
-        *exceeds_context(experiment.model, experiment.training.seq_len),
-    ]
+    violations += family_violations(experiment.model)
+    violations += exceeds_context(experiment.model, experiment.training.seq_len)
     if violations:
         raise UserError(_REFUSED, violations)
     return experiment

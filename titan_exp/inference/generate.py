@@ -21,7 +21,6 @@ from titan_exp.config.extension import load, provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.models.decoder import Decoder
 from titan_exp.models.spec.lookup import has_experts, model_spec
 from titan_exp.ops.attention.kv_cache import CachedAttention, LatentCache, RecurrentCache
@@ -61,9 +60,8 @@ class DecodeSession:
         """Next-token logits in fp32 [vocab]; `ids` must extend the ids of the previous call."""
         begin = window_start(len(ids), self._window)
         if begin != self._begin:
+            self.reset()
             self._begin = begin
-            for cache in self._caches:
-                cache.reset()
         cached = self._caches[0].filled if self._caches else 0
         tokens = torch.tensor([ids[begin + cached :]], device=self._device)
         positions = torch.arange(cached, len(ids) - begin, device=self._device)[None] if cached else None
@@ -128,7 +126,8 @@ def generate_command(
         path = _latest_run(Path(options.runs or "runs").expanduser())
     source = _open(path, options)
     _require_kind(options, source)
-    generator, cp = generator_of(source), _cp(options)
+    generator = generator_of(source)
+    cp: int = getattr(options, "cp", 1)  # an option of generators that divide sequences
     prompts = generator.prepared(source, options, prompts)  # fails before ranks start
     if options.tp * cp == 1:
         lines = generator.lines(path, source, options, prompts, None)
@@ -136,19 +135,15 @@ def generate_command(
         assert run_on_ranks is not None, "several ranks need run_on_ranks"
         request = {"path": str(path), "options": dataclasses.asdict(options), "prompts": prompts}
         lines = run_on_ranks(f"{__name__}.rank_main", sharded_experiment(source, options.tp, cp), request)
-    print(*lines, f"— {describe(path, source)}{_noise(source)}", sep="\n")
+    step = step_of(source.path)
+    early = source.format == "dcp" and step is not None and step < FEW_STEPS and _makes(source) == TEXTS
+    noise = ". After so few steps a model writes noise" if early else ""
+    print(*lines, f"— {describe(path, source)}{noise}", sep="\n")
     return 0
 
 
 FEW_STEPS = 100
 """Steps before which a language model writes noise, however small it is."""
-
-
-def _noise(source: OpenCheckpoint) -> str:
-    """Words about a run's text that nobody can read yet."""
-    step = step_of(source.path)
-    early = source.format == "dcp" and step is not None and step < FEW_STEPS and _makes(source) == TEXTS
-    return ". After so few steps a model writes noise" if early else ""
 
 
 class Generator(Protocol):
@@ -221,7 +216,8 @@ def generate(
     model = load_sharded(source, seq_len=window, dtype=DTYPES[options.dtype], mesh=mesh)
     device = next(model.parameters()).device
     session = DecodeSession(model, window, cache=options.cache)
-    stop_tokens = _stop_tokens(source, tokenizer)
+    eos = source.special_tokens.get("eos_token_id")  # a published model may define several
+    stop_tokens = {tokenizer.end_of_text, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
     texts = []
     for ids in encoded:
         session.reset()
@@ -229,9 +225,11 @@ def generate(
         start = len(ids)
         for _ in range(options.tokens):
             logits = session.next_logits(ids)[: tokenizer.vocab_size]
-            token = _broadcast_token(
-                sample_token(logits, options.temperature, options.top_k, options.top_p, random), mesh
-            )
+            token = sample_token(logits, options.temperature, options.top_k, options.top_p, random)
+            if mesh is not None:  # logits may differ in their last bits, but all ranks must append the same token
+                shared = torch.tensor(token)
+                dist.broadcast(shared, src=0, group=mesh.cpu_group)
+                token = int(shared)
             if token in stop_tokens:
                 break
             ids.append(token)
@@ -265,14 +263,11 @@ def sharded_experiment(source: OpenCheckpoint, degree: int, cp: int = 1) -> Expe
     experiment = dataclasses.replace(to_experiment(compose(overrides)), model=source.model)
     violations = find_violations((*TENSOR_RULES, *CONTEXT_RULES, *DEGREE_RULES), experiment)
     if violations:
-        raise UserError(
-            f"We cannot shard this model with tp={degree}" + (f" and cp={cp}." if cp > 1 else "."),
-            [
-                Violation(key, value, violation.reason, violation.remedy.replace("parallelism.", ""))
-                for violation in violations
-                for key, value in [("cp", cp) if violation.field.startswith("parallelism.cp") else ("tp", degree)]
-            ],
-        )
+        own = []
+        for one in violations:
+            option = ("cp", cp) if one.field.startswith("parallelism.cp") else ("tp", degree)
+            own.append(Violation(*option, one.reason, one.remedy.replace("parallelism.", "")))
+        raise UserError(f"We cannot shard this model with tp={degree}" + (f" and cp={cp}." if cp > 1 else "."), own)
     return experiment
 
 
@@ -289,39 +284,21 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, top_p: float, r
     return int(order[torch.multinomial(probabilities, 1, generator=random)])
 
 
-def _broadcast_token(token: int, mesh: Mesh | None) -> int:
-    """Broadcast rank 0's token: logits may differ in their last bits, but all ranks must append the same token."""
-    if mesh is None:
-        return token
-    shared = torch.tensor(token)
-    dist.broadcast(shared, src=0, group=mesh.cpu_group)
-    return int(shared)
-
-
 def _prompts(options: GenerateOptions, arguments: Sequence[str]) -> list[str]:
     prompts = [argument.partition("=")[2] for argument in arguments if argument.startswith("prompt=")]
     if not options.prompts:
         return prompts or [options.prompt]
     try:
         lines = Path(options.prompts).expanduser().read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(
-            f"prompts={options.prompts}: we cannot read this file ({(error.strerror or str(error)).lower()}). Give a "
-            "text file with a prompt a line."
-        ) from error
-    except ValueError as error:
-        raise UserError(
-            f"prompts={options.prompts}: this file is not UTF-8 text. Give a text file with a prompt a line."
-        ) from error
+    except (OSError, ValueError) as error:
+        problem = "this file is not UTF-8 text"
+        if isinstance(error, OSError):
+            problem = f"we cannot read this file ({(error.strerror or str(error)).lower()})"
+        raise UserError(f"prompts={options.prompts}: {problem}. Give a text file with a prompt a line.") from error
     prompts += [line for line in lines if line]
     if not prompts:
         raise UserError(f"prompts={options.prompts}: every line of this file is empty. Write a prompt a line.")
     return prompts
-
-
-def _cp(options: GenerateOptions) -> int:
-    """Context-parallel degree, which is an option of generators that divide sequences."""
-    return getattr(options, "cp", 1)
 
 
 def _open(path: Path, options: GenerateOptions) -> OpenCheckpoint:
@@ -342,12 +319,6 @@ def _require_kind(options: GenerateOptions, source: OpenCheckpoint) -> None:
     ]
     if violations:
         raise UserError("These options belong to another kind of model.", violations)
-
-
-def _stop_tokens(source: OpenCheckpoint, tokenizer: Tokenizer) -> set[int]:
-    """End-of-text tokens; a published model may define several."""
-    eos = source.special_tokens.get("eos_token_id")
-    return {tokenizer.end_of_text, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
 
 
 def _latest_run(runs: Path) -> Path:

@@ -91,9 +91,8 @@ class Positions:
     def require(self, experiment: Experiment) -> None:
         """Raise UserError if the model reads no tokens, or a rank would not see whole sequences."""
         if not experiment.model.vocab_size:
-            raise UserError(
-                f"--positions: {experiment.model.name} does not read tokens. Leave the flag out to see its loss alone."
-            )
+            reason = f"{experiment.model.name} does not read tokens"
+            raise UserError(f"--positions: {reason}. Leave the flag out to see its loss alone.")
         require_whole_sequences(experiment, "--positions", "cp")
 
     def begin(

@@ -7,8 +7,8 @@ else is in fp32, which isolates the recipe's error.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,17 +22,16 @@ from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment, ModelConfig
 from titan_exp.config.groups.parallelism import QuantizationConfig
-from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_group, to_experiment
 from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.extensions.analysis.usage import NUMERICS
+from titan_exp.extensions.analysis.verbs import NUMERICS
 from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, Linear
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
+from titan_exp.models.parametrization.standard import ParameterScale
 from titan_exp.models.spec.lookup import with_mtp_depth
 from titan_exp.parallel import meta_init
 from titan_exp.quantization.quantize import quantize
@@ -122,8 +121,15 @@ def decibels(exact: Tensor, found: Tensor) -> float:
 
 
 def _run(model: nn.Module, linears: Mapping[str, Linear | GroupedLinear], batch: Batch) -> _Pass:
-    found = _Pass({}, {}, {})
-    with _record(linears, found):
+    found, names = _Pass({}, {}, {}), dict[nn.Module, str](zip(linears.values(), linears, strict=True))
+
+    def record(linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        found.inputs[names[linear]] = tuple(tensor.detach() for tensor in inputs)
+        found.outputs[names[linear]] = output.detach()
+
+    with ExitStack() as hooks:
+        for linear in linears.values():
+            hooks.callback(linear.register_forward_hook(record).remove)
         loss = LanguageModeling()(model, batch)
         tokens = max(int((batch.labels >= 0).sum()), 1)
         (loss.total / tokens).backward()
@@ -134,22 +140,6 @@ def _run(model: nn.Module, linears: Mapping[str, Linear | GroupedLinear], batch:
         found.gradients[name] = gradient
     model.zero_grad(set_to_none=True)
     return found
-
-
-@contextmanager
-def _record(linears: Mapping[str, Linear | GroupedLinear], found: _Pass) -> Iterator[None]:
-    def hook_for(name: str) -> object:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            found.inputs[name], found.outputs[name] = tuple(tensor.detach() for tensor in inputs), output.detach()
-
-        return hook
-
-    handles = [linear.register_forward_hook(hook_for(name)) for name, linear in linears.items()]  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 DEFAULT_SEQUENCES = 4
@@ -169,30 +159,33 @@ def numerics_command(arguments: Sequence[str], run_path: Callable[[str, str], st
     source = None if path is None else open_checkpoint(path, trust=trust)
     experiment = _compose_single_device(path, source, [argument for argument in arguments if "=" in argument], trust)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    batch = _first_batch(experiment.data, experiment.training, experiment.experiment.seed).to(device)
+    seed, rows = experiment.experiment.seed, experiment.training.micro_batch_size or DEFAULT_SEQUENCES
+    layout = {"dp_rank": 0, "dp_degree": 1, "micro_batch_size": rows, "pin_memory": False}
+    with contextlib.closing(TrainLoader(experiment.data, experiment.training, seed, **layout)) as loader:
+        batch = next(loader).to(device)
     seq_len, documents = experiment.training.seq_len, experiment.data.document_mask
     config = with_mtp_depth(experiment.model, 0)
     if source is not None:
         model = load_source(source, device, seq_len=seq_len, documents=documents)
     else:
-        model = _build_initial(config, seq_len, experiment.experiment.seed, device, documents)
+        model = build_initial(config, seq_len, seed, device, documents=documents)
     report = report_numerics(model.train(), experiment.quantization, config.layers, batch)
     weights = "initial weights" if path is None or source is None else describe(path, source)
     _print_report(report, f"{experiment.quantization.recipe} against fp32, {experiment.model.name}, {weights}")
     return 0
 
 
-def _first_batch(data: DataConfig, training: TrainingConfig, seed: int) -> Batch:
-    rows = training.micro_batch_size or DEFAULT_SEQUENCES
-    loader = TrainLoader(data, training, seed, dp_rank=0, dp_degree=1, micro_batch_size=rows, pin_memory=False)
-    with contextlib.closing(loader):
-        return next(loader)
-
-
-def _build_initial(
-    config: ModelConfig, seq_len: int, seed: int, device: torch.device, documents: bool = False
+def build_initial(
+    config: ModelConfig,
+    seq_len: int,
+    seed: int,
+    device: torch.device,
+    *,
+    documents: bool = False,
+    scales: Mapping[str, ParameterScale] = {},
 ) -> nn.Module:
-    # The model is in fp32, which few GPU attention kernels support.
+    """Build a model with initial weights in fp32."""
+    # Few GPU attention kernels support fp32.
     backend = choose_attention_backend(
         config, device, bf16=False, seq_len=seq_len, documents=documents, auto=device.type == "cuda"
     )
@@ -202,7 +195,7 @@ def _build_initial(
 
     with torch.device("meta"):
         model = build()
-    table = init_specs(model)
+    table = init_specs(model, scales)
     meta_init.init_buffers(meta_init.buffer_places(model), meta_init.materialize_parameters(model, device), build, seed)
     if table is None:
         meta_init.copy_initial_weights(model, build, seed)
@@ -245,7 +238,8 @@ def _print_report(report: NumericsReport, title: str) -> None:
     for column in table.columns[2:]:
         column.justify = "right"
     for error in report.projections:
-        numbers = (_format(value) for value in (error.own, error.output, error.weight_gradient))
+        values = (error.own, error.output, error.weight_gradient)
+        numbers = ["routed" if x is None else "exact" if x == math.inf else f"{x:.1f}" for x in values]
         table.add_row(error.name, "yes" if error.quantized else "high", *numbers)
     console = Terminal()
     console.print(table)
@@ -256,9 +250,3 @@ def _print_report(report: NumericsReport, title: str) -> None:
     if any(error.output is None for error in report.projections):
         console.print("'routed': rounding before this layer made a router send tokens to other experts.")
     console.print(f"loss {report.loss:.5f}, with the recipe {report.recipe_loss:.5f}")
-
-
-def _format(value: float | None) -> str:
-    if value is None:
-        return "routed"
-    return "exact" if value == math.inf else f"{value:.1f}"

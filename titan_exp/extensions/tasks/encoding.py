@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.extensions.tasks.formats import Item, Task
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -106,9 +103,7 @@ class EncodedTask:
 def encode(task: Task, tokenizer: Tokenizer, max_tokens: int) -> EncodedTask:
     """Encode a task for a model that reads `max_tokens`. Raises UserError if no item can be scored."""
     encoder = _Encoder(task, tokenizer, max_tokens)
-    kept: list[Item] = []
-    rows: list[Row] = []
-    neutral: list[Row] = []
+    kept, rows, neutral = list[Item](), list[Row](), list[Row]()
     lengths, refused, truncated = [], [], 0
     for number, item in enumerate(task.items, 1):
         plain = [(item.neutral, continuation) for _, continuation in item.choices if item.neutral is not None]

@@ -70,9 +70,7 @@ class Scorer:
     """Scores rows by the model of a run, or by one that was loaded."""
 
     model: Model
-    """Parallel model."""
     mesh: Mesh
-    """Its mesh."""
     experiment: Experiment
     """Its configuration: batches have the tokens of its micro-batches."""
 

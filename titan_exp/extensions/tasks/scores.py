@@ -38,7 +38,6 @@ class TaskScores:
     """Scores of a task."""
 
     task: str
-    """Name of the task."""
     digest: str
     """Version of the task."""
     primary: str

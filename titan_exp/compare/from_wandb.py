@@ -5,7 +5,7 @@ Run folders are authoritative: W&B may lack the last rows of a killed run and th
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,6 @@ def from_wandb(run: "ApiRun") -> ComparedRun:
     inner = run.summary.get("_wandb") or {}
     seconds = inner.get("runtime") if hasattr(inner, "get") else None  # of all attempts
     seconds = run.summary.get("_runtime") if seconds is None else seconds
-    parent = [identity.get(name) for name in ("parent", "parent_step", "parent_tokens")]
     state = STATES.get(run.state, "failed")
     return ComparedRun(
         study=identity.get("study") or run.group or "",
@@ -77,8 +76,13 @@ def from_wandb(run: "ApiRun") -> ComparedRun:
         dirty=identity.get("dirty"),
         overrides=(),
         source=run.url,
-        lineage=None if None in parent else Lineage(*parent),  # pyright: ignore[reportArgumentType]  # of `wandb_run`
+        lineage=_lineage(identity),
     )
+
+
+def _lineage(identity: Mapping[str, Any]) -> Lineage | None:
+    found = [identity.get(name) for name in ("parent", "parent_step", "parent_tokens")]
+    return None if None in found else Lineage(*found)  # pyright: ignore[reportArgumentType]  # as `wandb_run` wrote it
 
 
 @contextmanager

@@ -271,7 +271,6 @@ class BackgroundUploader:
             self._finish_current()
 
     def _next(self) -> int | None:
-        """Step that all ranks upload next; None at the end."""
         chosen = None
         if self._rank == 0:
             with self._changed:
@@ -310,7 +309,6 @@ class BackgroundUploader:
             self._changed.notify_all()
 
     def _record(self, step: int, failure: str | None, seconds: float) -> None:
-        """Record and log the result of an upload."""
         with self._changed:
             self._failed = None if failure is None else step
             if failure is None:

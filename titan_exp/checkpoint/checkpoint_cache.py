@@ -95,8 +95,6 @@ def staged_upload(path_or_url: str, *, cache: Path = CACHE) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """Files to download."""
-
     url: str
     """Base folder of the remote names."""
     path: str
@@ -156,7 +154,6 @@ def _run_manifest(remote: RemoteFolder, root: str, prefix: str, steps: list[str]
 def _step_manifest(
     remote: RemoteFolder, prefix: str, run: RemoteFolder, root: str, name: str, *, whole_run: bool = False
 ) -> _Manifest:
-    """Manifest of a training checkpoint, with its run's configuration if present."""
     listed = remote.listing(prefix.rstrip("/")).files
     try:
         checksums = parse_checksums(remote.read(f"{prefix}{CHECKSUMS_FILE}") or b"")

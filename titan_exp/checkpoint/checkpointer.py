@@ -246,7 +246,6 @@ class Checkpointer:
         return step
 
     def _newest_intact(self) -> tuple[int | None, dict[int, str]]:
-        """Newest intact local step, and the damage of each newer step."""
         steps, damaged = self.from_leader(self.folder.complete_steps() if self._leader else []), dict[int, str]()
         for step in reversed(steps):
             damage = find_damage_on_ranks(self.folder.path_of(step), self._group)
@@ -261,7 +260,6 @@ class Checkpointer:
         return None, damaged
 
     def _start_uploads(self) -> None:
-        """Start the uploader with local checkpoints not yet uploaded."""
         if self._uploader is None or self._remote is None:
             return
         missing: list[int] = []
@@ -314,7 +312,6 @@ class Checkpointer:
             )
 
     def _prepare_folder(self) -> None:
-        """Create the folder and remove stale files of earlier attempts."""
         failure = None
         if self._leader:
             try:
@@ -362,8 +359,6 @@ class Checkpointer:
 
 @dataclass
 class _PendingSave:
-    """A save that is not durable yet."""
-
     step: int
     begin: float
     """Start of the training pause."""

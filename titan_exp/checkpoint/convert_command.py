@@ -97,7 +97,6 @@ def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
 
 
 def _next(source: OpenCheckpoint, target: Path, form: str) -> str:
-    """Command to type next for the written checkpoint."""
     tune = f"checkpoint_dir={target}, checkpoint_files="
     loaders = {
         "huggingface": lambda: f"transformers: AutoModelForCausalLM.from_pretrained({str(target)!r})",

@@ -402,7 +402,6 @@ def _restore_group(group: dict[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def _on_any_rank(names: Iterable[str]) -> set[str]:
-    """Names that any rank has."""
     own = list(names)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return set(own)

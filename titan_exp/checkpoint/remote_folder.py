@@ -228,7 +228,6 @@ def _copy(source: Path, target: Path, stop: Callable[[], bool]) -> None:
 
 
 def _stopping(stop: Callable[[], bool]) -> Any:
-    """Callback for fsspec that cancels a transfer between two parts."""
     from fsspec.callbacks import Callback
 
     class Stopping(Callback):

@@ -63,7 +63,6 @@ def read_saved(file: IO[bytes], starts: Sequence[int], target: Tensor) -> None:
 
 
 def _fill(file: IO[bytes], tensor: Tensor) -> None:
-    """Fill a contiguous tensor with the file's next bytes."""
     content = tensor.view(-1).view(torch.uint8).numpy().data
     while content:
         count = file.readinto(content)  # type: ignore[attr-defined]
@@ -222,8 +221,6 @@ class PublishingWriter(ChecksumWriter):
 
 
 class _RecordingFileSystem(FileSystem):
-    """Records size and checksum of every written file by name."""
-
     def __init__(self) -> None:
         self.checksums: dict[str, FileChecksum] = {}
         self.failure: OSError | None = None

@@ -101,7 +101,6 @@ def _directed(metric: Metric, better: str | None) -> Metric:
 
 
 def _logged(name: str) -> Metric:
-    """Metric for any other key of metrics.jsonl: its last value."""
     better, unit = usual_direction(name), "nats" if name.startswith("validation_loss/") else ""
     return Metric(name, name.replace("_", " "), unit, better, "last value", _last(name), is_loss=better == "min")
 
@@ -169,8 +168,6 @@ def _rate(name: str, title: str, unit: str, meaning: str) -> Metric:
 def _over_predicted(
     name: str, title: str, meaning: str, measured: Reader, predicted: Callable[[PredictedMetrics], float | None]
 ) -> Metric:
-    """Metric of the ratio of measured to predicted value."""
-
     def read(run: ComparedRun, tokens: float) -> float | None:
         value, expected = measured(run, tokens), predicted(run.predicted)
         return value / expected if value is not None and expected else None

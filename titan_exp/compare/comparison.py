@@ -357,7 +357,6 @@ def _baseline(
 
 
 def _find_row(rows: Sequence[Row], columns: DifferingKeys, requested: str, study: StudyRecord | None) -> int:
-    """Index of the row that matches `requested`."""
     named = [run_id for run_id, point in study.by_run.items() if point.variant == requested] if study else []
     exact = [
         index

@@ -303,7 +303,6 @@ def _about_statistics(comparison: Comparison) -> Iterator[str]:
 
 
 def _about_evidence(comparison: Comparison, deltas: Sequence[Delta]) -> str:
-    """Unit of evidence with its number, and whether a question was registered."""
     if (standing := comparison.standing) is not None:
         one, pairs = standing.registration, standing.verdict.pairs
         verdict = f"the verdict is of {format_items(pairs, 'pair')}, and its interval holds at every look"

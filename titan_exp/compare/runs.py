@@ -374,7 +374,6 @@ def _read(folders: Sequence[Path], notes: list[str]) -> Iterator[ComparedRun]:
 
 
 def _relative(folder: Path) -> Path:
-    """Path relative to the current folder, if it is below."""
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
 

@@ -225,7 +225,6 @@ def _at(row: LadderRow, arm: str, both: bool) -> tuple[float, ...]:
 def _tested(
     used: Sequence[LadderRow], rungs: Sequence[Rung], law: ScalingLaw, base: str
 ) -> tuple[Predicted | None, Predicted | None, list[str]]:
-    """Hold-out test, extrapolation if it holds, and the sentences of refusals."""
     last = used[-1]
     try:
         test = hold_out(rungs)
@@ -405,7 +404,6 @@ def _trial(index: int, row: Row, study: StudyRecord, metric: str, sign: int) -> 
 
 
 def _chain(run: ComparedRun) -> list[ComparedRun]:
-    """A run, preceded by the runs that it continues."""
     chain = [run]
     while chain[0].parent is not None:
         chain.insert(0, chain[0].parent)

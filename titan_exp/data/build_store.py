@@ -328,7 +328,6 @@ def tokenize_parts(job: TokenizeJob, parts: Sequence[CorpusPart], workers: int, 
 
 
 def _distribute(pool: dict[Connection, BaseProcess], pending: list[CorpusPart], report: ReportProgress) -> None:
-    """Send parts to idle processes until all parts are done."""
     busy = set(pool)
     while busy:
         for connection in wait(list(busy)):
@@ -439,7 +438,6 @@ def write_store(job: TokenizeJob, corpus: Corpus, out: str, workers: int, *, ann
 
 
 def _copy_tokenizer(tokenizer: str, folder: Path) -> None:
-    """Copy the tokenizer's files into the store, atomically."""
     file = data_files.tokenizer_file(tokenizer)
     for source, name in ((file, "tokenizer.json"), (file.with_name("tokenizer_config.json"), "tokenizer_config.json")):
         if source.is_file():

@@ -181,7 +181,6 @@ class StoreWriter:
             path.unlink(missing_ok=True)
 
     def _check_same(self, path: Path) -> None:
-        """Check that a file has the same settings as this job."""
         try:
             saved = {**self.manifest.format(), **self.former, **read_object(path)}
         except UserError as error:
@@ -222,7 +221,6 @@ def _refusal(out: str, reason: str, remedy: str) -> UserError:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync the names of new files to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

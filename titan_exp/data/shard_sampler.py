@@ -157,7 +157,6 @@ def _stream_builder(
 
 
 def _exact_remedy(data: DataConfig, source: Source) -> str:
-    """Setting that makes an epoch an exact pass."""
     if not isinstance(source, RandomAccessSource):
         return "Make a store with titan-exp tokenize: an epoch of it reads each token once"
     if data.streaming:

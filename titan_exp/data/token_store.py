@@ -156,7 +156,6 @@ class Mixture:
         return counts
 
     def _next(self, counts: Sequence[int]) -> int:
-        """Source of the next row, after these counts."""
         times = [(2 * count + 1) * spacing for count, spacing in zip(counts, self._spacings, strict=True)]
         return times.index(min(times))
 
@@ -445,7 +444,6 @@ def _is_of(place: Path, error: OSError) -> bool:
 
 
 def _finished(folder: Path) -> Manifest | None:
-    """Finished and undamaged store below a folder, if any."""
     with suppress(UserError, OSError):
         manifest = read_manifest(folder / "store")
         return None if any(manifest.damaged()) else manifest

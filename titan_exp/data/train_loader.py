@@ -301,8 +301,6 @@ class TrainLoader(Iterator[Any]):
 
 
 class _Windows:
-    """Micro-batch rows as windows [rows, seq_len + 1] of tokens."""
-
     def __init__(self, rows: int, *, seq_len: int, data: DataConfig, mtp_depth: int) -> None:
         self._windows = np.empty((rows, seq_len + 1), dtype=np.int64)
         self._data, self._mtp_depth = data, mtp_depth
@@ -323,7 +321,6 @@ def _read_batches(
     pin_device: int | None,
     prepare: Callable[[Any], MicroBatch] | None,
 ) -> Iterator[tuple[MicroBatch, SamplerState]]:
-    """Yield micro-batches of `new_rows`, each with the changed sampler positions."""
     if pin_device is not None:
         torch.cuda.set_device(pin_device)  # a new thread starts on GPU 0, where every rank would open a context
     while True:

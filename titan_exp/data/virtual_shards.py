@@ -279,8 +279,6 @@ class StreamSpec:
 
 @dataclass(frozen=True)
 class _BlockStart:
-    """Start position of a block."""
-
     epoch: int = 0
     part: int = 0
     """Number of parts finished in this epoch."""

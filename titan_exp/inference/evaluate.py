@@ -278,7 +278,6 @@ def evaluation_experiment(
 
 
 def _batched(experiment: Experiment) -> Experiment:
-    """The experiment with a size of batches, and as many of them in a pass as a pipeline has ranks."""
     training, parallelism = experiment.training, experiment.parallelism
     size = training.micro_batch_size or DEFAULT_BATCH
     whole = size * parallelism.dp_replicate * parallelism.dp_shard * parallelism.pp
@@ -287,7 +286,6 @@ def _batched(experiment: Experiment) -> Experiment:
 
 
 def _on_one_device(config: DictConfig) -> DictConfig:
-    """Reset the layout to one device and disable training-only options."""
     stages = {"pp_schedule": "GPipe", "pp_microbatches": None, "pp_layers": None, "pp_layers_per_stage": None}
     stages |= {"pp_first_stage_less": 0, "pp_last_stage_less": 0}
     single = {

@@ -309,7 +309,6 @@ def _open(path: Path, options: GenerateOptions) -> OpenCheckpoint:
 
 
 def _require_kind(options: GenerateOptions, source: OpenCheckpoint) -> None:
-    """Refuse options of other kinds of models."""
     own = _makes(source)
     others = {name: kind for kind, found in _generators().items() if kind != own for name in found.options}
     violations = [

@@ -155,7 +155,6 @@ class _Eta:
 
 
 def _fields(row: Row) -> list[str]:
-    """Format the metrics of a row, always-present ones first to align lines."""
     speed = row.get("tokens_per_second")
     fields = [
         f"loss {_number(row.get('loss'))}",
@@ -172,7 +171,6 @@ def _fields(row: Row) -> list[str]:
 
 
 def _evaluated(row: Row) -> list[str]:
-    """Format the metrics of an evaluation."""
     known = {name: value for name in EVALUATED if (value := row.get(name)) is not None}
     return [f"{name.replace('_', ' ')} {_number(value)}" for name, value in known.items()]
 

@@ -135,7 +135,6 @@ def _id_file(folder: Path) -> Path:
 
 
 def _typed(overrides: Path) -> list[str]:
-    """Typed overrides that affect the result."""
     found = []
     for override in read_overrides(overrides) or ():
         key = override.partition("=")[0].lstrip("+~")

@@ -141,7 +141,6 @@ class PeakMemory:
 
 
 def _peak_resident() -> int:
-    """Peak resident set in bytes."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

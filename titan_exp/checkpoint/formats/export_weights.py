@@ -88,7 +88,6 @@ def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) 
 def _tensors(
     source: OpenCheckpoint, mapped_format: CheckpointFormat | None, dtype: torch.dtype | None
 ) -> tuple[list[TensorSpec], TensorProducer]:
-    """Tensors to write, in order, and their producer."""
     if mapped_format is None:
         reader, shapes = source.parameters, source.parameters.shapes
         spec = model_spec(source.model)
@@ -124,7 +123,6 @@ def write_hf_metadata(
 def _write(
     path: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
 ) -> None:
-    """Write the weights and their description in the requested format."""
     weights = {spec.name: spec for spec in specs}
     match export.format:
         case "huggingface":
@@ -167,7 +165,6 @@ _MAPPED_FORMATS: dict[str, CheckpointFormat] = {name: name for name in get_args(
 
 
 def _write_description(folder: Path, source: OpenCheckpoint) -> None:
-    """Write `model.json` and the tokenizer."""
     _json(folder / FILE, to_json(source.model, source.special_tokens))
     _write_tokenizer(folder, source.model, source.tokenizer, source.special_tokens)
 
@@ -220,7 +217,6 @@ def _published(target: Path, size: int) -> Iterator[Path]:
 
 
 def _is_disk_full(error: BaseException) -> bool:
-    """True if the error was caused by a full disk."""
     if isinstance(error, dcp.CheckpointException):
         return any(_is_disk_full(failure[0]) for failure in error.failures.values())
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

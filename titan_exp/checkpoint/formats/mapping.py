@@ -72,7 +72,6 @@ class ImportReader:
         return self._store.read(stored, slice(expert, expert + 1), *columns, rows)[0].t()
 
     def _promoted(self, name: str) -> torch.dtype:
-        """Promoted dtype of a parameter's source tensors."""
         found = None
         for their_name in self._map.their_names(name):
             kind = self._store.dtype(self._map.stored(their_name)[0])

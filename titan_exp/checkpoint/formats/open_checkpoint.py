@@ -269,7 +269,6 @@ def _require_supported(model: ModelConfig, path: Path) -> ModelConfig:
 
 
 def _described_model(folder: Path, trust: bool) -> tuple[ModelConfig, Mapping[str, Any]]:
-    """Model and special tokens of a converted checkpoint's `model.json`."""
     return hf_config.from_json(read_object(folder / hf_config.FILE), folder / hf_config.FILE, trust)
 
 

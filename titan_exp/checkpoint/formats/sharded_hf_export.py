@@ -96,7 +96,6 @@ class ShardedHFExporter:
         return written
 
     def _preallocate(self, partial: Path, specs: Sequence[safetensors.TensorSpec], dtype: torch.dtype) -> None:
-        """Write metadata and preallocate the tensors' files."""
         shutil.rmtree(partial, ignore_errors=True)
         mkdir_below(partial.parents[1], partial)
         tokenizer, special = run_tokenizer(self._data)
@@ -121,7 +120,6 @@ class ShardedHFExporter:
         return sum(spec.bytes for spec in specs if not self._is_shared(row_map.owner(spec.name)))
 
     def _is_shared(self, name: str) -> bool:
-        """True for a parameter that several pipeline stages have."""
         spec = model_spec(self._model)
         return spec is not None and name.partition(".")[0] in spec.pipeline.copied
 
@@ -193,8 +191,6 @@ class _OffsetFiles:
 
 
 class _RowWriter:
-    """Writes rows of titan_exp parameters to their locations."""
-
     def __init__(self, row_map: StateDictMap, locations: Mapping[str, safetensors.TensorLocation]) -> None:
         self._map, self._locations = row_map, locations
 
@@ -233,7 +229,6 @@ class _RowWriter:
     def _write_rows(
         files: _OffsetFiles, location: safetensors.TensorLocation, run: RowRange, inputs: "_Inputs", rows: np.ndarray
     ) -> None:
-        """Write rows, as bytes, to one of their tensors."""
         item = location.spec.dtype.itemsize
         begin, stride = location.begin + inputs.start * item, inputs.whole * item
         if inputs.size == inputs.whole and run.step == 1:

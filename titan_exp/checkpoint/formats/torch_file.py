@@ -153,7 +153,6 @@ class ConsolidatedReader:
         return torch.cat(found)
 
     def _shards(self, name: str, shape: tuple[int, ...]) -> tuple[list[Tensor], int]:
-        """Shards of a tensor and their dim."""
         pieces = [piece[name] for piece in self._pieces]
         if tuple(pieces[0].shape) == shape:
             return pieces[:1], 0
@@ -301,8 +300,6 @@ class _RowReader(storage_reader.SafeStorageReader):
 
 
 class _SlicePlanner(storage_reader.TensorLoadPlanner):
-    """Load planner for a slice of the single requested tensor."""
-
     def __init__(self, part: Tensor, starts: Sequence[int]) -> None:
         super().__init__()
         self._part, self._starts = part, torch.Size(starts)
@@ -359,5 +356,4 @@ def _chunks(item: WriteItem) -> Iterator[WriteItem]:
 
 
 def _one_process() -> warnings.catch_warnings:
-    """Suppress torch's warning that it assumes a single process."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)

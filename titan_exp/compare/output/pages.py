@@ -140,7 +140,6 @@ def to_html(comparison: Comparison) -> str:
 
 
 def _expert_load(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """Label and PNG in base64 of each row's first run with a record of expert load."""
     for row in comparison.rows:
         recorded = (run for run in row.runs if RunFolder(run.source).expert_load.is_file())
         if (run := next(recorded, None)) is None:
@@ -152,7 +151,6 @@ def _expert_load(comparison: Comparison) -> Iterator[tuple[str, str]]:
 
 
 def _image_grids(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """Label and last grid of images (PNG in base64) of each row's first run that has images."""
     for row in comparison.rows:
         found = ((run, sorted(RunFolder(run.source).images.glob("step-*[0-9].png"))) for run in row.runs)
         run, grids = next(((run, grids) for run, grids in found if grids), (None, []))
@@ -162,7 +160,6 @@ def _image_grids(comparison: Comparison) -> Iterator[tuple[str, str]]:
 
 
 def _numbers(comparison: Comparison, series: Sequence[Any]) -> dict[str, Any]:
-    """Plot data of the scripts."""
     loss = loss_metric(comparison)
     return {
         "rows": [
@@ -397,7 +394,6 @@ def _cell(cell: Cell, *, baseline: bool) -> Text:
 
 
 def _split_to_width(found: TextTable, metrics: Sequence[int], width: int) -> list[list[int]]:
-    """Split metrics into tables that fit the width without wrapping."""
     tables: list[list[int]] = []
     for place in metrics:
         if tables and _width(found, [*tables[-1], place]) <= width:
@@ -408,7 +404,6 @@ def _split_to_width(found: TextTable, metrics: Sequence[int], width: int) -> lis
 
 
 def _width(found: TextTable, metrics: Sequence[int]) -> int:
-    """Table width in characters, without wrapping."""
     columns = [[name, *(row.keys[place] for row in found.rows)] for place, name in enumerate(found.keys)]
     columns += [["state", *(row.state for row in found.rows)]] if found.has_states else []
     columns += [["n", *(row.n for row in found.rows)]] if found.has_seeds else []

@@ -118,7 +118,6 @@ def _mark(panels: tuple["Axes", ...], steps: Sequence[float], style: str, label:
 
 
 def _add_tokens(axes: "Axes", rows: MetricRows) -> None:
-    """Add a secondary x axis in tokens."""
     last = next((row for row in reversed(rows) if row.get("tokens") and row["step"]), None)
     if last is None:
         return

@@ -179,7 +179,6 @@ _DECOMPRESSORS = {".zst": "zstandard", ".lz4": "lz4"}
 
 
 def _missing_decompressor(file: str, key: str) -> Violation | None:
-    """Violation of a compressed file that cannot be read in this environment."""
     suffix = Path(file).suffix.lower()
     if suffix == ".lzma":
         remedy = "compress it anew with xz --format=xz, or unpack it with unlzma"

@@ -166,7 +166,6 @@ def coordinates_command(arguments: Sequence[str]) -> int:
 
 
 def _points(words: Sequence[str]) -> list[list[str]]:
-    """Overrides of each width."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(words))
     except HydraException as error:
@@ -204,7 +203,6 @@ def _mean_of_seeds(experiment: Experiment, device: torch.device) -> Coordinates:
 
 
 def _mean(runs: Sequence[Sequence[Sizes]]) -> tuple[Sizes, ...]:
-    """Mean over runs, step by step."""
     return tuple({kind: fmean(one[kind] for one in step) for kind in step[0]} for step in zip(*runs, strict=True))
 
 

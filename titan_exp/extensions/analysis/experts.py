@@ -230,8 +230,6 @@ class ExpertClasses:
 
 
 class _Watched:
-    """Batches of a source; each is classified before it is handed out."""
-
     def __init__(self, source: Iterable[Batch], classes: ExpertClasses, most: int) -> None:
         self._source, self._classes, self._most = source, classes, most
 

@@ -119,7 +119,6 @@ def _delta(table: np.ndarray) -> Delta:
 
 
 def _lines(read: Sequence[Runs], reference: Mapping[str, TaskScores]) -> Iterator[Line]:
-    """Means over tasks that all rows have, then each task."""
     lines = [
         Line(metric, (one,))
         for one in reference.values()
@@ -206,7 +205,6 @@ def _values(name: str, score: Delta | None, delta: Delta | None, mark: str) -> d
 
 
 def _notes(lines: Sequence[Line], measured: Sequence[Sequence[tuple[Delta | None, Delta | None]]]) -> Iterator[str]:
-    """Sentences about intervals, marks and metrics."""
     deltas = [delta for row in measured for _, delta in row if delta is not None]
     several = any(score is not None and score.n > 1 for row in measured for score, _ in row)
     yield "± is half of a 95 % interval, over items" + (" and seeds together." if several else ".")
@@ -225,7 +223,6 @@ def _notes(lines: Sequence[Line], measured: Sequence[Sequence[tuple[Delta | None
 
 
 def _odd(comparison: Comparison, read: Sequence[Runs], reference: Mapping[str, TaskScores]) -> Iterator[str]:
-    """Sentences about rows that scored other items."""
     for task, one in reference.items():
         rows = [
             comparison.rows[place].label

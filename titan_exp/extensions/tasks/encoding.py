@@ -143,8 +143,6 @@ def _lengths(rows: Sequence[Row], answers: Sequence[str], texts: Sequence[str]) 
 
 
 class _Encoder:
-    """Tokenization of items by the conventions of their task."""
-
     def __init__(self, task: Task, tokenizer: Tokenizer, max_tokens: int) -> None:
         self.task, self.tokenizer, self.max_tokens = task, tokenizer, max_tokens
         # The choices of an item share their context.
@@ -206,6 +204,5 @@ class _Encoder:
 
 
 def _shared(rows: Sequence[np.ndarray]) -> int:
-    """Number of leading tokens that all rows share."""
     columns = enumerate(zip(*(row.tolist() for row in rows), strict=False))
     return next((index for index, column in columns if len(set(column)) > 1), min(map(len, rows)))

@@ -224,7 +224,6 @@ def _core_tasks(path: Path, values: Mapping[Any, Any]) -> Iterator[Task]:
 
 
 def _core_baselines(folder: Path) -> dict[str, float]:
-    """Chance level by task, of CSV files that have percentages."""
     found = {}
     for file in sorted(folder.glob("*.csv")):
         try:
@@ -306,7 +305,6 @@ def read_harness_task(path: Path, values: Mapping[str, Any]) -> Task:
 
 
 def _with_includes(path: Path, values: Mapping[str, Any], seen: tuple[Path, ...]) -> dict[str, Any]:
-    """Values over those of included files."""
     names, found = values.get("include", []), {}
     for name in names if isinstance(names, list) else [names]:
         file = (path.parent / text(name, f"{path}: include")).resolve()
@@ -382,7 +380,6 @@ class _Rendering:
         return Item(choices, tuple(dict.fromkeys(gold if isinstance(gold, list) else [gold])), self.neutral, id=number)
 
     def _drawn(self, document: dict[str, Any]) -> Sequence[dict[str, Any]]:
-        """Few-shot examples of a document."""
         others = [one for one in self.pool if one != document] if self.leave_out else self.pool
         if self.shots > len(others):
             raise ValueError(f"there are {len(others)} documents for num_fewshot: {self.shots}")

@@ -139,7 +139,6 @@ class Jobs:
         return self._requests / f"step-{step:08d}.{kind}"
 
     def _token(self, step: int) -> str:
-        """Token in the comment of a SLURM job."""
         return f"tasks-{sha256(str(self.folder.path.absolute()).encode()).hexdigest()[:12]}-{step}"
 
     def _is_scored(self, request: Request) -> bool:

@@ -110,7 +110,6 @@ class Scorer:
 
 
 def _batch(rows: Sequence[Row], batch: RowBatch) -> ScoredBatch:
-    """Batch of tokens, padded."""
     tokens = np.zeros((batch.size, batch.length), dtype=np.int64)
     scored = list[np.ndarray]()
     for place, group in enumerate(batch.groups):

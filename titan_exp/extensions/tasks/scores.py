@@ -143,7 +143,6 @@ def read_evaluation(path: Path) -> Evaluated:
 
 
 def _scores(name: str, one: Mapping[str, Any]) -> TaskScores:
-    """Scores of a task with their items; raises ValueError, and others, for damaged ones."""
     ids, scores = tuple(map(str, one["ids"])), dict[str, Score]()
     for metric, found in one["metrics"].items():
         items = np.array(found["items"], float)  # null becomes NaN

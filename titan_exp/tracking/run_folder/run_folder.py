@@ -354,7 +354,6 @@ class RunFolder:
         return lock
 
     def _write_attempts(self, rows: Sequence[Attempt]) -> None:
-        """Replace the file as a whole; the caller holds its lock."""
         write_atomically(self.attempts, concealed("".join(json.dumps(asdict(row)) + "\n" for row in rows)))
 
     def claim(self, role: str, *, timeout: float = 0.5) -> FileLock:

@@ -29,16 +29,7 @@ from titan_exp.config.groups.run import DataConfig
 from titan_exp.data import sample_store
 from titan_exp.data.batch import Permutation
 from titan_exp.data.source_check import unit_hashes
-from titan_exp.data.sources.base import (
-    CONTENT,
-    DataWarning,
-    RandomAccessSource,
-    Source,
-    build_source,
-    build_validation_source,
-    content_identity,
-    fingerprint,
-)
+from titan_exp.data.sources import base
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer, encode_document
 
 _CHUNK = 4096
@@ -75,14 +66,14 @@ class Corpus:
     cannot be read or shuffled."""
 
     def __init__(self, data: DataConfig, max_parts: int, shuffle: int = 0) -> None:
-        own = build_validation_source(data)
-        self._sources: dict[str, Source] = {"train": build_source(data)}
+        own = base.build_validation_source(data)
+        self._sources: dict[str, base.Source] = {"train": base.build_source(data)}
         if own is not None:
             self._sources["validation"] = own
         self._order: Permutation | None = None
         if shuffle:
             documents = self._sources["train"]
-            if not isinstance(documents, RandomAccessSource):
+            if not isinstance(documents, base.RandomAccessSource):
                 reason = "this source is a stream, which has an order of its own"
                 downloaded = ", or data.streaming=false" if data.streaming else ""
                 remedy = f"use shuffle=0 (training still shuffles windows){downloaded}"
@@ -90,11 +81,11 @@ class Corpus:
             self._order = Permutation(max(1, len(documents)), "documents", shuffle)
         self._fraction = 0.0 if own is not None else data.validation_fraction
         self._counts = {
-            split: min(len(source), max_parts) if isinstance(source, RandomAccessSource) else source.parts
+            split: min(len(source), max_parts) if isinstance(source, base.RandomAccessSource) else source.parts
             for split, source in self._sources.items()
         }
-        self.fingerprint = "; ".join(fingerprint(source, data) for source in self._sources.values())
-        self.content = [content_identity(source).get(CONTENT) for source in self._sources.values()]
+        self.fingerprint = "; ".join(base.fingerprint(source, data) for source in self._sources.values())
+        self.content = [base.content_identity(source).get(base.CONTENT) for source in self._sources.values()]
         """Content of local files, per split; None if there are none."""
         self.held_out = f"split {data.validation_split}" if own is not None else self._fraction
         """Choice of validation documents: a share of the documents, or a separate split."""
@@ -107,14 +98,14 @@ class Corpus:
     @property
     def documents(self) -> int | None:
         """Number of documents; None for a stream."""
-        lengths = [len(source) for source in self._sources.values() if isinstance(source, RandomAccessSource)]
+        lengths = [len(source) for source in self._sources.values() if isinstance(source, base.RandomAccessSource)]
         return sum(lengths) if len(lengths) == len(self._sources) else None
 
     def read(self, part: CorpusPart, position: Any) -> Iterator[Document]:
         """Read the documents of a part from a position on (None: the beginning)."""
         source = self._sources[part.split]
         fraction = self._fraction if part.split == "train" else 1.0
-        if not isinstance(source, RandomAccessSource):
+        if not isinstance(source, base.RandomAccessSource):
             reader = source.open(part.number, position)
             for text in reader:
                 split = "validation" if fraction and data_files.unit_hash(text) < fraction else "train"
@@ -354,7 +345,7 @@ def _distribute(pool: dict[Connection, BaseProcess], pending: list[CorpusPart], 
 
 def _serve(connection: Connection, job: TokenizeJob) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
-    warnings.simplefilter("ignore", DataWarning)  # the worker has warned already
+    warnings.simplefilter("ignore", base.DataWarning)  # the worker has warned already
 
     def send(kind: str, value: Any = None) -> None:
         connection.send((kind, value))

@@ -25,15 +25,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from titan_exp.config.data_files import (
-    LARGEST_TEXT,
-    VERSION,
-    Manifest,
-    read_manifest,
-    store_names,
-    unit_hash,
-    user_folder,
-)
+from titan_exp.config import data_files
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.data_sets import open_files
@@ -41,16 +33,7 @@ from titan_exp.config.schema.foreign_code import sources
 from titan_exp.data.batch import Permutation, RowSampler, SamplerState
 from titan_exp.data.build_store import Corpus, TokenizeJob, write_store
 from titan_exp.data.sample_store import StoreSplit, explain_disk_errors
-from titan_exp.data.sources.base import (
-    MIXTURE,
-    STREAMING,
-    CorpusContent,
-    RandomAccessSource,
-    Source,
-    content_identity,
-    fingerprint,
-    held_out_fraction,
-)
+from titan_exp.data.sources import base
 from titan_exp.data.tokenizers import Tokenizer
 
 ReadWindow = Callable[[int, np.ndarray], list[int]]
@@ -169,7 +152,7 @@ class WindowSampler(RowSampler):
     the data, and windows of several stores have names."""
 
     state_name = STATE
-    store = Manifest.store
+    store = data_files.Manifest.store
 
     def __init__(
         self,
@@ -207,7 +190,7 @@ def build_store_sampler(
     data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int, rounded: bool = False
 ) -> WindowSampler:
     """Open the stores of `data.paths`; `rounded` is as in `Mixture`. Raises UserError if one cannot be used."""
-    manifests = [read_manifest(path) for path in data.paths]
+    manifests = [data_files.read_manifest(path) for path in data.paths]
     windows = [ShuffledWindows(manifest, seq_len, seed, number) for number, manifest in enumerate(manifests)]
     corpus: dict[str, Any] = {
         "data.paths": [manifest.fingerprint for manifest in manifests],
@@ -217,8 +200,8 @@ def build_store_sampler(
     }
     mixture = Mixture(data.weights or [windows_.rows for windows_ in windows], rounded=rounded)
     if mixture.period > ROUNDED_PERIOD and not rounded:
-        corpus[MIXTURE] = "exact"
-    named = dict(zip(store_names(data.paths), windows, strict=True))
+        corpus[base.MIXTURE] = "exact"
+    named = dict(zip(data_files.store_names(data.paths), windows, strict=True))
     return WindowSampler(named, mixture, corpus, dp_rank=dp_rank, dp_degree=dp_degree)
 
 
@@ -239,7 +222,7 @@ class ShuffledWindows:
     """Windows of one store, reshuffled every epoch. Raises UserError if the store is smaller than a window. `number`
     distinguishes the stores of a mixture, so that stores of equal size have different orders."""
 
-    def __init__(self, manifest: Manifest, seq_len: int, seed: int, number: int) -> None:
+    def __init__(self, manifest: data_files.Manifest, seq_len: int, seed: int, number: int) -> None:
         self._tokens = TokenSplit(manifest, "train")
         self._seq_len = seq_len
         self.rows, self._rest = divmod(len(self._tokens) - 1, seq_len)
@@ -249,7 +232,7 @@ class ShuffledWindows:
             raise UserError("The token store is too small.", [violation])
         self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(self.rows, "windows", seed, number, epoch))
         self._shift = lru_cache(maxsize=4)(
-            lambda epoch: int(unit_hash(f"shift/{seed}/{number}/{epoch}") * (self._rest + 1))
+            lambda epoch: int(data_files.unit_hash(f"shift/{seed}/{number}/{epoch}") * (self._rest + 1))
         )
 
     def read(self, number: int, window: np.ndarray) -> list[int]:
@@ -292,7 +275,7 @@ class StoredText:
     """Text that is tokenized once, before training."""
 
     data: DataConfig
-    source: RandomAccessSource
+    source: base.RandomAccessSource
     size: int
     """Bytes of its files, or an estimate from evenly spaced documents."""
     digest: str
@@ -302,11 +285,11 @@ class StoredText:
     def _parts(self) -> int:
         return 1 + self.size // (PART_BYTES if self.data.tokenizer == "bytes" else MERGED_PART_BYTES)
 
-    def find(self) -> Manifest | None:
+    def find(self) -> data_files.Manifest | None:
         """Find the finished store; None if there is none."""
         return next(filter(None, (_finished(place / self.digest) for place in _places())), None)
 
-    def make(self) -> Manifest:
+    def make(self) -> data_files.Manifest:
         """Find the store, or write it while other processes wait. Raises UserError if it cannot be written anywhere, or
         the text changed meanwhile."""
         if (found := self.find()) is not None:
@@ -325,12 +308,11 @@ class StoredText:
                 problems.append(f"{place}: {error.strerror or error}")
                 _LOGGER.warning("%s. So each machine keeps its tokens of the text elsewhere, if it can", problems[-1])
         reason = f"there is no folder to write the tokens of the text to ({'; '.join(problems)})"
-        remedy = (
-            f"use {STREAMING}=true to tokenize while training, or set XDG_CACHE_HOME=/scratch/$USER in the environment"
-        )
-        raise UserError("Cannot tokenize the text.", [Violation(STREAMING, False, reason, remedy)])
+        elsewhere = "set XDG_CACHE_HOME=/scratch/$USER in the environment"
+        remedy = f"use {base.STREAMING}=true to tokenize while training, or {elsewhere}"
+        raise UserError("Cannot tokenize the text.", [Violation(base.STREAMING, False, reason, remedy)])
 
-    def _make(self, folder: Path) -> Manifest:
+    def _make(self, folder: Path) -> data_files.Manifest:
         folder.mkdir(parents=True, exist_ok=True)
         store, unfinished = folder / "store", folder / "unfinished"
         with (folder / "lock").open("w") as lock:
@@ -338,7 +320,7 @@ class StoredText:
             if (found := _finished(folder)) is not None:
                 return found
             shutil.rmtree(store, ignore_errors=True)
-            data = replace(self.data, validation_split=None, validation_fraction=held_out_fraction(self.data))
+            data = replace(self.data, validation_split=None, validation_fraction=base.held_out_fraction(self.data))
             corpus = Corpus(data, self._parts)
             job = TokenizeJob(unfinished, data, self._parts, SHARD_TOKENS, corpus.fingerprint)
             try:
@@ -352,31 +334,35 @@ class StoredText:
                 shutil.rmtree(unfinished)
                 raise UserError("The text has changed since tokenization began. Type the same command again.")
             unfinished.rename(store)
-        return read_manifest(store)
+        return data_files.read_manifest(store)
 
 
-def stored_text(data: DataConfig, source: Source, tokenizer: Tokenizer) -> StoredText | None:
+def stored_text(data: DataConfig, source: base.Source, tokenizer: Tokenizer) -> StoredText | None:
     """Identify a text. None if its documents are tokenized while training: a stream, a text larger than `LARGEST_TEXT`,
     or your own source without a fingerprint, whose documents may change without notice."""
-    if data.streaming or not isinstance(source, RandomAccessSource):
+    if data.streaming or not isinstance(source, base.RandomAccessSource):
         return None
     if (identity := _identity(data, source, tokenizer)) is None:
         return None
     content = getattr(source, "content", None)
-    size = content.size if isinstance(content, CorpusContent) else _estimated_size(source)
-    if size > LARGEST_TEXT:
+    size = content.size if isinstance(content, base.CorpusContent) else _estimated_size(source)
+    if size > data_files.LARGEST_TEXT:
         return None
-    made_from = [[VERSION, PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS], *identity, held_out_fraction(data)]
+    made_from = [
+        [data_files.VERSION, PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS],
+        *identity,
+        base.held_out_fraction(data),
+    ]
     return StoredText(data, source, size, _digest(made_from))
 
 
 def tokens_of_a_part(
-    data: DataConfig, source: Source, tokenizer: Tokenizer, part: Sequence[Any], documents: Iterable[np.ndarray]
+    data: DataConfig, source: base.Source, tokenizer: Tokenizer, part: Sequence[Any], documents: Iterable[np.ndarray]
 ) -> TokenSequence:
     """Sequence of tokenized documents that are a `part` of a text, such as the first 200. They are read from your cache
     folder once they lie there, unless the text can change without notice."""
-    identity, streamed = _identity(data, source, tokenizer), not isinstance(source, RandomAccessSource)
-    if identity is None or (streamed and not content_identity(source)):
+    identity, streamed = _identity(data, source, tokenizer), not isinstance(source, base.RandomAccessSource)
+    if identity is None or (streamed and not base.content_identity(source)):
         return concatenate(documents)
     name = f"{_digest([*identity, *part])}.npz"
     for place in _places():
@@ -386,7 +372,7 @@ def tokens_of_a_part(
     parts = list(documents)
     content: Any = getattr(source, "content", None)
     tokens, starts = np.concatenate(parts), np.cumsum([0, *map(len, parts[:-1])])
-    files = open_files(data) if isinstance(content, CorpusContent) else None
+    files = open_files(data) if isinstance(content, base.CorpusContent) else None
     if tokens.nbytes <= LARGEST_KEPT and (files is None or files.content.stamp == content.stamp):
         for place in _places(make=True):
             with suppress(OSError):  # training does without
@@ -398,18 +384,18 @@ def tokens_of_a_part(
     return sequence_of(tokens, starts)
 
 
-def _identity(data: DataConfig, source: Source, tokenizer: Tokenizer) -> list[Any] | None:
+def _identity(data: DataConfig, source: base.Source, tokenizer: Tokenizer) -> list[Any] | None:
     """Identity of a text's tokens; None for your own source without a fingerprint."""
     own = data.source not in sources()
     if own and not isinstance(getattr(source, "fingerprint", None), str):
         return None
-    content, size = getattr(source, "content", None), len(source) if isinstance(source, RandomAccessSource) else 0
+    content, size = getattr(source, "content", None), len(source) if isinstance(source, base.RandomAccessSource) else 0
     return [
         [data.source, sorted(data.options.items()), list(data.paths), size] if own else [],
-        fingerprint(source, data),
-        content_identity(source),
+        base.fingerprint(source, data),
+        base.content_identity(source),
         # A checksum of samples would miss edits between them.
-        content.stamp if isinstance(content, CorpusContent) and content.is_sampled else "",
+        content.stamp if isinstance(content, base.CorpusContent) and content.is_sampled else "",
         tokenizer.fingerprint,
     ]
 
@@ -418,7 +404,7 @@ def _digest(made_from: Sequence[Any]) -> str:
     return blake2b(json.dumps(made_from, default=str).encode(errors="replace"), digest_size=16).hexdigest()
 
 
-def _estimated_size(source: RandomAccessSource) -> int:
+def _estimated_size(source: base.RandomAccessSource) -> int:
     count = len(source)
     sample = sorted({count * number // _SAMPLES for number in range(_SAMPLES)})
     return sum(len(str(source[index]).encode(errors="replace")) for index in sample) * count // len(sample)
@@ -427,7 +413,7 @@ def _estimated_size(source: RandomAccessSource) -> int:
 def _places(*, make: bool = False) -> Iterator[Path]:
     """Folders for stores: your cache folder, then this machine's temporary folder."""
     with suppress(OSError):  # no home folder
-        yield user_folder("XDG_CACHE_HOME", ".cache") / "tokens"
+        yield data_files.user_folder("XDG_CACHE_HOME", ".cache") / "tokens"
     folder = Path(tempfile.gettempdir()) / f"titan_exp-{os.getuid()}"
     with suppress(OSError):
         if make:
@@ -443,8 +429,8 @@ def _is_of(place: Path, error: OSError) -> bool:
     return error.filename is None or str(error.filename).startswith(str(place)) or Path(error.filename) in place.parents
 
 
-def _finished(folder: Path) -> Manifest | None:
+def _finished(folder: Path) -> data_files.Manifest | None:
     with suppress(UserError, OSError):
-        manifest = read_manifest(folder / "store")
+        manifest = data_files.read_manifest(folder / "store")
         return None if any(manifest.damaged()) else manifest
     return None

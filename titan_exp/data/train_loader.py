@@ -24,19 +24,7 @@ from titan_exp.data import token_store
 from titan_exp.data.batch import Batch, MicroBatch, NextRow, RowBuffer, Sampler, SamplerState, collate
 from titan_exp.data.shard_sampler import VirtualShardSampler
 from titan_exp.data.source_check import training_subset
-from titan_exp.data.sources.base import (
-    CONTENT,
-    MIXTURE,
-    REVISION,
-    SHARDS,
-    STREAMING,
-    build_source,
-    content_identity,
-    fingerprint,
-    held_out_fraction,
-    require_same_data,
-    warn,
-)
+from titan_exp.data.sources import base
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
@@ -115,23 +103,23 @@ def _stop(queue: _Queue, thread: threading.Thread) -> None:
 
 def build_text_sampler(data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> Sampler:
     """Open a text as a sampler. Raises UserError if the corpus or the tokenizer cannot be used."""
-    tokenizer, source = build_tokenizer(data), build_source(data)
+    tokenizer, source = build_tokenizer(data), base.build_source(data)
     stored = token_store.stored_text(data, source, tokenizer)
     if stored is None:
         return VirtualShardSampler(data, seq_len, seed, dp_rank=dp_rank, dp_degree=dp_degree, source=source)
     corpus: dict[str, Any] = {
-        "data.source": fingerprint(source, data),
-        **content_identity(source),
+        "data.source": base.fingerprint(source, data),
+        **base.content_identity(source),
         "data.tokenizer": tokenizer.fingerprint,
-        "data.validation_fraction": held_out_fraction(data),
-        STREAMING: False,
+        "data.validation_fraction": base.held_out_fraction(data),
+        base.STREAMING: False,
         "experiment.seed": seed,
         "training.seq_len": seq_len,
     }
     manifest = stored.make()
     tokens = token_store.TokenSplit(manifest, "train")
     if len(tokens) == 0:
-        training_subset(stored.source, held_out_fraction(data))  # raises if all documents are held out
+        training_subset(stored.source, base.held_out_fraction(data))  # raises if all documents are held out
         raise UserError(f"The corpus has no text: all of its {len(stored.source)} documents are empty.")
     windows: token_store.Windows = token_store.RepeatedTokens(tokens, seq_len)
     if len(tokens) > seq_len:
@@ -210,12 +198,12 @@ class TrainLoader(Iterator[Any]):
         saved, present = state.get("corpus"), self._sampler.corpus
         if not isinstance(saved, dict):
             raise UserError("The checkpoint has no state of the data.")
-        if CONTENT in present and CONTENT not in saved:
-            warn(
+        if base.CONTENT in present and base.CONTENT not in saved:
+            base.warn(
                 "This checkpoint is from a version that did not record the contents of data files. We compare their "
                 "names and sizes only"
             )
-        require_same_data(saved, present, {*saved, *present} - {REVISION, *({CONTENT} - set(saved))})
+        base.require_same_data(saved, present, {*saved, *present} - {base.REVISION, *({base.CONTENT} - set(saved))})
         self._seek(self._sampler.restrict(_positions(state)))
 
     def seek(self, state: Mapping[str, Any]) -> None:
@@ -263,24 +251,24 @@ class TrainLoader(Iterator[Any]):
         saved, present = state.get("corpus"), self._sampler.corpus
         if not isinstance(saved, dict):
             return
-        if STREAMING in present and SHARDS in saved:
-            warn(
+        if base.STREAMING in present and base.SHARDS in saved:
+            base.warn(
                 "This checkpoint is from a version that tokenized all texts while training. The run continues in that "
                 "order, in which an epoch is not an exact pass over the data. To begin in the order of today, start a "
                 "new run with checkpoint.continue_data=restart"
             )
             self._sampler = self._build(VirtualShardSampler)()
-        elif MIXTURE in present and MIXTURE not in saved:
-            warn(
+        elif base.MIXTURE in present and base.MIXTURE not in saved:
+            base.warn(
                 "This checkpoint is from a version that rounded shares of mixtures to multiples of 1/65,536. The run "
                 "continues in that order, in which stores may end an epoch some rows apart. For exact shares, start a "
                 "new run with checkpoint.continue_data=restart"
             )
             self._sampler = self._build(partial(token_store.build_store_sampler, rounded=True))()
-        elif STREAMING in saved and SHARDS in present:
+        elif base.STREAMING in saved and base.SHARDS in present:
             reason = "this run tokenized its documents before training, and a stream has them in another order"
             remedy = "use data.streaming=false, or start a new run with checkpoint.continue_data=restart"
-            violation = Violation(STREAMING, self._data.streaming, reason, remedy)
+            violation = Violation(base.STREAMING, self._data.streaming, reason, remedy)
             raise UserError("The run cannot continue in another order.", [violation])
 
     def _seek(self, state: SamplerState) -> None:

@@ -21,13 +21,7 @@ from titan_exp.config.schema.data_sets import HOLD_TEXT, source_member
 from titan_exp.config.schema.foreign_code import described
 from titan_exp.data.batch import Batch, collate
 from titan_exp.data.source_check import validation_subset
-from titan_exp.data.sources.base import (
-    RandomAccessSource,
-    Source,
-    StreamingSource,
-    build_source,
-    build_validation_source,
-)
+from titan_exp.data.sources import base
 from titan_exp.data.token_store import StoredText, TokenSequence, TokenSplit, open_split, stored_text, tokens_of_a_part
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer, encode_document
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
@@ -157,8 +151,8 @@ class _ValidationTexts:
     def __init__(self, data: DataConfig, all_documents: bool) -> None:
         self.data, self._limit = data, data.validation_documents
         self._fraction = 1.0
-        own = None if all_documents else build_validation_source(data)
-        self.whole = self._source = build_source(data) if own is None else own
+        own = None if all_documents else base.build_validation_source(data)
+        self.whole = self._source = base.build_source(data) if own is None else own
         """Source of the documents, including those to train on."""
         self.are_held_out = not all_documents and own is None
         """True if the validation documents are a part of the source's documents."""
@@ -171,7 +165,7 @@ class _ValidationTexts:
             remedy = "use data.validation_fraction=0.02, or evaluation.every=0 to train without evaluation"
             violation = Violation("data.validation_fraction", 0.0, "this fraction holds out no documents", remedy)
             raise UserError("There is nothing to evaluate on.", [violation])
-        elif own is None and isinstance(self._source, RandomAccessSource):
+        elif own is None and isinstance(self._source, base.RandomAccessSource):
             self._source = validation_subset(self._source, data.validation_fraction)
         elif own is None:
             _require_limit(self._source, data)
@@ -181,13 +175,13 @@ class _ValidationTexts:
 
     def __iter__(self) -> Iterator[str]:
         source = self._source
-        if isinstance(source, RandomAccessSource):
+        if isinstance(source, base.RandomAccessSource):
             texts = (text for text in map(source.__getitem__, range(len(source))) if text)
         else:
             texts = self._stream(source)
         return islice(texts, self._limit)
 
-    def _stream(self, source: StreamingSource, fraction: float | None = None) -> Iterator[str]:
+    def _stream(self, source: base.StreamingSource, fraction: float | None = None) -> Iterator[str]:
         fraction = self._fraction if fraction is None else fraction
         for part in range(source.parts):
             yield from (text for text in source.open(part, None) if text and unit_hash(text) < fraction)
@@ -195,7 +189,7 @@ class _ValidationTexts:
     def _no_text(self, data: DataConfig) -> UserError:
         """Make the error for a split without text: it has no documents, or they are empty."""
         source, reason = self._source, "the validation documents contain no text"
-        if not isinstance(source, RandomAccessSource) and self._fraction < 1:
+        if not isinstance(source, base.RandomAccessSource) and self._fraction < 1:
             has_text = next(self._stream(source, 1.0), None) is not None
             none_of_them = "this fraction holds out none of the documents of the stream"
             reason = none_of_them if has_text else "the stream contains no text"
@@ -207,6 +201,6 @@ class _ValidationTexts:
         return UserError("There is nothing to evaluate on.", [violation])
 
 
-def _require_limit(source: Source, data: DataConfig) -> None:
-    if not isinstance(source, RandomAccessSource) and data.validation_documents is None:
+def _require_limit(source: base.Source, data: DataConfig) -> None:
+    if not isinstance(source, base.RandomAccessSource) and data.validation_documents is None:
         raise UserError("The validation split of a stream has no limit.", [unlimited_split(data)])

@@ -6,21 +6,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from titan_exp.compare import findings
 from titan_exp.compare.compared_metrics import Metric, value_text
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.findings import (
-    MISSING,
-    change,
-    column_decimals,
-    findings,
-    heading,
-    layout_checks,
-    remarks,
-    stands_for,
-    state_text,
-    verdict,
-    with_interval,
-)
 from titan_exp.compare.from_wandb import explain_wandb_errors
 from titan_exp.compare.output.study_sections import escape_markdown, markdown, markdown_table, pareto, scaling, sections
 from titan_exp.compare.runs import ComparedRun, Row
@@ -116,7 +104,7 @@ LEGEND = {
     "n.d.*\n": "n.d.*: distinguishable alone, but not after Holm's correction for all rows",
     MARKS["too few seeds"]: f"{MARKS['too few seeds']} pairs of seeds, which tell no difference from noise",
     "diverged": "diverged: no run's loss is finite",
-    MISSING: f"{MISSING}: no number, such as that of a run that failed or has fewer tokens",
+    findings.MISSING: f"{findings.MISSING}: no number, such as that of a run that failed or has fewer tokens",
     "better\n": "green: better than the baseline",
     "worse\n": "red: worse than the baseline",
     "different\n": "yellow: distinguishable from the baseline, which is not a verdict",
@@ -138,20 +126,20 @@ def _row(comparison: Comparison, index: int, row: Row) -> TextRow:
     cells = tuple(_cell(comparison, metric, index, row) for metric in comparison.metrics)
     estimate, runs = row.estimates[comparison.main.name], len(row.runs)
     n = f"{estimate.n} of {runs}" if estimate is not None and estimate.n < runs else str(runs)
-    return TextRow(keys, n, state_text(row), cells, index == comparison.baseline)
+    return TextRow(keys, n, findings.state_text(row), cells, index == comparison.baseline)
 
 
 def _cell(comparison: Comparison, metric: Metric, index: int, row: Row) -> Cell:
-    decimals = column_decimals(metric, (other.estimates[metric.name] for other in comparison.rows))
-    number = with_interval(metric, row.estimates[metric.name], decimals)
+    decimals = findings.column_decimals(metric, (other.estimates[metric.name] for other in comparison.rows))
+    number = findings.with_interval(metric, row.estimates[metric.name], decimals)
     if row.estimates[metric.name] is None and row.diverged(metric.name):
         number = "diverged"
     if index == comparison.baseline:
         return Cell(number, "", "", "")
     baseline = comparison.rows[comparison.baseline].estimates[metric.name]
     delta = row.deltas[metric.name]
-    result = verdict(metric, delta, comparison.standing)
-    text = change(metric, delta, baseline.mean if baseline else None)
+    result = findings.verdict(metric, delta, comparison.standing)
+    text = findings.change(metric, delta, baseline.mean if baseline else None)
     return Cell(number, text, result, MARKS.get(result, result))
 
 
@@ -225,7 +213,7 @@ def to_csv(comparison: Comparison) -> str:
 def json_values(comparison: Comparison) -> dict[str, Any]:
     """Comparison as JSON values, without curves."""
     study = comparison.study
-    checks = layout_checks(comparison.runs)
+    checks = findings.layout_checks(comparison.runs)
     return {
         "name": comparison.name,
         "question": study.question if study else None,
@@ -250,8 +238,8 @@ def json_values(comparison: Comparison) -> dict[str, Any]:
         "pareto": [asdict(point) for point in pareto(comparison)],
         "layout_checks": [{**asdict(check), "holds": check.holds} for check in checks],
         "notes": {section.title: section.notes for section in comparison.added_sections},
-        "findings": findings(comparison),
-        "remarks": [*stands_for(comparison), *remarks(comparison, checks)],
+        "findings": findings.findings(comparison),
+        "remarks": [*findings.stands_for(comparison), *findings.remarks(comparison, checks)],
     }
 
 
@@ -268,12 +256,16 @@ def to_markdown(comparison: Comparison) -> str:
     ]
     rows = markdown_table([*heads, *map(title, found.metrics)], lines, len(heads))
     question = [comparison.study.question, ""] if comparison.study and comparison.study.question else []
-    sentences = [*findings(comparison), *stands_for(comparison), *remarks(comparison, layout_checks(comparison.runs))]
+    sentences = [
+        *findings.findings(comparison),
+        *findings.stands_for(comparison),
+        *findings.remarks(comparison, findings.layout_checks(comparison.runs)),
+    ]
     head = [
         f"## {escape_markdown(comparison.name)}",
         "",
         *map(escape_markdown, question),
-        escape_markdown(heading(comparison)),
+        escape_markdown(findings.heading(comparison)),
         "",
     ]
     added = markdown(sections(comparison))
@@ -292,8 +284,8 @@ def to_latex(comparison: Comparison) -> str:
         lines.append([*map(_latex, row.keys), *[row.n][: found.has_seeds], *cells])
     body = [" & ".join(line) + r" \\" for line in lines]
     body = [body[0], r"\midrule", *body[1:]]
-    note = f"% {comparison.name}: {heading(comparison)}"
-    note += "".join(f"\n% {sentence}" for sentence in remarks(comparison, [])[:1])
+    note = f"% {comparison.name}: {findings.heading(comparison)}"
+    note += "".join(f"\n% {sentence}" for sentence in findings.remarks(comparison, [])[:1])
     inner = "\n".join(f"  {line}" for line in [r"\toprule", *body, r"\bottomrule"])
     return f"{note}\n\\begin{{tabular}}{{{spec}}}\n{inner}\n\\end{{tabular}}\n"
 
@@ -315,7 +307,7 @@ def _record(comparison: Comparison, index: int, row: Row) -> dict[str, Any]:
             f"{name}.delta_high": delta.high if delta else None,
             f"{name}.p": delta.p if delta else None,
             f"{name}.p_holm": delta.p_holm if delta else None,
-            f"{name}.verdict": verdict(metric, delta, comparison.standing) or None,
+            f"{name}.verdict": findings.verdict(metric, delta, comparison.standing) or None,
         }
     return record
 

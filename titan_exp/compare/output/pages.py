@@ -19,29 +19,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from titan_exp.compare import findings
 from titan_exp.compare.compared_metrics import ABSENT, Metric, value_text
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.findings import (
-    findings,
-    heading,
-    labelled_findings,
-    layout_checks,
-    remarks,
-    stands_for,
-    token_budget_text,
-    verdict,
-)
+from titan_exp.compare.output import study_sections
 from titan_exp.compare.output.formats import Cell, TextTable, head, legend, text_table, title
 from titan_exp.compare.output.plots import study_plots
-from titan_exp.compare.output.study_sections import (
-    ScalingSeries,
-    Section,
-    cost_metric,
-    loss_metric,
-    pareto,
-    scaling,
-    sections,
-)
 from titan_exp.compare.runs import ComparedRun
 from titan_exp.config.command_line.output import plain
 from titan_exp.config.errors.user_error import listed
@@ -109,8 +92,8 @@ SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js
 
 def to_html(comparison: Comparison) -> str:
     """Render a comparison as HTML."""
-    checks = layout_checks(comparison.runs)
-    series, table = scaling(comparison), text_table(comparison)
+    checks = findings.layout_checks(comparison.runs)
+    series, table = study_sections.scaling(comparison), text_table(comparison)
     flat = [flatten(row.runs[0].config) for row in comparison.rows]
     return render_page(
         "titan_exp.compare.output",
@@ -120,10 +103,10 @@ def to_html(comparison: Comparison) -> str:
         table=table,
         head=head,
         legend=legend(table),
-        token_budget=token_budget_text(comparison),
+        token_budget=findings.token_budget_text(comparison),
         states=sorted(Counter(run.shown for run in comparison.runs).items()),
-        findings=labelled_findings(comparison),
-        remarks=[*stands_for(comparison), *remarks(comparison, [])],
+        findings=findings.labelled_findings(comparison),
+        remarks=[*findings.stands_for(comparison), *findings.remarks(comparison, [])],
         checks=checks,
         scaling=series,
         format_count=format_count,
@@ -132,7 +115,7 @@ def to_html(comparison: Comparison) -> str:
             (key, [value_text(values[key]) if key in values else ABSENT for values in flat])
             for key in comparison.differing_keys.all_keys
         ],
-        sections=sections(comparison),
+        sections=study_sections.sections(comparison),
         plots=[(name, base64.b64encode(picture).decode()) for name, picture in study_plots(comparison)],
         pictures=list(islice(_expert_load(comparison), PICTURES)),
         grids=list(islice(_image_grids(comparison), PICTURES)),
@@ -160,7 +143,7 @@ def _image_grids(comparison: Comparison) -> Iterator[tuple[str, str]]:
 
 
 def _numbers(comparison: Comparison, series: Sequence[Any]) -> dict[str, Any]:
-    loss = loss_metric(comparison)
+    loss = study_sections.loss_metric(comparison)
     return {
         "rows": [
             {"label": row.label, "baseline": index == comparison.baseline} for index, row in enumerate(comparison.rows)
@@ -181,9 +164,10 @@ def _numbers(comparison: Comparison, series: Sequence[Any]) -> dict[str, Any]:
         ],
         "pareto": {
             "loss": loss.title if loss else "",
-            "cost": cost_metric(comparison).title,
+            "cost": study_sections.cost_metric(comparison).title,
             "points": [
-                {"row": p.row, "x": p.gpu_hours, "y": p.loss, "front": p.is_on_front} for p in pareto(comparison)
+                {"row": p.row, "x": p.gpu_hours, "y": p.loss, "front": p.is_on_front}
+                for p in study_sections.pareto(comparison)
             ],
         },
     }
@@ -201,7 +185,7 @@ def _metric_numbers(comparison: Comparison, metric: Metric) -> dict[str, Any]:
         ],
         "seeds": [list(row.numbers[metric.name].values()) for row in comparison.rows],
         "deltas": [
-            [delta.difference, delta.low, delta.high, verdict(metric, delta, comparison.standing)]
+            [delta.difference, delta.low, delta.high, findings.verdict(metric, delta, comparison.standing)]
             if (delta := row.deltas[metric.name]) is not None
             else None
             for row in comparison.rows
@@ -318,7 +302,7 @@ FINDINGS = 12
 
 def show(comparison: Comparison, console: Console, *, every_key: bool = False) -> None:
     """Print a comparison in tables that fit the width. Metrics are never cut; keys are, unless `every_key`."""
-    console.print(Text.assemble((comparison.name, "bold"), "  ", heading(comparison)))
+    console.print(Text.assemble((comparison.name, "bold"), "  ", findings.heading(comparison)))
     if comparison.study and comparison.study.question:
         console.print(Text(comparison.study.question, style="italic"))
     whole, width = text_table(comparison), console.width
@@ -337,15 +321,18 @@ def show(comparison: Comparison, console: Console, *, every_key: bool = False) -
         console.print(Text(f"baseline: {baseline} ({comparison.baseline_why})", style=QUIET))
     if marks := legend(whole):
         console.print(Text(marks, style=QUIET))
-    for section in sections(comparison):
+    for section in study_sections.sections(comparison):
         show_section(section, console)
     # At equal tokens, which means at the first rung, differences to the best point say little.
     halved = comparison.learnt is not None and comparison.learnt.rungs
-    for sentence in [] if halved else findings(comparison)[:FINDINGS]:
+    for sentence in [] if halved else findings.findings(comparison)[:FINDINGS]:
         console.print(Text(f"• {sentence}"))
-    for series in scaling(comparison):
+    for series in study_sections.scaling(comparison):
         console.print(_scaling_table(series))
-    for sentence in [*stands_for(comparison), *remarks(comparison, layout_checks(comparison.runs))]:
+    for sentence in [
+        *findings.stands_for(comparison),
+        *findings.remarks(comparison, findings.layout_checks(comparison.runs)),
+    ]:
         console.print(Text(sentence, style="bold red" if "MORE THAN ROUNDING" in sentence else QUIET))
 
 
@@ -354,7 +341,7 @@ def _grid(title: str | None = None) -> Table:
     return Table(title=title, title_justify="left", pad_edge=False, **look)
 
 
-def show_section(section: Section, console: Console) -> None:
+def show_section(section: study_sections.Section, console: Console) -> None:
     """Print a table with its notes."""
     table = _grid(section.title)
     for place, name in enumerate(section.heads):
@@ -414,7 +401,7 @@ def _width(found: TextTable, metrics: Sequence[int]) -> int:
     return 2 + sum(max(map(cell_len, column)) + BETWEEN for column in columns)
 
 
-def _scaling_table(series: ScalingSeries) -> Table:
+def _scaling_table(series: study_sections.ScalingSeries) -> Table:
     kind = "growing global batch" if series.kind == "weak" else "same global batch"
     name = f"Scaling, {kind}{f' · {series.fixed}' if series.fixed else ''}"
     table = _grid(name)

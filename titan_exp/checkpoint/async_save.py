@@ -46,10 +46,8 @@ def shared_memory_shortage(state: Mapping[str, Tensor], group: dist.ProcessGroup
         needed[host] = needed.get(host, 0) + size
     for host, _, free in ranks:
         if free is not None and free < needed[host]:
-            return (
-                f"{SHARED_MEMORY} of {host} has {free / 1e9:.3f} GB free, and a copy of the state takes "
-                f"{needed[host] / 1e9:.3f} GB"
-            )
+            size = f"a copy of the state takes {needed[host] / 1e9:.3f} GB"
+            return f"{SHARED_MEMORY} of {host} has {free / 1e9:.3f} GB free, and {size}"
     return None
 
 
@@ -103,10 +101,8 @@ class AsyncSaveProcess:
                     raise
                 self._fail()
                 cause = (str(error).strip() or type(error).__name__).partition("\n")[0]
-                raise OSError(
-                    f"the checkpoint save process of this or another rank died ({cause}), and the next save starts "
-                    "a new one"
-                ) from error
+                died = f"the checkpoint save process of this or another rank died ({cause})"
+                raise OSError(f"{died}, and the next save starts a new one") from error
 
     def kill(self) -> None:
         """Kill the process at any point of its work."""
@@ -166,13 +162,8 @@ class AsyncSaver:
                 self._fall_back_without_shared_memory(state)
         self._staged = True
         kind = AsyncCheckpointerType.THREAD if self._process is None else AsyncCheckpointerType.PROCESS
-        future = dcp.async_save(
-            state,
-            storage_writer=writer,
-            process_group=self._group,
-            async_checkpointer_type=kind,
-            async_stager=self._stager,
-        )
+        where = {"storage_writer": writer, "process_group": self._group}
+        future = dcp.async_save(state, **where, async_checkpointer_type=kind, async_stager=self._stager)
         assert isinstance(future, Future), "staging is synchronous in every mode"
         return future
 

@@ -93,7 +93,9 @@ class RemoteRun:
             return
         self.folder.remove(*(f"{step_name(step)}/{name}" for name in (CHECKSUMS_FILE, DAMAGED) if name in listed))
         for name in parse_checksums((path / CHECKSUMS_FILE).read_text(encoding="utf-8")):
-            if uploading_rank(name, world) == rank:
+            # A file's writer, modulo the world size; rank 0 for files without a rank.
+            match = _RANK_FILE.fullmatch(name)
+            if rank == (int(match[1]) % world if match else 0):
                 self.folder.upload(path / name, f"{step_name(step)}/{name}", stop=stop)
 
     def publish(self, step: int, path: Path) -> None:
@@ -106,9 +108,8 @@ class RemoteRun:
         for name, checksum in parse_checksums(text).items():
             if name not in listed or listed[name].size != checksum.size:
                 size = f"{listed[name].size:,} bytes" if name in listed else "nothing"
-                raise RemoteError(
-                    f"{joined(self.url, step_name(step), name)}: {size} of {checksum.size:,} bytes arrived"
-                )
+                file = joined(self.url, step_name(step), name)
+                raise RemoteError(f"{file}: {size} of {checksum.size:,} bytes arrived")
         self.folder.write(f"{step_name(step)}/{CHECKSUMS_FILE}", text.encode())
 
     def apply_retention(self, newest: int, every: int | None, published: int) -> None:
@@ -138,12 +139,6 @@ class RemoteRun:
 
     def _marker(self, step: int) -> bytes | None:
         return self.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
-
-
-def uploading_rank(name: str, world: int) -> int:
-    """Rank that uploads a file: its writer, modulo the world size; rank 0 for files without a rank."""
-    match = _RANK_FILE.fullmatch(name)
-    return int(match[1]) % world if match else 0
 
 
 STOP_SECONDS = 60.0

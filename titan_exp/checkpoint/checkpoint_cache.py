@@ -130,9 +130,8 @@ def _find_checkpoint(path_or_url: str, step: int) -> _Manifest:
             parent = RemoteFolder(remote.url.rpartition("/")[0])
             return _step_manifest(remote, "", parent, root, name)
         if COMPLETE_NAME.fullmatch(name) and listing.files:
-            raise UserError(
-                f"{path_or_url} is not a complete checkpoint: it lacks {CHECKSUMS_FILE}, which we upload last."
-            )
+            reason = f"it lacks {CHECKSUMS_FILE}, which we upload last"
+            raise UserError(f"{path_or_url} is not a complete checkpoint: {reason}.")
         files = _files_to_download(remote, listing.files)
     if not files:
         raise UserError(f"{path_or_url} contains no checkpoint, or does not exist.")
@@ -145,9 +144,8 @@ def _run_manifest(remote: RemoteFolder, root: str, prefix: str, steps: list[str]
         if name in steps and remote.read(f"{prefix}{name}/{CHECKSUMS_FILE}") is not None:
             return _step_manifest(remote, f"{prefix}{name}/", remote, f"{root}/{name}", name, whole_run=True)
     if step:
-        raise UserError(
-            f"step={step}: {remote.url} has no complete checkpoint of this step. It has {', '.join(steps) or 'none'}."
-        )
+        there = ", ".join(steps) or "none"
+        raise UserError(f"step={step}: {remote.url} has no complete checkpoint of this step. It has {there}.")
     raise UserError(f"{remote.url} contains no complete checkpoint.")
 
 

@@ -197,9 +197,8 @@ class Checkpointer:
         save.mark_durable(self._clock())
         write_seconds = save.durable_at - save.write_started
         self._timings = {"checkpoint_pause": save.pause_seconds, "checkpoint_write": write_seconds}
-        get_logger().info(
-            "saved step %d: training paused for %.3f s, written in %.3f s", save.step, save.pause_seconds, write_seconds
-        )
+        text = "saved step %d: training paused for %.3f s, written in %.3f s"
+        get_logger().info(text, save.step, save.pause_seconds, write_seconds)
         if self._leader:
             if self._uploader is not None:
                 self._uploader.offer(save.step)
@@ -251,10 +250,8 @@ class Checkpointer:
             damage = find_damage_on_ranks(self.folder.path_of(step), self._group)
             if damage is None:
                 if not has_checksums(self.folder.path_of(step)):
-                    text = (
-                        "the checkpoint of step %d is older than checksums, so we checked only the sizes of its files"
-                    )
-                    get_logger().info(text, step)
+                    checked = "so we checked only the sizes of its files"
+                    get_logger().info("the checkpoint of step %d is older than checksums, %s", step, checked)
                 return step, damaged
             damaged[step] = damage
         return None, damaged
@@ -328,10 +325,9 @@ class Checkpointer:
                     else:
                         get_logger().error("cannot write to checkpoint.remote now: %s", error)
         if (failure := self.from_leader(failure)) is not None:
-            raise UserError(
-                f"Cannot write checkpoints: {failure}. Make the folder writable, or train without: "
-                f"{'checkpoint=none' if self._remote is None else 'checkpoint.remote=null'}"
-            )
+            without = "checkpoint=none" if self._remote is None else "checkpoint.remote=null"
+            remedy = f"Make the folder writable, or train without: {without}"
+            raise UserError(f"Cannot write checkpoints: {failure}. {remedy}")
 
     def _apply_retention(self) -> None:
         try:

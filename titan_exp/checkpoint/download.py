@@ -99,10 +99,8 @@ def _unreachable(repo: str, error: BaseException) -> str:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if isinstance(cause, OSError) and cause.errno in (28, 122):
-        return (
-            f"The disk is full, so we could not store {repo}. Free space and type the same command again: it "
-            "keeps complete files."
-        )
+        remedy = "Free space and type the same command again: it keeps complete files."
+        return f"The disk is full, so we could not store {repo}. {remedy}"
     reason = str(cause).partition("\n")[0] or type(cause).__name__
     return (
         f"Could not download {repo}: the hub does not answer ({reason}).\n"
@@ -164,10 +162,8 @@ def _download_files(
     found = gather_objects(_download_shard(run, step, shard, target), group)
     failures: dict[str, str] = dict(reversed([failure for failure in found if failure is not None]))
     if "disk" in failures:
-        raise UserError(
-            f"The checkpoint of step {step} from {run.url} cannot be written here: {failures['disk']}. Free disk "
-            "space and start again: complete files are kept."
-        )
+        problem = f"The checkpoint of step {step} from {run.url} cannot be written here: {failures['disk']}"
+        raise UserError(f"{problem}. Free disk space and start again: complete files are kept.")
     if "store" in failures:
         return RemoteError(failures["store"])
     return failures.get("damage")

@@ -220,9 +220,8 @@ def load_initial_weights(
     load_into(path, {f"{MODEL_PREFIX}{name}": value for name, value in wanted.items()})
     _copy_first_to_others(_model_tensors(parts))
     kept = len(state) - len(wanted)
-    get_logger().info(
-        "%d weights and buffers from %s%s", len(wanted), path, f", and {kept} keep their initial values" if kept else ""
-    )
+    others = f", and {kept} keep their initial values" if kept else ""
+    get_logger().info("%d weights and buffers from %s%s", len(wanted), path, others)
 
 
 def _explain_mismatch(
@@ -241,9 +240,8 @@ def _explain_mismatch(
     names = [name.partition(" ")[0] for name in (*missing, *unexpected, *reshaped)]
     if names:
         groups = sorted({weight_pattern(name) for name in names})
-        lines.append(
-            f"  Use the model of these weights, or initialize them anew: checkpoint.initial_exclude='{shown(groups)}'"
-        )
+        anew = f"initialize them anew: checkpoint.initial_exclude='{shown(groups)}'"
+        lines.append(f"  Use the model of these weights, or {anew}")
     return "\n".join(lines)
 
 

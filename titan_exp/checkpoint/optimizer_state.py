@@ -285,9 +285,8 @@ def equals_weights(key: str) -> bool:
 
 
 def _named(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    return (
-        (name, parameter) for part in parts for name, parameter in part.named_parameters() if parameter.requires_grad
-    )
+    named = (pair for part in parts for pair in part.named_parameters())
+    return ((name, parameter) for name, parameter in named if parameter.requires_grad)
 
 
 def _place(key: str, names: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -387,9 +386,8 @@ def _restore_group(group: dict[str, Any], found: Mapping[str, Any]) -> None:
         texts[json.dumps(values, sort_keys=True)].append(name)
     if len(texts) > 1:
         (one, *_), (other, *_) = list(texts.values())[:2]
-        keys = sorted(
-            {key for name in (one, other) for key in found[name] if found[one].get(key) != found[other].get(key)}
-        )
+        keys = {*found[one], *found[other]}
+        keys = sorted(key for key in keys if found[one].get(key) != found[other].get(key))
         raise UserError(
             f"The optimizer's group values {', '.join(keys)} differ between {one} and {other}, which are one parameter "
             "group in this layout and were two in that of the checkpoint: they cannot be carried. Continue in the "

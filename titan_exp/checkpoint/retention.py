@@ -121,10 +121,8 @@ class SaveFailures:
         """Warning since when saves fail, and why; None if the last one succeeded."""
         if self._cause is None:
             return None
-        return (
-            f"since {self._since} we cannot write a checkpoint to {self._folder.path} ({self._cause}), and "
-            f"{self.newest}"
-        )
+        problem = f"we cannot write a checkpoint to {self._folder.path} ({self._cause})"
+        return f"since {self._since} {problem}, and {self.newest}"
 
     @property
     def newest(self) -> str:

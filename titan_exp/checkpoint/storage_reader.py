@@ -106,15 +106,9 @@ def _check_entry(key: str, entry: Any, tensor: Tensor) -> None:
 
 
 _METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_CLASSES = ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta")
 _ALLOWED_NAMES = {
-    (_METADATA, "Metadata"),
-    (_METADATA, "MetadataIndex"),
-    (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "BytesStorageMetadata"),
-    (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "TensorProperties"),
-    (_METADATA, "StorageMeta"),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "_MEM_FORMAT_ENCODING", *_CLASSES)),
     (_FILESYSTEM, "_StorageInfo"),
     ("torch", "Size"),
     ("torch", "device"),
@@ -137,10 +131,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _memory_format
         if (module_name, global_name) in _ALLOWED_NAMES:
             return super().find_class(module_name, global_name)
-        raise pickle.UnpicklingError(
-            f"the checkpoint's metadata asks for {module_name}.{global_name}, which is not checkpoint metadata, so "
-            "the file is damaged or was tampered with"
-        )
+        asked = f"the checkpoint's metadata asks for {module_name}.{global_name}, which is not checkpoint metadata"
+        raise pickle.UnpicklingError(f"{asked}, so the file is damaged or was tampered with")
 
 
 def _memory_format(kind: Any, name: Any) -> Any:
@@ -222,17 +214,8 @@ def require_stored(path: Path, sizes: Mapping[str, int]) -> None:
     stored = sum(file.stat().st_size for file in path.iterdir())
     for key, size in sizes.items():
         if size > stored:
-            raise damaged_checkpoint(
-                path, f"the metadata lists {key} with {size} bytes, and all files together have {stored}"
-            )
-
-
-def min_file_sizes(path: Path) -> dict[str, int]:
-    """Minimum size in bytes of each file of a checkpoint, from the extents in its metadata."""
-    sizes: dict[str, int] = {}
-    for entry in SafeStorageReader(path).read_metadata().storage_data.values():
-        sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
-    return sizes
+            damage = f"the metadata lists {key} with {size} bytes, and all files together have {stored}"
+            raise damaged_checkpoint(path, damage)
 
 
 def load_into(path: Path, state: dict[str, Tensor]) -> None:

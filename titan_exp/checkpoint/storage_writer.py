@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import pickle
 import zlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.checkpoint.storage_reader import damaged_checkpoint, min_file_sizes
+from titan_exp.checkpoint.storage_reader import SafeStorageReader, damaged_checkpoint
 from titan_exp.config.checkpoint_files import CHECKSUMS_FILE, METADATA_FILE, FileChecksum, parse_checksums
 from titan_exp.config.foreign_file import read_file
 from titan_exp.parallel.mesh import gather_objects
@@ -73,12 +73,6 @@ def _fill(file: IO[bytes], tensor: Tensor) -> None:
 
 _CHUNK_BYTES = 8 * 2**20
 _THREADS = 4
-
-
-def write_checksums(path: Path, checksums: Mapping[str, FileChecksum]) -> None:
-    """Write `checksums.json` into a checkpoint."""
-    files = {name: {"size": entry.size, "crc32": f"{entry.crc32:08x}"} for name, entry in sorted(checksums.items())}
-    write_atomically(path / CHECKSUMS_FILE, json.dumps({"files": files}, indent=1) + "\n")
 
 
 def has_checksums(path: Path) -> bool:
@@ -130,24 +124,23 @@ def find_file_damage(path: Path, expected: FileChecksum) -> str | None:
         size = path.stat().st_size
         if size != expected.size:
             return f"{path.name} has {size:,} bytes instead of {expected.size:,}"
-        return None if _crc32(path) == expected.crc32 else f"{path.name} does not match its checksum"
+        crc, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                crc = zlib.crc32(buffer[:count], crc)
+        return None if crc == expected.crc32 else f"{path.name} does not match its checksum"
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
         return f"cannot read {path.name} ({error.strerror or error})"
 
 
-def _crc32(path: Path) -> int:
-    crc, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc = zlib.crc32(buffer[:count], crc)
-    return crc
-
-
 def _find_short_file(path: Path) -> str | None:
     """Find a file shorter than its extents in the metadata, for checkpoints without checksums."""
-    for name, end in sorted(min_file_sizes(path).items()):
+    ends: dict[str, int] = {}
+    for entry in SafeStorageReader(path).read_metadata().storage_data.values():
+        ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
+    for name, end in sorted(ends.items()):
         file = path / name
         if not file.exists():
             return f"{name} is missing"
@@ -191,7 +184,9 @@ class ChecksumWriter(dcp.FileSystemWriter):
         checksums: dict[str, FileChecksum] = {}
         for rank in results:
             checksums |= dict(result for result in rank if isinstance(result, tuple))
-        write_checksums(Path(self.path), checksums | self._recording.checksums)
+        checksums |= self._recording.checksums
+        files = {name: {"size": one.size, "crc32": f"{one.crc32:08x}"} for name, one in sorted(checksums.items())}
+        write_atomically(Path(self.path) / CHECKSUMS_FILE, json.dumps({"files": files}, indent=1) + "\n")
 
 
 class _MetadataPickler(pickle.Pickler):

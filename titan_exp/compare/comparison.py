@@ -272,9 +272,8 @@ def _grouped(
         every = {**{key: flat.get(key, ABSENT) for key in columns.all_keys}, **names}
         _, members = groups.setdefault(repr(sorted(every.items())), (every, []))
         if any(other.seed == run.seed for other in members):
-            notes.append(
-                f"{run.run_id} is left out: its id differs from another run's, but no key that changes a number does."
-            )
+            reason = "its id differs from another run's, but no key that changes a number does"
+            notes.append(f"{run.run_id} is left out: {reason}.")
             continue
         members.append(run)
     for _, members in groups.values():
@@ -309,9 +308,8 @@ def _row(
     numbers: dict[str, dict[object, float]] = {}
     without_speed = all(has_failed(run, budget.tokens) for run in runs)
     for metric in metrics:
-        read = {
-            run.seed: metric.read(run, budget.tokens) for run in runs if budget.reached(run) or not metric.needs_point
-        }
+        there = [run for run in runs if budget.reached(run) or not metric.needs_point]
+        read = {run.seed: metric.read(run, budget.tokens) for run in there}
         known: dict[object, float] = {seed: number for seed, number in read.items() if number is not None}
         numbers[metric.name] = {} if without_speed and metric.is_speed else known
     estimates = {name: estimate(list(finite(found).values())) for name, found in numbers.items()}
@@ -365,9 +363,8 @@ def _find_row(rows: Sequence[Row], columns: DifferingKeys, requested: str, study
     ]
     pairs = [word.partition("=") for word in words_of(requested) if "=" in word]
     found = exact or [index for index, row in enumerate(rows) if pairs and _matches(row, columns, pairs)]
-    found = found or [
-        index for index, row in enumerate(rows) if any(run.run_id.startswith(requested) for run in row.runs)
-    ]
+    ids = [[run.run_id for run in row.runs] for row in rows]
+    found = found or [index for index, own in enumerate(ids) if any(one.startswith(requested) for one in own)]
     if len(found) == 1:
         return found[0]
     if found:

@@ -251,10 +251,8 @@ def state_text(row: Row) -> str:
 
 def stands_for(comparison: Comparison) -> list[str]:
     """One sentence per column that stands for several keys."""
-    return [
-        f"{comparison.differing_keys.short[column]} stands for {listed(keys, 'and')}."
-        for column, keys in comparison.differing_keys.stands_for.items()
-    ]
+    columns = comparison.differing_keys
+    return [f"{columns.short[one]} stands for {listed(keys, 'and')}." for one, keys in columns.stands_for.items()]
 
 
 def _finding(metric: Metric, row: Row, delta: Delta, baseline: float | None) -> str:
@@ -294,9 +292,8 @@ def _about_statistics(comparison: Comparison) -> Iterator[str]:
             how = "differences of means (Welch; no seeds are common)"
         yield f"Intervals are {100 * LEVEL:.0f} % by Student's t, over {how}."
     if len(with_interval) > 1 and any(delta.n >= FEWEST_PAIRS for delta in with_interval):
-        yield (
-            f"Significance is corrected for all {len(with_interval)} comparisons of a metric (Holm); intervals are not."
-        )
+        comparisons = f"all {len(with_interval)} comparisons of a metric"
+        yield f"Significance is corrected for {comparisons} (Holm); intervals are not."
     if len(with_interval) < len(known):
         rows = "one seed" if not with_interval else "at most one common seed in some rows"
         yield f"{rows.capitalize()}: no interval, and a difference may be chance."

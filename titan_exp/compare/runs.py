@@ -184,10 +184,8 @@ def read_run(run: Run | Path, status: RunStatus | None = None) -> ComparedRun:
         with suppress(UserError):  # removed in part: its cost is unknown
             parent = read_run(ancestor.folder)
     alive = status.state in ("running", "lost", "unknown")
-    spans = [
-        (attempt, _seconds(attempt, found.heartbeat if alive and attempt is attempts[-1] else None))
-        for attempt in attempts
-    ]
+    beats = [found.heartbeat if alive and attempt is attempts[-1] else None for attempt in attempts]
+    spans = zip(attempts, map(_seconds, attempts, beats), strict=True)
     known = [(attempt, seconds) for attempt, seconds in spans if seconds is not None]
     return ComparedRun(
         study=str((config.get("experiment") or {}).get("name") or folder.path.resolve().parent.name),

@@ -150,6 +150,7 @@ ZOOMS = 14
 """Grids of the fit; half as many of its refits, which differ by far more."""
 DRAWS = 400
 """Ladders that are simulated for intervals."""
+FURTHER_APART = "Add rungs that lie further apart, or seeds."
 
 
 @dataclass(frozen=True)
@@ -278,10 +279,8 @@ def fit(rungs: Sequence[Rung], coverage: float = LEVEL) -> ScalingLaw:
         if not EXPONENTS[0] * 1.01 < exponent < EXPONENTS[1] / 1.01
     ]
     if at_bound:
-        raise UserError(
-            f"The fit is at a bound of {listed(at_bound, 'and')}: the rungs do not show the law's shape. Add rungs "
-            "that lie further apart, or seeds."
-        )
+        bound = f"The fit is at a bound of {listed(at_bound, 'and')}"
+        raise UserError(f"{bound}: the rungs do not show the law's shape. {FURTHER_APART}")
     generator = np.random.default_rng(0)
     drawn_noise = noise * np.sqrt(freedom / generator.chisquare(freedom, DRAWS))
     spread = generator.standard_normal((DRAWS, len(rungs))) / np.sqrt(counts)
@@ -292,10 +291,8 @@ def fit(rungs: Sequence[Rung], coverage: float = LEVEL) -> ScalingLaw:
     law = ScalingLaw(scale, terms, exponents, noise, freedom, drawn_terms, drawn_exponents, drawn_noise, coverage)
     for place, (low, high) in enumerate(law.exponent_intervals(), 1):
         if low <= 0:
-            raise UserError(
-                f"The interval of exponent {place}, [{low:.3g}, {high:.3g}], holds 0: the rungs do not show that the "
-                "loss falls with it. Add rungs that lie further apart, or seeds."
-            )
+            zero = f"The interval of exponent {place}, [{low:.3g}, {high:.3g}], holds 0"
+            raise UserError(f"{zero}: the rungs do not show that the loss falls with it. {FURTHER_APART}")
     return law
 
 

@@ -82,10 +82,8 @@ def tune(
     differ in it, or no direction of the metric is better."""
     full = _tuned_key(columns, key)
     if metric.better is None:
-        raise UserError(
-            f"tune={key}: we do not know whether less or more of {metric.name} is better. Put another metric "
-            "first: metrics=loss."
-        )
+        reason = f"we do not know whether less or more of {metric.name} is better"
+        raise UserError(f"tune={key}: {reason}. Put another metric first: metrics=loss.")
     others = [column for column in columns.keys if column != full]
     members: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
@@ -101,9 +99,8 @@ def tune(
     reference = next((label for label, indices in members.items() if baseline in indices), next(iter(members)))
     base = bests[reference]
     base_runs = () if base is None else rows[base.row].runs
-    targets: dict[object, float] = {
-        run.seed: loss for run in base_runs if (loss := final_loss(run, tokens)) is not None
-    }
+    losses = {run.seed: final_loss(run, tokens) for run in base_runs}
+    targets: dict[object, float] = {seed: loss for seed, loss in losses.items() if loss is not None}
     deltas = _deltas(rows, bests, reference, metric)
     groups = [
         Group(
@@ -126,18 +123,15 @@ def _tuned_key(columns: DifferingKeys, key: str) -> str:
     if len(found) == 1:
         return found[0]
     names = [columns.short[full] for full in columns.keys]
-    offer = did_you_mean(key, names) or (
-        f"They differ in {listed(names, 'and')}." if names else "They differ in no key."
-    )
+    offer = did_you_mean(key, names) or f"They differ in {listed(names, 'and') if names else 'no key'}."
     raise UserError(f"tune={key}: the runs do not differ in this key. {offer}")
 
 
 def _curve(rows: Sequence[Row], indices: Sequence[int], key: str, metric: Metric) -> tuple[TunedPoint, ...]:
+    named = [(index, rows[index]) for index in indices]
     points = [
-        TunedPoint(
-            rows[index].values[key], index, rows[index].estimates[metric.name], rows[index].diverged(metric.name)
-        )
-        for index in indices
+        TunedPoint(row.values[key], index, row.estimates[metric.name], row.diverged(metric.name))
+        for index, row in named
     ]
     numbers = all(_is_number(point.value) for point in points)
     return tuple(sorted(points, key=lambda point: point.value) if numbers else points)

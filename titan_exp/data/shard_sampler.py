@@ -160,10 +160,8 @@ def _exact_remedy(data: DataConfig, source: base.Source) -> str:
     if data.streaming:
         return "With data.streaming=false it reads each token once"
     if data.source not in sources() and not isinstance(getattr(source, "fingerprint", None), str):
-        return (
-            f"Give {data.source} a fingerprint that changes with its documents. Then the run tokenizes them once, and "
-            "an epoch reads each token once (titan-exp help own-data)"
-        )
+        then = "Then the run tokenizes them once, and an epoch reads each token once (titan-exp help own-data)"
+        return f"Give {data.source} a fingerprint that changes with its documents. {then}"
     return "Make a store with titan-exp tokenize, as for any text of this size: an epoch of it reads each token once"
 
 
@@ -174,7 +172,6 @@ def _check_complete(states: Mapping[str, dict[str, Any]], shards: int) -> int:
     row = sum(state["rows"] for state in states.values())
     wrong = [shard for shard, state in states.items() if state["rows"] != len(range(int(shard), row, shards))]
     if wrong:
-        raise UserError(
-            f"The positions in the checkpoint contradict each other: virtual shard {wrong[0]} stopped at another row."
-        )
+        shard = f"virtual shard {wrong[0]} stopped at another row"
+        raise UserError(f"The positions in the checkpoint contradict each other: {shard}.")
     return row

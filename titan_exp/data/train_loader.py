@@ -124,9 +124,8 @@ def build_text_sampler(data: DataConfig, seq_len: int, seed: int, *, dp_rank: in
     windows: token_store.Windows = token_store.RepeatedTokens(tokens, seq_len)
     if len(tokens) > seq_len:
         windows = token_store.ShuffledWindows(manifest, seq_len, seed, 0)
-    return token_store.WindowSampler(
-        {"": windows}, token_store.Mixture([1.0]), corpus, dp_rank=dp_rank, dp_degree=dp_degree
-    )
+    mixture = token_store.Mixture([1.0])
+    return token_store.WindowSampler({"": windows}, mixture, corpus, dp_rank=dp_rank, dp_degree=dp_degree)
 
 
 class TrainLoader(Iterator[Any]):

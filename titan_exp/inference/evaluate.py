@@ -319,10 +319,8 @@ def _base_config(path: Path, source: OpenCheckpoint, imports: Sequence[str], tru
                     config[group] |= {name: defaults[group][name]}
             return _literal(config)
     if not source.model.vocab_size:
-        raise UserError(
-            f"{source.path}: {source.model.name} does not read tokens. Without its run folder, titan-exp evaluate "
-            "takes language models only."
-        )
+        without = "Without its run folder, titan-exp evaluate takes language models only."
+        raise UserError(f"{source.path}: {source.model.name} does not read tokens. {without}")
     if source.tokenizer is None:
         raise UserError(f"{source.path} has no tokenizer beside its weights. Put the model's tokenizer.json there.")
     length = min(experiment.training.seq_len, longest_sequence(source.model))

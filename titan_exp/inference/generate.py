@@ -327,8 +327,6 @@ def _latest_run(runs: Path) -> Path:
         if CheckpointFolder(checkpoint.parent).complete_steps()
     ]
     if not found:
-        raise UserError(
-            f"No run under {runs}/ has a checkpoint. Train one first (titan-exp train), or name a run folder: "
-            "titan-exp generate path/to/run"
-        )
+        remedy = "Train one first (titan-exp train), or name a run folder: titan-exp generate path/to/run"
+        raise UserError(f"No run under {runs}/ has a checkpoint. {remedy}")
     return max(found)[1]

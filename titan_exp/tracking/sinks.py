@@ -413,9 +413,8 @@ def build_sinks(experiment: Experiment, folder_path: Path, run_id: str, attempt:
     folder = RunFolder(folder_path)
     sinks: list[Sink] = [JsonlSink(folder.metrics, attempt, time.time)]
     if experiment.tracking.tensorboard:
-        sinks.append(
-            BestEffortSink("TensorBoard", "tracking.tensorboard", lambda: TensorBoardSink(folder.path / "tensorboard"))
-        )
+        events = folder.path / "tensorboard"
+        sinks.append(BestEffortSink("TensorBoard", "tracking.tensorboard", lambda: TensorBoardSink(events)))
     if experiment.tracking.wandb:
 
         def start() -> Sink:

@@ -124,30 +124,26 @@ def _write(
     path: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
 ) -> None:
     weights = {spec.name: spec for spec in specs}
+    if export.format not in ("dcp", "torch"):
+        path.mkdir()
     match export.format:
         case "huggingface":
-            path.mkdir()
             write_hf_metadata(path, source.model, specs[0].dtype, source.tokenizer, source.special_tokens)
             write_safetensors(path, specs, produce, file_bytes=export.file_bytes)
         case "safetensors":
-            path.mkdir()
             _write_description(path, source)
             write_safetensors(path, specs, produce, file_bytes=export.file_bytes)
         case "diffusers":
-            path.mkdir()
             _json(path / "config.json", to_diffusers(source.model))
             write_safetensors(path, specs, produce, file_bytes=export.file_bytes, stem=DIFFUSERS_STEM)
         case "bfl":
-            path.mkdir()
             _write_description(path, source)
             write_safetensors(path, specs, produce, file_bytes=math.inf)
         case "llama":
-            path.mkdir()
             _json(path / "params.json", to_params(source.model))
             _write_description(path, source)
             write_torch_file(path / "consolidated.00.pth", weights, produce)
         case "torchtune":
-            path.mkdir()
             _write_description(path, source)
             write_torch_file(path / TORCHTUNE_FILE, weights, produce)
         case "dcp":
@@ -200,10 +196,8 @@ def _published(target: Path, size: int) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
     if free < size + METADATA_BYTES:
-        raise UserError(
-            f"{target.parent} has {free / 1e9:.1f} GB free, and the weights take {size / 1e9:.1f} GB. "
-            "Use another disk, or dtype=bf16 for half of fp32."
-        )
+        shortage = f"{target.parent} has {free / 1e9:.1f} GB free, and the weights take {size / 1e9:.1f} GB"
+        raise UserError(f"{shortage}. Use another disk, or dtype=bf16 for half of fp32.")
     partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
     _remove(partial)
     try:

@@ -160,10 +160,8 @@ def require_size(model: ModelConfig, shapes: Iterable[Sequence[int]], where: str
     """Raise UserError if a model has many times as many elements as these tensors, before its rows are listed."""
     spec, held = model_spec(model), sum(math.prod(shape) for shape in shapes)
     if spec is not None and spec.parameters > 64 * held + 2**20:
-        raise UserError(
-            f"{where}: the model that is described has {spec.parameters:,} parameters, and its files hold {held:,}. "
-            "A file is missing, or the description is damaged."
-        )
+        sizes = f"the model that is described has {spec.parameters:,} parameters, and its files hold {held:,}"
+        raise UserError(f"{where}: {sizes}. A file is missing, or the description is damaged.")
 
 
 def check_tensors(

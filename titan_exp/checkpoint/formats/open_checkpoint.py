@@ -1,6 +1,6 @@
 """Checkpoint opening in any format: run, DCP, Hugging Face, diffusers, Meta, torchtune or torch file."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -115,17 +115,17 @@ def open_huggingface(folder: Path, architecture: str | None = None, *, mtp: bool
     elif quantized is not None:
         store = safetensors.BlockFP8Reader(store, quantized)
     elif prefixes:
-        store = safetensors.RenamedReader(store, _stored_names(store.shapes, prefixes), others=False)
+        pairs = [(name, prefix) for name in store.shapes for prefix in prefixes if name.startswith(prefix)]
+        own_names = {prefixes[prefix] + name.removeprefix(prefix): name for name, prefix in pairs}
+        store = safetensors.RenamedReader(store, own_names, others=False)
     # Some tied checkpoints also store the head, and old ones a RoPE table.
     unread = hf_config.unread_prefixes(values, architecture)
     # transformers drops the modules' weights but keeps their number in config.json.
     if not mtp or (unread and not any(name.startswith(unread) for name in store.shapes)):
         model = with_mtp_depth(model, 0)
     extra = {name for name in store.shapes if name.endswith("rotary_emb.inv_freq") or name.startswith(unread)}
-    parameters = _mapped(store, model, "huggingface", folder, extra)
-    return OpenCheckpoint(
-        folder, "huggingface", model, parameters, _tokenizer_in(folder), hf_config.special_tokens_of(values)
-    )
+    parameters, special = _mapped(store, model, "huggingface", folder, extra), hf_config.special_tokens_of(values)
+    return OpenCheckpoint(folder, "huggingface", model, parameters, _tokenizer_in(folder), special)
 
 
 def run_tokenizer(config: DataConfig) -> tuple[str | None, dict[str, Any]]:
@@ -141,9 +141,8 @@ def _checkpoint_of_run(path: Path, step: int) -> Path:
     checkpoints = CheckpointFolder(path / "checkpoints")
     steps = checkpoints.complete_steps()
     if not steps:
-        raise UserError(
-            f"{path} contains no complete checkpoint. To list runs with one, type ls -d runs/*/*/checkpoints/"
-        )
+        remedy = "To list runs with one, type ls -d runs/*/*/checkpoints/"
+        raise UserError(f"{path} contains no complete checkpoint. {remedy}")
     if step and step not in steps:
         raise UserError(f"step={step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")
     return checkpoints.path_of(step or steps[-1])
@@ -234,24 +233,12 @@ def _check_own_names(model: ModelConfig, store: safetensors.TensorReader, path: 
         check_tensors(store.shapes, spec.state_shapes, where=str(path), optional=training)
 
 
-def _stored_names(names: Iterable[str], prefixes: Mapping[str, str]) -> dict[str, str]:
-    """Stored names by the family's, for names with one of these prefixes."""
-    return {
-        own + name.removeprefix(prefix): name
-        for name in names
-        for prefix, own in prefixes.items()
-        if name.startswith(prefix)
-    }
-
-
 def _mapped(
     store: safetensors.TensorReader, model: ModelConfig, mapped_format: CheckpointFormat, path: Path, extra: set[str]
 ) -> ImportReader:
     if mapped_format not in checkpoint_formats(model):
-        raise UserError(
-            f"{path}: the weights of model.architecture={model.architecture} have no names in the format "
-            f"{mapped_format}."
-        )
+        weights = f"the weights of model.architecture={model.architecture}"
+        raise UserError(f"{path}: {weights} have no names in the format {mapped_format}.")
     require_size(model, store.shapes.values(), str(path))
     row_map = state_dict_map(model, mapped_format)
     renamed = {name: own for name, own in row_map.aliases.items() if name not in store.shapes and own in store.shapes}

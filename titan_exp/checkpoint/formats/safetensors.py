@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -67,18 +67,9 @@ class RenamedReader:
 STEM = "model"
 """First part of Hugging Face's file names."""
 
-_DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
+_DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 FP8 = torch.float8_e4m3fn
 """Dtype of weights that are read only together with their scales."""
 
@@ -141,9 +132,8 @@ class SafetensorsReader:
         try:
             return safe_open(self.folder / file, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"Cannot read {self.folder / file} ({error}). It is damaged, or its download was not complete."
-            ) from error
+            why = "It is damaged, or its download was not complete."
+            raise UserError(f"Cannot read {self.folder / file} ({error}). {why}") from error
 
 
 PIECE_BYTES = 2**28
@@ -230,7 +220,13 @@ def preallocate_safetensors(folder: Path, specs: Sequence[TensorSpec], *, file_b
 
 
 def _files(specs: Sequence[TensorSpec], file_bytes: float, stem: str = STEM) -> dict[str, list[TensorSpec]]:
-    parts = _split_by_size(specs, file_bytes)
+    parts, room = list[list[TensorSpec]](), 0.0
+    for spec in specs:
+        if not parts or spec.bytes > room:
+            parts.append([])
+            room = file_bytes
+        parts[-1].append(spec)
+        room -= spec.bytes
     if len(parts) == 1:
         return {f"{stem}.safetensors": parts[0]}
     return {f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, start=1)}
@@ -243,18 +239,6 @@ def _write_index(folder: Path, parts: Mapping[str, Sequence[TensorSpec]], stem: 
     total = sum(spec.bytes for part in parts.values() for spec in part)
     index = {"metadata": {"total_size": total}, "weight_map": listed}
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _split_by_size(specs: Iterable[TensorSpec], file_bytes: float) -> list[list[TensorSpec]]:
-    parts: list[list[TensorSpec]] = []
-    room = 0.0
-    for spec in specs:
-        if not parts or spec.bytes > room:
-            parts.append([])
-            room = file_bytes
-        parts[-1].append(spec)
-        room -= spec.bytes
-    return parts
 
 
 def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
@@ -296,16 +280,13 @@ class BlockFP8Reader:
         self._store, self._blocks = store, blocks
         found = store.shapes
         self._scaled = {name.removesuffix(SCALE) for name in found if name.endswith(SCALE)}
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: shape for name, shape in found.items() if not name.endswith(SCALE)
-        }
+        weights = [name for name in found if not name.endswith(SCALE)]
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: found[name] for name in weights}
         self._check_scales(found)
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor as read."""
-        if name not in self._scaled:
-            return self._store.dtype(name)
-        return torch.float32
+        return torch.float32 if name in self._scaled else self._store.dtype(name)
 
     def read(self, name: str, *window: slice) -> Tensor:
         """Read only a slice and the scales of its blocks from disk."""

@@ -81,11 +81,11 @@ class ShardedHFExporter:
             safetensors.TensorSpec(name, tuple(shape), torch.float32 if row_map.is_buffer(name) else dtype)
             for name, shape in row_map.stored_shapes.items()
         ]
+        # Bytes of all tensors that only one pipeline stage has.
+        total = sum(spec.bytes for spec in specs if not self._is_shared(row_map.owner(spec.name)))
         written = (
             self._all_succeed(lambda: self._preallocate(partial, specs, dtype) if self._leader else None)
-            and self._all_succeed(
-                lambda: self._write_shards(partial, specs, row_map, parts), self._bytes(specs, row_map)
-            )
+            and self._all_succeed(lambda: self._write_shards(partial, specs, row_map, parts), total)
             and self._all_succeed(lambda: self._publish(partial, target) if self._leader else None)
         )
         if written:
@@ -114,10 +114,6 @@ class ShardedHFExporter:
                     count = writer.write(files, name, tensor)
                     written += 0 if self._is_shared(name) else count
         return written
-
-    def _bytes(self, specs: Sequence[safetensors.TensorSpec], row_map: StateDictMap) -> int:
-        """Bytes of all tensors that only one pipeline stage has."""
-        return sum(spec.bytes for spec in specs if not self._is_shared(row_map.owner(spec.name)))
 
     def _is_shared(self, name: str) -> bool:
         spec = model_spec(self._model)
@@ -159,9 +155,8 @@ def is_first_replica(tensor: Tensor, mesh: Mesh) -> bool:
         return False
     position = tensor.device_mesh.get_coordinate()
     assert position is not None, "a rank holds shards of tensors on its own mesh"
-    return all(
-        index == 0 for index, placement in zip(position, tensor.placements, strict=True) if placement.is_replicate()
-    )
+    places = zip(position, tensor.placements, strict=True)
+    return all(index == 0 for index, placement in places if placement.is_replicate())
 
 
 class _OffsetFiles:

@@ -56,10 +56,8 @@ def torch_load_safely(path: Path) -> dict[str, Any]:
     try:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{path} holds more than tensors and plain values, and loading it could execute code. Save only its "
-            "state_dict() again."
-        ) from error
+        problem = "holds more than tensors and plain values, and loading it could execute code"
+        raise UserError(f"{path} {problem}. Save only its state_dict() again.") from error
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         if path.is_file() and not zipfile.is_zipfile(path):
             raise UserError(f"{path} is not a file of torch.save, or is cut off.") from error
@@ -195,19 +193,16 @@ def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[M
         folder.absolute().name,
         vocab_size=vocab_size,
         ffn_dim=first[gate].shape[0] * len(pieces),
-        tied=head not in first or _equal(pieces, embedding, head),
+        tied=head not in first or all(_equal(piece[embedding], piece[head]) for piece in pieces),
     )
     require_size(config, (tensor.shape for piece in pieces for tensor in piece.values()), str(folder))
     return config, ConsolidatedReader(pieces, state_dict_map(config, "llama").their_shapes)
 
 
-def _equal(pieces: list[dict[str, Tensor]], name: str, other: str) -> bool:
+def _equal(one: Tensor, other: Tensor) -> bool:
     """True if two tensors are equal; compares chunks of rows until the first difference."""
-    return all(
-        piece[name].shape == piece[other].shape
-        and all(torch.equal(*pair) for pair in zip(piece[name].split(1024), piece[other].split(1024), strict=True))
-        for piece in pieces
-    )
+    pairs = zip(one.split(1024), other.split(1024), strict=True)
+    return one.shape == other.shape and all(torch.equal(*pair) for pair in pairs)
 
 
 CHUNK_BYTES = 2**28
@@ -223,9 +218,8 @@ class DCPTensorReader:
         self._metadata = storage_reader.SafeStorageReader(path).read_metadata()
         self.shapes = {name: tuple(entry.size) for name, entry in self._entries.items()}
         entries = self._entries.items()
-        storage_reader.require_stored(
-            path, {key: entry.size.numel() * entry.properties.dtype.itemsize for key, entry in entries}
-        )
+        sizes = {key: entry.size.numel() * entry.properties.dtype.itemsize for key, entry in entries}
+        storage_reader.require_stored(path, sizes)
 
     @property
     def has_averages(self) -> bool:
@@ -244,13 +238,9 @@ class DCPTensorReader:
             reader = _RowReader(self._path, self._metadata)
             with _one_process():
                 # No collectives: other ranks read other slices.
+                state, planner = {self._key(name): tensor}, _SlicePlanner(tensor, starts)
                 try:
-                    dcp.load(
-                        {self._key(name): tensor},
-                        storage_reader=reader,
-                        planner=_SlicePlanner(tensor, starts),
-                        no_dist=True,
-                    )
+                    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
                 except dcp.CheckpointException as error:
                     raise storage_reader.unreadable_checkpoint(self._path, error) from error
         return tensor

@@ -4,6 +4,7 @@ import csv
 import io
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from titan_exp.compare import findings
@@ -167,18 +168,14 @@ def report_of(comparison: Comparison, place: str) -> Any:
         groupby=[f"config.{key}" for key in comparison.differing_keys.all_keys],
     )
     # W&B has the keys of metrics.jsonl, but no derived metrics.
-    downsampled_curves = [
-        reports.LinePlot(title=title, x="tokens", y=[key], smoothing_type="none")
-        for key, title in (("loss", "training loss"), ("validation_loss", "validation loss"))
-    ]
-    blocks = [
-        reports.MarkdownBlock(to_markdown(comparison)),
-        reports.PanelGrid(runsets=[runs], panels=[*downsampled_curves, reports.RunComparer(diff_only=True)]),
-    ]
+    titles = {"loss": "training loss", "validation_loss": "validation loss"}
+    plot = partial(reports.LinePlot, x="tokens", smoothing_type="none")
+    panels = [*(plot(title=title, y=[key]) for key, title in titles.items()), reports.RunComparer(diff_only=True)]
+    grid = reports.PanelGrid(runsets=[runs], panels=panels)
+    blocks = [reports.MarkdownBlock(to_markdown(comparison)), grid]
     question = comparison.study.question if comparison.study else ""
-    return reports.Report(
-        entity=entity, project=project, title=f"{comparison.name}, compared", description=question, blocks=blocks
-    )
+    title = f"{comparison.name}, compared"
+    return reports.Report(entity=entity, project=project, title=title, description=question, blocks=blocks)
 
 
 RUN_FIELDS = (
@@ -276,9 +273,8 @@ def to_latex(comparison: Comparison) -> str:
     r"""A `tabular` for `\usepackage{booktabs}`; better values are bold."""
     found = text_table(comparison)
     spec = "l" * len(found.keys) + "r" * (found.has_seeds + len(found.metrics))
-    lines = [
-        [*map(_latex, found.keys), *["$n$"][: found.has_seeds], *(_latex(title(metric)) for metric in found.metrics)]
-    ]
+    titles = [_latex(title(metric)) for metric in found.metrics]
+    lines = [[*map(_latex, found.keys), *["$n$"][: found.has_seeds], *titles]]
     for row in found.rows:
         cells = [_latex_cell(cell, baseline=row.is_baseline) for cell in row.cells]
         lines.append([*map(_latex, row.keys), *[row.n][: found.has_seeds], *cells])

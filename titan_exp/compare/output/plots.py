@@ -80,9 +80,8 @@ def _draw_loss(axes: "Axes", rows: MetricRows) -> None:
         axes.plot(steps, moving_average(losses), color=TRAIN, linewidth=1.8, label="train, smoothed")
     steps, losses = _series(rows, "validation_loss")
     if losses:
-        axes.plot(
-            steps, losses, color=VALIDATION, marker="o", markersize=5, linewidth=0.8, linestyle="--", label="validation"
-        )
+        look = {"marker": "o", "markersize": 5, "linewidth": 0.8, "linestyle": "--"}
+        axes.plot(steps, losses, color=VALIDATION, label="validation", **look)
     pairs = zip(rows.column("step"), rows.column("loss"), strict=True)
     diverged = [float(step) for step, loss in pairs if not math.isfinite(loss or 0.0)]
     for step in diverged:
@@ -213,9 +212,8 @@ def draw_ladder(axes: "Axes", ladder: LadderOutcome) -> None:
     for number, per in enumerate(lengths):
         color, curve = COLORS[number % len(COLORS)], ladder.curves.get(per, ())
         name = f"{per} tokens per parameter"
-        axes.plot(*zip(*curve, strict=True), color=color, label=name) if curve else axes.plot(
-            [], [], "o", color=color, label=name
-        )
+        line = zip(*curve, strict=True) if curve else ([], [], "o")
+        axes.plot(*line, color=color, label=name)
     if len(ladder.arms) > 1:
         for arm, face in zip(ladder.arms, (QUIET, "white"), strict=True):
             axes.plot([], [], "o", color=QUIET, markerfacecolor=face, label=arm)
@@ -241,9 +239,8 @@ def draw_tuning(axes: "Axes", comparison: Comparison, tuning: Tuning) -> None:
         known = [(place(point.value), point, point.estimate) for point in group.points if point.estimate is not None]
         means = [found.mean for *_, found in known]
         style = STYLES[number // len(COLORS) % len(STYLES)]
-        axes.plot(
-            [x for x, *_ in known], means, style, color=color, linewidth=1.6, label="\n".join(_wrapped(group.label))
-        )
+        label = "\n".join(_wrapped(group.label))
+        axes.plot([x for x, *_ in known], means, style, color=color, linewidth=1.6, label=label)
         for x, point, found in known:
             if found.low is not None and found.high is not None:
                 axes.plot([x, x], [found.low, found.high], color=color, linewidth=1, alpha=0.6)
@@ -290,9 +287,8 @@ def _scale(axes: "Axes", values: Sequence[Any], *, logarithmic: bool | None = No
     numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(numbers) < len(values):
         names = list(dict.fromkeys(map(str, values)))
-        axes.set_xticks(
-            range(len(names)), ["\n".join(_wrapped(name, SIDE)) for name in names], rotation=90 if _room(values) else 0
-        )
+        labels = ["\n".join(_wrapped(name, SIDE)) for name in names]
+        axes.set_xticks(range(len(names)), labels, rotation=90 if _room(values) else 0)
         return lambda value: float(names.index(str(value)))
     spread = min(numbers) > 0 and max(numbers) / min(numbers) > SPREAD
     if (spread if logarithmic is None else logarithmic) and min(numbers) > 0:
@@ -417,9 +413,8 @@ def _draw_heat_map(figure: "Figure", axes: "Axes", history: LoadHistory) -> None
     gaps = np.diff(steps) if len(steps) > 1 else np.ones(1)
     middle = (steps[1:] + steps[:-1]) / 2
     borders = np.concatenate(([steps[0] - gaps[0] / 2], middle, [steps[-1] + gaps[-1] / 2]))
-    mesh = axes.pcolormesh(
-        borders, np.arange(len(loads) + 1), colours, cmap=colormap, vmin=-OCTAVES, vmax=OCTAVES, rasterized=True
-    )
+    look = {"cmap": colormap, "vmin": -OCTAVES, "vmax": OCTAVES, "rasterized": True}
+    mesh = axes.pcolormesh(borders, np.arange(len(loads) + 1), colours, **look)
     axes.invert_yaxis()
     for end in ends[:-1]:
         axes.axhline(end, color=INK, linewidth=1.2 if len(ends) < 40 else 0.4)

@@ -34,9 +34,8 @@ class ParetoPoint:
 
 def cost_metric(comparison: Comparison) -> compared_metrics.Metric:
     """GPU-hours, including those of parents if a run was continued."""
-    return compared_metrics.METRIC_BY_NAME[
-        compared_metrics.WITH_PARENTS if any(run.begins for run in comparison.runs) else "gpu_hours"
-    ]
+    continued = any(run.begins for run in comparison.runs)
+    return compared_metrics.METRIC_BY_NAME[compared_metrics.WITH_PARENTS if continued else "gpu_hours"]
 
 
 def loss_metric(comparison: Comparison) -> compared_metrics.Metric | None:

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 
-DESCRIPTION = SourceDescription(
-    reads=("dataset", "subset", "data_files", "split", "validation_split", "text_column"), is_endless=True
-)
+_READ = ("dataset", "subset", "data_files", "split", "validation_split", "text_column")
+DESCRIPTION = SourceDescription(reads=_READ, is_endless=True)
 
 LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
 """Values of `data.dataset` that are file loaders."""
@@ -115,10 +114,8 @@ def explain(config: DataConfig, split: str, error: Exception, *, offline: bool =
         reason = "there are no rows" if empty else f"{type(error).__name__}: {message}"
         remedy = f"give files that the loader {config.dataset} reads"
         return _failure(Violation("data.data_files", list(config.data_files), reason, remedy))
-    remedy = (
-        "a data set of the hub (signed in if it is gated), a local folder, "
-        f"or a loader ({', '.join(LOADERS)}) with data.data_files"
-    )
+    loader = f"a loader ({', '.join(LOADERS)}) with data.data_files"
+    remedy = f"a data set of the hub (signed in if it is gated), a local folder, or {loader}"
     return _failure(Violation("data.dataset", config.dataset, f"{type(error).__name__}: {message}", remedy))
 
 

@@ -193,9 +193,8 @@ class ExpertClasses:
             return counts.numpy()
 
         classes_of_tokens = total(torch.from_numpy(self._classes_of_tokens.copy()))
-        return [
-            self._layer(layer, total(counts.cpu().clone()), classes_of_tokens) for layer, counts in self.counts.items()
-        ]
+        counted = {layer: total(counts.cpu().clone()) for layer, counts in self.counts.items()}
+        return [self._layer(layer, counts, classes_of_tokens) for layer, counts in counted.items()]
 
     def _count(self, layer: str, routing: Routing) -> None:
         experts, counts = routing.experts, self.counts[layer]

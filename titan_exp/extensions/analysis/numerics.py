@@ -186,9 +186,8 @@ def build_initial(
 ) -> nn.Module:
     """Build a model with initial weights in fp32."""
     # Few GPU attention kernels support fp32.
-    backend = choose_attention_backend(
-        config, device, bf16=False, seq_len=seq_len, documents=documents, auto=device.type == "cuda"
-    )
+    needs = {"bf16": False, "seq_len": seq_len, "documents": documents}
+    backend = choose_attention_backend(config, device, **needs, auto=device.type == "cuda")
 
     def build() -> nn.Module:
         return build_model(config, seq_len=seq_len, attention_backend=backend)

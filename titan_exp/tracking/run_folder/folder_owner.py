@@ -20,10 +20,8 @@ def own_folder(path: Path) -> Path:
         path.mkdir(0o755)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or not _is_mine(status.st_uid, path.parent):
-        raise UserError(
-            f"{path} belongs to {_name(status.st_uid)}, whose code would run as you. Ask them to remove it, or "
-            "choose a folder of your own: paths.runs=~/runs"
-        )
+        remedy = "Ask them to remove it, or choose a folder of your own: paths.runs=~/runs"
+        raise UserError(f"{path} belongs to {_name(status.st_uid)}, whose code would run as you. {remedy}")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         path.chmod(stat.S_IMODE(status.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
     return path
@@ -38,18 +36,15 @@ def refuse_foreign_folders(runs: Path, run: Path) -> None:
             continue
         for status in (path.lstat(), path.stat()):  # the owner of a link may point it elsewhere
             if not _is_trusted(status.st_uid, shared, path):
-                raise UserError(
-                    f"{path} belongs to {_name(status.st_uid)}, who could replace what your run executes. "
-                    f"{_elsewhere(runs, path, run)}."
-                )
+                owner = f"{path} belongs to {_name(status.st_uid)}"
+                raise UserError(f"{owner}, who could replace what your run executes. {_elsewhere(runs, path, run)}.")
         mode = path.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             change = f"Type `chmod {'+t' if path == runs else 'o-w'} {path}`"
             mine = os.geteuid() in (0, path.stat().st_uid)
-            raise UserError(
-                f"{path}: any user of this machine may write to it, and so replace what your run executes. "
-                f"{change if mine else _elsewhere(runs, path, run)}."
-            )
+            remedy = change if mine else _elsewhere(runs, path, run)
+            reason = "any user of this machine may write to it, and so replace what your run executes"
+            raise UserError(f"{path}: {reason}. {remedy}.")
 
 
 def _elsewhere(runs: Path, path: Path, run: Path) -> str:
@@ -107,7 +102,11 @@ class FolderWatch:
 
     def loss(self) -> str | None:
         """Message once the folder is lost, with the command that continues the run; None while it exists."""
-        if self._is_there():
+        try:
+            there = self.holds(self._path) and (self._path / "config.yaml").exists()
+        except OSError:
+            there = True  # the disk does not respond, as in `holds`
+        if there:
             self._missing_since = None
             return None
         now = self._clock()
@@ -143,29 +142,17 @@ class FolderWatch:
         """Close the descriptor."""
         os.close(self._descriptor)
 
-    def _is_there(self) -> bool:
-        try:
-            return self.holds(self._path) and (self._path / "config.yaml").exists()
-        except OSError:
-            return True  # the disk does not respond, as in `holds`
-
     def _is_folder(self, path: Path) -> bool:
         # The open descriptor keeps the inode number from being used again.
         return os.path.samestat(os.stat(path), os.fstat(self._descriptor))
 
     def _describe(self) -> str:
-        moved = self.moved_to()
+        moved, stopped = self.moved_to(), "so the run has stopped"
         if moved is not None:
-            return (
-                f"somebody moved the run folder {self._path} to {moved}, so the run has stopped. To continue from its "
-                f"newest checkpoint, type titan-exp retry {moved}"
-            )
+            remedy = f"To continue from its newest checkpoint, type titan-exp retry {moved}"
+            return f"somebody moved the run folder {self._path} to {moved}, {stopped}. {remedy}"
         if self._path.exists() and not (self._path / "config.yaml").exists():
-            return (
-                f"somebody deleted config.yaml from the run folder {self._path}, so the run has stopped. Remove the "
-                "rest of the folder, and the same command starts the run from the beginning"
-            )
-        return (
-            f"somebody deleted the run folder {self._path}, so the run has stopped and writes nothing more. The same "
-            "command starts it from the beginning"
-        )
+            remedy = "Remove the rest of the folder, and the same command starts the run from the beginning"
+            return f"somebody deleted config.yaml from the run folder {self._path}, {stopped}. {remedy}"
+        remedy = "The same command starts it from the beginning"
+        return f"somebody deleted the run folder {self._path}, {stopped} and writes nothing more. {remedy}"

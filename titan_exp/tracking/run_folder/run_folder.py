@@ -76,9 +76,8 @@ def read_json(path: Path, kind: Any = dict, made: Callable[[Any], Any] | None = 
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise UserError(
-            f"{path} is damaged, or was edited by hand ({error}). Remove it, and what it holds counts as not recorded."
-        ) from None
+        remedy = "Remove it, and what it holds counts as not recorded."
+        raise UserError(f"{path} is damaged, or was edited by hand ({error}). {remedy}") from None
 
 
 def has_diverged(state: str, reason: str | None) -> bool:
@@ -293,9 +292,8 @@ class RunFolder:
         """Warning for the user of the newest attempt; None if there is none. It outlives the attempt."""
         with suppress(OSError):
             if os.statvfs(self.path).f_flag & os.ST_RDONLY:
-                return (
-                    f"{self.path} is on a read-only disk, so the run cannot write a checkpoint, a metric or its state"
-                )
+                lost = "so the run cannot write a checkpoint, a metric or its state"
+                return f"{self.path} is on a read-only disk, {lost}"
         beat, state = self.read_heartbeat(), self.read_state()
         began = state.time if state is not None and state.state in ("pending", "running") else 0.0
         return None if beat is None or beat.time < began else beat.warning

@@ -51,10 +51,8 @@ def shared_memory_shortage(state: Mapping[str, Tensor], group: dist.ProcessGroup
     return None
 
 
-JOIN_LIMIT = timedelta(minutes=5)
-"""Timeout of the save processes' rendezvous."""
-POLL_SECONDS = 0.5
-"""Interval in seconds of checks for failures of other ranks' save processes."""
+JOIN_LIMIT = timedelta(minutes=5)  # timeout of the save processes' rendezvous
+POLL_SECONDS = 0.5  # interval in seconds of checks for failures of other ranks' save processes
 _torch_subprocess = executor._AsyncCheckpointProcess._checkpointing_subprocess
 
 

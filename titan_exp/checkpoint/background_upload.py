@@ -32,10 +32,8 @@ from titan_exp.parallel.mesh import from_rank_0, gather_objects
 from titan_exp.tracking.display import format_time
 from titan_exp.tracking.logging import get_logger
 
-CONFIG = "config.yaml"
-"""Configuration file of the run, next to its checkpoints."""
-DAMAGED = "checksums.damaged.json"
-"""Name of `checksums.json` in a quarantined checkpoint."""
+CONFIG = "config.yaml"  # configuration file of the run, next to its checkpoints
+DAMAGED = "checksums.damaged.json"  # name of `checksums.json` in a quarantined checkpoint
 _RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 
@@ -141,10 +139,8 @@ class RemoteRun:
         return self.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
 
 
-STOP_SECONDS = 60.0
-"""Maximum wait for uploads after a stop request; the allocation may be about to end."""
-MARGIN = 20.0
-"""Seconds allowed for a cancelled transfer to end, and for the ranks to leave their group."""
+STOP_SECONDS = 60.0  # maximum wait for uploads after a stop request; the allocation may be about to end
+MARGIN = 20.0  # seconds allowed for a cancelled transfer to end, and for the ranks to leave their group
 
 
 class BackgroundUploader:

@@ -35,8 +35,7 @@ from titan_exp.models.convert.hf_config import FILE
 from titan_exp.parallel.mesh import from_rank_0, gather_objects, new_cpu_group
 from titan_exp.tracking.logging import PROGRESS, ProgressCallback, byte_progress, get_logger
 
-CACHE = Path("runs/.cache/remote")
-"""Cache of commands outside runs; may be deleted while no command is running."""
+CACHE = Path("runs/.cache/remote")  # cache of commands outside runs; may be deleted while no command is running
 _HUGGINGFACE_SUFFIXES = (".safetensors", ".json", ".model", ".txt", ".jinja")
 _UPLOADED_LAST = ("config.json", "params.json", "model.json", ".metadata", CHECKSUMS_FILE)
 """Files that make a folder a checkpoint, in upload order."""
@@ -95,14 +94,10 @@ def staged_upload(path_or_url: str, *, cache: Path = CACHE) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class _Manifest:
-    url: str
-    """Base folder of the remote names."""
-    path: str
-    """Cache path of the complete download."""
-    files: dict[str, tuple[str, RemoteFile]]
-    """Remote name, size and version by cache path."""
-    checksums: Mapping[str, FileChecksum] = field(default_factory=dict)
-    """Size and checksum by cache path, if known."""
+    url: str  # base folder of the remote names
+    path: str  # cache path of the complete download
+    files: dict[str, tuple[str, RemoteFile]]  # remote name, size and version by cache path
+    checksums: Mapping[str, FileChecksum] = field(default_factory=dict)  # size and checksum by cache path, if known
 
     @property
     def bytes(self) -> int:

@@ -38,8 +38,7 @@ from titan_exp.parallel.mesh import from_rank_0, gather_objects, new_cpu_group
 from titan_exp.tracking.logging import get_logger
 
 T = TypeVar("T")
-MAX_NAMED = 3
-"""Maximum number of keys named in one message."""
+MAX_NAMED = 3  # maximum number of keys named in one message
 
 
 class Checkpointer:
@@ -356,16 +355,12 @@ class Checkpointer:
 @dataclass
 class _PendingSave:
     step: int
-    begin: float
-    """Start of the training pause."""
+    begin: float  # start of the training pause
     write_started: float
-    wait: Callable[[], object] = lambda: None
-    """Blocks until the checkpoint is durable; raises if the save failed."""
+    wait: Callable[[], object] = lambda: None  # blocks until the checkpoint is durable; raises if the save failed
     future: Future[Any] | None = None
-    pause_seconds: float = -1.0
-    """Duration of the training pause; negative until it ends."""
-    durable_at: float = -1.0
-    """Time at which the checkpoint became durable; negative before."""
+    pause_seconds: float = -1.0  # duration of the training pause; negative until it ends
+    durable_at: float = -1.0  # time at which the checkpoint became durable; negative before
 
     def mark_durable(self, now: float) -> None:
         """Record the end of the save; the first call counts."""

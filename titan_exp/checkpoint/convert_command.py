@@ -23,9 +23,7 @@ from titan_exp.models.convert.state_dict_map import checkpoint_formats
 from titan_exp.rules.data import tokenizer_file
 from titan_exp.tracking.logging import byte_progress
 
-DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
-"""Values of `dtype`."""
-
+DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}  # values of `dtype`
 OWN_NAMES = ("dcp", "torch")
 """Formats that titan_exp trains from or writes for itself; by default they are converted to other tools' formats."""
 

@@ -36,8 +36,7 @@ from titan_exp.rules.weights import weight_pattern
 from titan_exp.tracking.logging import get_logger
 
 MODEL_PREFIX, DATA_PREFIX, PROGRESS_KEY = "model.", "data.", "progress"
-WEIGHTS_ONLY_KEY = "weights_only"
-"""Progress key that marks a checkpoint as weights-only."""
+WEIGHTS_ONLY_KEY = "weights_only"  # progress key that marks a checkpoint as weights-only
 
 
 def training_state_dict(
@@ -113,8 +112,7 @@ class RestoredState:
     """Non-tensor state of a checkpoint."""
 
     progress: dict[str, Any]
-    data: dict[str, Any]
-    """Data-loader state of every virtual shard."""
+    data: dict[str, Any]  # data-loader state of every virtual shard
 
 
 def read_progress(path: Path) -> dict[str, Any]:

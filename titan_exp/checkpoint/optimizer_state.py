@@ -28,8 +28,7 @@ from titan_exp.optim.weight_average import AVERAGE
 from titan_exp.parallel.mesh import gather_objects
 from titan_exp.tracking.logging import get_logger
 
-_MAX_INLINE = 4096
-"""Maximum number of elements of a tensor in a parameter group."""
+_MAX_INLINE = 4096  # maximum number of elements of a tensor in a parameter group
 _SCALARS = (bool, int, float, str)
 
 
@@ -105,18 +104,15 @@ def from_inline(kept: Any, device: torch.device) -> Tensor:
 
 
 OPTIMIZER_PREFIX, VALUES_PREFIX = "optimizer.", "optimizer_values."
-SMALL = 16
-"""Largest number of elements of a whole tensor that ranks compare before a save."""
+SMALL = 16  # largest number of elements of a whole tensor that ranks compare before a save
 
 
 @dataclass(frozen=True)
 class SavedTensor:
     """Global shape and dtype of a tensor in a checkpoint."""
 
-    shape: torch.Size
-    """Shape of the whole tensor."""
-    dtype: torch.dtype
-    """Dtype as saved."""
+    shape: torch.Size  # shape of the whole tensor
+    dtype: torch.dtype  # dtype as saved
 
 
 def optimizer_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

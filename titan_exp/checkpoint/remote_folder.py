@@ -19,12 +19,9 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.files import write_atomically
 
 CONNECT_SECONDS = 10
-READ_SECONDS = 60
-"""Read timeout of S3 in seconds. Other protocols use their packages' timeouts."""
-ATTEMPTS = 3
-"""Attempts per S3 request before the store counts as unreachable."""
-CONCURRENT_PARTS = 4
-"""Number of concurrent 50 MB parts of an S3 transfer; bounds its memory."""
+READ_SECONDS = 60  # read timeout of S3 in seconds. Other protocols use their packages' timeouts.
+ATTEMPTS = 3  # attempts per S3 request before the store counts as unreachable
+CONCURRENT_PARTS = 4  # number of concurrent 50 MB parts of an S3 transfer; bounds its memory
 _S3 = ("s3", "s3a")
 _CHUNK_BYTES = 8 * 2**20
 
@@ -48,8 +45,7 @@ class RemoteFile:
 
     name: str
     size: int
-    version: str
-    """ETag, generation or modification time, if the store reports one."""
+    version: str  # ETag, generation or modification time, if the store reports one
 
     @property
     def version_tag(self) -> str:

@@ -154,8 +154,7 @@ def _check_memo(content: bytes) -> None:
 class SafeStorageReader(dcp.FileSystemReader):
     """torch's file system reader with safe unpickling of the metadata."""
 
-    failure: Exception | None = None
-    """Error of the last read of metadata, which torch 2.11 drops."""
+    failure: Exception | None = None  # error of the last read of metadata, which torch 2.11 drops
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata. Raises UserError on anything other than checkpoint metadata."""

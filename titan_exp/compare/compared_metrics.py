@@ -18,9 +18,7 @@ from titan_exp.config.study.study import Direction, usual_direction
 from titan_exp.tracking.run_folder.metrics_jsonl import REPORTED, tail_mean
 from titan_exp.tracking.run_folder.run import PredictedMetrics
 
-WITH_PARENTS = "gpu_hours_with_parents"
-"""Name of the metric that exists for continued runs."""
-
+WITH_PARENTS = "gpu_hours_with_parents"  # name of the metric that exists for continued runs
 Reader = Callable[[ComparedRun, float], float | None]
 """Reads a metric of a run at a token budget; None if unknown, NaN if the run diverged."""
 
@@ -29,22 +27,15 @@ Reader = Callable[[ComparedRun, float], float | None]
 class Metric:
     """Compared metric."""
 
-    name: str
-    """Command-line name, and key of metrics.jsonl if it is logged."""
+    name: str  # command-line name, and key of metrics.jsonl if it is logged
     title: str
-    unit: str
-    """Unit; empty for a ratio."""
-    better: Direction | None
-    """Better direction; None if neither is better."""
-    meaning: str
-    """Definition, as a phrase."""
+    unit: str  # unit; empty for a ratio
+    better: Direction | None  # better direction; None if neither is better
+    meaning: str  # definition, as a phrase
     read: Reader
-    is_loss: bool = False
-    """True for a loss, False for a cost."""
-    needs_point: bool = True
-    """True if the metric is unknown before a run has reached the token budget."""
-    is_speed: bool = False
-    """True for a speed or a time; a group whose runs all failed or diverged has none."""
+    is_loss: bool = False  # true for a loss, False for a cost
+    needs_point: bool = True  # True if the metric is unknown before a run has reached the token budget
+    is_speed: bool = False  # true for a speed or a time; a group whose runs all failed or diverged has none
 
 
 def target_metric(target: float) -> Metric:
@@ -238,27 +229,21 @@ METRICS = (
 """Built-in metrics; a study or `--metrics` may select others from metrics.jsonl."""
 
 METRIC_BY_NAME = {metric.name: metric for metric in METRICS}
-
 ON_REQUEST = ("tflops", "experts/bias_range", "experts/balance_loss", "experts/z_loss")
 """Built-in metrics that the table shows only if they are named."""
 
 DEFAULT = tuple(metric for metric in METRICS if metric.name not in ON_REQUEST)
 
 
-SEED = "experiment.seed"
-"""Key of the seed; runs that differ only in it are repetitions."""
-
-LABEL_OF_MODEL = "model.name"
-"""Key of the label that replaces the model's shape keys if equal names mean equal shapes."""
-
+SEED = "experiment.seed"  # key of the seed; runs that differ only in it are repetitions
+LABEL_OF_MODEL = "model.name"  # key of the label that replaces the model's shape keys if equal names mean equal shapes
 GENERIC = {"name", "mode", "enabled", "recipe", "loss"}
 """Key names too generic to be short names; the group's name is used instead."""
 
 RUNG_KEYS = ("training.stop_after", "checkpoint.continue_from")
 """Keys in which the rungs of one point differ under successive halving."""
 
-ABSENT = "not there"
-"""Value of a key that is missing from a configuration written by an older version or read from W&B."""
+ABSENT = "not there"  # value of a key that is missing from a configuration written by an older version or read from W&B
 
 
 @dataclass(frozen=True)

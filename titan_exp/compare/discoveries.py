@@ -37,15 +37,11 @@ class Discoveries:
     """Questions of a ledger."""
 
     path: Path
-    alpha: float
-    """False discovery rate, at most."""
-    every: tuple[Judged, ...]
-    """All questions, which all count, in the order of registration."""
+    alpha: float  # false discovery rate, at most
+    every: tuple[Judged, ...]  # all questions, which all count, in the order of registration
     shown: tuple[Judged, ...]
-    faults: tuple[str, ...]
-    """Reasons for which no rate can be stated."""
-    foreign: tuple[int, ...]
-    """Lines that this user's key has not signed."""
+    faults: tuple[str, ...]  # reasons for which no rate can be stated
+    foreign: tuple[int, ...]  # lines that this user's key has not signed
 
 
 def judge(runs: Path, alpha: float, studies: Sequence[str] = ()) -> Discoveries:

@@ -21,14 +21,11 @@ from titan_exp.launch.standing import Standing
 from titan_exp.tracking.display import format_count, format_duration, format_items, format_time
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of
 
-STEPS = 10
-"""Number of first steps that have a tolerance, which is as many as the parity tests train."""
-
+STEPS = 10  # number of first steps that have a tolerance, which is as many as the parity tests train
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-3}
 """Maximum relative loss difference of the parity tests, by `training.mixed_precision`."""
 
-NAMED = 5
-"""Maximum number of runs that a sentence names."""
+NAMED = 5  # maximum number of runs that a sentence names
 
 
 @dataclass(frozen=True)
@@ -39,16 +36,11 @@ class LayoutCheck:
     seed: int | None
     layouts: tuple[str, str]
     run_ids: tuple[str, str]
-    steps: int
-    """Number of the first STEPS steps that both runs logged."""
-    largest: float | None
-    """Maximum relative loss difference over these steps; None without steps."""
-    tolerance: float | None
-    """Maximum accepted difference; None if the precision has none."""
-    last_step: int | None
-    """Last step that both runs logged."""
-    last: float | None
-    """Relative loss difference at `last_step`."""
+    steps: int  # number of the first STEPS steps that both runs logged
+    largest: float | None  # maximum relative loss difference over these steps; None without steps
+    tolerance: float | None  # maximum accepted difference; None if the precision has none
+    last_step: int | None  # last step that both runs logged
+    last: float | None  # relative loss difference at `last_step`
 
     @property
     def holds(self) -> bool | None:
@@ -101,8 +93,7 @@ def _relative(one: float, two: float) -> float:
 
 
 MINUS = "\N{MINUS SIGN}"
-MISSING = "\N{EM DASH}"
-"""Text for an unknown number."""
+MISSING = "\N{EM DASH}"  # text for an unknown number
 
 
 def value(metric: Metric, number: float | None, decimals: int | None = None) -> str:

@@ -29,16 +29,12 @@ class StudyPoint:
     """Point of a study; releases before a field have none."""
 
     run_id: str
-    variant: str
-    """Varied values, without the seed."""
+    variant: str  # varied values, without the seed
     label: str = ""
-    choices: Mapping[str, str] = field(default_factory=dict)
-    """Name of the chosen value by named list."""
+    choices: Mapping[str, str] = field(default_factory=dict)  # name of the chosen value by named list
     seed: int | None = None
-    round: int = 1
-    """Rung or batch, from 1."""
-    rung: LadderRung | None = None
-    """Size and length of a point of a ladder."""
+    round: int = 1  # rung or batch, from 1
+    rung: LadderRung | None = None  # size and length of a point of a ladder
 
 
 @dataclass(frozen=True)
@@ -230,20 +226,13 @@ def _device(run: Run) -> str | None:
 class Row:
     """Runs that differ only in their seed."""
 
-    label: str
-    """Short names and values of the differing keys: `lr=0.003 tp=2`."""
-    values: Mapping[str, Any]
-    """Value by differing key; `ABSENT` if the configuration lacks it."""
-    runs: tuple[ComparedRun, ...]
-    """One run per seed."""
-    numbers: Mapping[str, Mapping[object, float]]
-    """Known values by metric and seed; NaN if the run diverged."""
-    estimates: Mapping[str, Estimate | None]
-    """Mean over seeds that have not diverged, by metric."""
-    deltas: Mapping[str, Delta | None]
-    """Difference to the baseline by metric; None in the baseline's row."""
-    is_named: bool = False
-    """True if the label is a name given by the study, rather than values of keys."""
+    label: str  # short names and values of the differing keys: `lr=0.003 tp=2`
+    values: Mapping[str, Any]  # value by differing key; `ABSENT` if the configuration lacks it
+    runs: tuple[ComparedRun, ...]  # one run per seed
+    numbers: Mapping[str, Mapping[object, float]]  # known values by metric and seed; NaN if the run diverged
+    estimates: Mapping[str, Estimate | None]  # mean over seeds that have not diverged, by metric
+    deltas: Mapping[str, Delta | None]  # difference to the baseline by metric; None in the baseline's row
+    is_named: bool = False  # True if the label is a name given by the study, rather than values of keys
 
     def name_of(self, run: ComparedRun) -> str:
         """Label, with the seed if the row has several: `lr=0.003 seed=0`."""

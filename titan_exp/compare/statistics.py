@@ -14,7 +14,6 @@ import scipy  # submodules are imported at their first use
 from titan_exp.config.errors.user_error import UserError, listed
 
 LEVEL = 0.95
-
 Pairing = Literal["paired", "unpaired", "single"]
 """Pairing: `paired` compares equal seeds, `unpaired` compares means (Welch), `single` one number with another."""
 
@@ -141,15 +140,10 @@ def moving_average(values: list[float]) -> list[float]:
 
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-EXPONENTS = (0.02, 2.0)
-"""Bounds of the exponents; a fit that reaches one is refused."""
-SIDE = 9
-"""Values of each exponent in a grid; the next grid has 3/8 of its width."""
-ZOOMS = 14
-"""Grids of the fit; half as many of its refits, which differ by far more."""
-DRAWS = 400
-"""Ladders that are simulated for intervals."""
+EXPONENTS = (0.02, 2.0)  # bounds of the exponents; a fit that reaches one is refused
+SIDE = 9  # values of each exponent in a grid; the next grid has 3/8 of its width
+ZOOMS = 14  # grids of the fit; half as many of its refits, which differ by far more
+DRAWS = 400  # ladders that are simulated for intervals
 FURTHER_APART = "Add rungs that lie further apart, or seeds."
 
 
@@ -167,17 +161,12 @@ class Rung:
 class ScalingLaw:
     """Law L = E + sum of A_j (x_j / s_j)^-a_j, with as many simulated refits."""
 
-    scale: Array
-    """Geometric means s of the rungs."""
-    terms: Array
-    """E and A."""
+    scale: Array  # geometric means s of the rungs
+    terms: Array  # E and A
     exponents: Array
-    noise: float
-    """Standard deviation of one run, pooled within rungs."""
-    freedom: int
-    """Degrees of freedom of the noise."""
-    drawn_terms: Array
-    """Of each refit, in rows; a vanished term has the exponent 0."""
+    noise: float  # standard deviation of one run, pooled within rungs
+    freedom: int  # degrees of freedom of the noise
+    drawn_terms: Array  # of each refit, in rows; a vanished term has the exponent 0
     drawn_exponents: Array
     drawn_noise: Array
     coverage: float
@@ -236,8 +225,7 @@ class HoldOut:
 
     rung: Rung
     predicted: float
-    low: float
-    """Bounds for the mean of as many runs as the rung has."""
+    low: float  # bounds for the mean of as many runs as the rung has
     high: float
     measured: float
 

@@ -22,12 +22,9 @@ from titan_exp.tracking.display import format_count, format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
 from titan_exp.tracking.run_folder.run_folder import has_diverged
 
-FURTHER = 4
-"""Multiple of the largest rung's compute to which a law that passed its test is extrapolated."""
-CURVE = 40
-"""Points of a law's curve in a plot."""
-Seeds = Mapping[int | None, float]
-"""Final loss by seed."""
+FURTHER = 4  # multiple of the largest rung's compute to which a law that passed its test is extrapolated
+CURVE = 40  # points of a law's curve in a plot
+Seeds = Mapping[int | None, float]  # final loss by seed
 
 
 @dataclass(frozen=True)
@@ -38,29 +35,22 @@ class LadderRow:
     per_parameter: str
     parameters: int
     tokens: int
-    flops: Mapping[str, float]
-    """FLOPs of a run by arm, baseline first."""
-    losses: Mapping[str, Seeds]
-    """Finite final losses by arm."""
-    diverged: int
-    """Runs that diverged."""
-    multiplier: tuple[float, float, float] | None = None
-    """Compute multiplier with its bounds."""
+    flops: Mapping[str, float]  # FLOPs of a run by arm, baseline first
+    losses: Mapping[str, Seeds]  # finite final losses by arm
+    diverged: int  # runs that diverged
+    multiplier: tuple[float, float, float] | None = None  # compute multiplier with its bounds
 
 
 @dataclass(frozen=True)
 class LawNumbers:
     """Law of the baseline's final losses."""
 
-    variables: tuple[str, ...]
-    """N and D, or C alone."""
+    variables: tuple[str, ...]  # N and D, or C alone
     irreducible: float
     coefficients: tuple[float, ...]
     exponents: tuple[float, ...]
-    intervals: tuple[tuple[float, float], ...]
-    """Of the exponents."""
-    noise: float
-    """Standard deviation of one run, pooled within rungs."""
+    intervals: tuple[tuple[float, float], ...]  # of the exponents
+    noise: float  # standard deviation of one run, pooled within rungs
     freedom: int
 
     @property
@@ -80,8 +70,7 @@ class Predicted:
     loss: float
     low: float
     high: float
-    measured: float | None = None
-    """Mean loss of the rung; None of an extrapolation."""
+    measured: float | None = None  # mean loss of the rung; None of an extrapolation
 
     @property
     def text(self) -> str:
@@ -94,19 +83,14 @@ class LadderOutcome:
     """Outcome of a ladder."""
 
     metric: str
-    arms: tuple[str, ...]
-    """Baseline, and the candidate if there is one."""
-    rows: tuple[LadderRow, ...]
-    """Rungs with a finished run, by size and length."""
+    arms: tuple[str, ...]  # baseline, and the candidate if there is one
+    rows: tuple[LadderRow, ...]  # rungs with a finished run, by size and length
     law: LawNumbers | None
-    held_out: Predicted | None
-    """Longest run of the largest size, by the law of all smaller sizes."""
+    held_out: Predicted | None  # longest run of the largest size, by the law of all smaller sizes
     extrapolated: Predicted | None
     multiplier: Multiplier | None
-    refusals: tuple[str, ...]
-    """Sentences about what these runs do not tell."""
-    curves: Mapping[str, tuple[tuple[float, float], ...]]
-    """FLOPs and loss along the law, by tokens per parameter."""
+    refusals: tuple[str, ...]  # sentences about what these runs do not tell
+    curves: Mapping[str, tuple[tuple[float, float], ...]]  # FLOPs and loss along the law, by tokens per parameter
 
     @property
     def sentences(self) -> Iterator[str]:
@@ -288,23 +272,18 @@ def _curves(
     return found
 
 
-EDGE = 0.1
-"""Outer share of a range, on its own scale, within which the best value counts as at the edge."""
+EDGE = 0.1  # outer share of a range, on its own scale, within which the best value counts as at the edge
 
 
 @dataclass(frozen=True)
 class Trial:
     """Point of the study."""
 
-    row: int
-    """Index of the comparison's row."""
+    row: int  # index of the comparison's row
     label: str
-    round: int
-    """Last rung whose runs are done, or batch; 0 before the first."""
-    value: float | None
-    """Metric at the end of that rung, mean over seeds; infinite if a run diverged."""
-    first: float | None
-    """Metric at the end of the point's first run."""
+    round: int  # last rung whose runs are done, or batch; 0 before the first
+    value: float | None  # metric at the end of that rung, mean over seeds; infinite if a run diverged
+    first: float | None  # metric at the end of the point's first run
     seeds: int
 
 
@@ -312,10 +291,8 @@ class Trial:
 class Marginal:
     """Mean of the metric over the points in a part of a parameter's range, whatever their other parameters."""
 
-    part: str
-    """Bounds, or a value of a choice."""
-    mean: float | None
-    """Mean over the points that have not diverged."""
+    part: str  # bounds, or a value of a choice
+    mean: float | None  # mean over the points that have not diverged
     best: float | None
     points: int
     diverged: int
@@ -328,13 +305,10 @@ class Parameter:
     key: str
     short: str
     kind: str
-    best: str
-    """Value at the best point."""
-    edge: str
-    """`lower` or `upper` if the best value is in the outer tenth of the range."""
+    best: str  # value at the best point
+    edge: str  # `lower` or `upper` if the best value is in the outer tenth of the range
     marginals: tuple[Marginal, ...]
-    points: tuple[tuple[Any, float | None], ...]
-    """Value and metric at the end of the first run of every point."""
+    points: tuple[tuple[Any, float | None], ...]  # value and metric at the end of the first run of every point
 
 
 @dataclass(frozen=True)
@@ -343,8 +317,7 @@ class Cost:
 
     tokens: int
     whole_tokens: int
-    gpu_hours: float | None
-    """Wall-clock time times processes of all runs; None if unknown."""
+    gpu_hours: float | None  # wall-clock time times processes of all runs; None if unknown
 
     @property
     def whole_gpu_hours(self) -> float | None:
@@ -358,10 +331,8 @@ class Learnt:
 
     metric: str
     better: str
-    rungs: int
-    """Number of rungs; 0 without halving."""
-    trials: tuple[Trial, ...]
-    """Points, best first; a point that went further is better than one that did not."""
+    rungs: int  # number of rungs; 0 without halving
+    trials: tuple[Trial, ...]  # points, best first; a point that went further is better than one that did not
     parameters: tuple[Parameter, ...]
     cost: Cost
 

@@ -16,8 +16,7 @@ from titan_exp.compare.statistics import Delta, Estimate, difference, estimate, 
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of
 
-ROUNDING = 1e-9
-"""Relative difference between equal losses."""
+ROUNDING = 1e-9  # relative difference between equal losses
 
 
 @dataclass(frozen=True)
@@ -25,12 +24,9 @@ class TunedPoint:
     """One value of the tuned key in a group."""
 
     value: Any
-    row: int
-    """Index of the comparison's row."""
-    estimate: Estimate | None
-    """Main metric over seeds; None if every run diverged or has not reached the budget."""
-    diverged: int = 0
-    """Number of seeds that diverged."""
+    row: int  # index of the comparison's row
+    estimate: Estimate | None  # main metric over seeds; None if every run diverged or has not reached the budget
+    diverged: int = 0  # number of seeds that diverged
 
 
 @dataclass(frozen=True)
@@ -67,11 +63,9 @@ class Group:
 class Tuning:
     """Groups of a tuned comparison, best first."""
 
-    key: str
-    """Full name of the tuned key."""
+    key: str  # full name of the tuned key
     short: str
-    metric: str
-    """Title of the metric."""
+    metric: str  # title of the metric
     groups: tuple[Group, ...]
 
 

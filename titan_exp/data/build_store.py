@@ -39,10 +39,8 @@ _CHUNK = 4096
 class CorpusPart:
     """Part of the corpus; parts are ordered."""
 
-    split: str
-    """`train` (held-out documents included), or `validation` for a separate split."""
-    number: int
-    """Index in source order."""
+    split: str  # `train` (held-out documents included), or `validation` for a separate split
+    number: int  # index in source order
 
     def __str__(self) -> str:
         return f"{self.split}-{self.number:05d}"
@@ -137,14 +135,10 @@ class TokenizeJob:
 
     folder: Path
     data: DataConfig
-    parts: int
-    """Maximum number of parts of a random-access source."""
-    shard_tokens: int
-    """Number of tokens after which a shard is closed."""
-    source: str
-    """Fingerprint of the text."""
-    shuffle: int = 0
-    """Seed of the document order; 0 keeps the source order."""
+    parts: int  # maximum number of parts of a random-access source
+    shard_tokens: int  # number of tokens after which a shard is closed
+    source: str  # fingerprint of the text
+    shuffle: int = 0  # seed of the document order; 0 keeps the source order
 
     @property
     def journal(self) -> Path:

@@ -24,8 +24,7 @@ from titan_exp.config.errors.explained_errors import REMEDIES
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.foreign_file import read_object
 
-TEMPORARY_SUFFIX = ".part"
-"""Suffix of a file during writing."""
+TEMPORARY_SUFFIX = ".part"  # suffix of a file during writing
 _BUFFER_BYTES = 1 << 20
 _MAX_MAPPED_SHARDS = 256
 

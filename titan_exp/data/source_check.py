@@ -62,10 +62,8 @@ def unit_hashes(source: RandomAccessSource, indices: range | None = None) -> np.
     return (mixed >> np.uint64(11)) / 2**53
 
 
-CHECK_SECONDS = 10.0
-"""Seconds after which opening a source is left to the ranks."""
-SMALL_BYTES = 2**24
-"""Largest size at which files are opened as documents; larger corpora are only listed."""
+CHECK_SECONDS = 10.0  # seconds after which opening a source is left to the ranks
+SMALL_BYTES = 2**24  # largest size at which files are opened as documents; larger corpora are only listed
 
 
 def check_source(config: DataConfig, *, evaluates: bool) -> None:

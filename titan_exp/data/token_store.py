@@ -44,8 +44,7 @@ ReadWindow = Callable[[int, np.ndarray], list[int]]
 class TokenSequence:
     """Tokens of concatenated documents."""
 
-    tokens: int
-    """Number of tokens, at least 2."""
+    tokens: int  # number of tokens, at least 2
     read: ReadWindow
 
 
@@ -102,8 +101,7 @@ def open_split(split: TokenSplit, documents: int | None) -> TokenSequence:
     return TokenSequence(split.tokens_in(documents), split.read)
 
 
-ROUNDED_PERIOD = 2**16
-"""Longest period in earlier versions, which rounded other shares to multiples of its inverse."""
+ROUNDED_PERIOD = 2**16  # longest period in earlier versions, which rounded other shares to multiples of its inverse
 
 
 class Mixture:
@@ -143,8 +141,7 @@ class Mixture:
         return times.index(min(times))
 
 
-STATE = "store"
-"""Key of the position in a sampler's state."""
+STATE = "store"  # key of the position in a sampler's state
 
 
 class WindowSampler(RowSampler):
@@ -264,8 +261,7 @@ class RepeatedTokens:
 PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS = 2**26, 2**22, 2**27
 """Bytes of text per further process that make starting it worthwhile, with the tokenizer `bytes` and with one that
 merges; tokens of a shard."""
-LARGEST_KEPT = 2**28
-"""Largest tokens of a part of a text that are kept, in bytes."""
+LARGEST_KEPT = 2**28  # largest tokens of a part of a text that are kept, in bytes
 _SAMPLES = 64
 _LOGGER = logging.getLogger(__name__)
 
@@ -276,10 +272,8 @@ class StoredText:
 
     data: DataConfig
     source: base.RandomAccessSource
-    size: int
-    """Bytes of its files, or an estimate from evenly spaced documents."""
-    digest: str
-    """Digest of what its store is made from."""
+    size: int  # bytes of its files, or an estimate from evenly spaced documents
+    digest: str  # digest of what its store is made from
 
     @property
     def _parts(self) -> int:

@@ -30,8 +30,7 @@ from titan_exp.data.tokenizers import Tokenizer, encode_document
 class DocumentStream(Protocol):
     """Endless stream of one virtual shard's tokenized documents, positioned at a non-empty document."""
 
-    start: float
-    """Fraction of the shard's first document that is skipped, because another shard starts there."""
+    start: float  # fraction of the shard's first document that is skipped, because another shard starts there
 
     def prefetch(self) -> None:
         """Start fetching the current document without waiting for it."""
@@ -266,34 +265,25 @@ class StreamSpec:
 
     source: StreamingSource
     tokenizer: Tokenizer
-    order: EpochShuffle
-    """Order of the source's parts."""
+    order: EpochShuffle  # order of the source's parts
     seed: int
-    shards: int
-    """Number of virtual shards of the run."""
-    shuffle_buffer: int
-    """Number of documents per block."""
-    held_out: float
-    """Held-out fraction of documents, by hash of their text."""
+    shards: int  # number of virtual shards of the run
+    shuffle_buffer: int  # number of documents per block
+    held_out: float  # held-out fraction of documents, by hash of their text
 
 
 @dataclass(frozen=True)
 class _BlockStart:
     epoch: int = 0
-    part: int = 0
-    """Number of parts finished in this epoch."""
-    seen: int = 0
-    """Number of documents of the part before the block, including other shards' documents."""
-    alone: bool = False
-    """True if the shard takes the whole part, because it would otherwise have no documents in it."""
-    reader: Mapping[str, Any] | None = None
-    """Reader state; None at the beginning of the part."""
+    part: int = 0  # number of parts finished in this epoch
+    seen: int = 0  # number of documents of the part before the block, including other shards' documents
+    alone: bool = False  # True if the shard takes the whole part, because it would otherwise have no documents in it
+    reader: Mapping[str, Any] | None = None  # reader state; None at the beginning of the part
 
 
 @dataclass(frozen=True)
 class _Block:
-    start: dict[str, Any]
-    """JSON-serializable `_BlockStart`."""
+    start: dict[str, Any]  # JSON-serializable `_BlockStart`
     texts: list[str]
 
 

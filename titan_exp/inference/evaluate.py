@@ -53,8 +53,7 @@ from titan_exp.trainer.updates import ValidationResult, evaluate_sources, evalua
 TAKEN = ("data.", "training.", "model.attention", "model.context", f"{ROPE}.", "parallelism.")
 """Keys that an evaluation accepts."""
 _REFUSED = "We cannot evaluate this."
-DEFAULT_BATCH = 8
-"""Sequences per batch if `training.micro_batch_size` is not given."""
+DEFAULT_BATCH = 8  # sequences per batch if `training.micro_batch_size` is not given
 
 
 def evaluate_command(

@@ -85,8 +85,7 @@ def window_start(length: int, window: int) -> int:
     return 0 if length <= window else -(-(length - window) // half) * half
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Dtypes of weights and compute by option."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # dtypes of weights and compute by option
 
 
 def load_sharded(source: OpenCheckpoint, *, seq_len: int, dtype: torch.dtype, mesh: Mesh | None) -> nn.Module:
@@ -107,8 +106,7 @@ def load_sharded(source: OpenCheckpoint, *, seq_len: int, dtype: torch.dtype, me
     return load_source(source, device, seq_len=seq_len, dtype=dtype, divide=divide, parts=parts)
 
 
-TEXTS = "texts"
-"""Kind of output of models that read tokens."""
+TEXTS = "texts"  # kind of output of models that read tokens
 
 
 def generate_command(
@@ -142,17 +140,14 @@ def generate_command(
     return 0
 
 
-FEW_STEPS = 100
-"""Steps before which a language model writes noise, however small it is."""
+FEW_STEPS = 100  # steps before which a language model writes noise, however small it is
 
 
 class Generator(Protocol):
     """Generation by models of one kind, named after their output."""
 
-    options: frozenset[str]
-    """Options that models of other kinds reject."""
-    averaged: bool
-    """True if averaged weights are read when the checkpoint has them."""
+    options: frozenset[str]  # options that models of other kinds reject
+    averaged: bool  # True if averaged weights are read when the checkpoint has them
 
     def prepared(self, source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str]) -> Sequence[str]:
         """Return the prompts to begin with, before ranks start. Raises UserError if something is missing."""

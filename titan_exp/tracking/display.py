@@ -10,7 +10,6 @@ from importlib.resources import files
 from typing import Any
 
 GIB, MIB = 2**30, 2**20
-
 _COUNT_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _BYTE_UNITS = ((2**40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (1024, "KiB"))
 
@@ -65,8 +64,7 @@ def format_items(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-FOLDER = "page"
-"""Folder of a package with its template, style and scripts; `tracking/page` is shared by all pages."""
+FOLDER = "page"  # folder of a package with its template, style and scripts; `tracking/page` is shared by all pages
 
 
 def render_page(package: str, scripts: Sequence[str], numbers: Any, **words: Any) -> str:

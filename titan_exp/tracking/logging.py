@@ -102,12 +102,10 @@ class _OnceFilter(logging.Filter):
         return True
 
 
-INTERVAL = 5.0
-"""Minimum seconds between two lines."""
+INTERVAL = 5.0  # minimum seconds between two lines
 
 
-ProgressCallback = Callable[[int, int], None]
-"""Called with bytes done and total bytes."""
+ProgressCallback = Callable[[int, int], None]  # called with bytes done and total bytes
 
 
 @contextmanager
@@ -138,23 +136,18 @@ def _lines(title: str, console: Console) -> ProgressCallback:
     return report
 
 
-START, STEP, FIRST_STEP = "the start", "the training step", "the first step"
-"""Default phases; `phase` enters others."""
-MEDIAN_WINDOW = 51
-"""Steps in the median of step times."""
+START, STEP, FIRST_STEP = "the start", "the training step", "the first step"  # default phases; `phase` enters others
+MEDIAN_WINDOW = 51  # steps in the median of step times
 
 
 @dataclass(frozen=True)
 class ProgressSnapshot:
     """Progress of a process at one moment."""
 
-    step: int
-    """Last finished step."""
+    step: int  # last finished step
     phase: str
-    seconds: float
-    """Seconds since the last report."""
-    median_step_seconds: float
-    """Median time between the ends of two steps; 0.0 before two steps have ended."""
+    seconds: float  # seconds since the last report
+    median_step_seconds: float  # median time between the ends of two steps; 0.0 before two steps have ended
 
     @property
     def at(self) -> int:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     import wandb
     from torch.utils.tensorboard.writer import SummaryWriter
 
-SECONDS = 15.0
-"""Seconds for the service to send its remaining data after every run is finished."""
+SECONDS = 15.0  # seconds for the service to send its remaining data after every run is finished
 
 
 def stop_wandb_service(seconds: float = SECONDS) -> None:
@@ -68,9 +67,7 @@ def service_pids() -> list[int]:
     return found
 
 
-VOLATILE = ("paths", "cluster", "tracking", "profiling", "plan")
-"""Groups that do not affect the result."""
-
+VOLATILE = ("paths", "cluster", "tracking", "profiling", "plan")  # groups that do not affect the result
 LABELS = ("experiment.name", "experiment.tags", "experiment.notes")
 NAME_LENGTH = 128
 
@@ -194,8 +191,7 @@ def _config(
     return config
 
 
-EXIT_CODES = {"done": 0, "preempted": 85}
-"""Exit codes of W&B runs by final state; any other state is a failure."""
+EXIT_CODES = {"done": 0, "preempted": 85}  # exit codes of W&B runs by final state; any other state is a failure
 
 
 class WandbSink:

@@ -182,8 +182,7 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"AMD Instinct MI325X", 1307.4),  # MI325X data sheet
 )
 
-MEASURED_SOURCE = "best {} matmul that titan-exp doctor measured here"
-"""Source of a peak that is not from a data sheet."""
+MEASURED_SOURCE = "best {} matmul that titan-exp doctor measured here"  # source of a peak that is not from a data sheet
 
 
 @dataclass(frozen=True)
@@ -221,8 +220,7 @@ class PeakRate:
     """Peak rate of one device in TFLOP/s, the denominator of MFU."""
 
     tflops: float
-    source: str
-    """Configuration key, data sheet or measurement."""
+    source: str  # configuration key, data sheet or measurement
 
 
 def mfu_peak(device: "torch.device", configured: float | None, cache: Path) -> PeakRate | None:

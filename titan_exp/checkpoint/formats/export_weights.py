@@ -29,25 +29,18 @@ from titan_exp.models.convert.state_dict_map import CheckpointFormat, checkpoint
 from titan_exp.models.llama import to_params
 from titan_exp.models.spec.lookup import model_spec
 
-DIFFUSERS_STEM = "diffusion_pytorch_model"
-"""First part of the names of files that diffusers reads."""
-
-METADATA_BYTES = 64 * 2**20
-"""Upper bound on configuration, tokenizer and file-system metadata."""
+DIFFUSERS_STEM = "diffusion_pytorch_model"  # first part of the names of files that diffusers reads
+METADATA_BYTES = 64 * 2**20  # upper bound on configuration, tokenizer and file-system metadata
 
 
 @dataclass(frozen=True)
 class ExportOptions:
     """Options of an export."""
 
-    format: str
-    """One of `open_checkpoint.FORMATS`."""
-    dtype: torch.dtype | None = None
-    """Dtype of all floating-point weights; None keeps their dtypes."""
-    file_bytes: float = 5e9
-    """Maximum size of a safetensors file; a larger tensor gets a separate file."""
-    progress: Callable[[int, int], None] = lambda done, total: None
-    """Called with bytes written and total bytes."""
+    format: str  # one of `open_checkpoint.FORMATS`
+    dtype: torch.dtype | None = None  # dtype of all floating-point weights; None keeps their dtypes
+    file_bytes: float = 5e9  # maximum size of a safetensors file; a larger tensor gets a separate file
+    progress: Callable[[int, int], None] = lambda done, total: None  # called with bytes written and total bytes
 
 
 def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) -> int:

@@ -33,8 +33,7 @@ from titan_exp.rules.weights import GivenWeights, require_fit
 FORMATS = ("bfl", "dcp", "diffusers", "huggingface", "llama", "safetensors", "torch", "torchtune")
 """Readable and writable formats."""
 
-TORCHTUNE_FILE = "model.pt"
-"""Weights file in a torchtune folder, next to `model.json`."""
+TORCHTUNE_FILE = "model.pt"  # weights file in a torchtune folder, next to `model.json`
 
 
 @dataclass(frozen=True)

@@ -64,15 +64,11 @@ class RenamedReader:
         return self._store.read(self._names.get(name, name), *window)
 
 
-STEM = "model"
-"""First part of Hugging Face's file names."""
-
+STEM = "model"  # first part of Hugging Face's file names
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
 _DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
-FP8 = torch.float8_e4m3fn
-"""Dtype of weights that are read only together with their scales."""
-
+FP8 = torch.float8_e4m3fn  # dtype of weights that are read only together with their scales
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -136,8 +132,7 @@ class SafetensorsReader:
             raise UserError(f"Cannot read {self.folder / file} ({error}). {why}") from error
 
 
-PIECE_BYTES = 2**28
-"""Bytes of a larger tensor that are written at once, at least one row or expert."""
+PIECE_BYTES = 2**28  # bytes of a larger tensor that are written at once, at least one row or expert
 
 
 @dataclass(frozen=True)
@@ -268,8 +263,7 @@ def _write_file(path: Path, specs: Sequence[TensorSpec], produce: TensorProducer
         os.fsync(file.fileno())
 
 
-SCALE = "_scale_inv"
-"""Suffix of a weight's scales. Despite the name, values are multiplied by them."""
+SCALE = "_scale_inv"  # suffix of a weight's scales. Despite the name, values are multiplied by them.
 
 
 class BlockFP8Reader:
@@ -330,12 +324,9 @@ class BlockFP8Reader:
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Suffixes of a weight's values [experts, out, in / 32, 16], two per byte, and exponents [experts, out, in / 32]."""
-GROUP = 32
-"""Number of inputs that share a scale."""
-BIAS = 127
-"""Stored exponent of a scale of 1."""
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes by the lower three bits; the fourth is the sign."""
+GROUP = 32  # number of inputs that share a scale
+BIAS = 127  # stored exponent of a scale of 1
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes by the lower three bits; the fourth is the sign
 
 
 class MXFP4Reader:

@@ -35,8 +35,7 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.files import mkdir_below, sync_all, sync_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-FILE_BYTES = 5e9
-"""Maximum size of a file; a larger tensor gets a separate file."""
+FILE_BYTES = 5e9  # maximum size of a file; a larger tensor gets a separate file
 
 
 class ShardedHFExporter:

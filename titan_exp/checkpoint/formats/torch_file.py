@@ -115,8 +115,7 @@ def _blank(
     return built
 
 
-IGNORED = "rope.freqs"
-"""RoPE table in old files, which is not read."""
+IGNORED = "rope.freqs"  # RoPE table in old files, which is not read
 
 
 class ConsolidatedReader:

@@ -29,10 +29,8 @@ MARKS = {
 class Cell:
     """One metric of one row."""
 
-    value: str
-    """Mean ± half-width of its interval."""
-    change: str
-    """Difference to the baseline; empty in the baseline's row."""
+    value: str  # mean ± half-width of its interval
+    change: str  # difference to the baseline; empty in the baseline's row
     verdict: str
     mark: str
 
@@ -46,13 +44,10 @@ class Cell:
 class TextRow:
     """One row of the text table."""
 
-    keys: tuple[str, ...]
-    """Values of the differing keys."""
-    n: str
-    """Number of runs, or `2 of 3` if fewer are in the mean of the main metric."""
+    keys: tuple[str, ...]  # values of the differing keys
+    n: str  # number of runs, or `2 of 3` if fewer are in the mean of the main metric
     state: str
-    cells: tuple[Cell, ...]
-    """One cell per metric."""
+    cells: tuple[Cell, ...]  # one cell per metric
     is_baseline: bool
 
 
@@ -60,15 +55,11 @@ class TextRow:
 class TextTable:
     """Text of the comparison table."""
 
-    keys: tuple[str, ...]
-    """Short names of the differing keys."""
-    metrics: tuple[Metric, ...]
-    """Metrics of the other columns."""
+    keys: tuple[str, ...]  # short names of the differing keys
+    metrics: tuple[Metric, ...]  # metrics of the other columns
     rows: tuple[TextRow, ...]
-    has_seeds: bool
-    """True if a row has more than one run."""
-    has_states: bool
-    """True if a run is not done."""
+    has_seeds: bool  # True if a row has more than one run
+    has_states: bool  # True if a run is not done
 
 
 def text_table(comparison: Comparison) -> TextTable:

@@ -33,11 +33,8 @@ from titan_exp.tracking.display import format_count, format_items, render_page
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of, last_fiftieth
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
-POINTS = 120_000
-"""Maximum number of points of a page, over all runs."""
-
-MIN_POINTS, MAX_POINTS = 60, 1_000
-"""Minimum and maximum number of points of one curve."""
+POINTS = 120_000  # maximum number of points of a page, over all runs
+MIN_POINTS, MAX_POINTS = 60, 1_000  # minimum and maximum number of points of one curve
 
 
 def downsampled_curves(comparison: Comparison) -> list[dict[str, Any]]:
@@ -83,11 +80,8 @@ def downsample(run: ComparedRun, key: str, most: int) -> list[list[float | None]
     return columns
 
 
-PICTURES = 12
-"""Maximum number of embedded pictures of a kind; one takes about 60 kB."""
-
-SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js")
-"""Scripts of `page/`, in load order."""
+PICTURES = 12  # maximum number of embedded pictures of a kind; one takes about 60 kB
+SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js")  # scripts of `page/`, in load order
 
 
 def to_html(comparison: Comparison) -> str:
@@ -193,12 +187,9 @@ def _metric_numbers(comparison: Comparison, metric: Metric) -> dict[str, Any]:
     }
 
 
-NARROWEST = 8
-"""Minimum width of a shortened column."""
-BETWEEN = 3
-"""Width of the space around a column."""
-ROW = "row"
-"""Column of row numbers, for tables whose other key columns do not distinguish the rows."""
+NARROWEST = 8  # minimum width of a shortened column
+BETWEEN = 3  # width of the space around a column
+ROW = "row"  # column of row numbers, for tables whose other key columns do not distinguish the rows
 
 
 @dataclass(frozen=True)
@@ -206,12 +197,9 @@ class FittedTable:
     """Table whose key columns fit."""
 
     table: TextTable
-    left_out: tuple[str, ...] = ()
-    """Key columns that are not shown."""
-    shortened: tuple[str, ...] = ()
-    """Key columns with shortened texts."""
-    labels: tuple[str, ...] = ()
-    """Keys and values of each row, if rows are numbered."""
+    left_out: tuple[str, ...] = ()  # key columns that are not shown
+    shortened: tuple[str, ...] = ()  # key columns with shortened texts
+    labels: tuple[str, ...] = ()  # keys and values of each row, if rows are numbered
 
     def notes(self, width: int) -> list[str]:
         """Sentences about omitted and shortened columns, and the keys of numbered rows."""
@@ -295,9 +283,7 @@ def _expendable(table: TextTable, places: Sequence[int]) -> int:
 
 COLORS = {"better": "green", "worse": "red", "different": "yellow"}
 QUIET = "bright_black"
-
-FINDINGS = 12
-"""Maximum number of printed findings; the table has all differences."""
+FINDINGS = 12  # maximum number of printed findings; the table has all differences
 
 
 def show(comparison: Comparison, console: Console, *, every_key: bool = False) -> None:

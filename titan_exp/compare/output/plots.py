@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 INK, TRAIN, VALIDATION, QUIET, ALARM = "#222222", "#2b6cb0", "#dd6b20", "#718096", "#c53030"
-
 Series = tuple[list[float], list[float]]
 
 
@@ -169,12 +168,9 @@ def _series(rows: MetricRows, key: str) -> Series:
 
 
 COLORS = ("#2b6cb0", "#dd6b20", "#2f855a", "#9f3a9f", "#b7791f", "#2c7a7b", "#718096", "#c53030", "#553c9a", "#1a202c")
-STYLES = ("-", "--", ":", "-.")
-"""Line styles; each style runs through all colours."""
-LINE, SIDE = 90, 30
-"""Number of letters in a line of the legend, and below an axis of a third of the width."""
-SPREAD = 5.0
-"""Ratio of the largest to the smallest value above which an axis becomes logarithmic."""
+STYLES = ("-", "--", ":", "-.")  # line styles; each style runs through all colours
+LINE, SIDE = 90, 30  # number of letters in a line of the legend, and below an axis of a third of the width
+SPREAD = 5.0  # ratio of the largest to the smallest value above which an axis becomes logarithmic
 
 
 def study_plots(comparison: Comparison) -> list[tuple[str, bytes]]:
@@ -314,20 +310,15 @@ def _png(draw: "Callable[[Figure], None]", width: float, height: float) -> bytes
     return data.getvalue()
 
 
-MAX_ROWS = 512
-"""Maximum number of rows in the heat map; beyond it, neighbours in the order of load are averaged."""
-
-OCTAVES = 2.0
-"""Range of the colours: from a quarter of the mean load to four times the mean."""
+MAX_ROWS = 512  # maximum number of rows in the heat map; beyond it, neighbours in the order of load are averaged
+OCTAVES = 2.0  # range of the colours: from a quarter of the mean load to four times the mean
 
 
 class LoadHistory(NamedTuple):
     """Token counts of a run's record."""
 
-    steps: np.ndarray
-    """Logged steps, [steps]."""
-    counts: dict[str, np.ndarray]
-    """Tokens by layer, [steps, experts]."""
+    steps: np.ndarray  # logged steps, [steps]
+    counts: dict[str, np.ndarray]  # tokens by layer, [steps, experts]
 
 
 def draw_expert_load(run_folder: Path) -> Path | None:

@@ -15,8 +15,7 @@ from titan_exp.compare.tuning import Group, Reached, Tuning
 from titan_exp.config.schema.identity_keys import LAYOUT, flatten, is_among
 from titan_exp.tracking.display import format_count, format_duration, format_items
 
-ROUNDING = 1e-4
-"""Relative loss difference that counts as equal, since layouts round differently."""
+ROUNDING = 1e-4  # relative loss difference that counts as equal, since layouts round differently
 
 
 @dataclass(frozen=True)
@@ -24,12 +23,9 @@ class ParetoPoint:
     """Row of the comparison, by index."""
 
     row: int
-    gpu_hours: float
-    """Mean over seeds; for continued runs, including their parents'."""
-    loss: float
-    """Mean over seeds of the loss metric; lower is better."""
-    is_on_front: bool
-    """True unless another row is cheaper at no higher loss, or better at no higher cost."""
+    gpu_hours: float  # mean over seeds; for continued runs, including their parents'
+    loss: float  # mean over seeds of the loss metric; lower is better
+    is_on_front: bool  # true unless another row is cheaper at no higher loss, or better at no higher cost
 
 
 def cost_metric(comparison: Comparison) -> compared_metrics.Metric:
@@ -63,7 +59,6 @@ def pareto(comparison: Comparison) -> list[ParetoPoint]:
 
 
 GLOBAL_BATCH = "training.global_batch_size"
-
 SPEED = compared_metrics.METRIC_BY_NAME["tokens_per_second"]
 
 
@@ -71,16 +66,12 @@ SPEED = compared_metrics.METRIC_BY_NAME["tokens_per_second"]
 class ScalingPoint:
     """Row of the comparison in a scaling series, by index."""
 
-    label: str
-    """Short names and values of the layout keys."""
+    label: str  # short names and values of the layout keys
     row: int
     world_size: int
-    tokens_per_second: float
-    """Throughput of the whole job: mean over seeds of the median over steps."""
-    speedup: float
-    """Throughput relative to the fastest row at the smallest world size."""
-    efficiency: float
-    """Speedup over the ratio of world sizes; 1 is ideal."""
+    tokens_per_second: float  # throughput of the whole job: mean over seeds of the median over steps
+    speedup: float  # throughput relative to the fastest row at the smallest world size
+    efficiency: float  # speedup over the ratio of world sizes; 1 is ideal
 
 
 @dataclass(frozen=True)
@@ -136,8 +127,7 @@ def _series(comparison: Comparison, measured: list[tuple[int, float, int]], *, a
     return ScalingSeries("strong" if len(batches) == 1 else "weak", fixed, tuple(points))
 
 
-BEST = 8
-"""Number of points of an adaptive study that are listed."""
+BEST = 8  # number of points of an adaptive study that are listed
 NONE = "—"
 
 

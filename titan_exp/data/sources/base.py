@@ -250,8 +250,7 @@ def _chosen_options(kind: Any, config: DataConfig) -> str:
     return f", options {chosen}" if chosen else ""
 
 
-INTERFACE = "titan_exp/data/sources/base.py"
-"""File that documents the interface of a source."""
+INTERFACE = "titan_exp/data/sources/base.py"  # file that documents the interface of a source
 
 
 def build_source(config: DataConfig) -> Source:

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 _READ = ("dataset", "subset", "data_files", "split", "validation_split", "text_column")
 DESCRIPTION = SourceDescription(reads=_READ, is_endless=True)
-
-LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
-"""Values of `data.dataset` that are file loaders."""
+LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")  # values of `data.dataset` that are file loaders
 _HUB_TIMEOUT_SECONDS = 5.0
 _COMPRESSIONS = {"zstd": "zstandard", "lz4": "lz4"}
 """Packages to install, by the compression that the library names when it lacks them."""

@@ -61,8 +61,7 @@ class FileSource:
 
 
 _OPEN_FILES = 32
-Granularity = Literal["paragraph", "line"]
-"""Unit of text per document."""
+Granularity = Literal["paragraph", "line"]  # unit of text per document
 
 
 class SplitFileSource:
@@ -138,8 +137,7 @@ def _document_offsets(path: Path, unit: Granularity) -> "np.ndarray":
     return np.frombuffer(offsets, dtype=np.int64)
 
 
-_NAMED = 5
-"""Number of skipped files that a warning names."""
+_NAMED = 5  # number of skipped files that a warning names
 
 
 def build(config: DataConfig) -> "TextSource | SplitFileSource":
@@ -157,8 +155,7 @@ class TextSource(FileSource):
     """One document per file. Files with a NUL byte near their start are binary and skipped. Raises UserError if an
     entry of `paths` matches nothing, or no text is left."""
 
-    split_further = SPLIT_FURTHER["file"]
-    """Setting that splits the same text into more documents."""
+    split_further = SPLIT_FURTHER["file"]  # setting that splits the same text into more documents
 
     def __init__(self, paths: Sequence[str]) -> None:
         if not paths:

@@ -43,18 +43,15 @@ from titan_exp.trainer.objective import LanguageModeling
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Sizes = Mapping[str, float]
-"""Mean |x| by kind of layer."""
+Sizes = Mapping[str, float]  # mean |x| by kind of layer
 
 
 @dataclass(frozen=True)
 class Coordinates:
     """Activations of a model on one batch, after each step."""
 
-    sizes: tuple[Sizes, ...]
-    """Mean |x| with initial weights, then after every step."""
-    changes: tuple[Sizes, ...]
-    """Mean |x - x of initial weights| after every step."""
+    sizes: tuple[Sizes, ...]  # mean |x| with initial weights, then after every step
+    changes: tuple[Sizes, ...]  # mean |x - x of initial weights| after every step
 
 
 def measure_coordinates(experiment: Experiment, batches: Sequence[Batch], device: torch.device) -> Coordinates:
@@ -133,8 +130,7 @@ def _mean_sizes(activations: Mapping[str, Tensor]) -> Sizes:
     return {kind: sum(found) / len(found) for kind, found in values.items()}
 
 
-SEEDS = 2
-"""Number of seeds whose sizes are averaged."""
+SEEDS = 2  # number of seeds whose sizes are averaged
 
 
 def coordinates_command(arguments: Sequence[str]) -> int:

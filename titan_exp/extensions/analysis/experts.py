@@ -48,9 +48,7 @@ PATTERNS = {
 }
 """Regular expression of each class; the first match counts."""
 
-CLASSES = (*PATTERNS, "ends of text")
-"""Names of the classes, in the plural."""
-
+CLASSES = (*PATTERNS, "ends of text")  # names of the classes, in the plural
 _CODE = re.compile(r"^[ \t]*(?:def|class) \w+.*:[ \t]*$", re.MULTILINE)
 
 
@@ -89,14 +87,9 @@ class TokenClassifier:
         return np.where(lengths == 0, CLASSES.index("ends of text"), found)
 
 
-MAX_CELLS = 2**24
-"""Layers · experts · vocabulary up to which each expert's tokens are counted individually."""
-
-NAMED_TOKENS = 4
-"""Number of an expert's most frequent tokens that are named."""
-
-FEW_TOKENS = 50
-"""Number of tokens below which an expert has no favourite class."""
+MAX_CELLS = 2**24  # layers · experts · vocabulary up to which each expert's tokens are counted individually
+NAMED_TOKENS = 4  # number of an expert's most frequent tokens that are named
+FEW_TOKENS = 50  # number of tokens below which an expert has no favourite class
 
 
 @dataclass(frozen=True)
@@ -104,16 +97,11 @@ class Specialization:
     """Favourite class of one expert: the class that adds most to its divergence from all tokens."""
 
     expert: int
-    tokens: int
-    """Number of tokens routed to it."""
-    favourite: str
-    """Name of the class."""
-    share: float
-    """Share of the class among the expert's tokens."""
-    overall: float
-    """Share of the class among all tokens."""
-    most_frequent: list[str] = field(default_factory=list)
-    """Texts of its most frequent tokens of the class."""
+    tokens: int  # number of tokens routed to it
+    favourite: str  # name of the class
+    share: float  # share of the class among the expert's tokens
+    overall: float  # share of the class among all tokens
+    most_frequent: list[str] = field(default_factory=list)  # texts of its most frequent tokens of the class
 
     def __str__(self) -> str:
         shown = " ".join(repr(text)[1:-1] if text.strip() else repr(text) for text in self.most_frequent)
@@ -293,11 +281,8 @@ def lines(layers: Sequence[LayerSpecialization], tokens: int, *, most: int | Non
             yield f"    {layer.unused} of the experts had fewer than {FEW_TOKENS} tokens"
 
 
-TOKENS = 2**15
-"""Approximate number of held-out tokens that are classified."""
-
-EXPERTS = 4
-"""Number of experts per layer that are named."""
+TOKENS = 2**15  # approximate number of held-out tokens that are classified
+EXPERTS = 4  # number of experts per layer that are named
 
 
 def learned_experts(run_folder: Path) -> Iterator[str]:

@@ -18,23 +18,18 @@ from titan_exp.ops.cross_entropy import IGNORE_INDEX, LossSum, log_normalizer_an
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.trainer.objective import LanguageModeling, Loss
 
-OCTAVES = 32
-"""Number of octaves of positions; the last begins at 2³⁰."""
-
-CHUNK = 4096
-"""Number of tokens whose logits are in memory at once, if the model computes the loss itself."""
+OCTAVES = 32  # number of octaves of positions; the last begins at 2³⁰
+CHUNK = 4096  # number of tokens whose logits are in memory at once, if the model computes the loss itself
 
 
 @dataclass(frozen=True)
 class PositionLoss:
     """Mean loss of an octave of positions."""
 
-    first: int
-    """First position: the number of tokens of its document before the predicting token."""
+    first: int  # first position: the number of tokens of its document before the predicting token
     last: int
     tokens: int
-    loss: float
-    """Mean over tokens, in nats."""
+    loss: float  # mean over tokens, in nats
 
 
 @dataclass(frozen=True)

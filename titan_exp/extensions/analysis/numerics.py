@@ -60,12 +60,9 @@ class ProjectionError:
 class NumericsReport:
     """Comparison of a recipe with fp32 on one batch."""
 
-    loss: float
-    """Mean cross-entropy in fp32."""
-    recipe_loss: float
-    """Mean cross-entropy with the recipe."""
-    projections: list[ProjectionError]
-    """All linear layers, worst weight gradient first."""
+    loss: float  # mean cross-entropy in fp32
+    recipe_loss: float  # mean cross-entropy with the recipe
+    projections: list[ProjectionError]  # all linear layers, worst weight gradient first
 
 
 class HighPrecision(GroupedLinearImpl):
@@ -142,8 +139,7 @@ def _run(model: nn.Module, linears: Mapping[str, Linear | GroupedLinear], batch:
     return found
 
 
-DEFAULT_SEQUENCES = 4
-"""Sequences per batch if `training.micro_batch_size` is not given."""
+DEFAULT_SEQUENCES = 4  # sequences per batch if `training.micro_batch_size` is not given
 
 
 def numerics_command(arguments: Sequence[str], run_path: Callable[[str, str], str] = lambda name, _: name) -> int:

@@ -6,13 +6,11 @@ from pathlib import Path
 from titan_exp.config.command_line.options import HELP
 from titan_exp.config.groups.experiment import Experiment
 
-STEPS = 5
-"""Number of optimizer steps in a coordinate check."""
+STEPS = 5  # number of optimizer steps in a coordinate check
 LARGEST_SLOPE = 0.25
 """Largest |slope| of log2 change against log2 width that passes. muP's slopes are 0 in the limit of large widths; the
 standard parametrization's are 0.5 to 1."""
-WIDTH = "model.dim"
-"""Key of the model's width."""
+WIDTH = "model.dim"  # key of the model's width
 SMALL_LLAMA = ("model=llama_debug", "training.seq_len=64", "training.global_batch_size=4")
 """Model and batch of a check if you give no lists."""
 LLAMA_WIDTHS = (

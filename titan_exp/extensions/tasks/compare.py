@@ -29,8 +29,7 @@ def newest(run: ComparedRun, up_to: float) -> Evaluated | None:
     return None if run.parent is None else newest(run.parent, min(up_to, run.begins))
 
 
-Runs = Mapping[object, Mapping[str, TaskScores]]
-"""Scores by seed, and by task."""
+Runs = Mapping[object, Mapping[str, TaskScores]]  # scores by seed, and by task
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class Line:
     """Number to compare: a metric of a task, or its mean over several, whose accuracies are centered at chance."""
 
     metric: str
-    tasks: tuple[TaskScores, ...]
-    """Tasks, in the version that is compared."""
+    tasks: tuple[TaskScores, ...]  # tasks, in the version that is compared
 
     @property
     def is_mean(self) -> bool:

@@ -21,32 +21,22 @@ from titan_exp.extensions.tasks.formats import Item, Task
 class Row:
     """Row of tokens for one forward pass; its log-likelihood is added to its cell of the array [items, choices]."""
 
-    item: int
-    """Index into `EncodedTask.items`."""
-    choice: int
-    """Index of the choice."""
-    tokens: np.ndarray
-    """Token ids, int32, at most `max_tokens` + 1: the model reads all but the last."""
-    first: int
-    """Index of the first scored token, at least 1. `tokens[first:]` are the targets."""
+    item: int  # index into `EncodedTask.items`
+    choice: int  # index of the choice
+    tokens: np.ndarray  # token ids, int32, at most `max_tokens` + 1: the model reads all but the last
+    first: int  # index of the first scored token, at least 1. `tokens[first:]` are the targets.
 
 
-MULTIPLE = 16
-"""Lengths of batches are multiples of it, and at most the sequence length."""
-
-CPU_TOKENS = 4096
-"""Largest number of tokens of a batch on a CPU, whose caches lose larger activations."""
+MULTIPLE = 16  # lengths of batches are multiples of it, and at most the sequence length
+CPU_TOKENS = 4096  # largest number of tokens of a batch on a CPU, whose caches lose larger activations
 
 
 class RowBatch(NamedTuple):
     """Rows that share a batch. Rows of one group differ in their last token at most, which the model does not read."""
 
-    groups: tuple[tuple[int, ...], ...]
-    """Numbers of the rows of each group."""
-    size: int
-    """Sequences of the batch; the last may be empty."""
-    length: int
-    """Tokens of a sequence."""
+    groups: tuple[tuple[int, ...], ...]  # numbers of the rows of each group
+    size: int  # sequences of the batch; the last may be empty
+    length: int  # tokens of a sequence
 
 
 def row_batches(rows: Sequence[Row], run: Experiment, dp: tuple[int, int]) -> Iterator[RowBatch]:

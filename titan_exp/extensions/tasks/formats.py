@@ -137,8 +137,7 @@ _OLMO_METRICS = {"acc_raw": "acc", "acc_uncond": "acc_pmi"}
 _OLMO_METRICS |= {name: name for name in ("acc_per_char", "acc_per_byte", "acc_per_token", "bits_per_byte")}
 _OLMO_METRICS |= dict.fromkeys(("logits_per_byte", "bits_per_byte_corr", "exact_match"), "bits_per_byte")
 """Metric by OLMo's primary metric. Exact match needs generation; these tasks have the gold answer, too."""
-_UNCONDITIONAL = 1_000_000
-"""Offset of the document numbers of requests with the neutral context."""
+_UNCONDITIONAL = 1_000_000  # offset of the document numbers of requests with the neutral context
 
 
 def _requests(folder: Path) -> Path:
@@ -258,8 +257,7 @@ def _core_item(records: Sequence[tuple[str, _Choices, int]], index: int, shots: 
     return Item(tuple((before + context, delimiter + answer) for context, answer in choices), (gold,), id=line)
 
 
-_SEED = 1234
-"""Seed of the few-shot examples; one generator serves all items in order."""
+_SEED = 1234  # seed of the few-shot examples; one generator serves all items in order
 _KINDS: dict[str, tuple[Kind, str]] = {
     "multiple_choice": ("choice", "acc"),
     "loglikelihood": ("continuation", "acc"),

@@ -34,12 +34,9 @@ from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder, read_json
 
 HERE = "titan_exp.extensions.tasks.jobs"
-ROWS = "tasks.jsonl"
-"""File of a run with the metrics of each job, a row for each step."""
-SBATCH_SECONDS = 60
-"""Timeout of sbatch, for which training waits."""
-HELD = "held"
-"""Argument of a job that inherits its lock."""
+ROWS = "tasks.jsonl"  # file of a run with the metrics of each job, a row for each step
+SBATCH_SECONDS = 60  # timeout of sbatch, for which training waits
+HELD = "held"  # argument of a job that inherits its lock
 
 
 @dataclass(frozen=True)
@@ -47,16 +44,11 @@ class Request:
     """Content of a request."""
 
     step: int
-    tokens: int
-    """Tokens trained on until then."""
-    paths: tuple[str, ...]
-    """Absolute paths of the tasks."""
-    most: int | None
-    """Largest number of items of each task."""
-    digests: dict[str, str]
-    """Version of each task by its name."""
-    devices: int
-    """Number of devices of the job."""
+    tokens: int  # tokens trained on until then
+    paths: tuple[str, ...]  # absolute paths of the tasks
+    most: int | None  # largest number of items of each task
+    digests: dict[str, str]  # version of each task by its name
+    devices: int  # number of devices of the job
 
 
 class Jobs:

@@ -26,17 +26,14 @@ from titan_exp.tracking.logging import PROGRESS
 from titan_exp.trainer.forward_backward import Model, evaluating
 from titan_exp.trainer.objective import Loss
 
-CHUNK = 4096
-"""Largest number of tokens whose logits are in memory."""
+CHUNK = 4096  # largest number of tokens whose logits are in memory
 
 
 class LogLikelihoods(NamedTuple):
     """Sums over the scored tokens of each row or choice, the same on every rank."""
 
-    total: np.ndarray
-    """Log-likelihoods in nats, float64."""
-    greedy: np.ndarray
-    """True where every scored token has the largest logit, of which the lowest id counts, bool."""
+    total: np.ndarray  # log-likelihoods in nats, float64
+    greedy: np.ndarray  # true where every scored token has the largest logit, of which the lowest id counts, bool
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,7 @@ class Scorer:
 
     model: Model
     mesh: Mesh
-    experiment: Experiment
-    """Its configuration: batches have the tokens of its micro-batches."""
+    experiment: Experiment  # its configuration: batches have the tokens of its micro-batches
 
     def log_likelihoods(self, rows: Sequence[Row]) -> LogLikelihoods:
         """Score rows of at most `training.seq_len` + 1 tokens; all ranks must call it with the same rows."""

@@ -87,12 +87,10 @@ def sync_folder(folder: Path) -> None:
 class LockHolder:
     """Process that holds a lock, as recorded in the lock file."""
 
-    role: str
-    """Role, such as `launcher`, `rank 0` or `submission`."""
+    role: str  # role, such as `launcher`, `rank 0` or `submission`
     pid: int
     host: str
-    since: float
-    """Unix time of the acquisition."""
+    since: float  # Unix time of the acquisition
 
     def __str__(self) -> str:
         return f"{self.role}, process {self.pid} on {self.host}"
@@ -266,8 +264,7 @@ def remove_stale_temporary_folders() -> None:
 
 
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
-LAST_BYTES = 2**18
-"""Number of bytes that are searched for the last lines of a log."""
+LAST_BYTES = 2**18  # number of bytes that are searched for the last lines of a log
 
 
 class FileTail:

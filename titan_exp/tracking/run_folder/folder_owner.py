@@ -87,8 +87,7 @@ def _name(user: int) -> str:
         return str(user)
 
 
-CONFIRM_SECONDS = 1.0
-"""Seconds for which the folder must be missing, because network disks may show a rename late."""
+CONFIRM_SECONDS = 1.0  # seconds for which the folder must be missing, because network disks may show a rename late
 
 
 class FolderWatch:

@@ -25,9 +25,7 @@ from titan_exp.tracking.logging import get_logger
 if TYPE_CHECKING:
     import numpy as np
 
-Value = float | int | None
-"""A number, or None if unknown."""
-
+Value = float | int | None  # a number, or None if unknown
 Row = Mapping[str, Value]
 """Metrics of one logged step, with the same keys in every sink. Models, objectives and optimizers may add any others.
 
@@ -250,8 +248,7 @@ def last_fiftieth(rows: list[Item]) -> list[Item]:
 TAIL_BYTES = 16384
 """Bytes read from the end of the file for the newest rows. They hold dozens of rows, unless a row has many metrics."""
 
-TAIL_ROWS = 8
-"""Minimum number of rows that are read, if the file has as many."""
+TAIL_ROWS = 8  # minimum number of rows that are read, if the file has as many
 
 
 class JsonlSink:
@@ -430,12 +427,9 @@ row."""
 class LoadStatistics(NamedTuple):
     """Balance of one layer's tokens over its experts."""
 
-    load_max: float
-    """Tokens of the busiest expert over the mean; 1 is balanced."""
-    dead: int
-    """Experts without a token."""
-    entropy: float
-    """−Σ p ln p / ln(experts), p the share of tokens: 1 is balanced, 0 is all tokens on one expert."""
+    load_max: float  # tokens of the busiest expert over the mean; 1 is balanced
+    dead: int  # experts without a token
+    entropy: float  # −Σ p ln p / ln(experts), p the share of tokens: 1 is balanced, 0 is all tokens on one expert
 
 
 def load_statistics(counts: Sequence[int]) -> LoadStatistics:

@@ -170,20 +170,16 @@ def digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=6).hexdigest()
 
 
-LINEAGE_FILE = "lineage.json"
-"""File name in the run folder."""
+LINEAGE_FILE = "lineage.json"  # file name in the run folder
 
 
 @dataclass(frozen=True)
 class Lineage:
     """Parent of a run."""
 
-    parent: str
-    """Run folder or URL."""
-    step: int
-    """Step of the parent's checkpoint."""
-    tokens: int
-    """Tokens that the parent had trained on."""
+    parent: str  # run folder or URL
+    step: int  # step of the parent's checkpoint
+    tokens: int  # tokens that the parent had trained on
 
     @staticmethod
     def read(run_folder: Path) -> "Lineage | None":
@@ -212,10 +208,8 @@ class Lineage:
 class Ancestor:
     """Run that another run continues, directly or not."""
 
-    lineage: Lineage
-    """Lineage record of its child, which names this run."""
-    folder: Path | None
-    """Run folder; None if it is not on this machine."""
+    lineage: Lineage  # lineage record of its child, which names this run
+    folder: Path | None  # run folder; None if it is not on this machine
 
 
 def ancestors(run_folder: Path) -> Iterator[Ancestor]:
@@ -278,10 +272,8 @@ StatusName = Literal["new", "queued", "running", "done", "failed", "preempted", 
 """`new`: never started. `queued`: in the scheduler's queue. `lost`: exited without recording its end. `unknown`: the
 scheduler that may hold its job does not answer."""
 
-STALE = 60.0
-"""Seconds without a heartbeat before a run without a known holder counts as lost."""
-ENDED = ("done", "failed", "preempted")
-"""Recorded states that need no check of locks or heartbeat."""
+STALE = 60.0  # seconds without a heartbeat before a run without a known holder counts as lost
+ENDED = ("done", "failed", "preempted")  # recorded states that need no check of locks or heartbeat
 SWEEP_GONE = "launcher whose sweep was killed"
 """Role of a launcher, in the run lock, that goes on although the sweep that started it is gone."""
 DIED_UNRECORDED = "died without a record (killed, or the machine went down)"
@@ -313,10 +305,8 @@ class RunStatus:
 class PredictedMetrics:
     """Predicted counterparts of measured metrics, in the units of metrics.jsonl; None if not predicted."""
 
-    memory: float | None = None
-    """Peak of rank 0 in GiB: of allocated tensors on a GPU, of the whole process on a CPU."""
-    tokens_per_second: float | None = None
-    """Throughput of the whole job."""
+    memory: float | None = None  # peak of rank 0 in GiB: of allocated tensors on a GPU, of the whole process on a CPU
+    tokens_per_second: float | None = None  # throughput of the whole job
 
 
 class Run(os.PathLike[str]):

@@ -29,7 +29,6 @@ from titan_exp.tracking.run_folder.files import (
 )
 
 StateName = Literal["pending", "running", "done", "failed", "preempted"]
-
 DONE, STOPPED, FAILED, HUNG = 0, 85, 1, 86
 """Exit codes of a rank: done with training; stopped on request, after saving; failed; killed by the watchdog."""
 ENDED_STATES: dict[int | None, StateName] = {DONE: "done", STOPPED: "preempted"}
@@ -86,8 +85,7 @@ def has_diverged(state: str, reason: str | None) -> bool:
     return state == "failed" and ": Diverged:" in (reason or "")
 
 
-PREEMPTED = "SLURM preempted the job"
-"""Words in the reason of a run that SLURM preempted before its time limit."""
+PREEMPTED = "SLURM preempted the job"  # words in the reason of a run that SLURM preempted before its time limit
 
 
 def shown_state(state: str, reason: str | None) -> str:
@@ -98,11 +96,8 @@ def shown_state(state: str, reason: str | None) -> str:
     return "new" if state == "pending" else state
 
 
-WORLD = "TITAN_EXP_WORLD"
-"""Environment variable: world of a rank, as JSON; unset if the attempt has one world."""
-LOCK_TIMEOUT = 30.0
-"""Lock timeout in seconds; a rewrite of the file takes milliseconds."""
-
+WORLD = "TITAN_EXP_WORLD"  # environment variable: world of a rank, as JSON; unset if the attempt has one world
+LOCK_TIMEOUT = 30.0  # lock timeout in seconds; a rewrite of the file takes milliseconds
 _FIELD = re.compile(r'"(\w+)": ("[^"\\]*"|\[("[^"\\]*"(, )?)*\]|[\w.+-]+)')
 
 
@@ -142,10 +137,8 @@ class Attempt:
 class World:
     """One start of one of several worlds of an attempt."""
 
-    number: int
-    """Number of the world, from 0 to `ClusterConfig.worlds` - 1."""
-    start: int
-    """Number of starts of worlds in this attempt before this one."""
+    number: int  # number of the world, from 0 to `ClusterConfig.worlds` - 1
+    start: int  # number of starts of worlds in this attempt before this one
 
     @property
     def logs(self) -> str:
@@ -182,9 +175,7 @@ def _attempt(line: bytes, note: str, number: int) -> Attempt:
 
 
 __all__ = ["Attempt", "Heartbeat", "LockHolder", "LockedError", "RunFolder", "RunState", "write_atomically"]
-
-HEARTBEAT_SECONDS = 1.0
-"""Minimum seconds between heartbeats; a step may be shorter than a write to a network disk."""
+HEARTBEAT_SECONDS = 1.0  # minimum seconds between heartbeats; a step may be shorter than a write to a network disk
 
 
 class RunFolder:

@@ -250,14 +250,10 @@ ABSENT = "not there"  # value of a key that is missing from a configuration writ
 class DifferingKeys:
     """Keys that distinguish runs."""
 
-    keys: tuple[str, ...]
-    """Full names of the columns, in the order of the configuration."""
-    short: Mapping[str, str]
-    """Short name of each key, unique among them."""
-    stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Keys folded into a column that determines them, by column."""
-    names: Sequence[Mapping[str, Any]] = ()
-    """Values of the columns that stand for other keys, by configuration."""
+    keys: tuple[str, ...]  # full names of the columns, in the order of the configuration
+    short: Mapping[str, str]  # short name of each key, unique among them
+    stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # keys folded into a column, by column
+    names: Sequence[Mapping[str, Any]] = ()  # values of the columns that stand for other keys, by configuration
 
     @property
     def all_keys(self) -> tuple[str, ...]:

@@ -22,14 +22,10 @@ class Judged:
     """Question among all others."""
 
     question: Question
-    discovery: bool
-    """True if e-BH finds it among all questions."""
-    online: bool
-    """True if e-LOND finds it in the order of registration."""
-    again: Question | None
-    """First later question about the same two configurations with other seeds, if this one is better."""
-    command: str
-    """Line that registers it again with new seeds; empty unless it is better and nobody did so yet."""
+    discovery: bool  # True if e-BH finds it among all questions
+    online: bool  # True if e-LOND finds it in the order of registration
+    again: Question | None  # first later question about the same configurations with other seeds, if this one is better
+    command: str  # line that registers it again with new seeds; empty unless it is better and nobody did so yet
 
 
 @dataclass(frozen=True)

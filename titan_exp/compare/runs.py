@@ -41,34 +41,22 @@ class StudyPoint:
 class StudyRecord:
     """Study as recorded at launch; runs started by hand have none."""
 
-    name: str = ""
-    """Name of the study: `experiment.name` of its runs."""
+    name: str = ""  # name of the study: `experiment.name` of its runs
     question: str = ""
     points: tuple[StudyPoint, ...] = ()
-    baseline: str | None = None
-    """Variant of the baseline."""
-    metrics: Mapping[str, str] = field(default_factory=dict)
-    """Better direction, `min` or `max`, by metric."""
-    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Keys that a named list of the study sets together, by its name."""
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    """Skip reasons, by point label."""
-    others: tuple[StudyPoint, ...] = ()
-    """Points of earlier calls that the last one did not ask for."""
-    removed: tuple[StudyPoint, ...] = ()
-    """Points that the study's file no longer has."""
+    baseline: str | None = None  # variant of the baseline
+    metrics: Mapping[str, str] = field(default_factory=dict)  # better direction, `min` or `max`, by metric
+    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # keys that a named list sets together
+    skipped: Mapping[str, str] = field(default_factory=dict)  # skip reasons, by point label
+    others: tuple[StudyPoint, ...] = ()  # points of earlier calls that the last one did not ask for
+    removed: tuple[StudyPoint, ...] = ()  # points that the study's file no longer has
     size: str = ""
     typed: tuple[str, ...] = ()
-    rounds: Mapping[str, Any] = field(default_factory=dict)
-    """Metric and better direction that decide later rounds, with rungs and kept fraction of successive halving."""
-    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Kind and bounds of each range of a search, by key."""
-    tune: str = ""
-    """Key over which each group is tuned."""
-    registered: Registration | None = None
-    """Question, as registered before the first run."""
-    dropped: str = ""
-    """Reason for ending the question between looks; empty if it goes on, or ended at a look."""
+    rounds: Mapping[str, Any] = field(default_factory=dict)  # metric and direction that decide, rungs, kept fraction
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # kind and bounds of each range, by key
+    tune: str = ""  # key over which each group is tuned
+    registered: Registration | None = None  # question, as registered before the first run
+    dropped: str = ""  # reason for ending the question between looks; empty if it goes on, or ended at a look
     ladder: LadderRecord | None = None
 
     @cached_property

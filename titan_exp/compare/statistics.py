@@ -151,8 +151,7 @@ FURTHER_APART = "Add rungs that lie further apart, or seeds."
 class Rung:
     """Runs of one size and length that differ only in their seed."""
 
-    at: tuple[float, ...]
-    """Non-embedding parameters and tokens, or FLOPs alone."""
+    at: tuple[float, ...]  # non-embedding parameters and tokens, or FLOPs alone
     losses: tuple[float, ...]
     """Final losses by seed. Losses within a decaying run lie above the frontier and bias the law."""
 
@@ -208,15 +207,11 @@ class ScalingLaw:
 class Multiplier:
     """Compute that the baseline needs for a loss over what the variant needs; above 1 the variant is better."""
 
-    estimate: float
-    """Pooled over rungs, as if it did not change with scale."""
+    estimate: float  # pooled over rungs, as if it did not change with scale
     low: float
     high: float
-    by_rung: tuple[tuple[float, float, float], ...]
-    """Estimate and bounds at each rung, with noise pooled over rungs."""
-    constancy: float | None
-    """P-value of the multiplier being the same at all rungs; None with one. If it is small, the pooled one means
-    nothing."""
+    by_rung: tuple[tuple[float, float, float], ...]  # estimate and bounds at each rung, with noise pooled over rungs
+    constancy: float | None  # p-value of its being the same at all rungs; if it is small, the pooled one means nothing
 
 
 @dataclass(frozen=True)

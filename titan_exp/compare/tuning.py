@@ -33,10 +33,8 @@ class TunedPoint:
 class Reached:
     """Cost of reaching the final loss of the baseline group's best runs, seed by seed."""
 
-    estimate: Estimate | None
-    """Estimate over the seeds that reached it, whose interval ends with the longest run; None if none did."""
-    reached: int
-    """Number of seeds that reached it."""
+    estimate: Estimate | None  # over the seeds that reached it, ending with the longest run; None if none did
+    reached: int  # number of seeds that reached it
     of: int
 
 
@@ -45,17 +43,12 @@ class Group:
     """Runs that differ only in the tuned key and the seed."""
 
     label: str
-    points: tuple[TunedPoint, ...]
-    """Values of the tuned key in order."""
-    best: TunedPoint | None
-    """Value with the best mean; None if there is none."""
-    edge: str
-    """`lowest` or `highest` if the best value is the first or last of several numbers; `one value` if there is one."""
-    delta: Delta | None
-    """Difference between the best and the baseline group's best; None in the baseline's group."""
+    points: tuple[TunedPoint, ...]  # values of the tuned key in order
+    best: TunedPoint | None  # value with the best mean; None if there is none
+    edge: str  # `lowest` or `highest` if the best value is the first or last number; `one value` if there is one
+    delta: Delta | None  # difference between the best and the baseline group's best; None in the baseline's group
     steps: Reached
-    seconds: Reached
-    """Training time without evaluation and checkpoints, from the run's mean speed."""
+    seconds: Reached  # training time without evaluation and checkpoints, from the run's mean speed
     is_baseline: bool
 
 

@@ -50,11 +50,9 @@ class CorpusPart:
 class Document:
     """Document of a corpus part."""
 
-    text: str
-    """Text; may be empty."""
+    text: str  # text; may be empty
     split: str
-    next_position: Callable[[], Any]
-    """Returns the JSON-serializable position after this document; valid only for the latest document."""
+    next_position: Callable[[], Any]  # returns the JSON position after this document; valid only for the latest one
 
 
 class Corpus:

@@ -115,16 +115,11 @@ class StoreWriter:
 
     manifest: type[StoreManifest]
     folder: Path
-    out: str
-    """Folder as typed, for error messages."""
-    settings: Mapping[str, Any]
-    """Settings that determine its content; JSON-serializable."""
-    begun: str
-    """Name of the journal's file with the settings."""
-    keys: Mapping[str, str] = field(default_factory=dict)
-    """Configuration keys of settings, for messages; other settings are options of the verb."""
-    former: Mapping[str, Any] = field(default_factory=dict)
-    """Values of settings that older stores did not record."""
+    out: str  # folder as typed, for error messages
+    settings: Mapping[str, Any]  # settings that determine its content; JSON-serializable
+    begun: str  # name of the journal's file with the settings
+    keys: Mapping[str, str] = field(default_factory=dict)  # configuration keys of settings; others are options
+    former: Mapping[str, Any] = field(default_factory=dict)  # values of settings that older stores did not record
 
     @property
     def journal(self) -> Path:

@@ -144,10 +144,8 @@ class Evaluation:
     """Result of an evaluation."""
 
     result: ValidationResult
-    observed: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    """Values of each observation."""
-    parts: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Losses on parts of the data, and further metrics, for a model that does not read tokens."""
+    observed: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)  # values of each observation
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)  # of a model that reads no tokens
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "Evaluation":

@@ -76,22 +76,16 @@ NAME_LENGTH = 128
 class WandbRun:
     """Arguments of `wandb.init`."""
 
-    id: str
-    """Constant over all attempts of a run folder."""
-    name: str
-    """Typed overrides, else the run id."""
+    id: str  # constant over all attempts of a run folder
+    name: str  # typed overrides, else the run id
     group: str
     project: str
     entity: str | None
-    mode: str
-    """`auto`, `online` or `offline`."""
+    mode: str  # `auto`, `online` or `offline`
     tags: tuple[str, ...]
     notes: str
-    config: dict[str, Any]
-    """Resolved configuration, and a flat block `run` for filters."""
-    parent_id: str | None = None
-    """W&B id of the run that a continued run begins from; None without a parent, or if the parent was not logged to
-    W&B."""
+    config: dict[str, Any]  # resolved configuration, and a flat block `run` for filters
+    parent_id: str | None = None  # W&B id of the parent of a continued run; None if it was not logged to W&B
 
 
 def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -> WandbRun:

@@ -25,16 +25,11 @@ if TYPE_CHECKING:
 class TimeBreakdown:
     """Time of one attempt by activity in seconds, and tokens trained after warm-up."""
 
-    warmup: float = 0.0
-    """First steps: compilation, allocation, autotuning."""
-    training: float = 0.0
-    """Steps after warm-up, up to the last reading."""
-    tokens: int = 0
-    """Tokens of the whole job trained in `training` seconds."""
-    steps: int = 0
-    """Optimizer steps in `training` seconds."""
-    paused: dict[str, float] = field(default_factory=dict)
-    """Pauses by reason (`evaluation`, `checkpoint`), including those during warm-up."""
+    warmup: float = 0.0  # first steps: compilation, allocation, autotuning
+    training: float = 0.0  # steps after warm-up, up to the last reading
+    tokens: int = 0  # tokens of the whole job trained in `training` seconds
+    steps: int = 0  # optimizer steps in `training` seconds
+    paused: dict[str, float] = field(default_factory=dict)  # pauses by reason, including those during warm-up
 
 
 class Throughput:
@@ -190,29 +185,18 @@ class DeviceRates:
     """Measured rates of a device."""
 
     device: str
-    when: str
-    """Date and time, in UTC."""
+    when: str  # date and time, in UTC
     torch: str
-    tflops: dict[str, float] = field(default_factory=dict)
-    """Best matmul rate in TFLOP/s by dtype or recipe: `bf16`, `fp32`, `float8_tensorwise`."""
-    attention: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    """Rates of causal attention, forward and backward, in TFLOP/s by backend and head size."""
-    copy: float | None = None
-    """Device copy bandwidth, bytes read plus written, in GB/s (10⁹)."""
-    link: float | None = None
-    """Best all-reduce bus bandwidth between the devices of the machine, in GB/s; None for one device."""
-    message_us: float | None = None
-    """Time of an all-reduce of the smallest size between the devices of the machine, in microseconds."""
-    launch_us: float | None = None
-    """Host time of an eager operator with autograd, in microseconds."""
-    context_gib: float | None = None
-    """Memory of the CUDA context, with the code of the kernels measured here, in GiB."""
-    communicator_gib: float | None = None
-    """Memory of NCCL's buffers per process group, in GiB."""
-    rates: list[dict[str, Any]] = field(default_factory=list)
-    """All rates, as dictionaries of `doctor.microbenchmarks.Measurement`."""
-    scheduler: list[str] = field(default_factory=list)
-    """SLURM partitions."""
+    tflops: dict[str, float] = field(default_factory=dict)  # best matmul rate in TFLOP/s by dtype or recipe
+    attention: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # causal, TFLOP/s by backend, head size
+    copy: float | None = None  # device copy bandwidth, bytes read plus written, in GB/s (10⁹)
+    link: float | None = None  # best all-reduce bus bandwidth of the machine, in GB/s; None for one device
+    message_us: float | None = None  # time of the smallest all-reduce of the machine, in microseconds
+    launch_us: float | None = None  # host time of an eager operator with autograd, in microseconds
+    context_gib: float | None = None  # memory of the CUDA context, with the code of the kernels measured here, in GiB
+    communicator_gib: float | None = None  # memory of NCCL's buffers per process group, in GiB
+    rates: list[dict[str, Any]] = field(default_factory=list)  # all rates, as fields of `doctor.microbenchmarks`
+    scheduler: list[str] = field(default_factory=list)  # SLURM partitions
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,10 @@ class OpenCheckpoint:
     path: Path
     format: str
     model: ModelConfig
-    parameters: safetensors.TensorReader
-    """Reader of titan_exp parameters by full name."""
-    tokenizer: str | None = None
-    """`bytes`, or the path of a tokenizer.json or of a folder with tokenizer files; None without a tokenizer."""
-    special_tokens: Mapping[str, Any] = field(default_factory=dict)
-    """`bos_token_id` and `eos_token_id`, if known."""
-    averaged: bool = False
-    """True if the weights are a run's averages (`weight_average`)."""
+    parameters: safetensors.TensorReader  # reader of titan_exp parameters by full name
+    tokenizer: str | None = None  # `bytes`, or the path of a tokenizer.json or of a folder with one; None without one
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)  # `bos_token_id` and `eos_token_id`, if known
+    averaged: bool = False  # True if the weights are a run's averages (`weight_average`)
 
 
 def open_checkpoint(path: Path, step: int = 0, *, trust: bool = False, averaged: bool = False) -> OpenCheckpoint:

@@ -78,12 +78,9 @@ class ScalingPoint:
 class ScalingSeries:
     """Rows of the same experiment in different layouts."""
 
-    kind: Literal["strong", "weak"]
-    """Strong scaling has a fixed global batch; in weak scaling, the global batch grows with the world size."""
-    fixed: str
-    """Values that distinguish this series; empty if it is the only one."""
-    points: tuple[ScalingPoint, ...]
-    """Points sorted by world size, the fastest first."""
+    kind: Literal["strong", "weak"]  # global batch that is fixed, or that grows with the world size
+    fixed: str  # values that distinguish this series; empty if it is the only one
+    points: tuple[ScalingPoint, ...]  # points sorted by world size, the fastest first
 
 
 def scaling(comparison: Comparison) -> list[ScalingSeries]:
@@ -137,12 +134,10 @@ class Section:
 
     title: str
     heads: tuple[str, ...]
-    left: int
-    """Number of left-aligned columns."""
+    left: int  # number of left-aligned columns
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
-    values: Sequence[Mapping[str, Any]] = ()
-    """Plain numbers for the CSV and JSON of each row of the comparison, by name; the same names in all rows."""
+    values: Sequence[Mapping[str, Any]] = ()  # plain numbers of each row for CSV and JSON, by one set of names
 
 
 def sections(comparison: Comparison) -> list[Section]:

@@ -116,12 +116,9 @@ class LayerSpecialization:
     """Specialization of the experts of a layer."""
 
     layer: str
-    information: float
-    """Mutual information of expert and class over the entropy of the class: 0 if experts ignore the class."""
-    experts: list[Specialization]
-    """Experts, most specialized first; experts with few tokens are left out."""
-    unused: int
-    """Number of experts that were left out."""
+    information: float  # mutual information of expert and class over the entropy of the class; 0 if ignored
+    experts: list[Specialization]  # experts, most specialized first; experts with few tokens are left out
+    unused: int  # number of experts that were left out
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "LayerSpecialization":

@@ -45,15 +45,10 @@ class ProjectionError:
     """Signal-to-noise ratios of a linear layer in dB: 20 · log10(|x| / |x - y|); 20 dB is an error of 10 %."""
 
     name: str
-    quantized: bool
-    """True if the recipe's filter includes the layer."""
-    own: float
-    """Output SNR on the fp32 input: the layer's own rounding."""
-    output: float | None
-    """Output SNR in the model, including the rounding of all earlier layers. None if that rounding changed the routing
-    of tokens to experts."""
-    weight_gradient: float
-    """Weight gradient SNR in the model."""
+    quantized: bool  # True if the recipe's filter includes the layer
+    own: float  # output SNR on the fp32 input: the layer's own rounding
+    output: float | None  # the same in the model, after all earlier rounding; None if that changed the routing
+    weight_gradient: float  # weight gradient SNR in the model
 
 
 @dataclass(frozen=True)

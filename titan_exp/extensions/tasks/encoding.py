@@ -66,28 +66,17 @@ class EncodedTask:
     """Task as token rows, with the lengths that scores divide by. Arrays are int64 [items, choices] and 0 where an item
     has fewer choices."""
 
-    task: Task
-    """Task, with all of its items."""
-    items: tuple[Item, ...]
-    """Items that can be scored."""
-    rows: tuple[Row, ...]
-    """Rows; a document has one for each of its windows."""
-    neutral: tuple[Row, ...]
-    """Rows of the continuations after the neutral context, one for each choice of the items that have it."""
-    windows: np.ndarray
-    """Number of `rows` in each cell."""
-    characters: np.ndarray
-    """Characters of the answers, without the delimiter."""
-    bytes: np.ndarray
-    """UTF-8 bytes of the answers, without the delimiter."""
-    scored_bytes: np.ndarray
-    """UTF-8 bytes of the scored tokens, with the delimiter if they have it."""
-    tokens: np.ndarray
-    """Number of scored tokens."""
-    truncated: int
-    """Number of rows whose context was cut from the left, neutral ones included."""
-    refused: tuple[str, ...]
-    """Items that cannot be scored fairly: number from 1, name and reason."""
+    task: Task  # task, with all of its items
+    items: tuple[Item, ...]  # items that can be scored
+    rows: tuple[Row, ...]  # rows; a document has one for each of its windows
+    neutral: tuple[Row, ...]  # rows of the continuations after the neutral context, one for each choice that has it
+    windows: np.ndarray  # number of `rows` in each cell
+    characters: np.ndarray  # characters of the answers, without the delimiter
+    bytes: np.ndarray  # UTF-8 bytes of the answers, without the delimiter
+    scored_bytes: np.ndarray  # UTF-8 bytes of the scored tokens, with the delimiter if they have it
+    tokens: np.ndarray  # number of scored tokens
+    truncated: int  # number of rows whose context was cut from the left, neutral ones included
+    refused: tuple[str, ...]  # items that cannot be scored fairly: number from 1, name and reason
 
 
 def encode(task: Task, tokenizer: Tokenizer, max_tokens: int) -> EncodedTask:

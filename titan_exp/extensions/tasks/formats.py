@@ -43,14 +43,10 @@ Kind = Literal["choice", "continuation", "rolling"]
 class Item:
     """Item of a task, rendered: few-shot examples are part of its contexts. Raises ValueError for other types."""
 
-    choices: tuple[tuple[str, str], ...]
-    """Context and continuation of each choice. Contexts differ in schema tasks. A document has an empty context."""
-    gold: tuple[int, ...]
-    """Indices of the correct choices, at least one."""
-    neutral: str | None = None
-    """Context of the unconditional log-likelihood, for PMI. None if the task has none."""
-    id: str = ""
-    """Name of the item in its file, or its number. Runs are paired by it."""
+    choices: tuple[tuple[str, str], ...]  # context and continuation of each; a document has an empty context
+    gold: tuple[int, ...]  # indices of the correct choices, at least one
+    neutral: str | None = None  # context of the unconditional log-likelihood, for PMI. None if the task has none.
+    id: str = ""  # name of the item in its file, or its number. Runs are paired by it.
 
     def __post_init__(self) -> None:
         if odd := [text for pair in self.choices for text in pair if not isinstance(text, str)]:
@@ -63,23 +59,16 @@ class Item:
 class Task:
     """Task: items, and the conventions by which they become tokens and scores."""
 
-    name: str
-    """Name, unique in its file."""
-    kind: Kind
-    """Multiple choice; one gold continuation, scored by log-likelihood and greedy hit; or whole documents."""
-    items: tuple[Item, ...]
-    """Items in the order of the file."""
-    chance: float
-    """Accuracy of guessing, 0 to 1."""
-    primary: str
-    """Metric by which the task is usually reported, a name of `scores.score`."""
+    name: str  # name, unique in its file
+    kind: Kind  # multiple choice; one gold continuation, scored by log-likelihood and greedy hit; or whole documents
+    items: tuple[Item, ...]  # items in the order of the file
+    chance: float  # accuracy of guessing, 0 to 1
+    primary: str  # metric by which the task is usually reported, a name of `scores.score`
     convention: Literal["whole", "apart", "common"]
     """Tokenization at the border of context and continuation. `whole`: context + continuation and context, as lm-eval;
     `apart`: each by itself, as OLMo; `common`: the tokens that all choices share are context, as CORE."""
-    delimiter: str
-    """Text that every continuation starts with, such as a space. The lengths of answers leave it out."""
-    file: str
-    """File or folder that the task was read from."""
+    delimiter: str  # text that every continuation starts with, such as a space. The lengths of answers leave it out.
+    file: str  # file or folder that the task was read from
 
     @cached_property
     def digest(self) -> str:

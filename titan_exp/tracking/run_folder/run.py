@@ -63,16 +63,11 @@ def for_shell(override: str) -> str:
 class CodePart:
     """titan_exp, or a part of your code: a repository, an installed package, or loose files."""
 
-    name: str
-    """Name of the package or repository; unique in a run."""
-    version: str | None = None
-    """Version of the installed package."""
-    commit: str | None = None
-    """Full hash of HEAD; None without a repository."""
-    branch: str | None = None
-    """Branch; None if HEAD is detached."""
-    dirty: bool | None = None
-    """True if the working tree differs from the commit, including untracked files that may be code."""
+    name: str  # name of the package or repository; unique in a run
+    version: str | None = None  # version of the installed package
+    commit: str | None = None  # full hash of HEAD; None without a repository
+    branch: str | None = None  # branch; None if HEAD is detached
+    dirty: bool | None = None  # True if the working tree differs from the commit, or has untracked code
 
     @property
     def state(self) -> str:
@@ -89,30 +84,21 @@ class CodePart:
 class CodeVersion(CodePart):
     """Part of a run's code, with the data that determine its content."""
 
-    path: str | None = None
-    """Top folder of the repository; without one, the folder that holds the package or the files."""
-    remote: str | None = None
-    """URL of the remote `origin`, without credentials."""
-    left_out: tuple[str, ...] = ()
-    """Untracked files too large for the diff, and nested repositories."""
-    masked: bool = False
-    """True if credentials were masked in the diff, so that it cannot be applied."""
-    diff: str | None = None
-    """Checksum of the diff before masking; None if there is no diff."""
-    files: dict[str, str] = field(default_factory=dict)
-    """Checksums of the code's files, by name relative to `path`; empty if there are too many."""
+    path: str | None = None  # top folder of the repository; without one, the folder that holds the package or the files
+    remote: str | None = None  # URL of the remote `origin`, without credentials
+    left_out: tuple[str, ...] = ()  # untracked files too large for the diff, and nested repositories
+    masked: bool = False  # True if credentials were masked in the diff, so that it cannot be applied
+    diff: str | None = None  # checksum of the diff before masking; None if there is no diff
+    files: dict[str, str] = field(default_factory=dict)  # checksums by name relative to `path`; empty if too many
 
 
 @dataclass(frozen=True)
 class CodeRecord:
     """Content of `code.json`: code of a run, and its ids."""
 
-    parts: tuple[CodeVersion, ...]
-    """titan_exp, then your repositories and packages."""
-    import_paths: Mapping[str, str] = field(default_factory=dict)
-    """Names of your code, by configuration key."""
-    frozen: Mapping[str, Any] | None = None
-    """Import folders of the code snapshot; None if ranks import the code in place."""
+    parts: tuple[CodeVersion, ...]  # titan_exp, then your repositories and packages
+    import_paths: Mapping[str, str] = field(default_factory=dict)  # names of your code, by configuration key
+    frozen: Mapping[str, Any] | None = None  # import folders of the code snapshot; None if code is imported in place
     run_id: str | None = None
     experiment_id: str | None = None
 

@@ -39,17 +39,11 @@ ENDED_STATES: dict[int | None, StateName] = {DONE: "done", STOPPED: "preempted"}
 class RunState:
     """Content of `state.json`. `running` is valid only while a process holds the run lock."""
 
-    state: StateName
-    """`pending` before the first start; `preempted` after a stop, resumable (see `shown_state`); `failed` with a
-    reason."""
-    step: int
-    """Finished optimizer steps."""
-    time: float
-    """Unix time of this change."""
-    attempt: int
-    """Number of the attempt, from 1; 0 before the first."""
-    reason: str | None
-    """Reason for a failure or a stop; else None."""
+    state: StateName  # `pending` before the first start; `preempted` after a stop, resumable (see `shown_state`)
+    step: int  # finished optimizer steps
+    time: float  # Unix time of this change
+    attempt: int  # number of the attempt, from 1; 0 before the first
+    reason: str | None  # reason for a failure or a stop; else None
 
 
 @dataclass(frozen=True)
@@ -105,32 +99,21 @@ _FIELD = re.compile(r'"(\w+)": ("[^"\\]*"|\[("[^"\\]*"(, )?)*\]|[\w.+-]+)')
 class Attempt:
     """One start of a run. Fields are None while unknown."""
 
-    attempt: int
-    """Number, from 1."""
-    intent: float
-    """Unix time of this row, written before the submission."""
+    attempt: int  # number, from 1
+    intent: float  # Unix time of this row, written before the submission
     job_id: str | None = None
     hosts: tuple[str, ...] = ()
     world_size: int = 1
-    start: float | None = None
-    """Unix time of the start of the ranks."""
-    end: float | None = None
-    """Unix time at which the last rank ended."""
-    exit: int | None = None
-    """Exit code: 0 done, 85 stopped after saving, any other failed."""
+    start: float | None = None  # Unix time of the start of the ranks
+    end: float | None = None  # Unix time at which the last rank ended
+    exit: int | None = None  # exit code: 0 done, 85 stopped after saving, any other failed
     reason: str | None = None
-    launched_by: str = "local"
-    """Launcher: `local`, `slurm`, or `hand` if torchrun or a user started the ranks."""
-    token: str | None = None
-    """Submission token in the scheduler's job, which identifies the job even if its id was not recorded."""
-    restarts: int | None = None
-    """Number of earlier restarts of the same job by the scheduler."""
-    data: dict[str, Any] | None = None
-    """Identity of the training data as the ranks opened it, by config key."""
-    requeues: int = 0
-    """Number of consecutive automatic requeues without a new checkpoint before this start; 0 if a user submitted it."""
-    checkpoint: int | None = None
-    """Step of the newest checkpoint at the start; 0 without one."""
+    launched_by: str = "local"  # launcher: `local`, `slurm`, or `hand` if torchrun or a user started the ranks
+    token: str | None = None  # submission token in the scheduler's job, which identifies it even without a recorded id
+    restarts: int | None = None  # number of earlier restarts of the same job by the scheduler
+    data: dict[str, Any] | None = None  # identity of the training data as the ranks opened it, by config key
+    requeues: int = 0  # automatic requeues without a new checkpoint before this start; 0 if a user submitted it
+    checkpoint: int | None = None  # step of the newest checkpoint at the start; 0 without one
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from stat import S_ISDIR
-from typing import Any, Protocol
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -153,7 +153,7 @@ class WindowSampler(RowSampler):
 
     def __init__(
         self,
-        windows: Mapping[str, "Windows"],
+        windows: "Mapping[str, Windows]",
         mixture: Mixture,
         corpus: dict[str, Any],
         *,
@@ -202,19 +202,6 @@ def build_store_sampler(
     return WindowSampler(named, mixture, corpus, dp_rank=dp_rank, dp_degree=dp_degree)
 
 
-class Windows(Protocol):
-    """Windows of one store, numbered through all epochs."""
-
-    @property
-    def rows(self) -> float:
-        """Windows per epoch."""
-        ...
-
-    def read(self, number: int, window: np.ndarray, /) -> list[int]:
-        """Fill `window` [seq_len + 1] with window `number`; returns its document starts (each in 1..seq_len)."""
-        ...
-
-
 class ShuffledWindows:
     """Windows of one store, reshuffled every epoch. Raises UserError if the store is smaller than a window. `number`
     distinguishes the stores of a mixture, so that stores of equal size have different orders."""
@@ -257,6 +244,8 @@ class RepeatedTokens:
             filled += len(part)
         return starts
 
+
+Windows = ShuffledWindows | RepeatedTokens  # windows of one store, numbered through all epochs; `rows` an epoch
 
 PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS = 2**26, 2**22, 2**27
 """Bytes of text per further process that make starting it worthwhile, with the tokenizer `bytes` and with one that

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,36 +25,6 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.batch import Permutation
 from titan_exp.data.sources.base import RandomAccessSource, StreamingSource
 from titan_exp.data.tokenizers import Tokenizer, encode_document
-
-
-class DocumentStream(Protocol):
-    """Endless stream of one virtual shard's tokenized documents, positioned at a non-empty document."""
-
-    start: float  # fraction of the shard's first document that is skipped, because another shard starts there
-
-    def prefetch(self) -> None:
-        """Start fetching the current document without waiting for it."""
-        ...
-
-    def tokens(self) -> np.ndarray:
-        """Tokens of the current document, including its end-of-text; at least 2."""
-        ...
-
-    def advance(self) -> None:
-        """Move to the next document."""
-        ...
-
-    def position(self) -> dict[str, Any]:
-        """JSON-serializable position, with at least the key `epoch`."""
-        ...
-
-    def seek(self, position: Mapping[str, Any] | None) -> None:
-        """Move to a `position()` of the same shard and corpus, or to the beginning (None)."""
-        ...
-
-    def epochs(self, position: Mapping[str, Any]) -> float:
-        """Epochs over the whole corpus if all shards have progressed as far as this one at `position`; 0 for `{}`."""
-        ...
 
 
 class EpochShuffle:
@@ -73,7 +43,7 @@ class EpochShuffle:
 class PackedStream:
     """Endless packed rows of one virtual shard. The state is the position of the next row's first token."""
 
-    def __init__(self, stream: DocumentStream, seq_len: int) -> None:
+    def __init__(self, stream: "DocumentStream", seq_len: int) -> None:
         self._stream, self._seq_len, self._rows = stream, seq_len, 0
         self._offset: int | None = None  # number of tokens into the current document; None before the first read
 
@@ -141,12 +111,14 @@ class TokenizedDocuments:
 
 
 class IndexedStream:
-    """`DocumentStream` with position `epoch` and `document`, the number of documents read in that epoch."""
+    """Endless stream of a shard's tokenized documents, positioned at a non-empty one. A position has `epoch` and
+    `document`, the number of documents read in that epoch."""
 
     def __init__(self, documents: TokenizedDocuments, order: EpochShuffle, *, shard: int, shards: int) -> None:
         self._documents, self._order = documents, order
         self._shard, self._shards = shard, shards
         total = order.items
+        # `start` is the fraction of the first document that is skipped, because another shard starts there.
         if total >= shards:
             self._step, self._length, self.start = shards, len(range(shard, total, shards)), 0.0
         else:
@@ -386,3 +358,6 @@ class BlockShuffledStream:
             if len(texts) < spec.shuffle_buffer:
                 return found, seen
             start = replace(start, seen=seen, reader=reader.state_dict())
+
+
+DocumentStream = IndexedStream | BlockShuffledStream

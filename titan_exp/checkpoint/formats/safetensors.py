@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -158,12 +158,8 @@ class TensorSpec:
             yield (slice(first, first + count),)
 
 
-class TensorProducer(Protocol):
-    """Producer of tensors and of slices of them, called in order."""
-
-    def __call__(self, spec: TensorSpec, *window: slice) -> Tensor:
-        """Produce the tensor of a spec, or a window of it: one slice per dim, later dims whole."""
-        ...
+TensorProducer = Callable[..., Tensor]
+"""Produces the tensor of a spec, or a window of it: one slice per dim, later dims whole. It is called in order."""
 
 
 def write_safetensors(

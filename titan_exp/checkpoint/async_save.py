@@ -80,8 +80,7 @@ class AsyncSaveProcess:
             self._generation += 1
 
     def wait(self, future: Future[Any]) -> None:
-        """Wait until the checkpoint is written. Raises OSError if writing or the process failed, CheckpointException if
-        any rank failed."""
+        """Wait until it is written. Raises OSError if the process failed, CheckpointException if any rank did."""
         while True:
             try:
                 future.result(timeout=POLL_SECONDS)
@@ -193,8 +192,7 @@ class AsyncSaver:
 
 
 class _Copies(AsyncStager):
-    """Stages into new host memory that only this save holds. torch's default stager keeps its memory for the next save,
-    too."""
+    """Stages into new host memory that only this save holds. torch's default stager keeps its memory."""
 
     _synchronize_after_execute = False
 

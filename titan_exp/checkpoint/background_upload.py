@@ -97,8 +97,7 @@ class RemoteRun:
                 self.folder.upload(path / name, f"{step_name(step)}/{name}", stop=stop)
 
     def publish(self, step: int, path: Path) -> None:
-        """Write the marker file once all shards are uploaded. Raises RemoteError if a file is missing or has the wrong
-        size."""
+        """Write the marker file once all shards are there. Raises RemoteError if one is missing or cut off."""
         text = (path / CHECKSUMS_FILE).read_text(encoding="utf-8")
         listed = self.folder.listing(step_name(step)).files
         if CHECKSUMS_FILE in listed:

@@ -167,8 +167,7 @@ class Checkpointer:
             self._failures.require_within_limit()
 
     def wait(self) -> None:
-        """Wait until the pending save is durable. A failed save (disk full) is logged and dropped; the last complete
-        checkpoint stays."""
+        """Wait until the pending save is durable. A failed one (disk full) is logged and dropped."""
         if self._pending is None:
             return
         save, self._pending = self._pending, None

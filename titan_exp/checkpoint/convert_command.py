@@ -61,8 +61,7 @@ def convert_command(options: ConvertOptions, run_path: Callable[[str, str], str]
 
 
 def _require_family(options: ConvertOptions, folder: Path) -> None:
-    """Raise UserError if only the family that reads any type can read the folder's model, unless `model` names that
-    family."""
+    """Raise UserError if only the family that reads any type can read the model, unless `model` names it."""
     values, (name, _) = hf_config.config_json(folder), hf_config.other_family() or ("auto", None)
     if options.model != name and not hf_config.has_family(values):
         command = shlex.join(["titan-exp", "convert", options.source, options.target, f"model={name}"])

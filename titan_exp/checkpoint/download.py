@@ -54,8 +54,7 @@ def download(
 
 
 def download_wheel(requirement: str, target: Path) -> None:
-    """Download a package such as `name==1.0` as your pip finds it, and unpack its files into a folder. Raises UserError
-    if pip or the disk fails."""
+    """Download a package such as `name==1.0` as your pip finds it, and unpack it into a folder. Raises UserError."""
     with temporary_folder() as scratch:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
         done = subprocess.run([*pip, str(scratch), requirement], capture_output=True, text=True, check=False)
@@ -72,8 +71,7 @@ def download_wheel(requirement: str, target: Path) -> None:
 
 
 def download_archive(url: str, target: Path) -> None:
-    """Download a zip archive, and unpack it into a folder. Raises UserError if the server or
-    the disk fails, or it sends anything else."""
+    """Download a zip archive, and unpack it into a folder. Raises UserError if the server or the disk fails."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target) as file:
@@ -155,8 +153,7 @@ def download_newer(
 def _download_files(
     run: RemoteRun, step: int, checksums: dict[str, FileChecksum], target: Path, group: dist.ProcessGroup | None
 ) -> str | RemoteError | None:
-    """Download all files of a checkpoint; returns the damage found, or the store's failure. Raises UserError if the
-    local disk is not writable."""
+    """Download all files; returns the damage or the store's failure. Raises UserError about the local disk."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     shard = {name: checksums[name] for name in sorted(checksums)[rank::world]}
     found = gather_objects(_download_shard(run, step, shard, target), group)
@@ -213,8 +210,7 @@ def _continue_without(error: RemoteError, than: int | None) -> None:
 
 
 def _on_rank_0(call: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Broadcast the result of `call` on rank 0; a RemoteError is returned. Raises UserError on every rank if rank 0
-    cannot write to the local disk."""
+    """Result of `call` on rank 0, or its RemoteError. Raises UserError on every rank if rank 0's disk fails."""
     result: Any = None
     if dist.get_rank(group) == 0:
         try:

@@ -55,8 +55,7 @@ def training_state_dict(
 
 
 def model_state_dict(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by full name, not copied. For a tied tensor with copies in two parts, the first
-    part's is used."""
+    """Parameters and persistent buffers by full name, not copied; of a tied tensor in two parts, the first's."""
     return first_by_name(_model_tensors(parts))
 
 
@@ -123,8 +122,7 @@ def read_progress(path: Path) -> dict[str, Any]:
 def load_state(
     path: Path, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, keeps: Collection[str] = ()
 ) -> RestoredState:
-    """Load a verified checkpoint; of optional optimizer state only what this run `keeps`, by name. Collective if a
-    process group exists."""
+    """Load a verified checkpoint; of optional optimizer state what this run `keeps`, by name. Collective."""
     shapes, progress = tensor_shapes(path), read_progress(path)
     # Weights come first, since an optimizer may derive its initial state from them.
     load_into(path, model_state_dict(parts))

@@ -43,8 +43,7 @@ class UnsavedStateError(UserError):
 
 
 def encode(value: object, where: str, keep: Callable[[str, Tensor], Any]) -> Any:
-    """Encode a value as JSON. `keep` is called with the place and value of each tensor in it, and returns a
-    replacement. Raises UnsavedStateError."""
+    """Encode a value as JSON; `keep` replaces each tensor, given place and value. Raises UnsavedStateError."""
     kind = type(value)
     if value is None or kind in _SCALARS:
         return value
@@ -60,8 +59,7 @@ def encode(value: object, where: str, keep: Callable[[str, Tensor], Any]) -> Any
 
 
 def decode(tree: Any, take: Callable[[Any], Tensor]) -> Any:
-    """Decode a value of `encode`; `take` returns the tensor for a replacement that `keep` returned. Raises UserError if
-    it is damaged."""
+    """Decode a value of `encode`; `take` returns the tensor of a replacement. Raises UserError if it is damaged."""
     match tree:
         case None | bool() | int() | float() | str():
             return tree
@@ -140,8 +138,7 @@ def optimizer_tensors(parts: Sequence[nn.Module], optimizer: torch.optim.Optimiz
 
 
 def optimizer_values(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """JSON values of optimizer state by `<kind>.<full parameter name>`. Raises UnsavedStateError about state that
-    cannot be carried."""
+    """JSON values of optimizer state by `<kind>.<full parameter name>`. Raises UnsavedStateError."""
     group_of = {parameter: index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
     if odd := [key for key in optimizer.state if key not in group_of]:
         raise UnsavedStateError(f"optimizer.state[{odd[0]!r}]"[:200], "is the state of no parameter")
@@ -245,8 +242,7 @@ def empty_tensors(
 
 
 def differing_between_ranks(state: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[str]:
-    """Keys of optimizer values and small whole tensors that differ between ranks; collective over the group. A
-    checkpoint stores one rank's."""
+    """Keys of optimizer values and small whole tensors that differ between ranks; collective over the group."""
     own = {
         key: zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         for key, value in state.items()
@@ -375,8 +371,7 @@ def _prepare(
 
 
 def _restore_group(group: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Set a group to the values that the groups of its parameters had, by parameter. Raises UserError if these
-    differ."""
+    """Set a group to the values that its parameters' groups had. Raises UserError if these differ."""
     texts = defaultdict[str, list[str]](list)
     for name, values in found.items():
         texts[json.dumps(values, sort_keys=True)].append(name)

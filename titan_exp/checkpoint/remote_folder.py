@@ -120,8 +120,7 @@ class RemoteFolder:
                 store.pipe_file(path, content)
 
     def upload(self, source: Path, name: str = "", *, stop: Callable[[], bool] = lambda: False) -> None:
-        """Upload a file; a failure may leave a part of it. Raises TransferCancelled once `stop`, called between parts,
-        is True."""
+        """Upload a file; a failure may leave a part. Raises TransferCancelled once `stop`, asked between parts."""
         if stop():
             raise TransferCancelled("the transfer was cancelled")
         with self._store(name) as (store, path):
@@ -131,8 +130,7 @@ class RemoteFolder:
                 store.put_file(str(source), path, callback=_stopping(stop))
 
     def download(self, name: str, target: Path) -> None:
-        """Download a file (without a name, the URL itself); `target` appears once complete. Raises OSError if the
-        local disk is full or read-only."""
+        """Download a file; `target` appears once complete. Raises OSError if the local disk is full or read-only."""
         partial = target.with_name(f"{target.name}.{os.urandom(4).hex()}.part")
         partial.touch()  # an error of the local disk must not count as one of the store
         try:

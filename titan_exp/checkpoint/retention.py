@@ -107,8 +107,7 @@ class CheckpointFolder:
 
 
 class SaveFailures:
-    """Failed saves into a folder. The run fails after `limit_minutes` of failures; None means never. `clock` is in
-    seconds."""
+    """Failed saves into a folder. The run fails after `limit_minutes` of them; `clock` is in seconds."""
 
     def __init__(self, folder: CheckpointFolder, limit_minutes: float | None, clock: Callable[[], float]) -> None:
         self._folder, self._limit_minutes, self._clock = folder, limit_minutes, clock

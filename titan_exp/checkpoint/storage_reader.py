@@ -183,8 +183,7 @@ def damaged_checkpoint(path: Path, damage: str) -> UserError:
 
 
 def unreadable_checkpoint(path: Path, error: dcp.CheckpointException, dropped: Exception | None = None) -> UserError:
-    """Make the error for a failed load, from the first failing rank's error, or from an error of this rank that torch
-    dropped."""
+    """Error for a failed load, of the first failing rank or of this rank's error that torch dropped."""
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     cause = cause if dropped is None else dropped
     if isinstance(cause, UserError):
@@ -208,8 +207,7 @@ def tensor_shapes(path: Path) -> dict[str, torch.Size]:
 
 
 def require_stored(path: Path, sizes: Mapping[str, int]) -> None:
-    """Refuse tensors that have more bytes than the checkpoint's files, before allocating memory for them. Raises
-    UserError."""
+    """Refuse tensors larger than the checkpoint's files, before memory is allocated for them. Raises UserError."""
     stored = sum(file.stat().st_size for file in path.iterdir())
     for key, size in sizes.items():
         if size > stored:

@@ -138,8 +138,7 @@ _device_hours = _hours(lambda run: run.device_seconds)
 
 
 def _device_hours_with_parents(run: ComparedRun, tokens: float) -> float | None:
-    """GPU-hours of a run, plus those of its parent and the parent's ancestors up to the tokens at which each was
-    continued."""
+    """GPU-hours of a run, plus those of its ancestors up to the tokens at which each was continued."""
     own = 0.0 if run.begins and tokens <= run.begins else _device_hours(run, tokens)
     if not run.begins or own is None:
         return own

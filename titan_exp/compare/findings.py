@@ -202,8 +202,7 @@ def findings(comparison: Comparison) -> list[str]:
 
 
 def labelled_findings(comparison: Comparison) -> list[tuple[str, str]]:
-    """Label and sentence: the verdict of a registered question, else the difference of each row to the baseline in the
-    main metric."""
+    """Label and sentence: the verdict of a registered question, else each row's difference in the main metric."""
     metric, standing = comparison.main, comparison.standing
     if standing is not None:
         return [(standing.outcome, standing.sentence)]

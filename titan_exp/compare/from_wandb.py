@@ -87,8 +87,7 @@ def _lineage(identity: Mapping[str, Any]) -> Lineage | None:
 
 @contextmanager
 def explain_wandb_errors(place: str) -> Iterator[None]:
-    """Convert wandb's errors (package, login, network, project) into UserErrors. Stops wandb's service process at the
-    end, in bounded time."""
+    """Convert wandb's errors (package, login, network, project) into UserErrors; stop its service at the end."""
     try:
         yield
     except ImportError as error:

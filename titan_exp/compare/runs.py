@@ -156,8 +156,7 @@ class ComparedRun:
 
 
 def read_run(run: Run | Path, status: RunStatus | None = None) -> ComparedRun:
-    """Read a run folder in any state; without `status`, its scheduler is not asked. Raises UserError if it has no
-    configuration or a damaged file."""
+    """Read a run folder; without `status`, its scheduler is not asked. Raises UserError about a damaged file."""
     found = run if isinstance(run, Run) else Run(run)
     folder, config, status = found.folder, found.config, status or found.status
     if status.state == "unreadable":

@@ -89,8 +89,7 @@ def difference(values: Mapping[object, float], baseline: Mapping[object, float])
 
 
 def holm(deltas: Sequence[Delta | None]) -> list[Delta | None]:
-    """Set `p_holm` by Holm's step-down correction: the smallest of m p-values times m, the next times m - 1, and so
-    on."""
+    """Set `p_holm` by Holm's step-down correction: the smallest of m p-values times m, the next times m - 1, ..."""
     known = sorted((delta.p, index) for index, delta in enumerate(deltas) if delta is not None and delta.p is not None)
     found, largest = list(deltas), 0.0
     for rank, (p, index) in enumerate(known):

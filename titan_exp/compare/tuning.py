@@ -154,8 +154,7 @@ def _deltas(
 
 
 def _reached(runs: Sequence[ComparedRun], targets: Mapping[object, float], tokens: float) -> tuple[Reached, Reached]:
-    """Steps and seconds to the target loss of each run's seed; for a seed without target, to the mean of all
-    targets."""
+    """Steps and seconds to the target loss of each run's seed, or else to the mean of all targets."""
     steps: list[float] = []
     seconds: list[float] = []
     ends = [_spent(run, known[-1]) for run in runs if (known := run.series("tokens", tokens)[0])]

@@ -101,8 +101,7 @@ class Batch(MicroBatch):
         return Inputs((self.tokens if hidden is None else hidden, self.positions, self.documents), {})
 
     def sharded(self, part: SequencePart) -> "Batch":
-        """Take this rank's tokens. Positions become explicit, because a token's index in the part is not its
-        position."""
+        """Take this rank's tokens, with positions, because a token's index in the part is not its position."""
         shard = self.map(part.take)
         return shard if shard.positions is not None else replace(shard, positions=part.positions(self.tokens))
 

@@ -41,8 +41,7 @@ def file_checksum(path: Path) -> str:
 
 
 class AtomicFile:
-    """File written under a temporary name. `commit` syncs it to disk and renames it; `close` before `commit` deletes
-    it."""
+    """File under a temporary name; `commit` syncs and renames it, `close` before that deletes it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

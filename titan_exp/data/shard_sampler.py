@@ -79,8 +79,7 @@ class VirtualShardSampler:
         return {str(shard): dict(states[str(shard)]) for shard in self._own_shards(row)}
 
     def open(self, state: SamplerState) -> NextRow:
-        """Open a reader that takes one row per shard in turn. Only one may be in use, because it moves this rank's
-        streams."""
+        """Open a reader that takes one row per shard in turn. Only one may be in use: it moves the streams."""
         shards = sorted(map(int, state))
         packed = {shard: virtual_shards.PackedStream(self._stream(shard), self._seq_len) for shard in shards}
         for shard in shards:

@@ -211,8 +211,7 @@ class TrainLoader(Iterator[Any]):
         self._seek(_positions(state))
 
     def skip(self, rows: int) -> None:
-        """Seek to the state after `rows` rows of the run, whole micro-batches of all ranks. Virtual shards must read
-        them."""
+        """Seek to the state after `rows` rows of the run, whole micro-batches. Virtual shards must read them."""
         state = self._sampler.state_at(rows)
         self._seek(dict(self._sampler.initial_state) if state is None else state)
         if state is None:
@@ -245,8 +244,7 @@ class TrainLoader(Iterator[Any]):
             self._prefetcher.close()
 
     def _keep_order(self, state: Mapping[str, Any]) -> None:
-        """Read in the order of a saved state: virtual shards, as all texts had before token stores, or mixtures with
-        rounded shares."""
+        """Read in the order of a saved state: virtual shards, or mixtures with rounded shares."""
         saved, present = state.get("corpus"), self._sampler.corpus
         if not isinstance(saved, dict):
             return

@@ -187,8 +187,7 @@ def evaluate_source(
 
 
 def load_model(source: OpenCheckpoint, experiment: Experiment, mesh: Mesh) -> Model:
-    """Model of a checkpoint, divided as the experiment says, in `training.mixed_precision`; each rank of the mesh reads
-    its shard of the weights."""
+    """Model of a checkpoint, divided as the experiment says; each rank of the mesh reads its shard."""
     source, layout = dataclasses.replace(source, model=experiment.model), ResolvedLayout.of(experiment)
     training, parallelism, documents = layout.training, layout.parallelism, experiment.data.document_mask
     parts = parallelism.cp > 1 and parallelism.cp_method != "ulysses"

@@ -89,8 +89,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # dtypes of weights an
 
 
 def load_sharded(source: OpenCheckpoint, *, seq_len: int, dtype: torch.dtype, mesh: Mesh | None) -> nn.Module:
-    """Load the model of a source; all ranks of a `mesh` must call it, None is one device. `seq_len` is the longest
-    sequence in tokens."""
+    """Load a source's model for sequences of `seq_len`; all ranks of a `mesh` must call it, None is one device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if mesh is None else mesh.device
 
     def shard(model: nn.Module) -> Rows:

@@ -44,8 +44,7 @@ def window_extent(shape: Sequence[int], window: Sequence[slice]) -> tuple[list[i
 
 
 class RenamedReader:
-    """Reads tensors under other names: `names` has the stored name of each. Those without another name keep theirs, or
-    are hidden without `others`."""
+    """Reads tensors whose stored names are in `names`, and unless `others` is False those of no other name."""
 
     def __init__(self, store: TensorReader, names: Mapping[str, str], *, others: bool = True) -> None:
         self._store, self._names = store, names
@@ -73,8 +72,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsReader:
-    """Reads the `*.safetensors` of a folder, or one of them, through memory maps. Raises UserError if a file is missing
-    or damaged."""
+    """Reads `*.safetensors` of a folder, or one of them. Raises UserError if a file is missing or damaged."""
 
     def __init__(self, folder: Path, file: str | None = None) -> None:
         self.folder, self._file = folder, file
@@ -194,8 +192,7 @@ def tensor_locations(specs: Sequence[TensorSpec], *, file_bytes: float) -> dict[
 
 
 def preallocate_safetensors(folder: Path, specs: Sequence[TensorSpec], *, file_bytes: float) -> None:
-    """Write headers and the index, and preallocate the tensor data for other ranks. Raises OSError if the disk has no
-    room."""
+    """Write headers and index, and preallocate the data for other ranks. Raises OSError if the disk has no room."""
     parts = _files(specs, file_bytes)
     for name, part in parts.items():
         header, _ = _header(part)

@@ -124,8 +124,7 @@ class ShardedHFExporter:
         sync_folder(target.parent)
 
     def _all_succeed(self, action: Callable[[], int | None], total: int | None = None) -> bool:
-        """Run an action on every rank. Returns True if all succeeded and, given a total, if their results add up to
-        it."""
+        """Run an action on every rank; True if all succeeded and, given a total, their results add up to it."""
         failure, result = None, None
         try:
             result = action()

@@ -421,8 +421,7 @@ def _draw_heat_map(figure: "Figure", axes: "Axes", history: LoadHistory) -> None
 
 
 def draw_run(run_folder: Path) -> Iterator[str]:
-    """Draw the loss curve and, for a model with experts, their load; yields a line for each plot. Raises UserError if
-    no step is logged."""
+    """Draw the loss curve and the load of experts; yields a line for each. Raises UserError if no step is logged."""
     yield f"loss curve: {draw(run_folder)}"
     if (path := draw_expert_load(run_folder)) is not None:
         yield f"load of experts: {path}"

@@ -143,8 +143,7 @@ def local_entries(config: DataConfig) -> tuple[str, ...]:
 
 
 def violations(config: DataConfig) -> Iterator[Violation]:
-    """Check that the data set is named, that its local files exist and have rows, and that they can be unpacked
-    here."""
+    """Check that the data set is named, and that its local files exist, have rows and can be unpacked here."""
     files = "data.data_files='[corpus.jsonl]'"
     if config.dataset is None:
         remedy = f"name one of the hub, data.dataset=NAME, or use data.dataset=json {files}"

@@ -76,8 +76,7 @@ def measure_coordinates(experiment: Experiment, batches: Sequence[Batch], device
 
 
 def slope(widths: Sequence[int], values: Sequence[float]) -> float:
-    """Slope of a least-squares line through log2 values over log2 widths; infinite for values that are not finite and
-    positive."""
+    """Slope of log2 values over log2 widths by least squares; infinite unless all are finite and positive."""
     if not all(math.isfinite(value) and value > 0 for value in values):
         return math.inf
     x, y = ([math.log2(number) for number in numbers] for numbers in (widths, values))
@@ -134,8 +133,7 @@ SEEDS = 2  # number of seeds whose sizes are averaged
 
 
 def coordinates_command(arguments: Sequence[str]) -> int:
-    """Run `titan-exp doctor --coordinates`; returns the exit code. Raises UserError if an override is invalid, or the
-    lists have different lengths."""
+    """Run `titan-exp doctor --coordinates`; returns the exit code. Raises UserError about overrides."""
     words = [argument for argument in arguments if argument != "--coordinates"]
     output = Path("coordinates.png")
     if "--output" in words[:-1]:

@@ -227,8 +227,7 @@ class _Watched:
 
 
 class Experts:
-    """Prints what each expert specialises in: which classes of tokens are routed to it. An observation of `titan-exp
-    evaluate`."""
+    """Observation of `titan-exp evaluate`: which classes of tokens are routed to each expert."""
 
     def __init__(self, most_tokens: int = 0) -> None:
         self._most = most_tokens

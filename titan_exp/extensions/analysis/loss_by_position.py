@@ -34,8 +34,7 @@ class PositionLoss:
 
 @dataclass(frozen=True)
 class LossByPosition(LanguageModeling):
-    """Language modeling that also sums losses by position. It is for evaluation, and a rank must have whole
-    sequences."""
+    """Language modeling that also sums losses by position, in evaluations where ranks have whole sequences."""
 
     sums: Tensor = field(default_factory=lambda: torch.zeros(2, OCTAVES, dtype=torch.float64))
     """Summed loss and number of predicted tokens by octave, on the model's device; calls fill it."""
@@ -46,8 +45,7 @@ class LossByPosition(LanguageModeling):
         return super().__call__(model, batch, hidden)
 
     def chunked_loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSum:
-        """Compute the loss chunk by chunk from the last hidden states [batch, seq, dim] and the head's weight [vocab,
-        dim]."""
+        """Loss, chunk by chunk, from last hidden states [batch, seq, dim] and the head's weight [vocab, dim]."""
         hidden, labels, octaves = hidden.flatten(0, 1), batch.labels.flatten(), octave(positions(batch)).flatten()
         chunks = [slice(start, start + CHUNK) for start in range(0, len(labels), CHUNK)]
         total = sum(self._add(hidden[chunk] @ weight.T, labels[chunk], octaves[chunk]) for chunk in chunks)
@@ -55,8 +53,7 @@ class LossByPosition(LanguageModeling):
         return LossSum(total, total)
 
     def loss(self, logits: Tensor, batch: Batch) -> Loss:
-        """Compute the loss from logits [batch, seq, vocab], or from this rank's vocabulary shard of them under loss
-        parallelism."""
+        """Loss from logits [batch, seq, vocab], or from this rank's vocabulary shard of them."""
         total = self._add(logits.flatten(0, 1), batch.labels.flatten(), octave(positions(batch)).flatten())
         return self.with_metrics(LossSum(total, total))
 
@@ -80,8 +77,7 @@ class LossByPosition(LanguageModeling):
 
 
 class Positions:
-    """Prints the loss by position: of tokens with 1, 2 to 3, 4 to 7, ... tokens before them. An observation of
-    `titan-exp evaluate`."""
+    """Observation of `titan-exp evaluate`: loss of tokens with 1, 2 to 3, 4 to 7, ... tokens before them."""
 
     def require(self, experiment: Experiment) -> None:
         """Raise UserError if the model reads no tokens, or a rank would not see whole sequences."""

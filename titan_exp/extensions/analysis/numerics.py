@@ -61,8 +61,7 @@ class NumericsReport:
 
 
 class HighPrecision(GroupedLinearImpl):
-    """Grouped matmul left as it is, instead of a recipe's, for experts whose outputs rather than inputs are
-    weighted."""
+    """Grouped matmul left as it is, for experts whose outputs rather than inputs are weighted."""
 
 
 @dataclass
@@ -74,8 +73,7 @@ class _Pass:
 
 
 def report_numerics(model: nn.Module, recipe: QuantizationConfig, layers: int, batch: Batch) -> NumericsReport:
-    """Compare a recipe with fp32 on one batch. Quantizes the fp32 `model` of `layers` blocks; model and batch share one
-    device."""
+    """Compare a recipe with fp32 on one batch, on the model's device; quantizes the `model` of `layers` blocks."""
     config = replace(recipe, emulate=True, precomputed_scales=False, float8_all_gather=False)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear | GroupedLinear)}
     for linear in linears.values():

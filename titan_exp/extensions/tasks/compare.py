@@ -93,8 +93,7 @@ def _version(one: TaskScores) -> tuple[str, tuple[str, ...]]:
 
 
 def crossed(differences: np.ndarray) -> tuple[float, float, float]:
-    """Mean, standard error and degrees of freedom (Satterthwaite) of differences [seeds, items], at least 2 of each;
-    both are samples."""
+    """Mean, standard error and degrees of freedom (Satterthwaite) of differences [seeds, items], both samples."""
     n, m = differences.shape
     mean, rows, columns = differences.mean(), differences.mean(axis=1), differences.mean(axis=0)
     rest = ((differences - rows[:, None] - columns + mean) ** 2).sum() / ((n - 1) * (m - 1))

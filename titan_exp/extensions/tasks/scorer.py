@@ -86,8 +86,7 @@ class Scorer:
 
     @contextmanager
     def scoring(self, rows: int) -> Iterator["Scoring"]:
-        """Objective for a number of rows, in the place of the model's, in evaluation mode. Other lengths are not
-        compiled for."""
+        """Objective for a number of rows in the place of the model's, in evaluation mode, without compiling."""
         kept, model, layout = self.model.objective, self.experiment.model, self.experiment.parallelism
         shard = vocab_shard(self.mesh, model.vocab_size) if layout.loss_parallel else None
         # Then logits are computed of scored tokens alone.

@@ -30,8 +30,7 @@ def tasks_of(experiment: Experiment) -> list[Task]:
 
 
 def read_all(paths: Iterable[str], most: int | None = None) -> list[Task]:
-    """Tasks of files and folders, of each the first `most` items. Raises UserError if one cannot be read, or two have
-    one name."""
+    """Tasks of files and folders, of each the first `most` items. Raises UserError if two have one name."""
     found: dict[str, Task] = {}
     for path in paths:
         if not Path(path).exists():

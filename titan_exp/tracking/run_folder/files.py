@@ -50,8 +50,7 @@ def overwrite(path: Path, text: str) -> None:
 
 
 def mkdir_below(root: Path, path: Path, mode: int = 0o777) -> None:
-    """Create the folder `path` below `root`, but never `root` itself, which may be a deleted run folder. Raises
-    OSError."""
+    """Create `path` below `root`, but never `root` itself, which may be a deleted run folder. Raises OSError."""
     for name in path.relative_to(root).parts:
         root = root / name
         root.mkdir(mode, exist_ok=True)
@@ -268,8 +267,7 @@ LAST_BYTES = 2**18  # number of bytes that are searched for the last lines of a 
 
 
 class FileTail:
-    """Lines appended to a file, which may not exist yet; `from_now` skips existing lines, and `most` skips all but that
-    many bytes."""
+    """Lines appended to a file; `from_now` skips those that it has, and `most` all but that many bytes."""
 
     def __init__(self, path: Path, *, from_now: bool = False, most: int | None = None) -> None:
         self._path, self._offset = path, 0
@@ -289,8 +287,7 @@ class FileTail:
         return self._offset
 
     def lines(self, *, torn: bool = False) -> Iterator[str]:
-        """Complete lines appended since the last call, and with `torn` an incomplete one at the end. Raises UserError
-        if the path is not a file."""
+        """Complete lines since the last call, and with `torn` an incomplete one. Raises UserError if it is no file."""
         try:
             file = open_file(self._path)
         except FileNotFoundError:

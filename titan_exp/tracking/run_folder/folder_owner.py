@@ -13,8 +13,7 @@ from titan_exp.config.errors.user_error import UserError
 
 
 def own_folder(path: Path) -> Path:
-    """Create a folder that only this user can write to, or reuse an existing one; returns it. Raises UserError if
-    another user owns it."""
+    """Create or reuse a folder that only this user can write to. Raises UserError if another user owns it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         path.mkdir(0o755)

@@ -141,8 +141,7 @@ class MetricRows(Sequence[dict[str, Any]]):
         self._put(len(self._steps) - 1, row)
 
     def merge(self, row: dict[str, Any]) -> None:
-        """Add a row of any step. A row of a later attempt replaces a known row; one of the same attempt completes
-        it."""
+        """Add a row of any step. A later attempt's row replaces a known one; one of the same attempt completes it."""
         step = row["step"]
         if not self._steps or step > self._steps[-1]:
             self.append(row)

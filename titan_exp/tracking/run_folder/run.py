@@ -117,8 +117,7 @@ class CodeRecord:
 
 
 def code_record(values: Mapping[str, Any]) -> CodeRecord:
-    """Code record from the object in `code.json`, also of other versions of titan_exp. Raises ValueError if a value has
-    another type."""
+    """Code record from `code.json`, also of other versions. Raises ValueError if a value has another type."""
     parts = [{**values, "name": "titan_exp"}, *of_kind(list[dict], values.get("imported") or [])]
     return of_kind(CodeRecord, _known(CodeRecord, {**values, "parts": [_known(CodeVersion, part) for part in parts]}))
 

@@ -74,8 +74,7 @@ def read_json(path: Path, kind: Any = dict, made: Callable[[Any], Any] | None = 
 
 
 def has_diverged(state: str, reason: str | None) -> bool:
-    """True if a run failed because its loss was not finite, so that it would fail again; the reason names the trainer's
-    error."""
+    """True if a run failed because its loss was not finite, so that it would fail again."""
     return state == "failed" and ": Diverged:" in (reason or "")
 
 
@@ -256,8 +255,7 @@ class RunFolder:
         return True
 
     def read_heartbeat(self) -> Heartbeat | None:
-        """Read the last heartbeat; None before the first, or if it is damaged, in which case the next one replaces
-        it."""
+        """Read the last heartbeat; None before the first, or if it is damaged: the next one replaces it."""
         with suppress(UserError):
             return read_json(self.heartbeat, Heartbeat)
         return None

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 
-_READ = ("dataset", "subset", "data_files", "split", "validation_split", "text_column")
-DESCRIPTION = SourceDescription(reads=_READ, is_endless=True)
+DESCRIPTION = SourceDescription(
+    reads=("dataset", "subset", "data_files", "split", "validation_split", "text_column"), is_endless=True
+)
 LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")  # values of `data.dataset` that are file loaders
 _HUB_TIMEOUT_SECONDS = 5.0
 _COMPRESSIONS = {"zstd": "zstandard", "lz4": "lz4"}

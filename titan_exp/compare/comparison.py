@@ -362,7 +362,12 @@ def _find_row(rows: Sequence[Row], columns: DifferingKeys, requested: str, study
         if requested == row.label or any(run.run_id in (requested, *named) for run in row.runs)
     ]
     pairs = [word.partition("=") for word in words_of(requested) if "=" in word]
-    found = exact or [index for index, row in enumerate(rows) if pairs and _matches(row, columns, pairs)]
+    found = exact
+    for index, row in enumerate(rows if pairs and not exact else ()):
+        # Columns go by short or full name, other keys by full name.
+        values = {**flatten(row.runs[0].config), **{columns.short[key]: row.values[key] for key in columns.keys}}
+        if all(name in values and spelled(shown(values[name])) == spelled(text) for name, _, text in pairs):
+            found.append(index)
     ids = [[run.run_id for run in row.runs] for row in rows]
     found = found or [index for index, own in enumerate(ids) if any(one.startswith(requested) for one in own)]
     if len(found) == 1:
@@ -373,9 +378,3 @@ def _find_row(rows: Sequence[Row], columns: DifferingKeys, requested: str, study
     labels = [row.label for row in rows]
     offer = did_you_mean(requested, labels) or "Use one of:\n" + "\n".join(f"    {label}" for label in labels[:20])
     raise UserError(f"baseline={requested}: this matches no row. {offer}")
-
-
-def _matches(row: Row, columns: DifferingKeys, pairs: Sequence[tuple[str, str, str]]) -> bool:
-    """True if a row has all these values. Columns go by short or full name, other keys by full name."""
-    values = {**flatten(row.runs[0].config), **{columns.short[key]: row.values[key] for key in columns.keys}}
-    return all(name in values and spelled(shown(values[name])) == spelled(text) for name, _, text in pairs)

@@ -167,6 +167,11 @@ def read_run(run: Run | Path, status: RunStatus | None = None) -> ComparedRun:
         with suppress(UserError):  # removed in part: its cost is unknown
             parent = read_run(ancestor.folder)
     alive = status.state in ("running", "lost", "unknown")
+    device = None
+    with suppress(UserError):
+        environment = found.environment or {}
+        gpus = [str(gpu.get("name")) for gpu in environment.get("gpus") or []]
+        device = ", ".join(dict.fromkeys(gpus)) or environment.get("cpu")
     beats = [found.heartbeat if alive and attempt is attempts[-1] else None for attempt in attempts]
     spans = zip(attempts, map(_seconds, attempts, beats), strict=True)
     known = [(attempt, seconds) for attempt, seconds in spans if seconds is not None]
@@ -181,7 +186,7 @@ def read_run(run: Run | Path, status: RunStatus | None = None) -> ComparedRun:
         world_size=attempts[-1].world_size if attempts else None,
         seconds=sum(seconds for _, seconds in known) if known else None,
         device_seconds=sum(seconds * attempt.world_size for attempt, seconds in known) if known else None,
-        device=_device(found),
+        device=device,
         commit=code and code.parts[0].commit,
         dirty=code and code.dirty,
         overrides=found.overrides or (),
@@ -198,15 +203,6 @@ def _seconds(attempt: run_folder.Attempt, beat: run_folder.Heartbeat | None) -> 
         return None
     end = attempt.end if attempt.end is not None else None if beat is None else min(beat.time, time.time())
     return None if end is None else max(0.0, end - attempt.start)
-
-
-def _device(run: Run) -> str | None:
-    try:
-        found = run.environment or {}
-    except UserError:
-        return None
-    gpus = [str(gpu.get("name")) for gpu in found.get("gpus") or []]
-    return ", ".join(dict.fromkeys(gpus)) or found.get("cpu")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ The best value is the one with the best mean over seeds, rather than the luckies
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import harmonic_mean
 from typing import Any
 
@@ -77,8 +76,12 @@ def tune(
         if row.values.get(full, ABSENT) != ABSENT:
             members.setdefault(columns.label(row.values, others) or "all runs", []).append(index)
     curves = {label: _curve(rows, indices, full, metric) for label, indices in members.items()}
+
     # A value that diverged with any seed is never the best.
-    rank = partial(_rank, metric=metric)
+    def rank(point: TunedPoint | None) -> tuple[bool, float]:
+        found = None if point is None else point.estimate
+        return (True, 0.0) if found is None else (False, found.mean if metric.better == "min" else -found.mean)
+
     bests = {
         label: min((one for one in points if one.estimate is not None and not one.diverged), key=rank, default=None)
         for label, points in curves.items()
@@ -122,11 +125,6 @@ def _curve(rows: Sequence[Row], indices: Sequence[int], key: str, metric: Metric
     ]
     numbers = all(_is_number(point.value) for point in points)
     return tuple(sorted(points, key=lambda point: point.value) if numbers else points)
-
-
-def _rank(point: TunedPoint | None, metric: Metric) -> tuple[bool, float]:
-    found = None if point is None else point.estimate
-    return (True, 0.0) if found is None else (False, found.mean if metric.better == "min" else -found.mean)
 
 
 def _edge(points: Sequence[TunedPoint], best: TunedPoint | None) -> str:

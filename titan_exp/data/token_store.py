@@ -328,7 +328,12 @@ def stored_text(data: DataConfig, source: base.Source, tokenizer: Tokenizer) -> 
     if (identity := _identity(data, source, tokenizer)) is None:
         return None
     content = getattr(source, "content", None)
-    size = content.size if isinstance(content, base.CorpusContent) else _estimated_size(source)
+    if isinstance(content, base.CorpusContent):
+        size = content.size
+    else:
+        sample = sorted({len(source) * number // _SAMPLES for number in range(_SAMPLES)})
+        held = sum(len(str(source[index]).encode(errors="replace")) for index in sample)
+        size = held * len(source) // len(sample)
     if size > data_files.LARGEST_TEXT:
         return None
     made_from = [
@@ -385,12 +390,6 @@ def _identity(data: DataConfig, source: base.Source, tokenizer: Tokenizer) -> li
 
 def _digest(made_from: Sequence[Any]) -> str:
     return blake2b(json.dumps(made_from, default=str).encode(errors="replace"), digest_size=16).hexdigest()
-
-
-def _estimated_size(source: base.RandomAccessSource) -> int:
-    count = len(source)
-    sample = sorted({count * number // _SAMPLES for number in range(_SAMPLES)})
-    return sum(len(str(source[index]).encode(errors="replace")) for index in sample) * count // len(sample)
 
 
 def _places(*, make: bool = False) -> Iterator[Path]:

@@ -259,7 +259,13 @@ def evaluation_experiment(
     for override in values:
         key, _, value = override.lstrip("+").partition("=")
         OmegaConf.update(base, key, _parse_value(override, value), force_add=key.startswith("data.options."))
-    experiment = _batched(to_experiment(base))
+    experiment = to_experiment(base)
+    # A size of batches, and as many of them in a pass as a pipeline has ranks.
+    training, parallelism = experiment.training, experiment.parallelism
+    size = training.micro_batch_size or DEFAULT_BATCH
+    whole = size * parallelism.dp_replicate * parallelism.dp_shard * parallelism.pp
+    training = dataclasses.replace(training, micro_batch_size=size, global_batch_size=whole, batch_ramp=[])
+    experiment = dataclasses.replace(experiment, training=training)
     every = 0 if all_documents else experiment.evaluation.every
     checked = dataclasses.replace(experiment, evaluation=dataclasses.replace(experiment.evaluation, every=every))
     modules = [load(one.rules) for one in extensions().values() if one.rules]
@@ -271,14 +277,6 @@ def evaluation_experiment(
     if violations:
         raise UserError(_REFUSED, violations)
     return experiment
-
-
-def _batched(experiment: Experiment) -> Experiment:
-    training, parallelism = experiment.training, experiment.parallelism
-    size = training.micro_batch_size or DEFAULT_BATCH
-    whole = size * parallelism.dp_replicate * parallelism.dp_shard * parallelism.pp
-    training = dataclasses.replace(training, micro_batch_size=size, global_batch_size=whole, batch_ramp=[])
-    return dataclasses.replace(experiment, training=training)
 
 
 def _on_one_device(config: DictConfig) -> DictConfig:

@@ -138,22 +138,15 @@ def _typed(overrides: Path) -> list[str]:
 def _axis(folder: RunFolder, run_id: str) -> tuple[str, str]:
     """Keys that this run's study varies, and their values, without the seed; outside a study, the typed overrides. Keys
     and values are joined by spaces, in the same order. A named point has its name as the value and no key."""
-    label = _study_label(folder, run_id)
+    label = None
+    with suppress(UserError, LookupError, TypeError, AttributeError):  # a missing label must not disable the sink
+        study = read_json(folder.path.parent / "study.json") or {"points": ()}
+        label = {point["run_id"]: point.get("variant", point.get("label")) for point in study["points"]}.get(run_id)
     words = _typed(folder.overrides) if label is None else label.split()
     pairs = [word.lstrip("+").partition("=") for word in words]
     named = [key for key, equals, _ in pairs if not equals]
     known = [(key, value) for key, equals, value in pairs if equals and key != "experiment.seed"]
     return " ".join(key for key, _ in known), " ".join([*named, *(value for _, value in known)])
-
-
-def _study_label(folder: RunFolder, run_id: str) -> str | None:
-    """Label of this run's point in its study, without the seed; None outside a study."""
-    try:
-        study = read_json(folder.path.parent / "study.json") or {"points": ()}
-        points = {point["run_id"]: point.get("variant", point.get("label")) for point in study["points"]}
-    except (UserError, LookupError, TypeError, AttributeError):
-        return None  # a missing label must not disable the sink
-    return points.get(run_id)
 
 
 def _name(overrides: Path) -> str:

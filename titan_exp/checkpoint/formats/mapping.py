@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
 
 import torch
 from torch import Tensor
@@ -72,12 +72,8 @@ class ImportReader:
         return self._store.read(stored, slice(expert, expert + 1), *columns, rows)[0].t()
 
     def _promoted(self, name: str) -> torch.dtype:
-        found = None
-        for their_name in self._map.their_names(name):
-            kind = self._store.dtype(self._map.stored(their_name)[0])
-            found = kind if found is None else torch.promote_types(found, kind)
-        assert found is not None, "a parameter has rows"
-        return found
+        kinds = (self._store.dtype(self._map.stored(theirs)[0]) for theirs in self._map.their_names(name))
+        return reduce(torch.promote_types, kinds)
 
 
 class ExportReader:

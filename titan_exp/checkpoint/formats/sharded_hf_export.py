@@ -82,10 +82,16 @@ class ShardedHFExporter:
         ]
         # Bytes of all tensors that only one pipeline stage has.
         total = sum(spec.bytes for spec in specs if not self._is_shared(row_map.owner(spec.name)))
+
+        def publish() -> None:
+            sync_all(partial)
+            os.rename(partial, target)
+            sync_folder(target.parent)
+
         written = (
             self._all_succeed(lambda: self._preallocate(partial, specs, dtype) if self._leader else None)
             and self._all_succeed(lambda: self._write_shards(partial, specs, row_map, parts), total)
-            and self._all_succeed(lambda: self._publish(partial, target) if self._leader else None)
+            and self._all_succeed(lambda: publish() if self._leader else None)
         )
         if written:
             get_logger().info("exported step %d: %s", step, target)
@@ -117,11 +123,6 @@ class ShardedHFExporter:
     def _is_shared(self, name: str) -> bool:
         spec = model_spec(self._model)
         return spec is not None and name.partition(".")[0] in spec.pipeline.copied
-
-    def _publish(self, partial: Path, target: Path) -> None:
-        sync_all(partial)
-        os.rename(partial, target)
-        sync_folder(target.parent)
 
     def _all_succeed(self, action: Callable[[], int | None], total: int | None = None) -> bool:
         """Run an action on every rank; True if all succeeded and, given a total, their results add up to it."""

@@ -182,12 +182,10 @@ class BackgroundUploader:
         """Enqueue a durable checkpoint (rank 0) without blocking."""
         with self._changed:
             if self._waiting is not None:
-                get_logger().warning(
-                    "uploads are slower than saves: we skip the checkpoint of step %d for that of step %d, and %s",
-                    self._waiting,
-                    step,
-                    "upload it later" if self._is_retained(self._waiting) else f"do not upload it to {self._run.url}",
-                )
+                text = "uploads are slower than saves: we skip the checkpoint of step %d for that of step %d, and %s"
+                never = f"do not upload it to {self._run.url}"
+                then = "upload it later" if self._is_retained(self._waiting) else never
+                get_logger().warning(text, self._waiting, step, then)
                 self._skip(self._waiting)
             self._waiting = step
             self._changed.notify_all()
@@ -217,14 +215,9 @@ class BackgroundUploader:
                 self._changed.wait_for(lambda: self._is_idle() or not self._thread.is_alive(), timeout=seconds)
                 left = sorted(step for step in (self._waiting, self._current) if step is not None)
             if left:
-                get_logger().error(
-                    "the upload of step %s to %s did not end within %.0f s, so we cancel it. The checkpoint "
-                    "is complete in %s",
-                    " and ".join(map(str, left)),
-                    self._run.url,
-                    seconds,
-                    self._folder.path,
-                )
+                text = "the upload of step %s to %s did not end within %.0f s, so we cancel it. %s %s"
+                steps, local = " and ".join(map(str, left)), "The checkpoint is complete in"
+                get_logger().error(text, steps, self._run.url, seconds, local, self._folder.path)
         else:
             # Rank 0 ends the queue; if it is late, this rank cancels by its local clock.
             self._thread.join(seconds + MARGIN / 2)
@@ -311,13 +304,9 @@ class BackgroundUploader:
         if failure is None:
             get_logger().info("uploaded step %d to %s in %.3f s", step, self._run.url, seconds)
         elif not self._cancelled:
-            get_logger().error(
-                "could not upload the checkpoint of step %d. It is complete in %s, and %s: %s",
-                step,
-                self._folder.path,
-                "this was the last attempt" if self._last_try else "the next save tries again",
-                failure,
-            )
+            text = "could not upload the checkpoint of step %d. It is complete in %s, and %s: %s"
+            then = "this was the last attempt" if self._last_try else "the next save tries again"
+            get_logger().error(text, step, self._folder.path, then, failure)
 
 
 def _failure_of(action: Callable[[], None]) -> str | None:

@@ -129,12 +129,8 @@ class Checkpointer:
         self.wait()
         self._require_within_limit()
         if self._leader and self.durable is not None and self.folder.newest_step() is None:
-            get_logger().warning(
-                "the checkpoints in %s are gone. Until that of step %d is complete, an interrupted run starts "
-                "from the beginning",
-                self.folder.path,
-                step,
-            )
+            text = "the checkpoints in %s are gone. Until that of step %d is complete, an interrupted run %s"
+            get_logger().warning(text, self.folder.path, step, "starts from the beginning")
         if weights_only:
             weights = {**model_state_dict(parts), **average_state_dict(parts, optimizer)}
             state = {**weights, PROGRESS_KEY: encode_json({**progress, WEIGHTS_ONLY_KEY: True})}
@@ -180,12 +176,8 @@ class Checkpointer:
                 rank = min(error.failures)
                 cause = f"rank {rank}: {error.failures[rank][0]}"
             self._failures.add(cause)
-            get_logger().error(
-                "could not write the checkpoint of step %d (%s). Training continues, and %s",
-                save.step,
-                cause,
-                self._failures.newest,
-            )
+            text = "could not write the checkpoint of step %d (%s). Training continues, and %s"
+            get_logger().error(text, save.step, cause, self._failures.newest)
             self._newest = None
             if self._leader:
                 self.folder.discard_partial(save.step)
@@ -342,13 +334,8 @@ class Checkpointer:
                     result = f"it is now in {self.folder.quarantine(step).name}"
                 except OSError as error:
                     result = f"it stays where it is, since we cannot move it ({error.strerror or error})"
-            get_logger().error(
-                "the checkpoint of step %d is damaged: %s. We use that of step %d instead, and %s",
-                step,
-                damage,
-                used,
-                result,
-            )
+            text = "the checkpoint of step %d is damaged: %s. We use that of step %d instead, and %s"
+            get_logger().error(text, step, damage, used, result)
 
 
 @dataclass

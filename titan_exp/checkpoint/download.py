@@ -138,12 +138,8 @@ def download_newer(
             return step
         if isinstance(damage, RemoteError):
             return _continue_without(damage, than)
-        get_logger().error(
-            "the checkpoint of step %d in %s is damaged: %s. We quarantine it there, and use an older one",
-            step,
-            run.url,
-            damage,
-        )
+        text = "the checkpoint of step %d in %s is damaged: %s. We quarantine it there, and use an older one"
+        get_logger().error(text, step, run.url, damage)
         if leader:
             run.quarantine(step)
             shutil.rmtree(target, ignore_errors=True)

@@ -167,7 +167,6 @@ class ScalingLaw:
     drawn_terms: Array  # of each refit, in rows; a vanished term has the exponent 0
     drawn_exponents: Array
     drawn_noise: Array
-    coverage: float
 
     @property
     def irreducible(self) -> float:
@@ -189,7 +188,7 @@ class ScalingLaw:
 
     def exponent_intervals(self) -> list[tuple[float, float]]:
         """Interval of each exponent."""
-        return [_interval(column, self.coverage) for column in self.drawn_exponents.T]
+        return [_interval(column) for column in self.drawn_exponents.T]
 
     def interval(self, *at: float, seeds: int | None = None) -> tuple[float, float]:
         """Interval of the loss at a size, or of the mean over so many new runs."""
@@ -198,7 +197,7 @@ class ScalingLaw:
             noise = np.random.default_rng(1).standard_normal(len(drawn))
             drawn = drawn + self.drawn_noise * noise / math.sqrt(seeds)
         # Refits lie around the fit as the fit lies around the truth.
-        low, high = _interval(drawn, self.coverage)
+        low, high = _interval(drawn)
         return 2 * self.loss(*at) - high, 2 * self.loss(*at) - low
 
 
@@ -237,7 +236,7 @@ class HoldOut:
         )
 
 
-def fit(rungs: Sequence[Rung], coverage: float = LEVEL) -> ScalingLaw:
+def fit(rungs: Sequence[Rung]) -> ScalingLaw:
     """Fit a law to final losses, by least squares over runs.
 
     For given exponents the rest is linear, so the exponents are searched on a grid that narrows, with non-negative
@@ -270,7 +269,7 @@ def fit(rungs: Sequence[Rung], coverage: float = LEVEL) -> ScalingLaw:
     drawn_terms, drawn_exponents = _search(at / scale, simulated, counts, ZOOMS // 2)
     vanished = (drawn_terms[:, 1:] <= 0) | (drawn_exponents <= EXPONENTS[0] * 1.01)
     drawn_exponents = np.where(vanished, 0.0, drawn_exponents)
-    law = ScalingLaw(scale, terms, exponents, noise, freedom, drawn_terms, drawn_exponents, drawn_noise, coverage)
+    law = ScalingLaw(scale, terms, exponents, noise, freedom, drawn_terms, drawn_exponents, drawn_noise)
     for place, (low, high) in enumerate(law.exponent_intervals(), 1):
         if low <= 0:
             zero = f"The interval of exponent {place}, [{low:.3g}, {high:.3g}], holds 0"
@@ -311,8 +310,8 @@ def _slope(terms: Array, exponents: Array, at: Array) -> Array:
     return (exponents * terms[..., 1:] * at**-exponents).mean(-1)
 
 
-def _interval(draws: Array, coverage: float) -> tuple[float, float]:
-    low, high = np.quantile(draws, [(1 - coverage) / 2, (1 + coverage) / 2])
+def _interval(draws: Array) -> tuple[float, float]:
+    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
@@ -364,23 +363,21 @@ def _project(exponents: Array, at: Array, losses: Array, weights: Array) -> tupl
     return terms.reshape(*shape, width), errors.reshape(shape)
 
 
-def hold_out(rungs: Sequence[Rung], coverage: float = LEVEL) -> HoldOut:
+def hold_out(rungs: Sequence[Rung]) -> HoldOut:
     """Predict the largest rung from the law of all smaller sizes. All rungs of the largest size are left out, and of
     them that of most tokens is predicted. A measured loss outside the interval is an alarm: the law does not hold, or
     the noise is not that of the smaller rungs. Raises UserError if the smaller rungs give no law."""
     largest = max(rungs, key=lambda rung: rung.at)
     smaller = [rung for rung in rungs if rung.at[0] < largest.at[0]]
     try:
-        law = fit(smaller, coverage)
+        law = fit(smaller)
     except UserError as error:
         raise UserError(f"Without the largest size there is no law to test. {error}") from None
     low, high = law.interval(*largest.at, seeds=len(largest.losses))
     return HoldOut(largest, law.loss(*largest.at), low, high, float(np.mean(largest.losses)))
 
 
-def compute_multiplier(
-    law: ScalingLaw, pairs: Sequence[tuple[tuple[float, ...], Sequence[float]]], coverage: float = LEVEL
-) -> Multiplier:
+def compute_multiplier(law: ScalingLaw, pairs: Sequence[tuple[tuple[float, ...], Sequence[float]]]) -> Multiplier:
     """Compute multiplier of a variant by paired differences of final losses at each rung, positive if it is better.
 
     A small difference d is a shift of the baseline's `law` by ln CM = d / slope. Over rungs, d = ln CM * slope is a
@@ -402,7 +399,7 @@ def compute_multiplier(
     variance, means = within / freedom, np.array([found.mean() for found in differences])
     slopes = np.array([law.slope(*at) for at, _ in pairs])
     drawn = np.stack([_slope(law.drawn_terms, law.drawn_exponents, np.array(at) / law.scale) for at, _ in pairs], -1)
-    quantile = float(scipy.special.stdtrit(freedom, (1 + coverage) / 2))
+    quantile = float(scipy.special.stdtrit(freedom, (1 + LEVEL) / 2))
 
     def bounds(rungs: Array) -> tuple[float, float, float]:
         weights = counts[rungs] * slopes[rungs]

@@ -341,11 +341,24 @@ def learn(rows: Sequence[Row], columns: DifferingKeys, study: StudyRecord, metri
     """Outcome of a study over the rows of its points."""
     trials = rank(rows, study, metric, better)
     ranges = study.parameters or {key: {"kind": "choice"} for key in columns.keys}
-    parameters = [
-        _parameter(columns, key, spec, rows, trials=trials, sign=-1 if better == "max" else 1)
-        for key, spec in ranges.items()
-        if key in columns.keys
-    ]
+    sign, parameters = -1 if better == "max" else 1, list[Parameter]()
+    for key, spec in ranges.items():
+        if key not in columns.keys:
+            continue
+        points = [(rows[trial.row].values[key], trial.first) for trial in trials]
+        kind, chosen = str(spec["kind"]), rows[trials[0].row].values[key]
+        if kind == "choice":
+            parts = {value_text(value): [number for other, number in points if other == value] for value, _ in points}
+        else:
+            parts = _thirds(points)
+        marginals = []
+        for part, numbers in parts.items():
+            known = [number for number in numbers if number is not None]
+            finite = [number for number in known if math.isfinite(number)]
+            best = min(finite, key=lambda number: sign * number, default=None)
+            marginals.append(Marginal(part, _mean(finite), best, len(known), len(known) - len(finite)))
+        best, edge = value_text(chosen), _edge(chosen, spec)
+        parameters.append(Parameter(key, columns.short[key], kind, best, edge, tuple(marginals), tuple(points)))
     return Learnt(metric, better, len(study.rungs), tuple(trials), tuple(parameters), _cost(rows))
 
 
@@ -391,32 +404,6 @@ def _value(run: ComparedRun, metric: str, sign: int) -> float | None:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def _parameter(
-    columns: DifferingKeys,
-    key: str,
-    spec: Mapping[str, Any],
-    rows: Sequence[Row],
-    *,
-    trials: Sequence[Trial],
-    sign: int,
-) -> Parameter:
-    points = [(rows[trial.row].values[key], trial.first) for trial in trials]
-    kind, chosen = str(spec["kind"]), rows[trials[0].row].values[key]
-    if kind == "choice":
-        parts = {value_text(value): [number for other, number in points if other == value] for value, _ in points}
-    else:
-        parts = _thirds(points)
-    marginals = []
-    for part, numbers in parts.items():
-        known = [number for number in numbers if number is not None]
-        finite = [number for number in known if math.isfinite(number)]
-        best = min(finite, key=lambda number: sign * number, default=None)
-        marginals.append(Marginal(part, _mean(finite), best, len(known), len(known) - len(finite)))
-    return Parameter(
-        key, columns.short[key], kind, value_text(chosen), _edge(chosen, spec), tuple(marginals), tuple(points)
-    )
 
 
 def _thirds(points: Sequence[tuple[Any, float | None]]) -> dict[str, list[float | None]]:

@@ -259,12 +259,9 @@ def _start(run: WandbRun, folder: Path) -> wandb.Run:
     try:
         return _init(run, folder, mode)
     except Exception as error:  # credentials but no route to the server: usual on compute nodes
-        get_logger().warning(
-            "W&B does not answer (%s), so we log the run offline in %s. Upload it with wandb sync. To skip the "
-            "attempt, use tracking.wandb_mode=offline.",
-            str(error).strip().partition("\n")[0],
-            folder / "wandb",
-        )
+        text = "W&B does not answer (%s), so we log the run offline in %s. Upload it with wandb sync. %s"
+        skip = "To skip the attempt, use tracking.wandb_mode=offline."
+        get_logger().warning(text, str(error).strip().partition("\n")[0], folder / "wandb", skip)
         stop_wandb_service()  # the service still holds the id of the failed attempt
         return _init(run, folder, "offline")
 
@@ -339,14 +336,9 @@ class BestEffortSink:
         except Exception as error:  # networks, servers and disks may fail in any way
             self._sink = None
             reason = str(error).strip().partition("\n")[0] or "it gives no reason"
-            get_logger().warning(
-                "%s gets no more metrics (%s: %s). The run continues, and metrics.jsonl has everything. To turn "
-                "this sink off, use %s=false.",
-                self._name,
-                type(error).__name__,
-                reason,
-                self._switch,
-            )
+            text = "%s gets no more metrics (%s: %s). The run continues, and metrics.jsonl has everything. %s"
+            off = f"To turn this sink off, use {self._switch}=false."
+            get_logger().warning(text, self._name, type(error).__name__, reason, off)
 
 
 class TensorBoardSink:

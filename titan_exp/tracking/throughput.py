@@ -270,7 +270,5 @@ def peak_by_name(name: str) -> float | None:
 
 @cache
 def _warn_unknown(name: str) -> None:
-    get_logger().warning(
-        "We do not know the bf16 peak of %r, so we report no MFU. Set cluster.peak_tflops to its dense bf16 TFLOP/s.",
-        name,
-    )
+    remedy = "Set cluster.peak_tflops to its dense bf16 TFLOP/s."
+    get_logger().warning("We do not know the bf16 peak of %r, so we report no MFU. %s", name, remedy)

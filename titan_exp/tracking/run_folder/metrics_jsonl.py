@@ -273,12 +273,11 @@ class JsonlSink:
             self._write()
         except OSError as error:
             if not self._failed:
-                get_logger().error(
-                    "cannot write %s (%s). Training continues and keeps the rows in memory until it can write them. "
-                    "They are lost if somebody kills the run before.",
-                    self._path,
-                    error.strerror or error,
+                text = (
+                    "cannot write %s (%s). Training continues and keeps the rows in memory until it can write them. %s"
                 )
+                lost = "They are lost if somebody kills the run before."
+                get_logger().error(text, self._path, error.strerror or error, lost)
             self._failed = True
             return
         if self._failed:

@@ -69,12 +69,8 @@ class CheckpointFolder:
         failure: OSError | None = None
         for step in self.complete_steps()[:-newest]:
             if (every is None or step % every) and step not in in_use and not self.keep_file(step).exists():
-                # Rename first: a partially deleted checkpoint must not look complete.
-                deleted = self.path / f"{step_name(step)}.deleted"
                 try:
-                    shutil.rmtree(deleted, ignore_errors=True)
-                    os.rename(self.path_of(step), deleted)
-                    shutil.rmtree(deleted)
+                    self._remove(self.path_of(step))
                 except OSError as error:
                     failure = failure or error
         if failure is not None:
@@ -104,6 +100,13 @@ class CheckpointFolder:
                 deleted = entry.with_name(entry.name + ".deleted")
                 os.rename(entry, deleted)
                 shutil.rmtree(deleted, ignore_errors=True)
+
+    def _remove(self, target: Path) -> None:
+        # Rename first: a partially deleted checkpoint must not look complete.
+        deleted = target.with_name(target.name + ".deleted")
+        shutil.rmtree(deleted, ignore_errors=True)
+        os.rename(target, deleted)
+        shutil.rmtree(deleted)
 
 
 class SaveFailures:

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from tests.compare.made_runs import make_run, make_study, rows
 from titan_exp.compare.comparison import Comparison, compare
-from titan_exp.compare.output.formats import records, to_csv, to_json, to_latex, to_markdown
+from titan_exp.compare.output.formats import json_values, records, to_csv, to_latex, to_markdown
 from titan_exp.compare.output.pages import show
 from titan_exp.compare.runs import select
+from titan_exp.config.command_line.output import json_text
 
 NASTY = "a|b_c & 50% of {x} <i> \\y"
 
@@ -49,7 +50,7 @@ def test_records_fit_a_data_frame(made: Comparison):
 
 
 def test_json_is_complete(made: Comparison):
-    found = json.loads(to_json(made))
+    found = json.loads(json_text(json_values(made)))
     assert found["keys"] == ["parallelism.tp", "optimizer.lr"]
     assert found["rows"][0]["runs"][0]["loss"] == 3.0
     assert found["rows"][2]["runs"][0]["state"] == "failed"
@@ -61,7 +62,7 @@ def test_json_is_complete(made: Comparison):
 def test_json_has_no_non_finite_numbers(tmp_path: Path):
     broken = [*rows(2.0)[:-1], {**rows(2.0)[-1], "loss": math.nan}]
     make_run(tmp_path, {}, metrics=broken)
-    text = to_json(compare(select(["made"], tmp_path), at="end"))
+    text = json_text(json_values(compare(select(["made"], tmp_path), at="end")))
 
     def refuse(name: str) -> Any:
         raise AssertionError(name)

@@ -12,11 +12,12 @@ import pytest
 from tests.compare.made_runs import make_run, rows
 from titan_exp.compare import statistics
 from titan_exp.compare.comparison import compare
-from titan_exp.compare.output.formats import to_json, to_markdown
+from titan_exp.compare.output.formats import json_values, to_markdown
 from titan_exp.compare.output.pages import to_html
 from titan_exp.compare.output.plots import study_plots
 from titan_exp.compare.runs import select
 from titan_exp.compare.study_outcome import LadderOutcome
+from titan_exp.config.command_line.output import json_text
 
 SIZES = (1_000_000, 3_000_000, 10_000_000, 30_000_000)
 FASTER = 1.1
@@ -193,7 +194,7 @@ def test_page_and_json_have_the_ladder(tmp_path: Path):
     page = to_html(comparison)
     assert "Ladder of sizes, by final losses" in page
     assert "over FLOPs" in page
-    found = json.loads(to_json(comparison))["ladder"]
+    found = json.loads(json_text(json_values(comparison)))["ladder"]
     assert found["law"]["variables"] == ["N", "D"]
     assert len(found["rows"]) == 12
     assert found["rows"][0]["losses"]["fast"].keys() == {"0", "1"}

@@ -9,10 +9,11 @@ import pytest
 from tests.compare.made_runs import make_run, rows
 from titan_exp.cli.main import main
 from titan_exp.compare.comparison import Comparison, compare
-from titan_exp.compare.output.formats import to_json
+from titan_exp.compare.output.formats import json_values
 from titan_exp.compare.output.plots import study_plots
 from titan_exp.compare.runs import select
 from titan_exp.compare.study_outcome import Learnt
+from titan_exp.config.command_line.output import json_text
 from titan_exp.tracking.run_folder.run import Lineage
 
 RATES = {1e-4: 4.0, 1e-3: 3.0, 3e-3: 2.8, 1e-2: 2.9, 5e-2: 3.5, 9e-2: 5.0}
@@ -140,7 +141,7 @@ def test_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "8 runs of 2 rungs are 6 points" in text
     assert "was continued from" not in text
     found, _ = outcome(tmp_path)
-    assert json.loads(to_json(found))["learnt"]["trials"][0]["label"] == "lr=0.01"
+    assert json.loads(json_text(json_values(found)))["learnt"]["trials"][0]["label"] == "lr=0.01"
     ((title, picture),) = study_plots(found)
     assert (title, picture[:4]) == ("validation loss against each parameter (filled: the best)", b"\x89PNG")
     assert title in (tmp_path / "made" / "compare.html").read_text()

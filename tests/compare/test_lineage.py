@@ -10,10 +10,11 @@ from tests.compare.made_runs import make_run, rows
 from titan_exp.cli.main import main
 from titan_exp.compare.comparison import Comparison, compare
 from titan_exp.compare.from_wandb import _lineage
-from titan_exp.compare.output.formats import to_json
+from titan_exp.compare.output.formats import json_values
 from titan_exp.compare.output.plots import draw
 from titan_exp.compare.output.study_sections import cost_metric, pareto
 from titan_exp.compare.runs import read_run, select
+from titan_exp.config.command_line.output import json_text
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.run_lookup import find_runs
 from titan_exp.launch.run_status import status_rows
@@ -112,7 +113,7 @@ def test_a_damaged_file_is_named(family: tuple[Path, Path, Path], capsys: pytest
 
 def test_lineage_in_outputs(family: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]):
     first, middle, last = family
-    found = json.loads(to_json(compare(select([str(path) for path in family], first.parents[1]))))
+    found = json.loads(json_text(json_values(compare(select([str(path) for path in family], first.parents[1])))))
     runs = [run for row in found["rows"] for run in row["runs"]]
     assert [(run["parent"], run["parent_step"]) for run in runs] == [
         (None, None),
@@ -121,7 +122,7 @@ def test_lineage_in_outputs(family: tuple[Path, Path, Path], capsys: pytest.Capt
     ]
     assert f"{last.name} was continued from made/{middle.name} after step 30." in found["remarks"]
     assert any("`GPU-hours with parents` adds" in remark for remark in found["remarks"])
-    alone = json.loads(to_json(compare(select([str(first)], first.parents[1]))))
+    alone = json.loads(json_text(json_values(compare(select([str(first)], first.parents[1])))))
     assert "gpu_hours_with_parents" not in {metric["name"] for metric in alone["metrics"]}
     assert not any("parents" in remark for remark in alone["remarks"])
     assert main(["status", f"paths.runs={first.parents[1]}", "made"]) == 0

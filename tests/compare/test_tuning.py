@@ -10,10 +10,11 @@ from matplotlib.figure import Figure
 from tests.compare.made_runs import make_run, rows
 from titan_exp.cli.main import main
 from titan_exp.compare.comparison import Comparison, compare
-from titan_exp.compare.output.formats import to_json, to_markdown
+from titan_exp.compare.output.formats import json_values, to_markdown
 from titan_exp.compare.output.pages import to_html
 from titan_exp.compare.output.plots import study_plots
 from titan_exp.compare.runs import select
+from titan_exp.config.command_line.output import json_text
 from titan_exp.config.errors.user_error import UserError
 
 LOSSES = {
@@ -196,7 +197,7 @@ def test_outputs_name_the_edge_and_the_seeds(found: Comparison, tmp_path: Path, 
     assert "over its seeds (3 seeds for each value)" in text
     assert "−0.1000" in text
     assert "### Each at its best lr" in to_markdown(found)
-    groups = json.loads(to_json(found))["tuning"]["groups"]
+    groups = json.loads(json_text(json_values(found)))["tuning"]["groups"]
     assert (groups[0]["label"], groups[0]["best"]["value"]) == ("betas=[0.8,0.95]", 0.001)
     ((title, picture),) = study_plots(found)
     assert title == "validation loss against lr (filled: the best)"

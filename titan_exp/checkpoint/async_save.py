@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from multiprocessing.context import SpawnProcess
@@ -25,50 +25,34 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.distributed_c10d import _get_default_store
 
 from titan_exp.ops.autograd import local_tensor
-from titan_exp.parallel.mesh import LOOPBACK, loopback_store
+from titan_exp.parallel.mesh import LOOPBACK, gather_objects, loopback_store
 from titan_exp.tracking.logging import get_logger
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def shared_memory_shortage(state: Mapping[str, Tensor], group: dist.ProcessGroup) -> str | None:
-    """Describe the first host whose shared memory cannot hold the states of all its ranks; None if all can.
-
-    Collective over the group, with the same result on all ranks.
-    """
-    local = (socket.gethostname(), _storage_bytes(state.values()), _free_bytes())
-    ranks: list[tuple[str, int, int | None]] = [local] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, local, group=group)
+    """Describe the first host whose shared memory cannot hold the states of all its ranks; None if all can. Collective
+    over the group, with the same result on all ranks."""
+    # torch stages whole storages, whose bytes are rounded up to pages.
+    storages = [local_tensor(tensor).untyped_storage() for tensor in state.values()]
+    pages = {storage.data_ptr(): -(-storage.nbytes() // 4096) * 4096 for storage in storages}
+    free_bytes: int | None = None
+    with contextlib.suppress(OSError):
+        free_bytes = shutil.disk_usage(SHARED_MEMORY).free
+    ranks = gather_objects((socket.gethostname(), sum(pages.values()), free_bytes), group)
     needed: dict[str, int] = {}
     for host, size, _ in ranks:
         needed[host] = needed.get(host, 0) + size
     for host, _, free in ranks:
         if free is not None and free < needed[host]:
-            return (
-                f"{SHARED_MEMORY} of {host} has {free / 1e9:.3f} GB free, and a copy of the state takes "
-                f"{needed[host] / 1e9:.3f} GB"
-            )
+            size = f"a copy of the state takes {needed[host] / 1e9:.3f} GB"
+            return f"{SHARED_MEMORY} of {host} has {free / 1e9:.3f} GB free, and {size}"
     return None
 
 
-def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of distinct storages, rounded up to pages; torch stages whole storages."""
-    local = [local_tensor(tensor) for tensor in tensors]
-    storages = [tensor.untyped_storage() for tensor in local]
-    return sum({storage.data_ptr(): -(-storage.nbytes() // 4096) * 4096 for storage in storages}.values())
-
-
-def _free_bytes() -> int | None:
-    try:
-        return shutil.disk_usage(SHARED_MEMORY).free
-    except OSError:
-        return None
-
-
-JOIN_LIMIT = timedelta(minutes=5)
-"""Timeout of the save processes' rendezvous."""
-POLL_SECONDS = 0.5
-"""Interval in seconds of checks for failures of other ranks' save processes."""
+JOIN_LIMIT = timedelta(minutes=5)  # timeout of the save processes' rendezvous
+POLL_SECONDS = 0.5  # interval in seconds of checks for failures of other ranks' save processes
 _torch_subprocess = executor._AsyncCheckpointProcess._checkpointing_subprocess
 
 
@@ -96,8 +80,7 @@ class AsyncSaveProcess:
             self._generation += 1
 
     def wait(self, future: Future[Any]) -> None:
-        """Wait until the checkpoint is written. Raises OSError if writing or the process failed, CheckpointException if
-        any rank failed."""
+        """Wait until it is written. Raises OSError if the process failed, CheckpointException if any rank did."""
         while True:
             try:
                 future.result(timeout=POLL_SECONDS)
@@ -109,17 +92,14 @@ class AsyncSaveProcess:
                     if _get_default_store().check([self._failure_key]):
                         self._fail()
                     continue
-                reported = isinstance(error, (OSError, dcp.CheckpointException)) and not isinstance(
-                    error, (ConnectionError, EOFError)
-                )
+                lost = isinstance(error, (ConnectionError, EOFError))
+                reported = isinstance(error, (OSError, dcp.CheckpointException)) and not lost
                 if (reported and _is_alive()) or not isinstance(error, (Exception, dcp.CheckpointException)):
                     raise
                 self._fail()
                 cause = (str(error).strip() or type(error).__name__).partition("\n")[0]
-                raise OSError(
-                    f"the checkpoint save process of this or another rank died ({cause}), and the next save starts "
-                    "a new one"
-                ) from error
+                died = f"the checkpoint save process of this or another rank died ({cause})"
+                raise OSError(f"{died}, and the next save starts a new one") from error
 
     def kill(self) -> None:
         """Kill the process at any point of its work."""
@@ -141,10 +121,8 @@ class AsyncSaveProcess:
 
 
 def run_save_process(pg_init_info: executor._ProcessGroupInitInfo, parent_conn: Any) -> None:
-    """Entry point of the process: torch's loop without its log on standard error.
-
-    It receives Ctrl-C and the scheduler's signals, too, and ignores them, because the trainer handles them by saving.
-    """
+    """Entry point of the process: torch's loop without its log on standard error. It receives Ctrl-C and the
+    scheduler's signals, too, and ignores them, because the trainer handles them by saving."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Failures are raised and logged in the trainer.
@@ -181,13 +159,8 @@ class AsyncSaver:
                 self._fall_back_without_shared_memory(state)
         self._staged = True
         kind = AsyncCheckpointerType.THREAD if self._process is None else AsyncCheckpointerType.PROCESS
-        future = dcp.async_save(
-            state,
-            storage_writer=writer,
-            process_group=self._group,
-            async_checkpointer_type=kind,
-            async_stager=self._stager,
-        )
+        where = {"storage_writer": writer, "process_group": self._group}
+        future = dcp.async_save(state, **where, async_checkpointer_type=kind, async_stager=self._stager)
         assert isinstance(future, Future), "staging is synchronous in every mode"
         return future
 
@@ -219,10 +192,7 @@ class AsyncSaver:
 
 
 class _Copies(AsyncStager):
-    """Stages into new host memory that only this save holds.
-
-    torch's default stager keeps its memory for the next save, too.
-    """
+    """Stages into new host memory that only this save holds. torch's default stager keeps its memory."""
 
     _synchronize_after_execute = False
 

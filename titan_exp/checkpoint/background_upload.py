@@ -28,13 +28,12 @@ from titan_exp.config.checkpoint_files import (
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import CheckpointConfig
 from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
+from titan_exp.parallel.mesh import from_rank_0, gather_objects
 from titan_exp.tracking.display import format_time
 from titan_exp.tracking.logging import get_logger
 
-CONFIG = "config.yaml"
-"""Configuration file of the run, next to its checkpoints."""
-DAMAGED = "checksums.damaged.json"
-"""Name of `checksums.json` in a quarantined checkpoint."""
+CONFIG = "config.yaml"  # configuration file of the run, next to its checkpoints
+DAMAGED = "checksums.damaged.json"  # name of `checksums.json` in a quarantined checkpoint
 _RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 
@@ -84,22 +83,21 @@ class RemoteRun:
         return self._marker(step) == (path / CHECKSUMS_FILE).read_bytes()
 
     def upload_shard(self, step: int, path: Path, rank: int, world: int, stop: Callable[[], bool]) -> None:
-        """Upload one rank's share of a checkpoint's files: its own files, if the layout is unchanged.
-
-        The first file invalidates an existing checkpoint of the step. Raises RemoteError if an upload fails, OSError if
-        the checkpoint at `path` cannot be read.
-        """
+        """Upload one rank's share of a checkpoint's files: its own files, if the layout is unchanged. The first file
+        invalidates an existing checkpoint of the step. Raises RemoteError if an upload fails, OSError if the checkpoint
+        at `path` cannot be read."""
         listed = self.folder.listing(step_name(step)).files
         if CHECKSUMS_FILE in listed and self.has_same(step, path):
             return
         self.folder.remove(*(f"{step_name(step)}/{name}" for name in (CHECKSUMS_FILE, DAMAGED) if name in listed))
         for name in parse_checksums((path / CHECKSUMS_FILE).read_text(encoding="utf-8")):
-            if uploading_rank(name, world) == rank:
+            # A file's writer, modulo the world size; rank 0 for files without a rank.
+            match = _RANK_FILE.fullmatch(name)
+            if rank == (int(match[1]) % world if match else 0):
                 self.folder.upload(path / name, f"{step_name(step)}/{name}", stop=stop)
 
     def publish(self, step: int, path: Path) -> None:
-        """Write the marker file once all shards are uploaded. Raises RemoteError if a file is missing or has the wrong
-        size."""
+        """Write the marker file once all shards are there. Raises RemoteError if one is missing or cut off."""
         text = (path / CHECKSUMS_FILE).read_text(encoding="utf-8")
         listed = self.folder.listing(step_name(step)).files
         if CHECKSUMS_FILE in listed:
@@ -107,16 +105,13 @@ class RemoteRun:
         for name, checksum in parse_checksums(text).items():
             if name not in listed or listed[name].size != checksum.size:
                 size = f"{listed[name].size:,} bytes" if name in listed else "nothing"
-                raise RemoteError(
-                    f"{joined(self.url, step_name(step), name)}: {size} of {checksum.size:,} bytes arrived"
-                )
+                file = joined(self.url, step_name(step), name)
+                raise RemoteError(f"{file}: {size} of {checksum.size:,} bytes arrived")
         self.folder.write(f"{step_name(step)}/{CHECKSUMS_FILE}", text.encode())
 
     def apply_retention(self, newest: int, every: int | None, published: int) -> None:
-        """Delete old complete checkpoints and files of interrupted uploads, up to the step just published.
-
-        The `newest` checkpoints and multiples of `every` are kept.
-        """
+        """Delete old complete checkpoints and files of interrupted uploads, up to the step just published. The `newest`
+        checkpoints and multiples of `every` are kept."""
         listed = [step for step in self.listed_steps() if step <= published]
         complete = [step for step in listed if step in self._kept or self.checksums(step) is not None]
         self._kept = set()
@@ -143,24 +138,14 @@ class RemoteRun:
         return self.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
 
 
-def uploading_rank(name: str, world: int) -> int:
-    """Rank that uploads a file: its writer, modulo the world size; rank 0 for files without a rank."""
-    match = _RANK_FILE.fullmatch(name)
-    return int(match[1]) % world if match else 0
-
-
-STOP_SECONDS = 60.0
-"""Maximum wait for uploads after a stop request; the allocation may be about to end."""
-MARGIN = 20.0
-"""Seconds allowed for a cancelled transfer to end, and for the ranks to leave their group."""
+STOP_SECONDS = 60.0  # maximum wait for uploads after a stop request; the allocation may be about to end
+MARGIN = 20.0  # seconds allowed for a cancelled transfer to end, and for the ranks to leave their group
 
 
 class BackgroundUploader:
-    """Uploads the checkpoints of a run, one at a time. The constructor is collective over all ranks.
-
-    Rank 0 chooses the newest durable checkpoint next. A checkpoint superseded before its upload began is skipped;
-    checkpoints retained by `keep_every` and failed ones are uploaded when nothing newer waits.
-    """
+    """Uploads the checkpoints of a run, one at a time. The constructor is collective over all ranks. Rank 0 chooses the
+    newest durable checkpoint next. A checkpoint superseded before its upload began is skipped; checkpoints retained by
+    `keep_every` and failed ones are uploaded when nothing newer waits."""
 
     def __init__(
         self,
@@ -197,12 +182,10 @@ class BackgroundUploader:
         """Enqueue a durable checkpoint (rank 0) without blocking."""
         with self._changed:
             if self._waiting is not None:
-                get_logger().warning(
-                    "uploads are slower than saves: we skip the checkpoint of step %d for that of step %d, and %s",
-                    self._waiting,
-                    step,
-                    "upload it later" if self._is_retained(self._waiting) else f"do not upload it to {self._run.url}",
-                )
+                text = "uploads are slower than saves: we skip the checkpoint of step %d for that of step %d, and %s"
+                never = f"do not upload it to {self._run.url}"
+                then = "upload it later" if self._is_retained(self._waiting) else never
+                get_logger().warning(text, self._waiting, step, then)
                 self._skip(self._waiting)
             self._waiting = step
             self._changed.notify_all()
@@ -219,10 +202,8 @@ class BackgroundUploader:
             return seconds
 
     def finish(self, seconds: float) -> None:
-        """Wait for all uploads, at most `seconds`, then cancel the rest. Collective over all ranks.
-
-        A failed last upload is retried once. Later checkpoints are not accepted.
-        """
+        """Wait for all uploads, at most `seconds`, then cancel the rest. Collective over all ranks. A failed last
+        upload is retried once. Later checkpoints are not accepted."""
         if self._rank == 0:
             with self._changed:
                 self._last_try = True
@@ -234,16 +215,9 @@ class BackgroundUploader:
                 self._changed.wait_for(lambda: self._is_idle() or not self._thread.is_alive(), timeout=seconds)
                 left = sorted(step for step in (self._waiting, self._current) if step is not None)
             if left:
-                get_logger().error(
-                    (
-                        "the upload of step %s to %s did not end within %.0f s, so we cancel it. The checkpoint "
-                        "is complete in %s"
-                    ),
-                    " and ".join(map(str, left)),
-                    self._run.url,
-                    seconds,
-                    self._folder.path,
-                )
+                text = "the upload of step %s to %s did not end within %.0f s, so we cancel it. %s %s"
+                steps, local = " and ".join(map(str, left)), "The checkpoint is complete in"
+                get_logger().error(text, steps, self._run.url, seconds, local, self._folder.path)
         else:
             # Rank 0 ends the queue; if it is late, this rank cancels by its local clock.
             self._thread.join(seconds + MARGIN / 2)
@@ -280,18 +254,15 @@ class BackgroundUploader:
             self._finish_current()
 
     def _next(self) -> int | None:
-        """Step that all ranks upload next; None at the end."""
-        chosen: list[Any] = [None]
+        chosen = None
         if self._rank == 0:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._waiting is not None or bool(self._retriable()))
                 if not self._closing:
-                    step = self._waiting if self._waiting is not None else max(self._retriable())
-                    self._skipped.discard(step)
-                    chosen[0] = self._current = step
-                    self._waiting = None
-        dist.broadcast_object_list(chosen, src=0, group=self._group)
-        return chosen[0]
+                    chosen = self._waiting if self._waiting is not None else max(self._retriable())
+                    self._skipped.discard(chosen)
+                    self._current, self._waiting = chosen, None
+        return from_rank_0(chosen, self._group)
 
     def _retriable(self) -> set[int]:
         # After a failure, the next upload is a new checkpoint.
@@ -302,8 +273,7 @@ class BackgroundUploader:
         path = self._folder.path_of(step)
         stop = lambda: self._cancelled  # noqa: E731
         failure = _failure_of(lambda: self._run.upload_shard(step, path, self._rank, self._world, stop))
-        failures: list[str | None] = [failure] * self._world
-        dist.all_gather_object(failures, failure, group=self._group)
+        failures = gather_objects(failure, self._group)
         if self._rank != 0:
             return
         failure = next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None), None)
@@ -322,7 +292,6 @@ class BackgroundUploader:
             self._changed.notify_all()
 
     def _record(self, step: int, failure: str | None, seconds: float) -> None:
-        """Record and log the result of an upload."""
         with self._changed:
             self._failed = None if failure is None else step
             if failure is None:
@@ -335,13 +304,9 @@ class BackgroundUploader:
         if failure is None:
             get_logger().info("uploaded step %d to %s in %.3f s", step, self._run.url, seconds)
         elif not self._cancelled:
-            get_logger().error(
-                "could not upload the checkpoint of step %d. It is complete in %s, and %s: %s",
-                step,
-                self._folder.path,
-                "this was the last attempt" if self._last_try else "the next save tries again",
-                failure,
-            )
+            text = "could not upload the checkpoint of step %d. It is complete in %s, and %s: %s"
+            then = "this was the last attempt" if self._last_try else "the next save tries again"
+            get_logger().error(text, step, self._folder.path, then, failure)
 
 
 def _failure_of(action: Callable[[], None]) -> str | None:

@@ -32,11 +32,10 @@ from titan_exp.config.checkpoint_files import (
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.foreign_code import SIGNATURE_FILE
 from titan_exp.models.convert.hf_config import FILE
-from titan_exp.parallel.mesh import new_cpu_group
+from titan_exp.parallel.mesh import from_rank_0, gather_objects, new_cpu_group
 from titan_exp.tracking.logging import PROGRESS, ProgressCallback, byte_progress, get_logger
 
-CACHE = Path("runs/.cache/remote")
-"""Cache of commands outside runs; may be deleted while no command is running."""
+CACHE = Path("runs/.cache/remote")  # cache of commands outside runs; may be deleted while no command is running
 _HUGGINGFACE_SUFFIXES = (".safetensors", ".json", ".model", ".txt", ".jinja")
 _UPLOADED_LAST = ("config.json", "params.json", "model.json", ".metadata", CHECKSUMS_FILE)
 """Files that make a folder a checkpoint, in upload order."""
@@ -44,10 +43,8 @@ _UPLOADED_LAST = ("config.json", "params.json", "model.json", ".metadata", CHECK
 
 def local_copy(path_or_url: str, *, cache: Path = CACHE, step: int = 0) -> Path:
     """Local path of a run, a checkpoint, or weights: `path_or_url` itself if it is a path, else a cached download.
-
     `step` selects a run's checkpoint; 0 is the newest. Collective in a job of several ranks, which must share `cache`.
-    Raises UserError if the URL is unreachable or contains no checkpoint, a file is damaged, or the disk is full.
-    """
+    Raises UserError if the URL is unreachable or contains no checkpoint, a file is damaged, or the disk is full."""
     if not is_url(path_or_url):
         return Path(path_or_url).expanduser()
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -64,10 +61,8 @@ def local_copy(path_or_url: str, *, cache: Path = CACHE, step: int = 0) -> Path:
 @contextlib.contextmanager
 def staged_upload(path_or_url: str, *, cache: Path = CACHE) -> Iterator[Path]:
     """Local path to write weights to in the `with` block; if `path_or_url` is a URL, they are uploaded afterwards.
-
     Files that make a folder a checkpoint are uploaded last, so that a partial upload is not a checkpoint. Until then,
-    the cache needs room for all weights. Raises UserError if the URL exists or is not writable.
-    """
+    the cache needs room for all weights. Raises UserError if the URL exists or is not writable."""
     if not is_url(path_or_url):
         yield Path(path_or_url).expanduser()
         return
@@ -88,7 +83,8 @@ def staged_upload(path_or_url: str, *, cache: Path = CACHE) -> Iterator[Path]:
             if target.is_file():
                 remote.upload(target)
                 return
-            files = sorted((path for path in target.rglob("*") if path.is_file()), key=_upload_order)
+            files = sorted(filter(Path.is_file, target.rglob("*")), key=str)
+            files.sort(key=lambda path: _UPLOADED_LAST.index(path.name) + 1 if path.name in _UPLOADED_LAST else 0)
             total, done = sum(path.stat().st_size for path in files), 0
             for path in files:
                 remote.upload(path, path.relative_to(target).as_posix())
@@ -98,16 +94,10 @@ def staged_upload(path_or_url: str, *, cache: Path = CACHE) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """Files to download."""
-
-    url: str
-    """Base folder of the remote names."""
-    path: str
-    """Cache path of the complete download."""
-    files: dict[str, tuple[str, RemoteFile]]
-    """Remote name, size and version by cache path."""
-    checksums: Mapping[str, FileChecksum] = field(default_factory=dict)
-    """Size and checksum by cache path, if known."""
+    url: str  # base folder of the remote names
+    path: str  # cache path of the complete download
+    files: dict[str, tuple[str, RemoteFile]]  # remote name, size and version by cache path
+    checksums: Mapping[str, FileChecksum] = field(default_factory=dict)  # size and checksum by cache path, if known
 
     @property
     def bytes(self) -> int:
@@ -135,9 +125,8 @@ def _find_checkpoint(path_or_url: str, step: int) -> _Manifest:
             parent = RemoteFolder(remote.url.rpartition("/")[0])
             return _step_manifest(remote, "", parent, root, name)
         if COMPLETE_NAME.fullmatch(name) and listing.files:
-            raise UserError(
-                f"{path_or_url} is not a complete checkpoint: it lacks {CHECKSUMS_FILE}, which we upload last."
-            )
+            reason = f"it lacks {CHECKSUMS_FILE}, which we upload last"
+            raise UserError(f"{path_or_url} is not a complete checkpoint: {reason}.")
         files = _files_to_download(remote, listing.files)
     if not files:
         raise UserError(f"{path_or_url} contains no checkpoint, or does not exist.")
@@ -150,16 +139,14 @@ def _run_manifest(remote: RemoteFolder, root: str, prefix: str, steps: list[str]
         if name in steps and remote.read(f"{prefix}{name}/{CHECKSUMS_FILE}") is not None:
             return _step_manifest(remote, f"{prefix}{name}/", remote, f"{root}/{name}", name, whole_run=True)
     if step:
-        raise UserError(
-            f"step={step}: {remote.url} has no complete checkpoint of this step. It has {', '.join(steps) or 'none'}."
-        )
+        there = ", ".join(steps) or "none"
+        raise UserError(f"step={step}: {remote.url} has no complete checkpoint of this step. It has {there}.")
     raise UserError(f"{remote.url} contains no complete checkpoint.")
 
 
 def _step_manifest(
     remote: RemoteFolder, prefix: str, run: RemoteFolder, root: str, name: str, *, whole_run: bool = False
 ) -> _Manifest:
-    """Manifest of a training checkpoint, with its run's configuration if present."""
     listed = remote.listing(prefix.rstrip("/")).files
     try:
         checksums = parse_checksums(remote.read(f"{prefix}{CHECKSUMS_FILE}") or b"")
@@ -198,20 +185,17 @@ def _files_to_download(remote: RemoteFolder, files: dict[str, RemoteFile]) -> di
 
 def _download_on_ranks(path_or_url: str, cache: Path, step: int, world: int) -> Path:
     group, rank = new_cpu_group(), dist.get_rank()
-    found: list[_Manifest | str | None] = [None]
+    manifest: _Manifest | str | None = None
     if rank == 0:
         try:
-            found[0] = _find_checkpoint(path_or_url, step)
+            manifest = _find_checkpoint(path_or_url, step)
         except UserError as error:
-            found[0] = str(error)
-    dist.broadcast_object_list(found, src=0, group=group)
-    manifest = found[0]
+            manifest = str(error)
+    manifest = from_rank_0(manifest, group)
     if not isinstance(manifest, _Manifest):
         raise UserError(str(manifest))
     get_logger().info("downloading %s from %s, unless cached", decimal(manifest.bytes), path_or_url)
-    failures: list[str | None] = [None] * world
-    failure = _download(manifest, cache, sorted(manifest.files)[rank::world])
-    dist.all_gather_object(failures, failure, group=group)
+    failures = gather_objects(_download(manifest, cache, sorted(manifest.files)[rank::world]), group)
     dist.destroy_process_group(group)
     if any(failures):
         raise UserError(next(failure for failure in failures if failure is not None))
@@ -262,10 +246,6 @@ def _download_file(
     if damage is None:
         version_file.write_text(file.version_tag, encoding="utf-8")
     return damage
-
-
-def _upload_order(path: Path) -> tuple[int, str]:
-    return (_UPLOADED_LAST.index(path.name) + 1 if path.name in _UPLOADED_LAST else 0, str(path))
 
 
 @contextlib.contextmanager

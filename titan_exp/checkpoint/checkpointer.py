@@ -34,20 +34,17 @@ from titan_exp.checkpoint.storage_writer import PublishingWriter, find_damage_on
 from titan_exp.config.checkpoint_files import saved_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import CheckpointConfig
-from titan_exp.parallel.mesh import new_cpu_group
+from titan_exp.parallel.mesh import from_rank_0, gather_objects, new_cpu_group
 from titan_exp.tracking.logging import get_logger
 
 T = TypeVar("T")
-MAX_NAMED = 3
-"""Maximum number of keys named in one message."""
+MAX_NAMED = 3  # maximum number of keys named in one message
 
 
 class Checkpointer:
-    """Saves and loads the training state of one run in `path`; all ranks call every method together.
-
-    Complete checkpoints are also uploaded to `remote`. `clock` is in seconds. Without `prepare`, the folder stays as it
-    is, because another world of the run may be writing to it. Raises UserError if a folder is not writable.
-    """
+    """Saves and loads the training state of one run in `path`; all ranks call every method together. Complete
+    checkpoints are also uploaded to `remote`. `clock` is in seconds. Without `prepare`, the folder stays as it is,
+    because another world of the run may be writing to it. Raises UserError if a folder is not writable."""
 
     def __init__(
         self,
@@ -97,11 +94,8 @@ class Checkpointer:
         return "; ".join(filter(None, [self._failures.warning, uploads])) or None
 
     def pop_timings(self) -> dict[str, float]:
-        """Timings of the last save completed since the previous call, as metrics in seconds.
-
-        `checkpoint_pause` is the pause of training, `checkpoint_write` the time until the checkpoint was durable,
-        `checkpoint_upload` the duration of the last background upload.
-        """
+        """Metrics in seconds of the last save completed since the previous call: `checkpoint_pause` of training,
+        `checkpoint_write` until the checkpoint was durable, `checkpoint_upload` of the last background upload."""
         timings, self._timings = self._timings, {}
         uploaded = None if self._uploader is None else self._uploader.pop_seconds()
         if uploaded is not None:
@@ -120,26 +114,23 @@ class Checkpointer:
         other_worlds: Mapping[str, Tensor] = {},
     ) -> None:
         """Save the state after a step, with states of `other_worlds` by key, unless already saved. In async modes
-        training may continue on return.
-
-        With `weights_only`, optimizer and data state are omitted; such a checkpoint cannot resume a run. Raises
-        UserError on rank 0 if saves have failed for longer than `fail_after_minutes`.
-        """
+        training may continue on return. With `weights_only`, optimizer and data state are omitted; such a checkpoint
+        cannot resume a run. Raises UserError on rank 0 if saves have failed for longer than `fail_after_minutes`."""
         if self.config.mode == "off":
             return
         begin = self._clock()
-        if self._is_saved(step):
+        saved = step == self._newest
+        if self.config.mode == "async_process":  # a save process may be killed after others reported success
+            self.wait()
+            saved = all(gather_objects(step == self._newest, self._group))
+        if saved:
             return
         self._last_save = begin
         self.wait()
         self._require_within_limit()
         if self._leader and self.durable is not None and self.folder.newest_step() is None:
-            get_logger().warning(
-                "the checkpoints in %s are gone. Until that of step %d is complete, an interrupted run starts "
-                "from the beginning",
-                self.folder.path,
-                step,
-            )
+            text = "the checkpoints in %s are gone. Until that of step %d is complete, an interrupted run %s"
+            get_logger().warning(text, self.folder.path, step, "starts from the beginning")
         if weights_only:
             weights = {**model_state_dict(parts), **average_state_dict(parts, optimizer)}
             state = {**weights, PROGRESS_KEY: encode_json({**progress, WEIGHTS_ONLY_KEY: True})}
@@ -172,10 +163,7 @@ class Checkpointer:
             self._failures.require_within_limit()
 
     def wait(self) -> None:
-        """Wait until the pending save is durable.
-
-        A failed save (disk full) is logged and dropped; the last complete checkpoint stays.
-        """
+        """Wait until the pending save is durable. A failed one (disk full) is logged and dropped."""
         if self._pending is None:
             return
         save, self._pending = self._pending, None
@@ -183,14 +171,13 @@ class Checkpointer:
             save.wait()
         except (dcp.CheckpointException, OSError) as error:
             # torch raises on every rank if one of them fails to write.
-            cause = _first_failure(error)
+            cause = str(error)
+            if isinstance(error, dcp.CheckpointException) and error.failures:
+                rank = min(error.failures)
+                cause = f"rank {rank}: {error.failures[rank][0]}"
             self._failures.add(cause)
-            get_logger().error(
-                "could not write the checkpoint of step %d (%s). Training continues, and %s",
-                save.step,
-                cause,
-                self._failures.newest,
-            )
+            text = "could not write the checkpoint of step %d (%s). Training continues, and %s"
+            get_logger().error(text, save.step, cause, self._failures.newest)
             self._newest = None
             if self._leader:
                 self.folder.discard_partial(save.step)
@@ -200,19 +187,16 @@ class Checkpointer:
         save.mark_durable(self._clock())
         write_seconds = save.durable_at - save.write_started
         self._timings = {"checkpoint_pause": save.pause_seconds, "checkpoint_write": write_seconds}
-        get_logger().info(
-            "saved step %d: training paused for %.3f s, written in %.3f s", save.step, save.pause_seconds, write_seconds
-        )
+        text = "saved step %d: training paused for %.3f s, written in %.3f s"
+        get_logger().info(text, save.step, save.pause_seconds, write_seconds)
         if self._leader:
             if self._uploader is not None:
                 self._uploader.offer(save.step)
             self._apply_retention()
 
     def finish_uploads(self, *, stopped: bool) -> None:
-        """Wait for uploads: `remote_wait_minutes` at most, and at most 60 s after a stop request.
-
-        Unfinished uploads are cancelled and logged; the local checkpoint is complete.
-        """
+        """Wait for uploads, at most `remote_wait_minutes`, and 60 s after a stop request. Unfinished ones are cancelled
+        and logged; the local checkpoint is complete."""
         if self._uploader is not None:
             seconds = 60 * self.config.remote_wait_minutes
             self._uploader.finish(min(seconds, STOP_SECONDS) if stopped else seconds)
@@ -229,11 +213,9 @@ class Checkpointer:
             self._async_saver = None
 
     def latest(self) -> int | None:
-        """Step of the newest intact checkpoint, the same on all ranks.
-
-        Newer damaged checkpoints are logged and quarantined. A newer intact remote checkpoint is downloaded first.
-        Raises UserError if all checkpoints are damaged, or the remote store is needed and unreachable.
-        """
+        """Step of the newest intact checkpoint, the same on all ranks. Newer damaged checkpoints are logged and
+        quarantined. A newer intact remote checkpoint is downloaded first. Raises UserError if all checkpoints are
+        damaged, or the remote store is needed and unreachable."""
         step, damaged = self._newest_intact()
         if self._remote is not None:
             downloaded = download_newer(self._remote, self.folder, step, self._group)
@@ -253,27 +235,18 @@ class Checkpointer:
         return step
 
     def _newest_intact(self) -> tuple[int | None, dict[int, str]]:
-        """Newest intact local step, and the damage of each newer step."""
-        steps: list[Any] = [self.folder.complete_steps() if self._leader else None]
-        dist.broadcast_object_list(steps, src=0, group=self._group)
-        damaged: dict[int, str] = {}
-        for step in reversed(steps[0]):
+        steps, damaged = self.from_leader(self.folder.complete_steps() if self._leader else []), dict[int, str]()
+        for step in reversed(steps):
             damage = find_damage_on_ranks(self.folder.path_of(step), self._group)
             if damage is None:
                 if not has_checksums(self.folder.path_of(step)):
-                    get_logger().info(
-                        (
-                            "the checkpoint of step %d is older than checksums, so we checked only the sizes of its "
-                            "files"
-                        ),
-                        step,
-                    )
+                    checked = "so we checked only the sizes of its files"
+                    get_logger().info("the checkpoint of step %d is older than checksums, %s", step, checked)
                 return step, damaged
             damaged[step] = damage
         return None, damaged
 
     def _start_uploads(self) -> None:
-        """Start the uploader with local checkpoints not yet uploaded."""
         if self._uploader is None or self._remote is None:
             return
         missing: list[int] = []
@@ -287,19 +260,15 @@ class Checkpointer:
     def load(
         self, step: int, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, keeps: Collection[str] = ()
     ) -> RestoredState:
-        """Load a checkpoint, saved in any layout, into the model (or its parts on this rank) and the optimizer.
-
-        A weights-only checkpoint restores weights and progress; `keeps` is as in `load_state`.
-        """
+        """Load a checkpoint, saved in any layout, into the model (or its parts on this rank) and the optimizer. A
+        weights-only one restores weights and progress; `keeps` is as in `load_state`."""
         restored = load_state(self.folder.path_of(step), parts, optimizer, keeps)
         self._newest = self.durable = step
         return restored
 
     def from_leader(self, value: T) -> T:
         """Broadcast rank 0's value to all ranks."""
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
+        return from_rank_0(value, self._group)
 
     def read_parent(self, path: Path) -> dict[str, Any]:
         """Verify the checkpoint of another run and read its progress. Raises UserError if it is damaged."""
@@ -307,11 +276,9 @@ class Checkpointer:
         return read_progress(path)
 
     def load_initial_weights(self, parts: Sequence[nn.Module], local_path: str | None = None) -> None:
-        """Load the weights of `checkpoint.initial`, except those matching `initial_exclude`.
-
-        `local_path` is the download if `checkpoint.initial` is a URL. Raises UserError if it is damaged or does not fit
-        the model, listing every missing, unexpected or reshaped weight.
-        """
+        """Load the weights of `checkpoint.initial`, except those matching `initial_exclude`. `local_path` is the
+        download if `checkpoint.initial` is a URL. Raises UserError if it is damaged or does not fit the model, listing
+        every missing, unexpected or reshaped weight."""
         assert self.config.initial is not None, "the caller checks"
         path = saved_state(local_path or self.config.initial)
         if path is None:
@@ -331,38 +298,26 @@ class Checkpointer:
                 f" and {len(new) - MAX_NAMED} more" if len(new) > MAX_NAMED else "",
             )
 
-    def _is_saved(self, step: int) -> bool:
-        """True if every rank has saved this step; a save process may be killed after others reported success."""
-        if self.config.mode != "async_process":
-            return step == self._newest
-        self.wait()
-        saved = torch.tensor([step == self._newest], dtype=torch.uint8)
-        dist.all_reduce(saved, op=dist.ReduceOp.MIN, group=self._group)
-        return bool(saved)
-
     def _prepare_folder(self) -> None:
-        """Create the folder and remove stale files of earlier attempts."""
-        failure: list[Any] = [None]
+        failure = None
         if self._leader:
             try:
                 self.folder.path.mkdir(exist_ok=True)
                 self.folder.remove_stale()
             except OSError as error:
-                failure[0] = f"{error.filename or self.folder.path}: {error.strerror or error}"
-            if self._remote is not None and failure[0] is None:
+                failure = f"{error.filename or self.folder.path}: {error.strerror or error}"
+            if self._remote is not None and failure is None:
                 try:
                     self._remote.write_config(self.folder.path.parent / CONFIG)
                 except RemoteError as error:
                     if error.permanent:
-                        failure[0] = str(error)
+                        failure = str(error)
                     else:
                         get_logger().error("cannot write to checkpoint.remote now: %s", error)
-        dist.broadcast_object_list(failure, src=0, group=self._group)
-        if failure[0] is not None:
-            raise UserError(
-                f"Cannot write checkpoints: {failure[0]}. Make the folder writable, or train without: "
-                f"{'checkpoint=none' if self._remote is None else 'checkpoint.remote=null'}"
-            )
+        if (failure := self.from_leader(failure)) is not None:
+            without = "checkpoint=none" if self._remote is None else "checkpoint.remote=null"
+            remedy = f"Make the folder writable, or train without: {without}"
+            raise UserError(f"Cannot write checkpoints: {failure}. {remedy}")
 
     def _apply_retention(self) -> None:
         try:
@@ -379,30 +334,19 @@ class Checkpointer:
                     result = f"it is now in {self.folder.quarantine(step).name}"
                 except OSError as error:
                     result = f"it stays where it is, since we cannot move it ({error.strerror or error})"
-            get_logger().error(
-                "the checkpoint of step %d is damaged: %s. We use that of step %d instead, and %s",
-                step,
-                damage,
-                used,
-                result,
-            )
+            text = "the checkpoint of step %d is damaged: %s. We use that of step %d instead, and %s"
+            get_logger().error(text, step, damage, used, result)
 
 
 @dataclass
 class _PendingSave:
-    """A save that is not durable yet."""
-
     step: int
-    begin: float
-    """Start of the training pause."""
+    begin: float  # start of the training pause
     write_started: float
-    wait: Callable[[], object] = lambda: None
-    """Blocks until the checkpoint is durable; raises if the save failed."""
+    wait: Callable[[], object] = lambda: None  # blocks until the checkpoint is durable; raises if the save failed
     future: Future[Any] | None = None
-    pause_seconds: float = -1.0
-    """Duration of the training pause; negative until it ends."""
-    durable_at: float = -1.0
-    """Time at which the checkpoint became durable; negative before."""
+    pause_seconds: float = -1.0  # duration of the training pause; negative until it ends
+    durable_at: float = -1.0  # time at which the checkpoint became durable; negative before
 
     def mark_durable(self, now: float) -> None:
         """Record the end of the save; the first call counts."""
@@ -410,11 +354,3 @@ class _PendingSave:
             self.durable_at = now
         if self.pause_seconds < 0:
             self.pause_seconds = now - self.begin
-
-
-def _first_failure(error: BaseException) -> str:
-    """First failing rank's error, in one line."""
-    if isinstance(error, dcp.CheckpointException) and error.failures:
-        rank, (cause, _) = sorted(error.failures.items())[0]
-        return f"rank {rank}: {cause}"
-    return str(error)

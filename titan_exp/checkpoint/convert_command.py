@@ -23,18 +23,14 @@ from titan_exp.models.convert.state_dict_map import checkpoint_formats
 from titan_exp.rules.data import tokenizer_file
 from titan_exp.tracking.logging import byte_progress
 
-DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
-"""Values of `dtype`."""
-
+DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}  # values of `dtype`
 OWN_NAMES = ("dcp", "torch")
 """Formats that titan_exp trains from or writes for itself; by default they are converted to other tools' formats."""
 
 
 def convert_command(options: ConvertOptions, run_path: Callable[[str, str], str]) -> None:
-    """Convert a checkpoint; `run_path` maps the name of a run, in a folder of runs, to its folder.
-
-    Raises UserError about an option that does not fit the checkpoint.
-    """
+    """Convert a checkpoint; `run_path` maps the name of a run, in a folder of runs, to its folder. Raises UserError
+    about an option that does not fit the checkpoint."""
     with staged_upload(options.target) as target:
         if target.exists():
             raise UserError(f"{target} exists. Use another target, or remove it first.")
@@ -49,15 +45,11 @@ def convert_command(options: ConvertOptions, run_path: Callable[[str, str], str]
         averaged = ", averaged weights" if source.averaged else ""
         print(f"{source.path}: {source.model.name} ({source.format}{averaged})")
         if source.format == "huggingface":
-            print(
-                "\n".join(
-                    hf_config.repository_lines(hf_config.config_json(source.path), source.model.name, source.model)
-                )
-            )
+            values = hf_config.config_json(source.path)
+            print(*hf_config.repository_lines(values, source.model.name, source.model), sep="\n")
         with byte_progress(f"writing {form}") as progress:
-            written = export_weights(
-                source, target, ExportOptions(form, DTYPES[options.dtype], options.file_gb * 1e9, progress)
-            )
+            export = ExportOptions(form, DTYPES[options.dtype], options.file_gb * 1e9, progress)
+            written = export_weights(source, target, export)
         if source.tokenizer is None and form != "torch" and source.model.vocab_size:
             print(f"there is no tokenizer beside the weights, so copy its tokenizer.json into {options.target}")
         following = f"titan-exp generate {options.target}" if is_url(options.target) else _next(source, target, form)
@@ -69,14 +61,12 @@ def convert_command(options: ConvertOptions, run_path: Callable[[str, str], str]
 
 
 def _require_family(options: ConvertOptions, folder: Path) -> None:
-    """Raise UserError if only the family that reads any type can read the folder's model, unless `model` names that
-    family."""
+    """Raise UserError if only the family that reads any type can read the model, unless `model` names it."""
     values, (name, _) = hf_config.config_json(folder), hf_config.other_family() or ("auto", None)
     if options.model != name and not hf_config.has_family(values):
         command = shlex.join(["titan-exp", "convert", options.source, options.target, f"model={name}"])
-        raise UserError(
-            f"{folder}: {hf_config.no_family(values)}\n  {command} keeps its tensors' names, and converts back."
-        )
+        remedy = f"{command} keeps its tensors' names, and converts back."
+        raise UserError(f"{folder}: {hf_config.no_family(values)}\n  {remedy}")
 
 
 def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
@@ -89,17 +79,13 @@ def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
             return "huggingface"
         return "diffusers" if "diffusers" in formats and not diffusers_violations(source.model) else "safetensors"
     if (options.format == "torch") != ends_in_pt:
-        kind = (
-            "a file, whose name ends in .pt"
-            if options.format == "torch"
-            else "a folder, whose name does not end in .pt"
-        )
+        folder = "a folder, whose name does not end in .pt"
+        kind = "a file, whose name ends in .pt" if options.format == "torch" else folder
         raise UserError(f"format={options.format} writes {kind}, and the target is {options.target}.")
     return options.format
 
 
 def _next(source: OpenCheckpoint, target: Path, form: str) -> str:
-    """Command to type next for the written checkpoint."""
     tune = f"checkpoint_dir={target}, checkpoint_files="
     loaders = {
         "huggingface": lambda: f"transformers: AutoModelForCausalLM.from_pretrained({str(target)!r})",

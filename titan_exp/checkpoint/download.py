@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.request import urlopen
 from zipfile import BadZipFile, ZipFile
 
@@ -18,12 +18,9 @@ from titan_exp.checkpoint.background_upload import RemoteRun
 from titan_exp.checkpoint.remote_folder import RemoteError
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.storage_writer import find_file_damage
-from titan_exp.config.checkpoint_files import (
-    CHECKSUMS_FILE,
-    FileChecksum,
-    step_name,
-)
+from titan_exp.config.checkpoint_files import CHECKSUMS_FILE, FileChecksum, step_name
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.parallel.mesh import from_rank_0, gather_objects
 from titan_exp.tracking.logging import PROGRESS, get_logger
 from titan_exp.tracking.run_folder.files import mkdir_below, sync_file, temporary_folder
 
@@ -31,10 +28,8 @@ from titan_exp.tracking.run_folder.files import mkdir_below, sync_file, temporar
 def download(
     repo: str, target: Path, patterns: Sequence[str], revision: str | None = None, kind: str = "model"
 ) -> None:
-    """Download the files of a repository of a kind (`model` or `dataset`) that match the patterns, or resume.
-
-    Raises UserError if the repository or the hub is unreachable, or access is denied.
-    """
+    """Download the files of a repository of a kind (`model` or `dataset`) that match the patterns, or resume. Raises
+    UserError if the repository or the hub is unreachable, or access is denied."""
     from huggingface_hub import HfApi, errors, snapshot_download
 
     token = os.environ.get("HF_TOKEN") or False
@@ -59,8 +54,7 @@ def download(
 
 
 def download_wheel(requirement: str, target: Path) -> None:
-    """Download a package such as `name==1.0` as your pip finds it, and unpack its files into a folder. Raises UserError
-    if pip or the disk fails."""
+    """Download a package such as `name==1.0` as your pip finds it, and unpack it into a folder. Raises UserError."""
     with temporary_folder() as scratch:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
         done = subprocess.run([*pip, str(scratch), requirement], capture_output=True, text=True, check=False)
@@ -70,26 +64,21 @@ def download_wheel(requirement: str, target: Path) -> None:
             raise UserError(f"pip could not download {requirement}: {last}\n  {more}")
         (wheel,) = scratch.glob("*.whl")
         try:
-            with wheel.open("rb") as file:
-                _unpack(file, target)
+            with ZipFile(wheel) as archive:
+                archive.extractall(target)
         except OSError as error:
             raise UserError(f"Could not unpack {requirement} in {target}: {error.strerror or error}.") from error
 
 
-def _unpack(file: IO[bytes], target: Path) -> None:
-    with ZipFile(file) as archive:
-        archive.extractall(target)
-
-
 def download_archive(url: str, target: Path) -> None:
-    """Download a zip archive, and unpack it into a folder. Raises UserError if the server or
-    the disk fails, or it sends anything else."""
+    """Download a zip archive, and unpack it into a folder. Raises UserError if the server or the disk fails."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target) as file:
             with urlopen(url, timeout=60) as answer:
                 shutil.copyfileobj(answer, file)
-            _unpack(file, target)
+            with ZipFile(file) as archive:
+                archive.extractall(target)
     except (BadZipFile, HTTPException) as error:
         raise UserError(f"{url} is no complete zip archive: {error}. Type the same command again.") from error
     except OSError as error:
@@ -108,10 +97,8 @@ def _unreachable(repo: str, error: BaseException) -> str:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if isinstance(cause, OSError) and cause.errno in (28, 122):
-        return (
-            f"The disk is full, so we could not store {repo}. Free space and type the same command again: it "
-            "keeps complete files."
-        )
+        remedy = "Free space and type the same command again: it keeps complete files."
+        return f"The disk is full, so we could not store {repo}. {remedy}"
     reason = str(cause).partition("\n")[0] or type(cause).__name__
     return (
         f"Could not download {repo}: the hub does not answer ({reason}).\n"
@@ -127,12 +114,10 @@ DOWNLOADING = ".fetching"
 def download_newer(
     run: RemoteRun, folder: CheckpointFolder, than: int | None, group: dist.ProcessGroup | None
 ) -> int | None:
-    """Download the newest intact checkpoint after step `than`; returns its step, or None. Collective over the group.
-
-    A damaged remote checkpoint is logged and quarantined, and the previous one is tried. If the store is unreachable,
+    """Download the newest intact checkpoint after step `than`; returns its step, or None. Collective over the group. A
+    damaged remote checkpoint is logged and quarantined, and the previous one is tried. If the store is unreachable,
     this is logged and the run continues from the local checkpoint. Raises UserError if there is no local checkpoint
-    either, so that the run would start over, or if the disk is full.
-    """
+    either, so that the run would start over, or if the disk is full."""
     leader = dist.get_rank(group) == 0
     remote_steps = _on_rank_0(lambda: [step for step in run.complete_steps() if than is None or step > than], group)
     if isinstance(remote_steps, RemoteError):
@@ -147,16 +132,14 @@ def download_newer(
         target = folder.path_of(step).with_name(step_name(step) + DOWNLOADING)
         damage = _download_files(run, step, checksums, target, group)
         if damage is None:
-            _publish(run, folder, step, target, group)
+            failure = _on_rank_0(lambda target=target, step=step: _publish(run, folder, step, target), group)
+            if isinstance(failure, RemoteError):
+                raise UserError(f"Could not download the checkpoint of step {step}: {failure}")
             return step
         if isinstance(damage, RemoteError):
             return _continue_without(damage, than)
-        get_logger().error(
-            "the checkpoint of step %d in %s is damaged: %s. We quarantine it there, and use an older one",
-            step,
-            run.url,
-            damage,
-        )
+        text = "the checkpoint of step %d in %s is damaged: %s. We quarantine it there, and use an older one"
+        get_logger().error(text, step, run.url, damage)
         if leader:
             run.quarantine(step)
             shutil.rmtree(target, ignore_errors=True)
@@ -166,18 +149,14 @@ def download_newer(
 def _download_files(
     run: RemoteRun, step: int, checksums: dict[str, FileChecksum], target: Path, group: dist.ProcessGroup | None
 ) -> str | RemoteError | None:
-    """Download all files of a checkpoint; returns the damage found, or the store's failure. Raises UserError if the
-    local disk is not writable."""
+    """Download all files; returns the damage or the store's failure. Raises UserError about the local disk."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     shard = {name: checksums[name] for name in sorted(checksums)[rank::world]}
-    found: list[Any] = [None] * world
-    dist.all_gather_object(found, _download_shard(run, step, shard, target), group=group)
+    found = gather_objects(_download_shard(run, step, shard, target), group)
     failures: dict[str, str] = dict(reversed([failure for failure in found if failure is not None]))
     if "disk" in failures:
-        raise UserError(
-            f"The checkpoint of step {step} from {run.url} cannot be written here: {failures['disk']}. Free disk "
-            "space and start again: complete files are kept."
-        )
+        problem = f"The checkpoint of step {step} from {run.url} cannot be written here: {failures['disk']}"
+        raise UserError(f"{problem}. Free disk space and start again: complete files are kept.")
     if "store" in failures:
         return RemoteError(failures["store"])
     return failures.get("damage")
@@ -206,22 +185,15 @@ def _download_shard(
     return None
 
 
-def _publish(
-    run: RemoteRun, folder: CheckpointFolder, step: int, target: Path, group: dist.ProcessGroup | None
-) -> None:
-    def publish() -> None:
-        text = run.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
-        (target / CHECKSUMS_FILE).write_bytes(text or b"")
-        sync_file(target / CHECKSUMS_FILE)
-        shutil.rmtree(folder.partial_path(step), ignore_errors=True)
-        os.rename(target, folder.partial_path(step))
-        folder.publish(step)
-        for stale in folder.path.glob(f"*{DOWNLOADING}"):
-            shutil.rmtree(stale, ignore_errors=True)
-
-    failure = _on_rank_0(publish, group)
-    if isinstance(failure, RemoteError):
-        raise UserError(f"Could not download the checkpoint of step {step}: {failure}")
+def _publish(run: RemoteRun, folder: CheckpointFolder, step: int, target: Path) -> None:
+    text = run.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
+    (target / CHECKSUMS_FILE).write_bytes(text or b"")
+    sync_file(target / CHECKSUMS_FILE)
+    shutil.rmtree(folder.partial_path(step), ignore_errors=True)
+    os.rename(target, folder.partial_path(step))
+    folder.publish(step)
+    for stale in folder.path.glob(f"*{DOWNLOADING}"):
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def _continue_without(error: RemoteError, than: int | None) -> None:
@@ -234,17 +206,16 @@ def _continue_without(error: RemoteError, than: int | None) -> None:
 
 
 def _on_rank_0(call: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Broadcast the result of `call` on rank 0; a RemoteError is returned. Raises UserError on every rank if rank 0
-    cannot write to the local disk."""
-    result: list[Any] = [None]
+    """Result of `call` on rank 0, or its RemoteError. Raises UserError on every rank if rank 0's disk fails."""
+    result: Any = None
     if dist.get_rank(group) == 0:
         try:
-            result[0] = call()
+            result = call()
         except RemoteError as error:
-            result[0] = error
+            result = error
         except OSError as error:
-            result[0] = UserError(f"{error.filename or 'the run folder'}: {error.strerror or error}")
-    dist.broadcast_object_list(result, src=0, group=group)
-    if isinstance(result[0], UserError):
-        raise result[0]
-    return result[0]
+            result = UserError(f"{error.filename or 'the run folder'}: {error.strerror or error}")
+    result = from_rank_0(result, group)
+    if isinstance(result, UserError):
+        raise result
+    return result

@@ -19,6 +19,7 @@ from titan_exp.checkpoint.optimizer_state import (
     VALUES_PREFIX,
     SavedTensor,
     equals_weights,
+    first_by_name,
     is_average,
     is_optional,
     optimizer_state_dict,
@@ -30,23 +31,20 @@ from titan_exp.checkpoint.storage_reader import load_into, require_stored, tenso
 from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.config.foreign_file import parse_value
 from titan_exp.models.spec.moe import TRAINING_BUFFERS
+from titan_exp.parallel.mesh import gather_objects
 from titan_exp.rules.weights import weight_pattern
 from titan_exp.tracking.logging import get_logger
 
 MODEL_PREFIX, DATA_PREFIX, PROGRESS_KEY = "model.", "data.", "progress"
-WEIGHTS_ONLY_KEY = "weights_only"
-"""Progress key that marks a checkpoint as weights-only."""
+WEIGHTS_ONLY_KEY = "weights_only"  # progress key that marks a checkpoint as weights-only
 
 
 def training_state_dict(
     parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, data: Mapping[str, Any], progress: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Build the state dict of a full checkpoint.
-
-    Keys are `model.<full name>` for parameters and persistent buffers, the keys of `optimizer_state`, `data.<shard>`
-    for the JSON state of each virtual shard that this rank reads, and `progress` for JSON counters. Raises
-    UnsavedStateError about optimizer state that cannot be saved.
-    """
+    """Build the state dict of a full checkpoint. Keys are `model.<full name>` for parameters and persistent buffers,
+    the keys of `optimizer_state`, `data.<shard>` for the JSON state of each virtual shard that this rank reads, and
+    `progress` for JSON counters. Raises UnsavedStateError about optimizer state that cannot be saved."""
     return {
         **model_state_dict(parts),
         **{key: value for key, value in optimizer_state_dict(parts, optimizer).items() if not equals_weights(key)},
@@ -57,11 +55,8 @@ def training_state_dict(
 
 
 def model_state_dict(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by full name, not copied.
-
-    For a tied tensor with copies in two parts, the first part's is used.
-    """
-    return _first_by_name(_model_tensors(parts))
+    """Parameters and persistent buffers by full name, not copied; of a tied tensor in two parts, the first's."""
+    return first_by_name(_model_tensors(parts))
 
 
 def persistent_buffers(parts: Sequence[nn.Module]) -> list[Tensor]:
@@ -75,16 +70,9 @@ def average_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimi
     return {key: value for key, value in optimizer_state_dict(parts, optimizer).items() if is_average(key)}
 
 
-@torch.no_grad()
 def sync_tied_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     """Copy tied weights and their optimizer state from the first (loaded) part to the others."""
     _copy_first_to_others((*_model_tensors(parts), *optimizer_tensors(parts, optimizer)))
-
-
-@torch.no_grad()
-def sync_tied_weights(parts: Sequence[nn.Module]) -> None:
-    """Copy tied weights from the first part to the others."""
-    _copy_first_to_others(_model_tensors(parts))
 
 
 def is_training_state(name: str) -> bool:
@@ -102,6 +90,7 @@ def decode_json(tensor: Tensor) -> Any:
     return parse_value(bytes(tensor.cpu().tolist()), "an entry of the checkpoint")
 
 
+@torch.no_grad()
 def _copy_first_to_others(named: Iterable[tuple[str, Tensor]]) -> None:
     originals: dict[str, Tensor] = {}
     for name, tensor in named:
@@ -117,20 +106,12 @@ def _model_tensors(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
             yield f"{MODEL_PREFIX}{name}", value.detach()
 
 
-def _first_by_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in named:
-        tensors.setdefault(name, tensor)
-    return tensors
-
-
 @dataclass(frozen=True)
 class RestoredState:
     """Non-tensor state of a checkpoint."""
 
     progress: dict[str, Any]
-    data: dict[str, Any]
-    """Data-loader state of every virtual shard."""
+    data: dict[str, Any]  # data-loader state of every virtual shard
 
 
 def read_progress(path: Path) -> dict[str, Any]:
@@ -141,8 +122,7 @@ def read_progress(path: Path) -> dict[str, Any]:
 def load_state(
     path: Path, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, keeps: Collection[str] = ()
 ) -> RestoredState:
-    """Load a verified checkpoint; of optional optimizer state only what this run `keeps`, by name. Collective if a
-    process group exists."""
+    """Load a verified checkpoint; of optional optimizer state what this run `keeps`, by name. Collective."""
     shapes, progress = tensor_shapes(path), read_progress(path)
     # Weights come first, since an optimizer may derive its initial state from them.
     load_into(path, model_state_dict(parts))
@@ -195,12 +175,10 @@ MAX_LISTED = 12
 def load_initial_weights(
     path: Path, parts: Sequence[nn.Module], exclude: Sequence[str], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Load a checkpoint's weights into the model (or its parts on this rank); collective over the group.
-
-    Weights whose full names match a pattern of `exclude` (`head.*`), and the state of the load balance, keep their
-    values. A `group` of None is all ranks. Raises UserError with every missing, unexpected or reshaped weight, and
-    every pattern that matches no weight.
-    """
+    """Load a checkpoint's weights into the model (or its parts on this rank); collective over the group. Weights whose
+    full names match a pattern of `exclude` (`head.*`), and the state of the load balance, keep their values. A `group`
+    of None is all ranks. Raises UserError with every missing, unexpected or reshaped weight, and every pattern that
+    matches no weight."""
     state = {
         name.removeprefix(MODEL_PREFIX): value
         for name, value in model_state_dict(parts).items()
@@ -236,37 +214,31 @@ def load_initial_weights(
         missing, reshaped = _gather_names(missing, group), _gather_names(reshaped, group)
         raise UserError(_explain_mismatch(path, missing, unexpected, reshaped, unused))
     load_into(path, {f"{MODEL_PREFIX}{name}": value for name, value in wanted.items()})
-    sync_tied_weights(parts)
+    _copy_first_to_others(_model_tensors(parts))
     kept = len(state) - len(wanted)
-    get_logger().info(
-        "%d weights and buffers from %s%s", len(wanted), path, f", and {kept} keep their initial values" if kept else ""
-    )
+    others = f", and {kept} keep their initial values" if kept else ""
+    get_logger().info("%d weights and buffers from %s%s", len(wanted), path, others)
 
 
 def _explain_mismatch(
     path: Path, missing: list[str], unexpected: list[str], reshaped: list[str], unused: list[str]
 ) -> str:
+    differences = {
+        "the checkpoint lacks": missing,
+        "the model lacks": unexpected,
+        "these have another shape": reshaped,
+        "these patterns of checkpoint.initial_exclude match nothing": unused,
+    }
     lines = [f"checkpoint.initial: the weights in {path} do not fit the model."]
-    if missing:
-        lines.append(f"  the checkpoint lacks: {_list(missing)}")
-    if unexpected:
-        lines.append(f"  the model lacks: {_list(unexpected)}")
-    if reshaped:
-        lines.append(f"  these have another shape: {_list(reshaped)}")
-    if unused:
-        lines.append(f"  these patterns of checkpoint.initial_exclude match nothing: {_list(unused)}")
+    for what, found in differences.items():
+        more = f" and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
+        lines += [f"  {what}: {', '.join(found[:MAX_LISTED])}{more}"] if found else []
     names = [name.partition(" ")[0] for name in (*missing, *unexpected, *reshaped)]
     if names:
         groups = sorted({weight_pattern(name) for name in names})
-        lines.append(
-            f"  Use the model of these weights, or initialize them anew: checkpoint.initial_exclude='{shown(groups)}'"
-        )
+        anew = f"initialize them anew: checkpoint.initial_exclude='{shown(groups)}'"
+        lines.append(f"  Use the model of these weights, or {anew}")
     return "\n".join(lines)
-
-
-def _list(names: list[str]) -> str:
-    shown_names = ", ".join(names[:MAX_LISTED])
-    return f"{shown_names} and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else shown_names
 
 
 def _shape_text(size: Sequence[int]) -> str:
@@ -276,6 +248,4 @@ def _shape_text(size: Sequence[int]) -> str:
 def _gather_names(names: list[str], group: dist.ProcessGroup | None) -> list[str]:
     if not dist.is_initialized():
         return names
-    found: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(found, names, group=group)
-    return list(dict.fromkeys(name for part in found for name in part))
+    return list(dict.fromkeys(name for part in gather_objects(names, group) for name in part))

@@ -25,10 +25,10 @@ from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.grad_clip import AVERAGE_NORM
 from titan_exp.optim.parameter_groups import changed_groups, reset_groups
 from titan_exp.optim.weight_average import AVERAGE
+from titan_exp.parallel.mesh import gather_objects
 from titan_exp.tracking.logging import get_logger
 
-_MAX_INLINE = 4096
-"""Maximum number of elements of a tensor in a parameter group."""
+_MAX_INLINE = 4096  # maximum number of elements of a tensor in a parameter group
 _SCALARS = (bool, int, float, str)
 
 
@@ -43,8 +43,7 @@ class UnsavedStateError(UserError):
 
 
 def encode(value: object, where: str, keep: Callable[[str, Tensor], Any]) -> Any:
-    """Encode a value as JSON. `keep` is called with the place and value of each tensor in it, and returns a
-    replacement. Raises UnsavedStateError."""
+    """Encode a value as JSON; `keep` replaces each tensor, given place and value. Raises UnsavedStateError."""
     kind = type(value)
     if value is None or kind in _SCALARS:
         return value
@@ -60,8 +59,7 @@ def encode(value: object, where: str, keep: Callable[[str, Tensor], Any]) -> Any
 
 
 def decode(tree: Any, take: Callable[[Any], Tensor]) -> Any:
-    """Decode a value of `encode`; `take` returns the tensor for a replacement that `keep` returned. Raises UserError if
-    it is damaged."""
+    """Decode a value of `encode`; `take` returns the tensor of a replacement. Raises UserError if it is damaged."""
     match tree:
         case None | bool() | int() | float() | str():
             return tree
@@ -73,9 +71,8 @@ def decode(tree: Any, take: Callable[[Any], Tensor]) -> Any:
             return tuple(decode(part, take) for part in parts)
         case {"dict": [*pairs]} if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             return {key: decode(part, take) for key, part in pairs}
-    raise UserError(
-        "The checkpoint is damaged: a value of the optimizer's state is not a number, a text or a container."
-    )
+    damage = "a value of the optimizer's state is not a number, a text or a container"
+    raise UserError(f"The checkpoint is damaged: {damage}.")
 
 
 def inline(where: str, tensor: Tensor) -> dict[str, Any]:
@@ -100,30 +97,31 @@ def from_inline(kept: Any, device: torch.device) -> Tensor:
         found = torch.frombuffer(content, dtype=torch.uint8).view(dtype) if content else torch.empty(0, dtype=dtype)
         return found.clone().reshape(kept["shape"]).to("cpu" if kept["on_host"] else device)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-        raise UserError(
-            f"The checkpoint is damaged: we cannot read a tensor of a parameter group ({error})."
-        ) from error
+        damage = f"we cannot read a tensor of a parameter group ({error})"
+        raise UserError(f"The checkpoint is damaged: {damage}.") from error
 
 
 OPTIMIZER_PREFIX, VALUES_PREFIX = "optimizer.", "optimizer_values."
-SMALL = 16
-"""Largest number of elements of a whole tensor that ranks compare before a save."""
+SMALL = 16  # largest number of elements of a whole tensor that ranks compare before a save
 
 
 @dataclass(frozen=True)
 class SavedTensor:
     """Global shape and dtype of a tensor in a checkpoint."""
 
-    shape: torch.Size
-    """Shape of the whole tensor."""
-    dtype: torch.dtype
-    """Dtype as saved."""
+    shape: torch.Size  # shape of the whole tensor
+    dtype: torch.dtype  # dtype as saved
 
 
 def optimizer_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Optimizer state tensors by key, not copied; of a tied tensor with copies in two parts, the first part's."""
+    return first_by_name(optimizer_tensors(parts, optimizer))
+
+
+def first_by_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors by name, the first of each."""
     tensors: dict[str, Tensor] = {}
-    for name, tensor in optimizer_tensors(parts, optimizer):
+    for name, tensor in named:
         tensors.setdefault(name, tensor)
     return tensors
 
@@ -140,10 +138,7 @@ def optimizer_tensors(parts: Sequence[nn.Module], optimizer: torch.optim.Optimiz
 
 
 def optimizer_values(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """JSON values of optimizer state by `<kind>.<full parameter name>`.
-
-    Raises UnsavedStateError about state that cannot be carried.
-    """
+    """JSON values of optimizer state by `<kind>.<full parameter name>`. Raises UnsavedStateError."""
     group_of = {parameter: index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
     if odd := [key for key in optimizer.state if key not in group_of]:
         raise UnsavedStateError(f"optimizer.state[{odd[0]!r}]"[:200], "is the state of no parameter")
@@ -190,12 +185,7 @@ def prepare_optimizer_state(
         if (place := _place(key, wanted)) is not None:
             wanted[place[0]][place[1]] = tensor
     state = optimizer.state
-    lacks = (
-        name
-        for name, parameter in named
-        if not wanted[name].keys() <= _tensors(parameter, state.get(parameter, {})).keys()
-    )
-    if _on_any_rank(lacks):
+    if _on_any_rank(name for name, p in named if not wanted[name].keys() <= _tensors(p, state.get(p, {})).keys()):
         init_optimizer_state(parts, optimizer)
     reset_groups(optimizer)
     # A parameter's state may exist on a single rank.
@@ -203,12 +193,9 @@ def prepare_optimizer_state(
     lacking = set[str]()
     for name, parameter in named:
         if state.get(parameter) or name not in elsewhere:
-            present = _tensors(parameter, state.get(parameter, {}))
-            kept = {
-                key: x
-                for key, x in wanted[name].items()
-                if whole or key in present or key in keeps or not is_optional(f".{key}")
-            }
+            known = {*keeps, *_tensors(parameter, state.get(parameter, {}))}
+            found = wanted[name].items()
+            kept = {key: x for key, x in found if whole or key in known or not is_optional(f".{key}")}
             lacking |= _prepare(parameter, state, name, kept, values)
     if lacking:
         get_logger().warning(
@@ -255,18 +242,15 @@ def empty_tensors(
 
 
 def differing_between_ranks(state: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[str]:
-    """Keys of optimizer values and small whole tensors that differ between ranks; collective over the group. A
-    checkpoint stores one rank's."""
+    """Keys of optimizer values and small whole tensors that differ between ranks; collective over the group."""
     own = {
         key: zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         for key, value in state.items()
         if key.startswith(VALUES_PREFIX)
         or (key.startswith(OPTIMIZER_PREFIX) and not isinstance(value, DTensor) and value.numel() <= SMALL)
     }
-    everywhere: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, own, group=group)
     known = dict[str, set[int]]()
-    for found in everywhere:
+    for found in gather_objects(own, group):
         for key, checksum in found.items():
             known.setdefault(key, set()).add(checksum)
     return sorted(key for key, checksums in known.items() if len(checksums) > 1)
@@ -293,9 +277,8 @@ def equals_weights(key: str) -> bool:
 
 
 def _named(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    return (
-        (name, parameter) for part in parts for name, parameter in part.named_parameters() if parameter.requires_grad
-    )
+    named = (pair for part in parts for pair in part.named_parameters())
+    return ((name, parameter) for name, parameter in named if parameter.requires_grad)
 
 
 def _place(key: str, names: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -341,14 +324,9 @@ def _whole(parameter: Tensor, tensor: Tensor) -> Tensor:
     if not _is_shard(parameter, tensor):
         return tensor
     assert isinstance(parameter, DTensor)
-    return DTensor.from_local(
-        tensor,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    shape, stride = parameter.shape, parameter.stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _empty(parameter: Tensor, saved: SavedTensor) -> Tensor:
@@ -358,11 +336,7 @@ def _empty(parameter: Tensor, saved: SavedTensor) -> Tensor:
 
 
 def _prepare(
-    parameter: Tensor,
-    states: Any,
-    name: str,
-    wanted: Mapping[str, SavedTensor],
-    values: Mapping[str, Any],
+    parameter: Tensor, states: Any, name: str, wanted: Mapping[str, SavedTensor], values: Mapping[str, Any]
 ) -> set[str]:
     """Prepare a parameter's state for the `wanted` tensors, by state name. Returns names of numbers that the optimizer
     has and an early checkpoint lacks."""
@@ -381,7 +355,7 @@ def _prepare(
         empty = _empty(parameter, wanted[key])
         return local_tensor(empty) if key in local else empty
 
-    numbers = {key for key, value in state.items() if not _has_tensors(value)}
+    numbers = {key for key, value in state.items() if not isinstance(value, Tensor | list | tuple | dict)}
     if (not wanted and f"none.{name}" in values) or trees:
         # State that the zero step has made and the saved optimizer lacked.
         for key in [key for key in state if key not in trees and key not in wanted and not is_optional(f".{key}")]:
@@ -396,21 +370,15 @@ def _prepare(
     return numbers if wanted and not trees else set()
 
 
-def _has_tensors(value: object) -> bool:
-    return isinstance(value, Tensor | list | tuple | dict)
-
-
 def _restore_group(group: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Set a group to the values that the groups of its parameters had, by parameter. Raises UserError if these
-    differ."""
+    """Set a group to the values that its parameters' groups had. Raises UserError if these differ."""
     texts = defaultdict[str, list[str]](list)
     for name, values in found.items():
         texts[json.dumps(values, sort_keys=True)].append(name)
     if len(texts) > 1:
         (one, *_), (other, *_) = list(texts.values())[:2]
-        keys = sorted(
-            {key for name in (one, other) for key in found[name] if found[one].get(key) != found[other].get(key)}
-        )
+        keys = {*found[one], *found[other]}
+        keys = sorted(key for key in keys if found[one].get(key) != found[other].get(key))
         raise UserError(
             f"The optimizer's group values {', '.join(keys)} differ between {one} and {other}, which are one parameter "
             "group in this layout and were two in that of the checkpoint: they cannot be carried. Continue in the "
@@ -423,10 +391,7 @@ def _restore_group(group: dict[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def _on_any_rank(names: Iterable[str]) -> set[str]:
-    """Names that any rank has."""
     own = list(names)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return set(own)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
-    return {name for names in everywhere for name in names}
+    return {name for found in gather_objects(own) for name in found}

@@ -19,22 +19,16 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.files import write_atomically
 
 CONNECT_SECONDS = 10
-READ_SECONDS = 60
-"""Read timeout of S3 in seconds. Other protocols use their packages' timeouts."""
-ATTEMPTS = 3
-"""Attempts per S3 request before the store counts as unreachable."""
-CONCURRENT_PARTS = 4
-"""Number of concurrent 50 MB parts of an S3 transfer; bounds its memory."""
+READ_SECONDS = 60  # read timeout of S3 in seconds. Other protocols use their packages' timeouts.
+ATTEMPTS = 3  # attempts per S3 request before the store counts as unreachable
+CONCURRENT_PARTS = 4  # number of concurrent 50 MB parts of an S3 transfer; bounds its memory
 _S3 = ("s3", "s3a")
 _CHUNK_BYTES = 8 * 2**20
 
 
 class RemoteError(Exception):
-    """Failed request to a remote store, with a readable message.
-
-    `permanent` is True if retrying will not help: wrong name, no credentials, no permission. Otherwise the network may
-    be down.
-    """
+    """Failed request to a remote store, with a readable message. `permanent` is True if retrying will not help: wrong
+    name, no credentials, no permission. Otherwise the network may be down."""
 
     def __init__(self, message: str, permanent: bool = False) -> None:
         super().__init__(message)
@@ -51,8 +45,7 @@ class RemoteFile:
 
     name: str
     size: int
-    version: str
-    """ETag, generation or modification time, if the store reports one."""
+    version: str  # ETag, generation or modification time, if the store reports one
 
     @property
     def version_tag(self) -> str:
@@ -69,11 +62,9 @@ class RemoteListing:
 
 
 class RemoteFolder:
-    """Remote folder at `url`, which need not exist. Names are relative and may have parts (`step-00000100/x`).
-
-    Every method raises RemoteError if the store fails. Raises UserError if the protocol is unknown or not installed, or
-    the URL may hold a credential.
-    """
+    """Remote folder at `url`, which need not exist. Names are relative and may have parts (`step-00000100/x`). Every
+    method raises RemoteError if the store fails. Raises UserError if the protocol is unknown or not installed, or the
+    URL may hold a credential."""
 
     def __init__(self, url: str) -> None:
         problem = problem_of_url(url)
@@ -129,8 +120,7 @@ class RemoteFolder:
                 store.pipe_file(path, content)
 
     def upload(self, source: Path, name: str = "", *, stop: Callable[[], bool] = lambda: False) -> None:
-        """Upload a file; a failure may leave a part of it. Raises TransferCancelled once `stop`, called between parts,
-        is True."""
+        """Upload a file; a failure may leave a part. Raises TransferCancelled once `stop`, asked between parts."""
         if stop():
             raise TransferCancelled("the transfer was cancelled")
         with self._store(name) as (store, path):
@@ -140,8 +130,7 @@ class RemoteFolder:
                 store.put_file(str(source), path, callback=_stopping(stop))
 
     def download(self, name: str, target: Path) -> None:
-        """Download a file (without a name, the URL itself); `target` appears once complete. Raises OSError if the
-        local disk is full or read-only."""
+        """Download a file; `target` appears once complete. Raises OSError if the local disk is full or read-only."""
         partial = target.with_name(f"{target.name}.{os.urandom(4).hex()}.part")
         partial.touch()  # an error of the local disk must not count as one of the store
         try:
@@ -233,7 +222,6 @@ def _copy(source: Path, target: Path, stop: Callable[[], bool]) -> None:
 
 
 def _stopping(stop: Callable[[], bool]) -> Any:
-    """Callback for fsspec that cancels a transfer between two parts."""
     from fsspec.callbacks import Callback
 
     class Stopping(Callback):

@@ -65,10 +65,7 @@ class CheckpointFolder:
 
     def apply_retention(self, newest: int, every: int | None = None, in_use: Container[int] = ()) -> None:
         """Delete complete checkpoints, oldest first, except the `newest`, multiples of `every`, those in `in_use`, and
-        those that have a `keep_file`.
-
-        Raises the first OSError, after all others are deleted.
-        """
+        those that have a `keep_file`. Raises the first OSError, after all others are deleted."""
         failure: OSError | None = None
         for step in self.complete_steps()[:-newest]:
             if (every is None or step % every) and step not in in_use and not self.keep_file(step).exists():
@@ -89,9 +86,7 @@ class CheckpointFolder:
 
     def remove_stale(self) -> None:
         """Delete stale files of interrupted saves and deletions, and restore checkpoints whose replacement failed.
-
-        Files that cannot be deleted, such as another user's, stay, except where a save writes.
-        """
+        Files that cannot be deleted, such as another user's, stay, except where a save writes."""
         if not self.path.is_dir():
             return
         for entry in sorted(self.path.iterdir()):
@@ -115,8 +110,7 @@ class CheckpointFolder:
 
 
 class SaveFailures:
-    """Failed saves into a folder. The run fails after `limit_minutes` of failures; None means never. `clock` is in
-    seconds."""
+    """Failed saves into a folder. The run fails after `limit_minutes` of them; `clock` is in seconds."""
 
     def __init__(self, folder: CheckpointFolder, limit_minutes: float | None, clock: Callable[[], float]) -> None:
         self._folder, self._limit_minutes, self._clock = folder, limit_minutes, clock
@@ -129,10 +123,8 @@ class SaveFailures:
         """Warning since when saves fail, and why; None if the last one succeeded."""
         if self._cause is None:
             return None
-        return (
-            f"since {self._since} we cannot write a checkpoint to {self._folder.path} ({self._cause}), and "
-            f"{self.newest}"
-        )
+        problem = f"we cannot write a checkpoint to {self._folder.path} ({self._cause})"
+        return f"since {self._since} {problem}, and {self.newest}"
 
     @property
     def newest(self) -> str:

@@ -50,11 +50,8 @@ def check_metadata(metadata: Any) -> None:
 
 
 def check_read_items(items: list[ReadItem], metadata: Metadata) -> Counter[str]:
-    """Check planned reads against the metadata; returns the number of elements read, by key.
-
-    Raises:
-        MetadataError: an item is not a tensor, or is not in a file of the checkpoint.
-    """
+    """Check planned reads against the metadata; returns the number of elements read, by key. Raises MetadataError if an
+    item is not a tensor, or is not in a file of the checkpoint."""
     read: Counter[str] = Counter()
     for item in items:
         key, place = item.dest_index.fqn, metadata.storage_data.get(item.storage_index)
@@ -109,15 +106,9 @@ def _check_entry(key: str, entry: Any, tensor: Tensor) -> None:
 
 
 _METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_CLASSES = ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta")
 _ALLOWED_NAMES = {
-    (_METADATA, "Metadata"),
-    (_METADATA, "MetadataIndex"),
-    (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "BytesStorageMetadata"),
-    (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "TensorProperties"),
-    (_METADATA, "StorageMeta"),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "_MEM_FORMAT_ENCODING", *_CLASSES)),
     (_FILESYSTEM, "_StorageInfo"),
     ("torch", "Size"),
     ("torch", "device"),
@@ -140,10 +131,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _memory_format
         if (module_name, global_name) in _ALLOWED_NAMES:
             return super().find_class(module_name, global_name)
-        raise pickle.UnpicklingError(
-            f"the checkpoint's metadata asks for {module_name}.{global_name}, which is not checkpoint metadata, so "
-            "the file is damaged or was tampered with"
-        )
+        asked = f"the checkpoint's metadata asks for {module_name}.{global_name}, which is not checkpoint metadata"
+        raise pickle.UnpicklingError(f"{asked}, so the file is damaged or was tampered with")
 
 
 def _memory_format(kind: Any, name: Any) -> Any:
@@ -165,8 +154,7 @@ def _check_memo(content: bytes) -> None:
 class SafeStorageReader(dcp.FileSystemReader):
     """torch's file system reader with safe unpickling of the metadata."""
 
-    failure: Exception | None = None
-    """Error of the last read of metadata, which torch 2.11 drops."""
+    failure: Exception | None = None  # error of the last read of metadata, which torch 2.11 drops
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata. Raises UserError on anything other than checkpoint metadata."""
@@ -195,8 +183,7 @@ def damaged_checkpoint(path: Path, damage: str) -> UserError:
 
 
 def unreadable_checkpoint(path: Path, error: dcp.CheckpointException, dropped: Exception | None = None) -> UserError:
-    """Make the error for a failed load, from the first failing rank's error, or from an error of this rank that torch
-    dropped."""
+    """Error for a failed load, of the first failing rank or of this rank's error that torch dropped."""
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     cause = cause if dropped is None else dropped
     if isinstance(cause, UserError):
@@ -220,30 +207,17 @@ def tensor_shapes(path: Path) -> dict[str, torch.Size]:
 
 
 def require_stored(path: Path, sizes: Mapping[str, int]) -> None:
-    """Refuse tensors that have more bytes than the checkpoint's files, before allocating memory for them. Raises
-    UserError."""
+    """Refuse tensors larger than the checkpoint's files, before memory is allocated for them. Raises UserError."""
     stored = sum(file.stat().st_size for file in path.iterdir())
     for key, size in sizes.items():
         if size > stored:
-            raise damaged_checkpoint(
-                path, f"the metadata lists {key} with {size} bytes, and all files together have {stored}"
-            )
-
-
-def min_file_sizes(path: Path) -> dict[str, int]:
-    """Minimum size in bytes of each file of a checkpoint, from the extents in its metadata."""
-    sizes: dict[str, int] = {}
-    for entry in SafeStorageReader(path).read_metadata().storage_data.values():
-        sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
-    return sizes
+            damage = f"the metadata lists {key} with {size} bytes, and all files together have {stored}"
+            raise damaged_checkpoint(path, damage)
 
 
 def load_into(path: Path, state: dict[str, Tensor]) -> None:
-    """Load a checkpoint into tensors in place, in any layout; collective if a process group exists.
-
-    Raises:
-        UserError: the checkpoint lacks a tensor, or has another shape or dtype, or cannot be read.
-    """
+    """Load a checkpoint into tensors in place, in any layout; collective if a process group exists. Raises UserError:
+    the checkpoint lacks a tensor, or has another shape or dtype, or cannot be read."""
     with warnings.catch_warnings():
         # Without a process group, torch warns that it assumes a single process.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

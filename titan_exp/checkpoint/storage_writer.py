@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import pickle
 import zlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.checkpoint.storage_reader import damaged_checkpoint, min_file_sizes
+from titan_exp.checkpoint.storage_reader import SafeStorageReader, damaged_checkpoint
 from titan_exp.config.checkpoint_files import CHECKSUMS_FILE, METADATA_FILE, FileChecksum, parse_checksums
 from titan_exp.config.foreign_file import read_file
+from titan_exp.parallel.mesh import gather_objects
 from titan_exp.tracking.run_folder.files import mkdir_below, write_atomically
 
 PIECE_BYTES = 2**26
@@ -38,11 +39,8 @@ when freed."""
 
 def read_saved(file: IO[bytes], starts: Sequence[int], target: Tensor) -> None:
     """Copy a window of the file's only tensor, with `target`'s shape and beginning at `starts`; runs no code of the
-    file.
-
-    Raises EOFError if the file is cut off, ValueError if its tensor is smaller, and what torch.load raises if it is
-    damaged.
-    """
+    file. Raises EOFError if the file is cut off, ValueError if its tensor is smaller, and what torch.load raises if it
+    is damaged."""
     with FakeTensorMode():
         saved = torch.load(file, weights_only=True)
     ends = [start + size for start, size in zip(starts, target.shape, strict=True)]
@@ -65,7 +63,6 @@ def read_saved(file: IO[bytes], starts: Sequence[int], target: Tensor) -> None:
 
 
 def _fill(file: IO[bytes], tensor: Tensor) -> None:
-    """Fill a contiguous tensor with the file's next bytes."""
     content = tensor.view(-1).view(torch.uint8).numpy().data
     while content:
         count = file.readinto(content)  # type: ignore[attr-defined]
@@ -78,22 +75,14 @@ _CHUNK_BYTES = 8 * 2**20
 _THREADS = 4
 
 
-def write_checksums(path: Path, checksums: Mapping[str, FileChecksum]) -> None:
-    """Write `checksums.json` into a checkpoint."""
-    files = {name: {"size": entry.size, "crc32": f"{entry.crc32:08x}"} for name, entry in sorted(checksums.items())}
-    write_atomically(path / CHECKSUMS_FILE, json.dumps({"files": files}, indent=1) + "\n")
-
-
 def has_checksums(path: Path) -> bool:
     """True if a checkpoint has checksums; early versions wrote none."""
     return (path / CHECKSUMS_FILE).exists()
 
 
 def find_damage(path: Path, shard: int = 0, shards: int = 1) -> str | None:
-    """Verify a checkpoint's files; returns a description of the first damaged file, or None.
-
-    Only files with index `shard` modulo `shards` are read, so that ranks can read different files.
-    """
+    """Verify a checkpoint's files; returns a description of the first damaged file, or None. Only files with index
+    `shard` modulo `shards` are read, so that ranks can read different files."""
     try:
         if not has_checksums(path):
             if any(has_checksums(neighbour) for neighbour in path.parent.glob("step-*")):
@@ -114,9 +103,7 @@ def find_damage_on_ranks(path: Path, group: dist.ProcessGroup | None) -> str | N
     """`find_damage` with the files sharded over the ranks of the group; without a group, by this process alone."""
     if not dist.is_initialized():
         return find_damage(path)
-    world = dist.get_world_size(group)
-    found: list[str | None] = [None] * world
-    dist.all_gather_object(found, find_damage(path, dist.get_rank(group), world), group=group)
+    found = gather_objects(find_damage(path, dist.get_rank(group), dist.get_world_size(group)), group)
     return next((damage for damage in found if damage is not None), None)
 
 
@@ -137,24 +124,23 @@ def find_file_damage(path: Path, expected: FileChecksum) -> str | None:
         size = path.stat().st_size
         if size != expected.size:
             return f"{path.name} has {size:,} bytes instead of {expected.size:,}"
-        return None if _crc32(path) == expected.crc32 else f"{path.name} does not match its checksum"
+        crc, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                crc = zlib.crc32(buffer[:count], crc)
+        return None if crc == expected.crc32 else f"{path.name} does not match its checksum"
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
         return f"cannot read {path.name} ({error.strerror or error})"
 
 
-def _crc32(path: Path) -> int:
-    crc, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc = zlib.crc32(buffer[:count], crc)
-    return crc
-
-
 def _find_short_file(path: Path) -> str | None:
     """Find a file shorter than its extents in the metadata, for checkpoints without checksums."""
-    for name, end in sorted(min_file_sizes(path).items()):
+    ends: dict[str, int] = {}
+    for entry in SafeStorageReader(path).read_metadata().storage_data.values():
+        ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
+    for name, end in sorted(ends.items()):
         file = path / name
         if not file.exists():
             return f"{name} is missing"
@@ -198,7 +184,9 @@ class ChecksumWriter(dcp.FileSystemWriter):
         checksums: dict[str, FileChecksum] = {}
         for rank in results:
             checksums |= dict(result for result in rank if isinstance(result, tuple))
-        write_checksums(Path(self.path), checksums | self._recording.checksums)
+        checksums |= self._recording.checksums
+        files = {name: {"size": one.size, "crc32": f"{one.crc32:08x}"} for name, one in sorted(checksums.items())}
+        write_atomically(Path(self.path) / CHECKSUMS_FILE, json.dumps({"files": files}, indent=1) + "\n")
 
 
 class _MetadataPickler(pickle.Pickler):
@@ -228,8 +216,6 @@ class PublishingWriter(ChecksumWriter):
 
 
 class _RecordingFileSystem(FileSystem):
-    """Records size and checksum of every written file by name."""
-
     def __init__(self) -> None:
         self.checksums: dict[str, FileChecksum] = {}
         self.failure: OSError | None = None

@@ -5,7 +5,7 @@ Every other key of metrics.jsonl is a metric, too.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -18,9 +18,7 @@ from titan_exp.config.study.study import Direction, usual_direction
 from titan_exp.tracking.run_folder.metrics_jsonl import REPORTED, tail_mean
 from titan_exp.tracking.run_folder.run import PredictedMetrics
 
-WITH_PARENTS = "gpu_hours_with_parents"
-"""Name of the metric that exists for continued runs."""
-
+WITH_PARENTS = "gpu_hours_with_parents"  # name of the metric that exists for continued runs
 Reader = Callable[[ComparedRun, float], float | None]
 """Reads a metric of a run at a token budget; None if unknown, NaN if the run diverged."""
 
@@ -29,22 +27,15 @@ Reader = Callable[[ComparedRun, float], float | None]
 class Metric:
     """Compared metric."""
 
-    name: str
-    """Command-line name, and key of metrics.jsonl if it is logged."""
+    name: str  # command-line name, and key of metrics.jsonl if it is logged
     title: str
-    unit: str
-    """Unit; empty for a ratio."""
-    better: Direction | None
-    """Better direction; None if neither is better."""
-    meaning: str
-    """Definition, as a phrase."""
+    unit: str  # unit; empty for a ratio
+    better: Direction | None  # better direction; None if neither is better
+    meaning: str  # definition, as a phrase
     read: Reader
-    is_loss: bool = False
-    """True for a loss, False for a cost."""
-    needs_point: bool = True
-    """True if the metric is unknown before a run has reached the token budget."""
-    is_speed: bool = False
-    """True for a speed or a time; a group whose runs all failed or diverged has none."""
+    is_loss: bool = False  # true for a loss, False for a cost
+    needs_point: bool = True  # True if the metric is unknown before a run has reached the token budget
+    is_speed: bool = False  # true for a speed or a time; a group whose runs all failed or diverged has none
 
 
 def target_metric(target: float) -> Metric:
@@ -53,8 +44,7 @@ def target_metric(target: float) -> Metric:
     def read(run: ComparedRun, tokens: float) -> float | None:
         seen, losses = run.series("loss", tokens)
         values = [value if math.isfinite(value) else math.nan for value in losses]
-        reached = (count for count, loss in zip(seen, moving_average(values), strict=True) if loss <= target)
-        return next(reached, None)
+        return next((count for count, loss in zip(seen, moving_average(values), strict=True) if loss <= target), None)
 
     meaning = f"tokens until the smoothed training loss is {target:g} or less; empty if it never is"
     return Metric("tokens_to_target", f"tokens to loss {target:g}", "tokens", "min", meaning, read, needs_point=False)
@@ -69,10 +59,11 @@ def choose_metrics(
     added = [target_metric(target)] if target is not None else []
     if not names:
         reported = [_logged(name) for name in sorted(logged) if name.startswith(REPORTED)]
-        left_out = {"best_validation_loss"} if not _worsens(runs) else set()
+        last = _last("validation_loss")
+        best_is_last = all(_best_validation(run, math.inf) == last(run, math.inf) for run in runs)
+        left_out = {"best_validation_loss"} if best_is_last else set()
         left_out |= set() if any(run.begins for run in runs) else {WITH_PARENTS}
-        built_in = [metric for metric in DEFAULT if metric.name not in left_out]
-        return built_in + added + reported
+        return [*(metric for metric in DEFAULT if metric.name not in left_out), *added, *reported]
     known = METRIC_BY_NAME | {metric.name: metric for metric in added}
     unknown = [name for name, _ in names if name not in known and name not in logged]
     if unknown:
@@ -101,22 +92,16 @@ def _directed(metric: Metric, better: str | None) -> Metric:
 
 
 def _logged(name: str) -> Metric:
-    """Metric for any other key of metrics.jsonl: its last value."""
     better, unit = usual_direction(name), "nats" if name.startswith("validation_loss/") else ""
     return Metric(name, name.replace("_", " "), unit, better, "last value", _last(name), is_loss=better == "min")
 
 
 def _last(key: str) -> Reader:
-    def read(run: ComparedRun, tokens: float) -> float | None:
-        _, values = run.series(key, tokens)
-        return values[-1] if values else None
-
-    return read
+    return lambda run, tokens: next(reversed(run.series(key, tokens)[1]), None)
 
 
 def _best_validation(run: ComparedRun, tokens: float) -> float | None:
-    values = [value for value in run.series("validation_loss", tokens)[1] if math.isfinite(value)]
-    return min(values, default=None)
+    return min(filter(math.isfinite, run.series("validation_loss", tokens)[1]), default=None)
 
 
 def own_values(run: ComparedRun, key: str, tokens: float) -> list[float]:
@@ -137,54 +122,28 @@ def _memory(run: ComparedRun, tokens: float) -> float | None:
     return max(own_values(run, "memory", tokens), default=None)
 
 
-def _of_predicted(measured: Reader, predicted: Callable[[PredictedMetrics], float | None]) -> Reader:
-    """Make a reader of the ratio of measured to predicted value."""
+def _hours(seconds_of: Callable[[ComparedRun], float | None]) -> Reader:
+    """Reader of a time in hours, scaled to the run's own tokens; None if it is unknown, or the run begins later."""
 
     def read(run: ComparedRun, tokens: float) -> float | None:
-        value, expected = measured(run, tokens), predicted(run.predicted)
-        return value / expected if value is not None and expected else None
+        seconds, own = seconds_of(run), run.tokens - run.begins
+        if seconds is None or (run.begins and tokens <= run.begins):
+            return None
+        return seconds / 3600 * (min(1.0, max(0.0, tokens - run.begins) / own) if own > 0 else 1.0)
 
     return read
 
 
-def _hours(run: ComparedRun, tokens: float) -> float | None:
-    return _own_hours(run, run.seconds, tokens)
-
-
-def _lost_hours(run: ComparedRun, tokens: float) -> float | None:
-    return _own_hours(run, run.lost_seconds, tokens)
-
-
-def _device_hours(run: ComparedRun, tokens: float) -> float | None:
-    return _own_hours(run, run.device_seconds, tokens)
+_device_hours = _hours(lambda run: run.device_seconds)
 
 
 def _device_hours_with_parents(run: ComparedRun, tokens: float) -> float | None:
-    """GPU-hours of a run, plus those of its parent and the parent's ancestors up to the tokens at which each was
-    continued."""
+    """GPU-hours of a run, plus those of its ancestors up to the tokens at which each was continued."""
     own = 0.0 if run.begins and tokens <= run.begins else _device_hours(run, tokens)
     if not run.begins or own is None:
         return own
     before = None if run.parent is None else _device_hours_with_parents(run.parent, min(tokens, run.begins))
     return None if before is None else before + own
-
-
-def _own_hours(run: ComparedRun, seconds: float | None, tokens: float) -> float | None:
-    """Hours in `seconds` up to `tokens`; None if they are unknown, or the run begins later."""
-    if seconds is None or (run.begins and tokens <= run.begins):
-        return None
-    return seconds / 3600 * _fraction_before(run, tokens)
-
-
-def _fraction_before(run: ComparedRun, tokens: float) -> float:
-    """Fraction of a run's own tokens up to `tokens`, by which its time is scaled."""
-    own = run.tokens - run.begins
-    return min(1.0, max(0.0, tokens - run.begins) / own) if own > 0 else 1.0
-
-
-def _worsens(runs: Sequence[ComparedRun]) -> bool:
-    """True if the best validation loss of some run is not its last."""
-    return any(_best_validation(run, math.inf) != _last("validation_loss")(run, math.inf) for run in runs)
 
 
 def _loss(name: str, title: str, meaning: str, read: Reader) -> Metric:
@@ -196,26 +155,22 @@ def _rate(name: str, title: str, unit: str, meaning: str) -> Metric:
     return Metric(name, title, unit, "max", meaning, _median(name), needs_point=False, is_speed=True)
 
 
-def _over_predicted(name: str, title: str, meaning: str, read: Reader) -> Metric:
-    is_speed = name == "speed_of_predicted"
-    return Metric(name, title, "", None, meaning, read, needs_point=False, is_speed=is_speed)
+def _over_predicted(
+    name: str, title: str, meaning: str, measured: Reader, predicted: Callable[[PredictedMetrics], float | None]
+) -> Metric:
+    def read(run: ComparedRun, tokens: float) -> float | None:
+        value, expected = measured(run, tokens), predicted(run.predicted)
+        return value / expected if value is not None and expected else None
+
+    return Metric(name, title, "", None, meaning, read, needs_point=False, is_speed=name == "speed_of_predicted")
 
 
 def _experts(name: str, title: str, better: Direction | None, meaning: str) -> Metric:
     """Metric of all layers with experts: its mean over the last rows, since a single batch is noisy."""
-    return Metric(
-        f"experts/{name}", title, "", better, f"{meaning}; mean of the last fiftieth of the rows", _tail(name)
-    )
+    key, meaning = f"experts/{name}", f"{meaning}; mean of the last fiftieth of the rows"
+    return Metric(key, title, "", better, meaning, lambda run, tokens: tail_mean(run.series(key, tokens)[1]))
 
 
-def _tail(name: str) -> Reader:
-    def read(run: ComparedRun, tokens: float) -> float | None:
-        return tail_mean(run.series(f"experts/{name}", tokens)[1])
-
-    return read
-
-
-_SPEED = _median("tokens_per_second")
 METRICS = (
     _loss("loss", "loss", "training loss, mean of the last fiftieth of the rows", final_loss),
     _loss("validation_loss", "validation loss", "the last evaluation", _last("validation_loss")),
@@ -233,29 +188,33 @@ METRICS = (
         "speed_of_predicted",
         "tokens/s of predicted",
         "tokens/s over the prediction before the start",
-        _of_predicted(_SPEED, lambda prediction: prediction.tokens_per_second),
+        _median("tokens_per_second"),
+        lambda prediction: prediction.tokens_per_second,
     ),
     _over_predicted(
         "memory_of_predicted",
         "memory of predicted",
         "peak of rank 0 over the prediction: of allocated tensors on a GPU, of the process on a CPU",
-        _of_predicted(_memory, lambda prediction: prediction.memory),
+        _memory,
+        lambda prediction: prediction.memory,
     ),
-    Metric("time", "time", "h", "min", "own wall clock of all starts, scaled to these tokens", _hours, is_speed=True),
     Metric(
-        "time_lost",
-        "time lost",
+        "time",
+        "time",
         "h",
         "min",
+        "own wall clock of all starts, scaled to these tokens",
+        _hours(lambda run: run.seconds),
+        is_speed=True,
+    ),
+    Metric(
+        *("time_lost", "time lost", "h", "min"),
         "waiting for others that failed, steps computed again and restarts, scaled to these tokens",
-        _lost_hours,
+        _hours(lambda run: run.lost_seconds),
     ),
     Metric("gpu_hours", "GPU-hours", "h", "min", "own wall clock times processes; on CPU one each", _device_hours),
     Metric(
-        WITH_PARENTS,
-        "GPU-hours with parents",
-        "h",
-        "min",
+        *(WITH_PARENTS, "GPU-hours with parents", "h", "min"),
         "the same and, of a continued run, those of its parents up to where it begins",
         _device_hours_with_parents,
     ),
@@ -269,41 +228,31 @@ METRICS = (
 """Built-in metrics; a study or `--metrics` may select others from metrics.jsonl."""
 
 METRIC_BY_NAME = {metric.name: metric for metric in METRICS}
-
 ON_REQUEST = ("tflops", "experts/bias_range", "experts/balance_loss", "experts/z_loss")
 """Built-in metrics that the table shows only if they are named."""
 
 DEFAULT = tuple(metric for metric in METRICS if metric.name not in ON_REQUEST)
 
 
-SEED = "experiment.seed"
-"""Key of the seed; runs that differ only in it are repetitions."""
-
-LABEL_OF_MODEL = "model.name"
-"""Key of the label that replaces the model's shape keys if equal names mean equal shapes."""
-
+SEED = "experiment.seed"  # key of the seed; runs that differ only in it are repetitions
+LABEL_OF_MODEL = "model.name"  # key of the label that replaces the model's shape keys if equal names mean equal shapes
 GENERIC = {"name", "mode", "enabled", "recipe", "loss"}
 """Key names too generic to be short names; the group's name is used instead."""
 
 RUNG_KEYS = ("training.stop_after", "checkpoint.continue_from")
 """Keys in which the rungs of one point differ under successive halving."""
 
-ABSENT = "not there"
-"""Value of a key that is missing from a configuration written by an older version or read from W&B."""
+ABSENT = "not there"  # value of a key that is missing from a configuration written by an older version or read from W&B
 
 
 @dataclass(frozen=True)
 class DifferingKeys:
     """Keys that distinguish runs."""
 
-    keys: tuple[str, ...]
-    """Full names of the columns, in the order of the configuration."""
-    short: Mapping[str, str]
-    """Short name of each key, unique among them."""
-    stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Keys folded into a column that determines them, by column."""
-    names: Sequence[Mapping[str, Any]] = ()
-    """Values of the columns that stand for other keys, by configuration."""
+    keys: tuple[str, ...]  # full names of the columns, in the order of the configuration
+    short: Mapping[str, str]  # short name of each key, unique among them
+    stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # keys folded into a column, by column
+    names: Sequence[Mapping[str, Any]] = ()  # values of the columns that stand for other keys, by configuration
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -312,9 +261,8 @@ class DifferingKeys:
 
     def label(self, values: Mapping[str, Any], keys: Iterable[str] | None = None) -> str:
         """Short names and values of some or all keys: `lr=0.003 tp=2`."""
-        return " ".join(
-            f"{self.short[key]}={value_text(values.get(key))}" for key in (self.keys if keys is None else keys)
-        )
+        shown = self.keys if keys is None else keys
+        return " ".join(f"{self.short[key]}={value_text(values.get(key))}" for key in shown)
 
 
 def differing_keys(
@@ -346,7 +294,10 @@ def differing_keys(
     ]
     shape = [key for key in keys if key.startswith("model.")]
     folds.append((LABEL_OF_MODEL, shape, [values.get(LABEL_OF_MODEL) for values in flat]))
-    folds += [(choice, own, [values.get(choice) for values in flat]) for choice, own in _keys_by_choice(keys, flat)]
+    for choice in (key for key in keys if key.rpartition(".")[2] in GENERIC and key != LABEL_OF_MODEL):
+        group = choice.rpartition(".")[0]
+        lacking = [key for key in keys if key.startswith(f"{group}.") and any(key not in values for values in flat)]
+        folds.append((choice, [choice, *lacking], [values.get(choice) for values in flat]))
     stands_for: dict[str, tuple[str, ...]] = {}
     named: list[dict[str, Any]] = [{} for _ in flat]
     for column, together, names in folds:
@@ -363,14 +314,6 @@ def differing_keys(
     return DifferingKeys(tuple(keys), _short_names(keys), stands_for, named)
 
 
-def _keys_by_choice(keys: Sequence[str], flat: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    """Choices of groups that differ, each with itself and the differing keys of its group that some choice lacks."""
-    for choice in (key for key in keys if key.rpartition(".")[2] in GENERIC and key != LABEL_OF_MODEL):
-        group = choice.rpartition(".")[0]
-        lacking = [key for key in keys if key.startswith(f"{group}.") and any(key not in values for values in flat)]
-        yield choice, [choice, *lacking]
-
-
 def value_text(value: Any) -> str:
     """Format a value as typed on the command line; numbers have ten digits."""
     if isinstance(value, list | tuple):
@@ -385,7 +328,10 @@ def _determines(names: Sequence[Any], keys: Sequence[str], flat: Sequence[Mappin
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:
-    wanted = {key: _shortest(key) for key in keys}
+    wanted = {}
+    for key in keys:
+        group, _, last = key.rpartition(".")
+        wanted[key] = group.rpartition(".")[2] if last in GENERIC and group else last
     while clashes := [name for name, count in Counter(wanted.values()).items() if count > 1]:
         for key in [key for key in keys if wanted[key] in clashes]:
             parts = wanted[key].count(".") + 2
@@ -394,13 +340,6 @@ def _short_names(keys: Sequence[str]) -> dict[str, str]:
                 return {key: key for key in keys}
             wanted[key] = longer
     return wanted
-
-
-def _shortest(key: str) -> str:
-    group, _, last = key.rpartition(".")
-    if last in GENERIC and group:
-        return group.rpartition(".")[2]
-    return last
 
 
 def _hashable(value: Any) -> Hashable:

@@ -52,12 +52,9 @@ class TokenBudget:
 
 
 def choose_token_budget(runs: Sequence[ComparedRun], at: str) -> TokenBudget:
-    """Choose the token budget.
-
-    `at` is `least` (the least advanced run that has not failed), `done` (the least advanced finished run), `end` (each
-    run at its end), or a number of tokens (`30720`, `1e9`, `2.5B`). Raises UserError for any other value, or if no run
-    has that many tokens.
-    """
+    """Choose the token budget. `at` is `least` (the least advanced run that has not failed), `done` (the least advanced
+    finished run), `end` (each run at its end), or a number of tokens (`30720`, `1e9`, `2.5B`). Raises UserError for any
+    other value, or if no run has that many tokens."""
     begun = [run for run in runs if run.tokens]
     if not begun:
         return TokenBudget(0, "no run has logged a step yet")
@@ -171,29 +168,31 @@ def compare(
     target: float | None = None,
     tuned: str | None = None,
 ) -> Comparison:
-    """Compare runs at the token budget `at` (see `choose_token_budget`).
-
-    `baseline` is a row label, `key=value` pairs or a run id; default: the study's, else the first row. `metrics`
-    default to the study's, else all known ones; `target` is the loss for `tokens_to_target`; `tuned` is the key over
-    which groups are tuned, by default the study's, `none` for none. Raises UserError about an unknown budget, baseline,
-    metric or key.
-    """
-    notes = list(selection.notes)
+    """Compare runs at the token budget `at` (see `choose_token_budget`). `baseline` is a row label, `key=value` pairs
+    or a run id; default: the study's, else the first row. `metrics` default to the study's, else all known ones;
+    `target` is the loss for `tokens_to_target`; `tuned` is the key over which groups are tuned, by default the study's,
+    `none` for none. Raises UserError about an unknown budget, baseline, metric or key."""
+    notes, study = list(selection.notes), selection.study
     runs = _without_duplicates(selection.runs, notes)
-    columns = _columns(runs, selection.study)
+    ladder = study is not None and study.ladder is not None
+    columns = differing_keys(
+        [run.config for run in runs],
+        study.lists if study else None,
+        [study.by_run[run.run_id].choices if run.run_id in study.by_run else {} for run in runs] if study else (),
+        left_out=RUNG_KEYS if ladder or (study and study.rungs) else (),
+    )
     groups = _grouped(runs, columns, notes)
-    if selection.study is None:
+    if study is None:
         groups.sort(key=lambda group: [_order(group[0][key]) for key in columns.keys])
-    standing = _standing(runs, selection.study)
+    standing = _standing(runs, study)
     ended = standing is not None and standing.outcome != "continue"
     # A question that has ended waits for none of its runs.
     waited = ("running", "unknown", "preempted") if ended else ()
-    ladder = selection.study is not None and selection.study.ladder is not None
     at = "end" if ladder and at == "least" else at
     budget = choose_token_budget([run for run in runs if run.state not in waited], at)
-    wanted = [(name, None) for name in metrics] or (selection.study.metrics if selection.study else ())
+    wanted = [(name, None) for name in metrics] or tuple(study.metrics.items() if study else ())
     chosen = choose_metrics(wanted, runs, target)
-    names = selection.study.points if selection.study else {}
+    names = {run_id: point.variant for run_id, point in study.by_run.items()} if study else {}
     labelled = _label_keys(columns, [values for values, _ in groups], names)
     rows = [
         _row(values, members, columns, chosen, budget=budget, names=names, labelled=labelled)
@@ -205,7 +204,7 @@ def compare(
         validated = all(row.estimates["validation_loss"] for row in rows)
         chosen.sort(key=lambda metric: not validated or metric.name != "validation_loss")
     notes += unequal_tokens(runs, chosen, budget)
-    study, learnt = selection.study, None
+    learnt = None
     if study is not None and study.is_adaptive:
         # The best point comes first, as the baseline for the others.
         main = chosen[0]
@@ -215,10 +214,9 @@ def compare(
         learnt = learn(rows, columns, study, metric, better)
     reference, why = _baseline(rows, columns, baseline, study)
     # Rows of a ladder have other sizes and lengths, of which the difference to one of them says nothing.
-    compared = [replace(row, deltas=dict.fromkeys(row.numbers)) for row in rows] if ladder else None
-    compared = _with_deltas(rows, reference, chosen) if compared is None else compared
-    key = tuned if tuned is not None else study.tune if study is not None else ""
-    tuning = None
+    without = [replace(row, deltas=dict.fromkeys(row.numbers)) for row in rows]
+    compared = without if ladder else _with_deltas(rows, reference, chosen)
+    key, tuning = tuned if tuned is not None else study.tune if study is not None else "", None
     if key and key != "none":
         tuning = tune(compared, columns, chosen[0], budget.tokens, key=key, baseline=reference)
     return Comparison(
@@ -244,10 +242,11 @@ def _standing(runs: Sequence[ComparedRun], study: StudyRecord | None) -> Standin
         return None
     one, found = study.registered, dict[tuple[str, int], PairedRun]()
     for run in runs:
-        if (seed := study.seeds.get(run.run_id)) is not None:
+        point = study.by_run.get(run.run_id)
+        if point is not None and point.seed is not None:
             value = final_value(run.rows, one.metric) if run.state == "done" else None
             value = math.nan if has_diverged(run.state, run.reason) else value
-            found[study.points[run.run_id], seed] = PairedRun(value, run.tokens - run.begins, run.device_seconds)
+            found[point.variant, point.seed] = PairedRun(value, run.tokens - run.begins, run.device_seconds)
     return standing_of(one, found, study.dropped)
 
 
@@ -264,14 +263,6 @@ def _without_duplicates(runs: Sequence[ComparedRun], notes: list[str]) -> list[C
     return list(best.values())
 
 
-def _columns(runs: Sequence[ComparedRun], study: StudyRecord | None) -> DifferingKeys:
-    configs = [run.config for run in runs]
-    if study is None:
-        return differing_keys(configs)
-    choices = [study.choices.get(run.run_id, {}) for run in runs]
-    return differing_keys(configs, study.lists, choices, left_out=RUNG_KEYS if study.rungs or study.ladder else ())
-
-
 def _grouped(
     runs: Sequence[ComparedRun], columns: DifferingKeys, notes: list[str]
 ) -> list[tuple[dict[str, Any], list[ComparedRun]]]:
@@ -281,9 +272,8 @@ def _grouped(
         every = {**{key: flat.get(key, ABSENT) for key in columns.all_keys}, **names}
         _, members = groups.setdefault(repr(sorted(every.items())), (every, []))
         if any(other.seed == run.seed for other in members):
-            notes.append(
-                f"{run.run_id} is left out: its id differs from another run's, but no key that changes a number does."
-            )
+            reason = "its id differs from another run's, but no key that changes a number does"
+            notes.append(f"{run.run_id} is left out: {reason}.")
             continue
         members.append(run)
     for _, members in groups.values():
@@ -298,10 +288,8 @@ def _order(value: Any) -> tuple[int, float, str]:
 
 
 def _label_keys(columns: DifferingKeys, rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Sequence[str]:
-    """Columns of the row label: the keys that the study varies if they distinguish all rows, else all columns.
-
-    Other columns follow from the varied keys: decay steps from steps, a group's keys from its option.
-    """
+    """Columns of the row label: the keys that the study varies if they distinguish all rows, else all columns. Other
+    columns follow from the varied keys: decay steps from steps, a group's keys from its option."""
     varied = {word.partition("=")[0] for name in names.values() for word in name.split()}
     keys = [key for key in columns.keys if columns.short[key] in varied]
     return keys if len({repr([row[key] for key in keys]) for row in rows}) == len(rows) else columns.keys
@@ -320,9 +308,8 @@ def _row(
     numbers: dict[str, dict[object, float]] = {}
     without_speed = all(has_failed(run, budget.tokens) for run in runs)
     for metric in metrics:
-        read = {
-            run.seed: metric.read(run, budget.tokens) for run in runs if budget.reached(run) or not metric.needs_point
-        }
+        there = [run for run in runs if budget.reached(run) or not metric.needs_point]
+        read = {run.seed: metric.read(run, budget.tokens) for run in there}
         known: dict[object, float] = {seed: number for seed, number in read.items() if number is not None}
         numbers[metric.name] = {} if without_speed and metric.is_speed else known
     estimates = {name: estimate(list(finite(found).values())) for name, found in numbers.items()}
@@ -355,7 +342,7 @@ def _baseline(
     if requested is not None:
         return _find_row(rows, columns, requested, study), "as requested"
     if study is not None and study.baseline is not None:
-        ids = [run_id for run_id, label in study.points.items() if label == study.baseline]
+        ids = [run_id for run_id, point in study.by_run.items() if point.variant == study.baseline]
         for index, row in enumerate(rows):
             if any(run.run_id in ids for run in row.runs):
                 return index, "the study's"
@@ -368,18 +355,21 @@ def _baseline(
 
 
 def _find_row(rows: Sequence[Row], columns: DifferingKeys, requested: str, study: StudyRecord | None) -> int:
-    """Index of the row that matches `requested`."""
-    points = study.points if study else {}
+    named = [run_id for run_id, point in study.by_run.items() if point.variant == requested] if study else []
     exact = [
         index
         for index, row in enumerate(rows)
-        if requested == row.label or any(requested in (run.run_id, points.get(run.run_id)) for run in row.runs)
+        if requested == row.label or any(run.run_id in (requested, *named) for run in row.runs)
     ]
     pairs = [word.partition("=") for word in words_of(requested) if "=" in word]
-    found = exact or [index for index, row in enumerate(rows) if pairs and _matches(row, columns, pairs)]
-    found = found or [
-        index for index, row in enumerate(rows) if any(run.run_id.startswith(requested) for run in row.runs)
-    ]
+    found = exact
+    for index, row in enumerate(rows if pairs and not exact else ()):
+        # Columns go by short or full name, other keys by full name.
+        values = {**flatten(row.runs[0].config), **{columns.short[key]: row.values[key] for key in columns.keys}}
+        if all(name in values and spelled(shown(values[name])) == spelled(text) for name, _, text in pairs):
+            found.append(index)
+    ids = [[run.run_id for run in row.runs] for row in rows]
+    found = found or [index for index, own in enumerate(ids) if any(one.startswith(requested) for one in own)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -388,9 +378,3 @@ def _find_row(rows: Sequence[Row], columns: DifferingKeys, requested: str, study
     labels = [row.label for row in rows]
     offer = did_you_mean(requested, labels) or "Use one of:\n" + "\n".join(f"    {label}" for label in labels[:20])
     raise UserError(f"baseline={requested}: this matches no row. {offer}")
-
-
-def _matches(row: Row, columns: DifferingKeys, pairs: Sequence[tuple[str, str, str]]) -> bool:
-    """True if a row has all these values. Columns go by short or full name, other keys by full name."""
-    values = {**flatten(row.runs[0].config), **{columns.short[key]: row.values[key] for key in columns.keys}}
-    return all(name in values and spelled(shown(values[name])) == spelled(text) for name, _, text in pairs)

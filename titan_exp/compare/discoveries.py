@@ -8,7 +8,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from titan_exp.compare.output.formats import escape_markdown
 from titan_exp.compare.output.study_sections import NONE, Section, markdown
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.study.study_file import OWN_DIR, study_files
@@ -23,14 +22,10 @@ class Judged:
     """Question among all others."""
 
     question: Question
-    discovery: bool
-    """True if e-BH finds it among all questions."""
-    online: bool
-    """True if e-LOND finds it in the order of registration."""
-    again: Question | None
-    """First later question about the same two configurations with other seeds, if this one is better."""
-    command: str
-    """Line that registers it again with new seeds; empty unless it is better and nobody did so yet."""
+    discovery: bool  # True if e-BH finds it among all questions
+    online: bool  # True if e-LOND finds it in the order of registration
+    again: Question | None  # first later question about the same configurations with other seeds, if this one is better
+    command: str  # line that registers it again with new seeds; empty unless it is better and nobody did so yet
 
 
 @dataclass(frozen=True)
@@ -38,31 +33,29 @@ class Discoveries:
     """Questions of a ledger."""
 
     path: Path
-    alpha: float
-    """False discovery rate, at most."""
-    every: tuple[Judged, ...]
-    """All questions, which all count, in the order of registration."""
+    alpha: float  # false discovery rate, at most
+    every: tuple[Judged, ...]  # all questions, which all count, in the order of registration
     shown: tuple[Judged, ...]
-    faults: tuple[str, ...]
-    """Reasons for which no rate can be stated."""
-    foreign: tuple[int, ...]
-    """Lines that this user's key has not signed."""
+    faults: tuple[str, ...]  # reasons for which no rate can be stated
+    foreign: tuple[int, ...]  # lines that this user's key has not signed
 
 
 def judge(runs: Path, alpha: float, studies: Sequence[str] = ()) -> Discoveries:
-    """Judge all questions of a folder of runs together, and show those of some studies, or all.
-
-    Raises:
-        UserError: no question was registered, or a study has none.
-    """
+    """Judge all questions of a folder of runs together, and show those of some studies, or all. Raises UserError if no
+    question was registered, or a study has none."""
     ledger = read_ledger(runs)
     questions = ledger.questions
     faults = (*ledger.faults, *_missing(runs, questions))
     if not (questions or faults):
         raise UserError(f"{ledger.path}: no study under {runs}/ has registered a question. Add pairs: to its file.")
     e_values = [question.e_value for question in questions]
-    found = zip(questions, e_bh(e_values, alpha), e_lond(e_values, alpha), strict=True)
-    every = tuple(_judged(runs, questions, *one) for one in found)
+    every = []
+    for one, discovery, online in zip(questions, e_bh(e_values, alpha), e_lond(e_values, alpha), strict=True):
+        same = [other for other in questions if (other.arms, other.metric) == (one.arms, one.metric)]
+        is_winner = _has_won(one) and one == next(filter(_has_won, same))
+        later = [other for other in same[same.index(one) :] if other.study != one.study] if is_winner else []
+        command = _command(runs, one.study) if is_winner and not later else ""
+        every.append(Judged(one, discovery, online, next(iter(later), None), command))
     names = {question.study for question in questions}
     wanted = [Path(study).name for study in studies]
     for name in wanted:
@@ -70,7 +63,7 @@ def judge(runs: Path, alpha: float, studies: Sequence[str] = ()) -> Discoveries:
             offer = did_you_mean(name, names) or f"Those that have are {listed(sorted(names) or ['none'], 'and')}."
             raise UserError(f"{name}: this study has registered no question. {offer[:1].upper()}{offer[1:]}")
     shown = tuple(one for one in every if not wanted or one.question.study in wanted)
-    return Discoveries(ledger.path, alpha, every, shown, faults, ledger.foreign)
+    return Discoveries(ledger.path, alpha, tuple(every), shown, faults, ledger.foreign)
 
 
 def _missing(runs: Path, questions: Sequence[Question]) -> Iterator[str]:
@@ -82,14 +75,6 @@ def _missing(runs: Path, questions: Sequence[Question]) -> Iterator[str]:
             one = None if record is None else record.registered
             if record is not None and one is not None and (one.id, one.changed) not in known:
                 yield f"the question of {path.parent.name} is missing, and {record.command} enters it"
-
-
-def _judged(runs: Path, questions: Sequence[Question], one: Question, discovery: bool, online: bool) -> Judged:
-    same = [other for other in questions if (other.arms, other.metric) == (one.arms, one.metric)]
-    is_winner = _has_won(one) and one == next(filter(_has_won, same))
-    later = [other for other in same[same.index(one) :] if other.study != one.study] if is_winner else []
-    command = _command(runs, one.study) if is_winner and not later else ""
-    return Judged(one, discovery, online, next(iter(later), None), command)
 
 
 def _has_won(question: Question) -> bool:
@@ -180,7 +165,7 @@ def to_markdown(found: Discoveries) -> str:
     """Table and sentences as GitHub Markdown."""
     why, *lines = commands(found) or [""]
     again = [why, "", "```bash", *map(str.strip, lines), "```"] if lines else []
-    return "\n".join([*markdown([section(found)], escape_markdown), *again]).rstrip("\n") + "\n"
+    return "\n".join([*markdown([section(found)]), *again]).rstrip("\n") + "\n"
 
 
 def json_values(found: Discoveries) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,11 @@ from titan_exp.launch.standing import Standing
 from titan_exp.tracking.display import format_count, format_duration, format_items, format_time
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of
 
-STEPS = 10
-"""Number of first steps that have a tolerance, which is as many as the parity tests train."""
-
+STEPS = 10  # number of first steps that have a tolerance, which is as many as the parity tests train
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-3}
 """Maximum relative loss difference of the parity tests, by `training.mixed_precision`."""
 
-NAMED = 5
-"""Maximum number of runs that a sentence names."""
+NAMED = 5  # maximum number of runs that a sentence names
 
 
 @dataclass(frozen=True)
@@ -38,16 +36,11 @@ class LayoutCheck:
     seed: int | None
     layouts: tuple[str, str]
     run_ids: tuple[str, str]
-    steps: int
-    """Number of the first STEPS steps that both runs logged."""
-    largest: float | None
-    """Maximum relative loss difference over these steps; None without steps."""
-    tolerance: float | None
-    """Maximum accepted difference; None if the precision has none."""
-    last_step: int | None
-    """Last step that both runs logged."""
-    last: float | None
-    """Relative loss difference at `last_step`."""
+    steps: int  # number of the first STEPS steps that both runs logged
+    largest: float | None  # maximum relative loss difference over these steps; None without steps
+    tolerance: float | None  # maximum accepted difference; None if the precision has none
+    last_step: int | None  # last step that both runs logged
+    last: float | None  # relative loss difference at `last_step`
 
     @property
     def holds(self) -> bool | None:
@@ -73,23 +66,18 @@ def _check(one: ComparedRun, two: ComparedRun) -> LayoutCheck:
     common = sorted(early.keys() & late.keys())
     first = [step for step in common if step <= STEPS]
     last = common[-1] if common else None
-    precision = one.config.get("training", {}).get("mixed_precision")
+    columns = differing_keys([one.config, two.config])
     return LayoutCheck(
         experiment_id=str(one.experiment_id),
         seed=one.seed,
-        layouts=_layouts(one.config, two.config),
+        layouts=(columns.label(flatten(one.config)), columns.label(flatten(two.config))),
         run_ids=(one.run_id, two.run_id),
         steps=len(first),
         largest=max((_relative(early[step], late[step]) for step in first), default=None),
-        tolerance=TOLERANCE.get(precision),
+        tolerance=TOLERANCE.get(one.config.get("training", {}).get("mixed_precision")),
         last_step=last,
         last=None if last is None else _relative(early[last], late[last]),
     )
-
-
-def _layouts(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[str, str]:
-    columns = differing_keys([one, two])
-    return columns.label(flatten(one)), columns.label(flatten(two))
 
 
 def _losses(run: ComparedRun) -> dict[int, float]:
@@ -105,8 +93,7 @@ def _relative(one: float, two: float) -> float:
 
 
 MINUS = "\N{MINUS SIGN}"
-MISSING = "\N{EM DASH}"
-"""Text for an unknown number."""
+MISSING = "\N{EM DASH}"  # text for an unknown number
 
 
 def value(metric: Metric, number: float | None, decimals: int | None = None) -> str:
@@ -158,7 +145,7 @@ def percent(ratio: float) -> str:
 def change(metric: Metric, delta: Delta | None, baseline: float | None) -> str:
     """Format a difference to the baseline: losses with their interval, costs in per cent."""
     if delta is None:
-        return MISSING
+        return ""
     if not metric.is_loss and baseline:
         return percent(1 + delta.difference / baseline)
     return signed(metric, delta.difference) + interval(metric, delta)
@@ -192,12 +179,10 @@ def token_budget_text(comparison: Comparison) -> str:
 
 
 def verdict(metric: Metric, delta: Delta | None, standing: Standing | None = None) -> str:
-    """Label of a difference after Holm correction; empty without a difference.
-
-    `different`, `not distinguishable`, `only uncorrected`, `too few seeds` or `no interval`. In the metric of a
-    registered question, whose standing is given, it is the outcome if that is `better` or `worse`, else `not
-    distinguishable`: only such a question bounds the chance of a wrong verdict.
-    """
+    """Label of a difference after Holm correction; empty without a difference. `different`, `not distinguishable`,
+    `only uncorrected`, `too few seeds` or `no interval`. In the metric of a registered question, whose standing is
+    given, it is the outcome if that is `better` or `worse`, else `not distinguishable`: only such a question bounds the
+    chance of a wrong verdict."""
     if delta is None:
         return ""
     if standing is not None and metric.name == standing.registration.metric:
@@ -212,13 +197,12 @@ def verdict(metric: Metric, delta: Delta | None, standing: Standing | None = Non
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Verdict of a registered question, else one sentence per row: its difference to the baseline in the main
-    metric."""
+    """Sentences of `labelled_findings`."""
     return [sentence for _, sentence in labelled_findings(comparison)]
 
 
 def labelled_findings(comparison: Comparison) -> list[tuple[str, str]]:
-    """Findings after their labels."""
+    """Label and sentence: the verdict of a registered question, else each row's difference in the main metric."""
     metric, standing = comparison.main, comparison.standing
     if standing is not None:
         return [(standing.outcome, standing.sentence)]
@@ -233,10 +217,12 @@ def labelled_findings(comparison: Comparison) -> list[tuple[str, str]]:
 
 def remarks(comparison: Comparison, checks: Sequence[LayoutCheck]) -> list[str]:
     """Sentences about statistics, failed runs, layouts, and differing code or devices."""
+    names = dict.fromkeys(metric.name.removeprefix("best_") for metric in comparison.metrics)
+    validations = [name for name in names if name.partition("/")[0] in (LOSS, BITS)]
     return [
         *_about_statistics(comparison),
         *_about_next_look(comparison),
-        *_about_documents(comparison),
+        *chain.from_iterable(_about_documents(comparison, name) for name in validations),
         *_about_states(comparison),
         *_about_lineage(comparison),
         *_about_layouts(checks),
@@ -255,14 +241,13 @@ def state_text(row: Row) -> str:
 
 def stands_for(comparison: Comparison) -> list[str]:
     """One sentence per column that stands for several keys."""
-    return [
-        f"{comparison.differing_keys.short[column]} stands for {listed(keys, 'and')}."
-        for column, keys in comparison.differing_keys.stands_for.items()
-    ]
+    columns = comparison.differing_keys
+    return [f"{columns.short[one]} stands for {listed(keys, 'and')}." for one, keys in columns.stands_for.items()]
 
 
 def _finding(metric: Metric, row: Row, delta: Delta, baseline: float | None) -> str:
-    size = f"{signed(metric, delta.difference)}{_unit(metric)}"
+    unit = "" if metric.unit in ("", "nats") else f" {metric.unit}"
+    size = f"{signed(metric, delta.difference)}{unit}"
     if baseline and not metric.is_loss:
         size = f"{percent(1 + delta.difference / baseline)}, {size}"
     size += interval(metric, delta)
@@ -297,16 +282,14 @@ def _about_statistics(comparison: Comparison) -> Iterator[str]:
             how = "differences of means (Welch; no seeds are common)"
         yield f"Intervals are {100 * LEVEL:.0f} % by Student's t, over {how}."
     if len(with_interval) > 1 and any(delta.n >= FEWEST_PAIRS for delta in with_interval):
-        yield (
-            f"Significance is corrected for all {len(with_interval)} comparisons of a metric (Holm); intervals are not."
-        )
+        comparisons = f"all {len(with_interval)} comparisons of a metric"
+        yield f"Significance is corrected for {comparisons} (Holm); intervals are not."
     if len(with_interval) < len(known):
         rows = "one seed" if not with_interval else "at most one common seed in some rows"
         yield f"{rows.capitalize()}: no interval, and a difference may be chance."
 
 
 def _about_evidence(comparison: Comparison, deltas: Sequence[Delta]) -> str:
-    """Unit of evidence with its number, and whether a question was registered."""
     if (standing := comparison.standing) is not None:
         one, pairs = standing.registration, standing.verdict.pairs
         verdict = f"the verdict is of {format_items(pairs, 'pair')}, and its interval holds at every look"
@@ -324,16 +307,11 @@ def _about_evidence(comparison: Comparison, deltas: Sequence[Delta]) -> str:
     )
 
 
-def _about_documents(comparison: Comparison) -> Iterator[str]:
-    """Sentence about each validation metric of different documents: in the keys that choose them or, after a change of
+def _about_documents(comparison: Comparison, name: str) -> Iterator[str]:
+    """Sentence about a validation metric of different documents: in the keys that choose them or, after a change of
     files that no key shows, in the size of the runs' own sets."""
-    for name in dict.fromkeys(metric.name.removeprefix("best_") for metric in comparison.metrics):
-        if name.partition("/")[0] in (LOSS, BITS):
-            yield from _about_documents_of(name, [run for run in comparison.runs if run.series(name)[1]])
-
-
-def _about_documents_of(name: str, runs: Sequence[ComparedRun]) -> Iterator[str]:
     kind, _, part = name.partition("/")
+    runs = [run for run in comparison.runs if run.series(name)[1]]
     group, data = "data", [_mapping(run.config.get("data")) for run in runs]
     if part:
         of_set = part.partition("/")[0]
@@ -372,7 +350,8 @@ def _about_next_look(comparison: Comparison) -> Iterator[str]:
     standing, study = comparison.standing, comparison.study
     if standing is None or study is None or standing.outcome != "continue":
         return
-    done = {(study.points.get(run.run_id), run.seed) for run in comparison.runs if run.state == "done"}
+    ended = [run for run in comparison.runs if run.state == "done" and run.run_id in study.by_run]
+    done = {(study.by_run[run.run_id].variant, run.seed) for run in ended}
     arms = (standing.registration.candidate, standing.registration.baseline)
     pairs = sum(all((arm, seed) in done for arm in arms) for seed in standing.registration.seeds)
     if pairs:
@@ -455,12 +434,4 @@ def _about_environment(comparison: Comparison) -> Iterator[str]:
 
 
 def _row_of(comparison: Comparison, run_id: str) -> str:
-    for row in comparison.rows:
-        for run in row.runs:
-            if run.run_id == run_id:
-                return row.name_of(run)
-    return run_id
-
-
-def _unit(metric: Metric) -> str:
-    return "" if metric.unit in ("", "nats") else f" {metric.unit}"
+    return next(row.name_of(run) for row in comparison.rows for run in row.runs if run.run_id == run_id)

@@ -31,17 +31,17 @@ STATES = {
 
 def select_from_wandb(place: str, group: str | None, ids: Sequence[str], runs: Path) -> Selection:
     """Select runs of the W&B project `place` (`ENTITY/PROJECT`), by group (None is all) and by prefixes of W&B or run
-    ids.
-
-    Output files go to a folder in `runs`. Raises UserError if wandb or its server is unavailable, or no run matches.
-    """
+    ids. Output files go to a folder in `runs`. Raises UserError if wandb or its server is unavailable, or no run
+    matches."""
     with explain_wandb_errors(place):
         import wandb
 
         api = wandb.Api()
         filters = {"group": group} if group else None
-        found = [run for run in api.runs(place, filters=filters, lazy=False) if _is_named(run, ids)]
-        read = tuple(from_wandb(run) for run in found)
+        found = api.runs(place, filters=filters, lazy=False)
+        known = [(run, [run.id, (run.config.get("run") or {}).get("run_id") or ""]) for run in found]
+        wanted = [run for run, own in known if not ids or any(name.startswith(tuple(ids)) for name in own)]
+        read = tuple(map(from_wandb, wanted))
     name = group or place.partition("/")[2]
     if not read:
         among = f" of group {group}" if group else ""
@@ -56,7 +56,9 @@ def from_wandb(run: "ApiRun") -> ComparedRun:
     identity = config.pop("run", None) or {}
     rows = _rows(run.scan_history())
     world_size = identity.get("world_size")
-    seconds = _runtime(run.summary)
+    inner = run.summary.get("_wandb") or {}
+    seconds = inner.get("runtime") if hasattr(inner, "get") else None  # of all attempts
+    seconds = run.summary.get("_runtime") if seconds is None else seconds
     state = STATES.get(run.state, "failed")
     return ComparedRun(
         study=identity.get("study") or run.group or "",
@@ -85,10 +87,7 @@ def _lineage(identity: Mapping[str, Any]) -> Lineage | None:
 
 @contextmanager
 def explain_wandb_errors(place: str) -> Iterator[None]:
-    """Convert wandb's errors (package, login, network, project) into UserErrors.
-
-    Stops wandb's service process at the end, in bounded time.
-    """
+    """Convert wandb's errors (package, login, network, project) into UserErrors; stop its service at the end."""
     try:
         yield
     except ImportError as error:
@@ -97,7 +96,9 @@ def explain_wandb_errors(place: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if not _is_of_wandb(error):
+        # wandb has no common error type.
+        frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not any(name.partition(".")[0] in ("wandb", "wandb_workspaces") for name in frames):
             raise
         message = str(error).strip().partition("\n")[0]
         raise UserError(
@@ -109,17 +110,6 @@ def explain_wandb_errors(place: str) -> Iterator[None]:
             stop_wandb_service()
 
 
-def _is_of_wandb(error: Exception) -> bool:
-    """True if an error was raised in or below wandb's code; wandb has no common error type."""
-    frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(name.partition(".")[0] in ("wandb", "wandb_workspaces") for name in frames)
-
-
-def _is_named(run: "ApiRun", ids: Sequence[str]) -> bool:
-    own = (run.config.get("run") or {}).get("run_id") or ""
-    return not ids or any(run.id.startswith(word) or own.startswith(word) for word in ids)
-
-
 def _rows(history: Any) -> list[Row]:
     """Rows sorted by step; a step logged again after a resume keeps the later row."""
     rows: dict[int, dict[str, Value]] = {}
@@ -129,10 +119,3 @@ def _rows(history: Any) -> list[Row]:
             known = {key: value for key, value in entry.items() if value is not None and not key.startswith("_")}
             rows[int(step)] = {**decode(known), "step": int(step)}
     return [rows[step] for step in sorted(rows)]
-
-
-def _runtime(summary: Any) -> float | None:
-    """Runtime of all attempts in seconds, from W&B's summary."""
-    inner = summary.get("_wandb") or {}
-    found = inner.get("runtime") if hasattr(inner, "get") else None
-    return found if found is not None else summary.get("_runtime")

@@ -5,9 +5,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 from titan_exp.compare.statistics import Delta, Estimate
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
@@ -22,52 +23,51 @@ from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows
 from titan_exp.tracking.run_folder.metrics_jsonl import Row as MetricRow
 from titan_exp.tracking.run_folder.run import Lineage, PredictedMetrics, Run, RunStatus, read_history
 
-STUDY_FILE = "study.json"
+
+@dataclass(frozen=True)
+class StudyPoint:
+    """Point of a study; releases before a field have none."""
+
+    run_id: str
+    variant: str  # varied values, without the seed
+    label: str = ""
+    choices: Mapping[str, str] = field(default_factory=dict)  # name of the chosen value by named list
+    seed: int | None = None
+    round: int = 1  # rung or batch, from 1
+    rung: LadderRung | None = None  # size and length of a point of a ladder
 
 
 @dataclass(frozen=True)
 class StudyRecord:
     """Study as recorded at launch; runs started by hand have none."""
 
-    name: str
-    """Name of the study: `experiment.name` of its runs."""
+    name: str = ""  # name of the study: `experiment.name` of its runs
     question: str = ""
-    points: Mapping[str, str] = field(default_factory=dict)
-    """Varied values of each point, without the seed, by run id."""
-    baseline: str | None = None
-    """Baseline point, as in `points`."""
-    metrics: tuple[tuple[str, str], ...] = ()
-    """Metric names with their better direction, `min` or `max`."""
-    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Keys that a named list of the study sets together, by its name."""
-    choices: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Name of the chosen value by named list, by run id."""
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    """Skip reasons, by point label."""
-    others: Mapping[str, str] = field(default_factory=dict)
-    """Labels of points of earlier calls that the last one did not ask for, by run id."""
-    removed: Mapping[str, str] = field(default_factory=dict)
-    """Labels of points that the study's file no longer has, by run id."""
-    command: str = ""
-    """Last call, as typed."""
-    seeds: Mapping[str, int | None] = field(default_factory=dict)
-    """Seed of each point, by run id."""
-    rounds: Mapping[str, Any] = field(default_factory=dict)
-    """Metric and better direction that decide later rounds, with rungs and kept fraction of successive halving."""
-    rounds_of: Mapping[str, int] = field(default_factory=dict)
-    """Rung or batch, from 1, by run id."""
-    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Kind and bounds of each range of a search, by key."""
-    tune: str = ""
-    """Key over which each group is tuned."""
-    registered: Registration | None = None
-    """Question, as registered before the first run."""
-    dropped: str = ""
-    """Reason for ending the question between looks; empty if it goes on, or ended at a look."""
+    points: tuple[StudyPoint, ...] = ()
+    baseline: str | None = None  # variant of the baseline
+    metrics: Mapping[str, str] = field(default_factory=dict)  # better direction, `min` or `max`, by metric
+    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # keys that a named list sets together
+    skipped: Mapping[str, str] = field(default_factory=dict)  # skip reasons, by point label
+    others: tuple[StudyPoint, ...] = ()  # points of earlier calls that the last one did not ask for
+    removed: tuple[StudyPoint, ...] = ()  # points that the study's file no longer has
+    size: str = ""
+    typed: tuple[str, ...] = ()
+    rounds: Mapping[str, Any] = field(default_factory=dict)  # metric and direction that decide, rungs, kept fraction
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # kind and bounds of each range, by key
+    tune: str = ""  # key over which each group is tuned
+    registered: Registration | None = None  # question, as registered before the first run
+    dropped: str = ""  # reason for ending the question between looks; empty if it goes on, or ended at a look
     ladder: LadderRecord | None = None
-    """Ladder of sizes; None of another study."""
-    ladder_rungs: Mapping[str, LadderRung] = field(default_factory=dict)
-    """Size and length of each point of a ladder, by run id."""
+
+    @cached_property
+    def by_run(self) -> Mapping[str, StudyPoint]:
+        """Points by run id."""
+        return {point.run_id: point for point in self.points}
+
+    @property
+    def command(self) -> str:
+        """Last call, as typed."""
+        return sweep_command(self.name, self.size, self.typed)
 
     @property
     def rungs(self) -> Sequence[str]:
@@ -78,72 +78,6 @@ class StudyRecord:
     def is_adaptive(self) -> bool:
         """True for a search or successive halving."""
         return bool(self.rounds or self.parameters)
-
-
-def read_study_record(folder: Path) -> StudyRecord | None:
-    """Read the study record of a folder of runs; None if missing. Raises UserError if it is not a study record."""
-    found = run_folder.read_json(folder / STUDY_FILE, _Study)
-    if found is None:
-        return None
-    points = found.get("points", [])
-    return StudyRecord(
-        name=found.get("name") or folder.name,
-        question=found.get("question", ""),
-        points={point["run_id"]: point["variant"] for point in points},
-        baseline=found.get("baseline"),
-        metrics=tuple(found.get("metrics", {}).items()),
-        lists={name: tuple(keys) for name, keys in found.get("lists", {}).items()},
-        choices={point["run_id"]: point.get("choices", {}) for point in points},
-        skipped=found.get("skipped", {}),
-        others={point["run_id"]: point.get("label", "") for point in found.get("others", [])},
-        removed={point["run_id"]: point.get("label", "") for point in found.get("removed", [])},
-        command=sweep_command(found.get("name") or folder.name, found.get("size", ""), found.get("typed", [])),
-        seeds={point["run_id"]: point.get("seed") for point in points},
-        rounds=found.get("rounds", {}),
-        rounds_of={point["run_id"]: point.get("round", 1) for point in points},
-        parameters=found.get("parameters", {}),
-        tune=found.get("tune", ""),
-        registered=found.get("registered"),
-        dropped=found.get("dropped", ""),
-        ladder=found.get("ladder"),
-        ladder_rungs={point["run_id"]: rung for point in points if (rung := point.get("rung")) is not None},
-    )
-
-
-class _Point(TypedDict):
-    run_id: str
-    variant: str
-    label: NotRequired[str]
-    choices: NotRequired[dict[str, str]]
-    seed: NotRequired[int | None]
-    round: NotRequired[int]
-    rung: NotRequired[LadderRung | None]
-
-
-class _Rounds(TypedDict, total=False):
-    metric: str
-    better: str
-    rungs: list[Any]
-
-
-class _Study(TypedDict, total=False):
-    name: str
-    question: str
-    points: list[_Point]
-    baseline: str | None
-    metrics: dict[str, str]
-    lists: dict[str, list[str]]
-    skipped: dict[str, str]
-    others: list[_Point]
-    removed: list[_Point]
-    size: str
-    typed: list[str]
-    rounds: _Rounds
-    parameters: dict[str, dict[str, Any]]
-    tune: str
-    registered: Registration | None
-    dropped: str
-    ladder: LadderRecord | None
 
 
 @dataclass(frozen=True)
@@ -222,19 +156,24 @@ class ComparedRun:
 
 
 def read_run(run: Run | Path, status: RunStatus | None = None) -> ComparedRun:
-    """Read a run folder in any state; without `status`, its scheduler is not asked. Raises UserError if it has no
-    configuration or a damaged file."""
+    """Read a run folder; without `status`, its scheduler is not asked. Raises UserError about a damaged file."""
     found = run if isinstance(run, Run) else Run(run)
     folder, config, status = found.folder, found.config, status or found.status
     if status.state == "unreadable":
         raise UserError(status.reason or "")
     code, attempts = found.code, found.attempts
-    ancestor = found.ancestors[0] if found.ancestors else None
+    ancestor, parent = found.ancestors[0] if found.ancestors else None, None
+    if ancestor is not None and ancestor.folder is not None:
+        with suppress(UserError):  # removed in part: its cost is unknown
+            parent = read_run(ancestor.folder)
     alive = status.state in ("running", "lost", "unknown")
-    spans = [
-        (attempt, _seconds(attempt, found.heartbeat if alive and attempt is attempts[-1] else None))
-        for attempt in attempts
-    ]
+    device = None
+    with suppress(UserError):
+        environment = found.environment or {}
+        gpus = [str(gpu.get("name")) for gpu in environment.get("gpus") or []]
+        device = ", ".join(dict.fromkeys(gpus)) or environment.get("cpu")
+    beats = [found.heartbeat if alive and attempt is attempts[-1] else None for attempt in attempts]
+    spans = zip(attempts, map(_seconds, attempts, beats), strict=True)
     known = [(attempt, seconds) for attempt, seconds in spans if seconds is not None]
     return ComparedRun(
         study=str((config.get("experiment") or {}).get("name") or folder.path.resolve().parent.name),
@@ -247,7 +186,7 @@ def read_run(run: Run | Path, status: RunStatus | None = None) -> ComparedRun:
         world_size=attempts[-1].world_size if attempts else None,
         seconds=sum(seconds for _, seconds in known) if known else None,
         device_seconds=sum(seconds * attempt.world_size for attempt, seconds in known) if known else None,
-        device=_device(found),
+        device=device,
         commit=code and code.parts[0].commit,
         dirty=code and code.dirty,
         overrides=found.overrides or (),
@@ -255,14 +194,8 @@ def read_run(run: Run | Path, status: RunStatus | None = None) -> ComparedRun:
         lost_seconds=None if (worlds := summarize_worlds(folder)) is None else worlds.lost,
         predicted=found.predicted,
         lineage=None if ancestor is None else ancestor.lineage,
-        parent=None if ancestor is None or ancestor.folder is None else _read_parent(ancestor.folder),
+        parent=parent,
     )
-
-
-def _read_parent(folder: Path) -> ComparedRun | None:
-    with suppress(UserError):  # removed in part: its cost is unknown
-        return read_run(folder)
-    return None
 
 
 def _seconds(attempt: run_folder.Attempt, beat: run_folder.Heartbeat | None) -> float | None:
@@ -272,33 +205,17 @@ def _seconds(attempt: run_folder.Attempt, beat: run_folder.Heartbeat | None) -> 
     return None if end is None else max(0.0, end - attempt.start)
 
 
-def _device(run: Run) -> str | None:
-    try:
-        found = run.environment or {}
-    except UserError:
-        return None
-    gpus = [str(gpu.get("name")) for gpu in found.get("gpus") or []]
-    return ", ".join(dict.fromkeys(gpus)) or found.get("cpu")
-
-
 @dataclass(frozen=True)
 class Row:
     """Runs that differ only in their seed."""
 
-    label: str
-    """Short names and values of the differing keys: `lr=0.003 tp=2`."""
-    values: Mapping[str, Any]
-    """Value by differing key; `ABSENT` if the configuration lacks it."""
-    runs: tuple[ComparedRun, ...]
-    """One run per seed."""
-    numbers: Mapping[str, Mapping[object, float]]
-    """Known values by metric and seed; NaN if the run diverged."""
-    estimates: Mapping[str, Estimate | None]
-    """Mean over seeds that have not diverged, by metric."""
-    deltas: Mapping[str, Delta | None]
-    """Difference to the baseline by metric; None in the baseline's row."""
-    is_named: bool = False
-    """True if the label is a name given by the study, rather than values of keys."""
+    label: str  # short names and values of the differing keys: `lr=0.003 tp=2`
+    values: Mapping[str, Any]  # value by differing key; `ABSENT` if the configuration lacks it
+    runs: tuple[ComparedRun, ...]  # one run per seed
+    numbers: Mapping[str, Mapping[object, float]]  # known values by metric and seed; NaN if the run diverged
+    estimates: Mapping[str, Estimate | None]  # mean over seeds that have not diverged, by metric
+    deltas: Mapping[str, Delta | None]  # difference to the baseline by metric; None in the baseline's row
+    is_named: bool = False  # True if the label is a name given by the study, rather than values of keys
 
     def name_of(self, run: ComparedRun) -> str:
         """Label, with the seed if the row has several: `lr=0.003 seed=0`."""
@@ -340,25 +257,24 @@ class Selection:
 
 
 def select(names: Sequence[str], runs: Path) -> Selection:
-    """Find and read runs by study name, run folder, folder of runs, run id prefix, or glob pattern.
-
-    Names and ids are looked up in `runs`, the value of `paths.runs`. Raises UserError if an argument matches no run, or
-    no matching run can be read.
-    """
+    """Find and read runs by study name, run folder, folder of runs, run id prefix, or glob pattern. Names and ids are
+    looked up in `runs`, the value of `paths.runs`. Raises UserError if an argument matches no run, or no matching run
+    can be read."""
     if not names:
         raise UserError(f"Name a study, or run folders, ids or patterns. {_offer(runs)}")
     found = [folder for name in names for folder in _folders(name, runs)]
     folders = list(dict.fromkeys(folder.resolve() for folder in found))
     parents = list(dict.fromkeys(folder.parent for folder in folders))
-    whole = len(names) == 1 and _study_folder(names[0], runs) is not None
-    study = read_study_record(parents[0]) if len(parents) == 1 else None
+    study = run_folder.read_json(parents[0] / "study.json", StudyRecord) if len(parents) == 1 else None
+    study = study and replace(study, name=study.name or parents[0].name)
     notes: list[str] = []
-    if whole and study is not None and study.points:
+    if study and study.points and len(names) == 1 and _study_folder(names[0], runs):
         folders = _points_of(study, parents[0], folders, notes)
     read = list(_read(folders, notes))
     if not read:
         raise UserError(" ".join(["We cannot read any of these runs.", *notes]))
-    name = study.name if study else _name(parents, runs)
+    several = " + ".join(path.name for path in parents) if len(parents) <= 3 else runs.name
+    name = study.name if study else several
     return Selection(tuple(read), study, name, _relative(parents[0]) if len(parents) == 1 else runs, tuple(notes))
 
 
@@ -372,13 +288,9 @@ def _folders(word: str, runs: Path) -> list[Path]:
 def _study_folder(word: str, runs: Path) -> Path | None:
     """Folder of runs by name, below `paths.runs` or the current folder."""
     for path in (runs / word, Path(word).expanduser()):
-        if word and path.is_dir() and not _is_run(path) and run_folder.readable_runs(path):
+        if word and path.is_dir() and not (path / "config.yaml").is_file() and run_folder.readable_runs(path):
             return path
     return None
-
-
-def _is_run(path: Path) -> bool:
-    return (path / "config.yaml").is_file()
 
 
 def _points_of(study: StudyRecord, folder: Path, folders: list[Path], notes: list[str]) -> list[Path]:
@@ -387,26 +299,31 @@ def _points_of(study: StudyRecord, folder: Path, folders: list[Path], notes: lis
     if study.skipped:
         reasons = [f"{label} ({reason.strip().splitlines()[-1].strip()})" for label, reason in study.skipped.items()]
         notes.append(f"{format_items(len(reasons), 'point')} of the study cannot run: {_some(reasons)}.")
-    missing = [
-        _with_seed(label or run, study.seeds.get(run)) for run, label in study.points.items() if run not in there
-    ]
-    others = [name for name in there if name not in study.points]
+    missing = [point for run_id, point in study.by_run.items() if run_id not in there]
+    others = [name for name in there if name not in study.by_run]
     if missing:
-        notes.append(f"{format_items(len(missing), 'point')} of the study without a run yet (new): {_some(missing)}.")
+        seeds = ["" if point.seed is None else f" seed={point.seed}" for point in missing]
+        labels = [f"{point.variant or point.run_id}{seed}" for point, seed in zip(missing, seeds, strict=True)]
+        notes.append(f"{format_items(len(missing), 'point')} of the study without a run yet (new): {_some(labels)}.")
+    earlier, removed = ({point.run_id: point.label for point in points} for points in (study.others, study.removed))
     left_out = {
-        f"not in the last call ({study.command})": study.others,
-        "of points that the study's file no longer has": study.removed,
-        "of no point": {name: name for name in others if name not in {**study.others, **study.removed}},
+        f"not in the last call ({study.command})": earlier,
+        "of points that the study's file no longer has": removed,
+        "of no point": {name: name for name in others if name not in {**earlier, **removed}},
     }
     for reason, labels in left_out.items():
         names = [label for name, label in labels.items() if name in others]
         if names:
             runs = format_items(len(names), "run")
             notes.append(f"{runs} left out, {reason}: {_some(names)}. Name a run to include it.")
-    found = [there[run] for run in study.points if run in there]
+    run_ids = [run_id for run_id in study.by_run if run_id in there]
+    found = [there[run_id] for run_id in run_ids]
     if study.rungs and found:
-        begun = [path for path in found if _has_begun(path)]
-        furthest = {(study.points[path.name], study.seeds.get(path.name)): path for path in begun}
+        furthest: dict[tuple[str, int | None], Path] = {}
+        for point in map(study.by_run.__getitem__, run_ids):
+            rows = there[point.run_id] / "metrics.jsonl"
+            if rows.is_file() and rows.stat().st_size > 0:
+                furthest[point.variant, point.seed] = there[point.run_id]
         points = format_items(len(furthest), "point")
         notes.append(
             f"{format_items(len(found), 'run')} of {len(study.rungs)} rungs are {points}; each is the run of its last "
@@ -414,16 +331,6 @@ def _points_of(study: StudyRecord, folder: Path, folders: list[Path], notes: lis
         )
         found = list(furthest.values())
     return found or [folder / name for name in others]
-
-
-def _with_seed(label: str, seed: int | None) -> str:
-    return label if seed is None else f"{label} seed={seed}"
-
-
-def _has_begun(folder: Path) -> bool:
-    """True if a run has logged a step."""
-    path = folder / "metrics.jsonl"
-    return path.is_file() and path.stat().st_size > 0
 
 
 def _read(folders: Sequence[Path], notes: list[str]) -> Iterator[ComparedRun]:
@@ -437,13 +344,8 @@ def _read(folders: Sequence[Path], notes: list[str]) -> Iterator[ComparedRun]:
 
 
 def _relative(folder: Path) -> Path:
-    """Path relative to the current folder, if it is below."""
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
-
-
-def _name(parents: Sequence[Path], runs: Path) -> str:
-    return " + ".join(path.name for path in parents) if len(parents) <= 3 else runs.name
 
 
 def _offer(runs: Path, word: str = "") -> str:

@@ -14,7 +14,6 @@ import scipy  # submodules are imported at their first use
 from titan_exp.config.errors.user_error import UserError, listed
 
 LEVEL = 0.95
-
 Pairing = Literal["paired", "unpaired", "single"]
 """Pairing: `paired` compares equal seeds, `unpaired` compares means (Welch), `single` one number with another."""
 
@@ -66,31 +65,31 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     mean = fmean(values)
     if len(values) == 1:
         return Estimate(mean, None, None, 1)
-    if _is_constant(values):
+    if min(values) == max(values):
         return Estimate(mean, mean, mean, len(values))
-    interval = _student("ttest_1samp", values, 0.0).confidence_interval(LEVEL)
+    interval = _student(values).confidence_interval(LEVEL)
     return Estimate(mean, float(interval.low), float(interval.high), len(values))
 
 
 def difference(values: Mapping[object, float], baseline: Mapping[object, float]) -> Delta | None:
-    """Difference between values and the baseline's, both by seed; None if either is empty.
-
-    Common seeds are paired, which cancels the effect of initial weights and data order; other seeds are left out. With
-    fewer than two common seeds and at least two on both sides, means are compared (Welch 1947).
-    """
+    """Difference between values and the baseline's, both by seed; None if either is empty. Common seeds are paired,
+    which cancels the effect of initial weights and data order; other seeds are left out. With fewer than two common
+    seeds and at least two on both sides, means are compared (Welch 1947)."""
     common = [seed for seed in values if seed in baseline]
-    if len(common) < 2 and len(values) >= 2 and len(baseline) >= 2:
-        return _unpaired(list(values.values()), list(baseline.values()))
-    if not common:
-        if not values or not baseline:
-            return None
-        return Delta(fmean(values.values()) - fmean(baseline.values()), None, None, 1, "single")
-    return _paired([values[seed] - baseline[seed] for seed in common])
+    if not values or not baseline:
+        return None
+    if len(common) > 1:
+        differences = [values[seed] - baseline[seed] for seed in common]
+        return _delta("paired", fmean(differences), len(common), differences)
+    mean = fmean(values.values()) - fmean(baseline.values())
+    if (n := min(len(values), len(baseline))) > 1:
+        return _delta("unpaired", mean, n, list(values.values()), list(baseline.values()))
+    mean = values[common[0]] - baseline[common[0]] if common else mean
+    return Delta(mean, None, None, 1, "single")
 
 
 def holm(deltas: Sequence[Delta | None]) -> list[Delta | None]:
-    """Set `p_holm` by Holm's step-down correction: the smallest of m p-values times m, the next times m - 1, and so
-    on."""
+    """Set `p_holm` by Holm's step-down correction: the smallest of m p-values times m, the next times m - 1, ..."""
     known = sorted((delta.p, index) for index, delta in enumerate(deltas) if delta is not None and delta.p is not None)
     found, largest = list(deltas), 0.0
     for rank, (p, index) in enumerate(known):
@@ -101,53 +100,29 @@ def holm(deltas: Sequence[Delta | None]) -> list[Delta | None]:
     return found
 
 
-def _paired(differences: Sequence[float]) -> Delta:
-    mean, n = fmean(differences), len(differences)
-    if n == 1:
-        return Delta(mean, None, None, 1, "single")
-    if _is_constant(differences):
-        return _certain(mean, n, "paired")
-    # Equivalent to scipy's paired t-test.
-    return _delta(mean, _student("ttest_1samp", differences, 0.0), n, "paired")
+def _delta(pairing: Pairing, mean: float, n: int, *samples: Sequence[float]) -> Delta:
+    if all(min(values) == max(values) for values in samples):  # scipy would divide by zero
+        return Delta(mean, mean, mean, n, pairing, 1.0 if mean == 0 else 0.0)
+    test = _student(*samples)
+    interval = test.confidence_interval(LEVEL)
+    return Delta(mean, float(interval.low), float(interval.high), n, pairing, float(test.pvalue))
 
 
-def _unpaired(values: Sequence[float], baseline: Sequence[float]) -> Delta:
-    mean, n = fmean(values) - fmean(baseline), min(len(values), len(baseline))
-    if _is_constant(values) and _is_constant(baseline):
-        return _certain(mean, n, "unpaired")
-    return _delta(mean, _student("ttest_ind", values, baseline, equal_var=False), n, "unpaired")
-
-
-def _student(name: str, *arguments: Any, **options: Any) -> Any:
+def _student(*samples: Sequence[float]) -> Any:
+    """Test of one sample against 0, which for differences is scipy's paired test, or of two (Welch)."""
     from scipy import stats
 
     with warnings.catch_warnings():
         # Values that differ only by rounding correctly give a narrow interval.
         warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
-        return getattr(stats, name)(*arguments, **options)
-
-
-def _delta(mean: float, test: Any, n: int, pairing: Pairing) -> Delta:
-    interval = test.confidence_interval(LEVEL)
-    return Delta(mean, float(interval.low), float(interval.high), n, pairing, float(test.pvalue))
-
-
-def _certain(mean: float, n: int, pairing: Pairing) -> Delta:
-    """Delta of constant values, for which scipy would divide by zero."""
-    return Delta(mean, mean, mean, n, pairing, 1.0 if mean == 0 else 0.0)
-
-
-def _is_constant(values: Sequence[float]) -> bool:
-    return min(values) == max(values)
+        one = len(samples) == 1
+        return stats.ttest_1samp(*samples, 0.0) if one else stats.ttest_ind(*samples, equal_var=False)
 
 
 def moving_average(values: list[float]) -> list[float]:
-    """Centred moving average over about 4 % of the values.
-
-    At the end the window is cut off, so that the last value is the mean of the last 2 %. At the beginning, where a loss
-    falls fast, a line is fitted to the cut-off window. Non-finite values become NaN and do not count in their
-    neighbours' averages.
-    """
+    """Centred moving average over about 4 % of the values. At the end the window is cut off, so that the last value is
+    the mean of the last 2 %. At the beginning, where a loss falls fast, a line is fitted to the cut-off window.
+    Non-finite values become NaN and do not count in their neighbours' averages."""
     loss = np.array(values)
     known = np.isfinite(loss)
     index, half = np.arange(len(loss)), max(1, len(loss) // 50)
@@ -164,23 +139,18 @@ def moving_average(values: list[float]) -> list[float]:
 
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-EXPONENTS = (0.02, 2.0)
-"""Bounds of the exponents; a fit that reaches one is refused."""
-SIDE = 9
-"""Values of each exponent in a grid; the next grid has 3/8 of its width."""
-ZOOMS = 14
-"""Grids of the fit; half as many of its refits, which differ by far more."""
-DRAWS = 400
-"""Ladders that are simulated for intervals."""
+EXPONENTS = (0.02, 2.0)  # bounds of the exponents; a fit that reaches one is refused
+SIDE = 9  # values of each exponent in a grid; the next grid has 3/8 of its width
+ZOOMS = 14  # grids of the fit; half as many of its refits, which differ by far more
+DRAWS = 400  # ladders that are simulated for intervals
+FURTHER_APART = "Add rungs that lie further apart, or seeds."
 
 
 @dataclass(frozen=True)
 class Rung:
     """Runs of one size and length that differ only in their seed."""
 
-    at: tuple[float, ...]
-    """Non-embedding parameters and tokens, or FLOPs alone."""
+    at: tuple[float, ...]  # non-embedding parameters and tokens, or FLOPs alone
     losses: tuple[float, ...]
     """Final losses by seed. Losses within a decaying run lie above the frontier and bias the law."""
 
@@ -189,20 +159,14 @@ class Rung:
 class ScalingLaw:
     """Law L = E + sum of A_j (x_j / s_j)^-a_j, with as many simulated refits."""
 
-    scale: Array
-    """Geometric means s of the rungs."""
-    terms: Array
-    """E and A."""
+    scale: Array  # geometric means s of the rungs
+    terms: Array  # E and A
     exponents: Array
-    noise: float
-    """Standard deviation of one run, pooled within rungs."""
-    freedom: int
-    """Degrees of freedom of the noise."""
-    drawn_terms: Array
-    """Of each refit, in rows; a vanished term has the exponent 0."""
+    noise: float  # standard deviation of one run, pooled within rungs
+    freedom: int  # degrees of freedom of the noise
+    drawn_terms: Array  # of each refit, in rows; a vanished term has the exponent 0
     drawn_exponents: Array
     drawn_noise: Array
-    coverage: float
 
     @property
     def irreducible(self) -> float:
@@ -224,7 +188,7 @@ class ScalingLaw:
 
     def exponent_intervals(self) -> list[tuple[float, float]]:
         """Interval of each exponent."""
-        return [_interval(column, self.coverage) for column in self.drawn_exponents.T]
+        return [_interval(column) for column in self.drawn_exponents.T]
 
     def interval(self, *at: float, seeds: int | None = None) -> tuple[float, float]:
         """Interval of the loss at a size, or of the mean over so many new runs."""
@@ -233,7 +197,7 @@ class ScalingLaw:
             noise = np.random.default_rng(1).standard_normal(len(drawn))
             drawn = drawn + self.drawn_noise * noise / math.sqrt(seeds)
         # Refits lie around the fit as the fit lies around the truth.
-        low, high = _interval(drawn, self.coverage)
+        low, high = _interval(drawn)
         return 2 * self.loss(*at) - high, 2 * self.loss(*at) - low
 
 
@@ -241,15 +205,11 @@ class ScalingLaw:
 class Multiplier:
     """Compute that the baseline needs for a loss over what the variant needs; above 1 the variant is better."""
 
-    estimate: float
-    """Pooled over rungs, as if it did not change with scale."""
+    estimate: float  # pooled over rungs, as if it did not change with scale
     low: float
     high: float
-    by_rung: tuple[tuple[float, float, float], ...]
-    """Estimate and bounds at each rung, with noise pooled over rungs."""
-    constancy: float | None
-    """P-value of the multiplier being the same at all rungs; None with one. If it is small, the pooled one means
-    nothing."""
+    by_rung: tuple[tuple[float, float, float], ...]  # estimate and bounds at each rung, with noise pooled over rungs
+    constancy: float | None  # p-value of its being the same at all rungs; if it is small, the pooled one means nothing
 
 
 @dataclass(frozen=True)
@@ -258,8 +218,7 @@ class HoldOut:
 
     rung: Rung
     predicted: float
-    low: float
-    """Bounds for the mean of as many runs as the rung has."""
+    low: float  # bounds for the mean of as many runs as the rung has
     high: float
     measured: float
 
@@ -277,7 +236,7 @@ class HoldOut:
         )
 
 
-def fit(rungs: Sequence[Rung], coverage: float = LEVEL) -> ScalingLaw:
+def fit(rungs: Sequence[Rung]) -> ScalingLaw:
     """Fit a law to final losses, by least squares over runs.
 
     For given exponents the rest is linear, so the exponents are searched on a grid that narrows, with non-negative
@@ -301,10 +260,8 @@ def fit(rungs: Sequence[Rung], coverage: float = LEVEL) -> ScalingLaw:
         if not EXPONENTS[0] * 1.01 < exponent < EXPONENTS[1] / 1.01
     ]
     if at_bound:
-        raise UserError(
-            f"The fit is at a bound of {listed(at_bound, 'and')}: the rungs do not show the law's shape. Add rungs "
-            "that lie further apart, or seeds."
-        )
+        bound = f"The fit is at a bound of {listed(at_bound, 'and')}"
+        raise UserError(f"{bound}: the rungs do not show the law's shape. {FURTHER_APART}")
     generator = np.random.default_rng(0)
     drawn_noise = noise * np.sqrt(freedom / generator.chisquare(freedom, DRAWS))
     spread = generator.standard_normal((DRAWS, len(rungs))) / np.sqrt(counts)
@@ -312,13 +269,11 @@ def fit(rungs: Sequence[Rung], coverage: float = LEVEL) -> ScalingLaw:
     drawn_terms, drawn_exponents = _search(at / scale, simulated, counts, ZOOMS // 2)
     vanished = (drawn_terms[:, 1:] <= 0) | (drawn_exponents <= EXPONENTS[0] * 1.01)
     drawn_exponents = np.where(vanished, 0.0, drawn_exponents)
-    law = ScalingLaw(scale, terms, exponents, noise, freedom, drawn_terms, drawn_exponents, drawn_noise, coverage)
+    law = ScalingLaw(scale, terms, exponents, noise, freedom, drawn_terms, drawn_exponents, drawn_noise)
     for place, (low, high) in enumerate(law.exponent_intervals(), 1):
         if low <= 0:
-            raise UserError(
-                f"The interval of exponent {place}, [{low:.3g}, {high:.3g}], holds 0: the rungs do not show that the "
-                "loss falls with it. Add rungs that lie further apart, or seeds."
-            )
+            zero = f"The interval of exponent {place}, [{low:.3g}, {high:.3g}], holds 0"
+            raise UserError(f"{zero}: the rungs do not show that the loss falls with it. {FURTHER_APART}")
     return law
 
 
@@ -355,8 +310,8 @@ def _slope(terms: Array, exponents: Array, at: Array) -> Array:
     return (exponents * terms[..., 1:] * at**-exponents).mean(-1)
 
 
-def _interval(draws: Array, coverage: float) -> tuple[float, float]:
-    low, high = np.quantile(draws, [(1 - coverage) / 2, (1 + coverage) / 2])
+def _interval(draws: Array) -> tuple[float, float]:
+    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
@@ -377,11 +332,9 @@ def _search(at: Array, losses: Array, counts: Array, zooms: int) -> tuple[Array,
 
 
 def _project(exponents: Array, at: Array, losses: Array, weights: Array) -> tuple[Array, Array]:
-    """Non-negative least squares for each grid point of each row: terms and sum of squares.
-
-    The best set of positive terms is found by trying all sets, of which there are 3 or 7; where all terms together are
-    positive, no other set is better.
-    """
+    """Non-negative least squares for each grid point of each row: terms and sum of squares. The best set of positive
+    terms is found by trying all sets, of which there are 3 or 7; where all terms together are positive, no other set is
+    better."""
     powers = at ** -exponents[..., None, :]
     columns = np.concatenate([np.ones((*powers.shape[:-1], 1)), powers], -1) * weights[:, None]
     shape, width = columns.shape[:2], columns.shape[-1]
@@ -410,34 +363,21 @@ def _project(exponents: Array, at: Array, losses: Array, weights: Array) -> tupl
     return terms.reshape(*shape, width), errors.reshape(shape)
 
 
-def hold_out(rungs: Sequence[Rung], coverage: float = LEVEL) -> HoldOut:
-    """Predict the largest rung from the law of all smaller sizes.
-
-    All rungs of the largest size are left out, and of them that of most tokens is predicted. A measured loss outside
-    the interval is an alarm: the law does not hold, or the noise is not that of the smaller rungs. Raises UserError if
-    the smaller rungs give no law.
-    """
+def hold_out(rungs: Sequence[Rung]) -> HoldOut:
+    """Predict the largest rung from the law of all smaller sizes. All rungs of the largest size are left out, and of
+    them that of most tokens is predicted. A measured loss outside the interval is an alarm: the law does not hold, or
+    the noise is not that of the smaller rungs. Raises UserError if the smaller rungs give no law."""
     largest = max(rungs, key=lambda rung: rung.at)
     smaller = [rung for rung in rungs if rung.at[0] < largest.at[0]]
     try:
-        law = fit(smaller, coverage)
+        law = fit(smaller)
     except UserError as error:
         raise UserError(f"Without the largest size there is no law to test. {error}") from None
     low, high = law.interval(*largest.at, seeds=len(largest.losses))
     return HoldOut(largest, law.loss(*largest.at), low, high, float(np.mean(largest.losses)))
 
 
-def extrapolate(rungs: Sequence[Rung], coverage: float = LEVEL) -> tuple[ScalingLaw, HoldOut]:
-    """Law of all rungs and its hold-out test. Raises UserError if the test fails, so that nothing is extrapolated."""
-    law, tested = fit(rungs, coverage), hold_out(rungs, coverage)
-    if not tested.holds:
-        raise UserError(tested.refusal)
-    return law, tested
-
-
-def compute_multiplier(
-    law: ScalingLaw, pairs: Sequence[tuple[tuple[float, ...], Sequence[float]]], coverage: float = LEVEL
-) -> Multiplier:
+def compute_multiplier(law: ScalingLaw, pairs: Sequence[tuple[tuple[float, ...], Sequence[float]]]) -> Multiplier:
     """Compute multiplier of a variant by paired differences of final losses at each rung, positive if it is better.
 
     A small difference d is a shift of the baseline's `law` by ln CM = d / slope. Over rungs, d = ln CM * slope is a
@@ -459,7 +399,7 @@ def compute_multiplier(
     variance, means = within / freedom, np.array([found.mean() for found in differences])
     slopes = np.array([law.slope(*at) for at, _ in pairs])
     drawn = np.stack([_slope(law.drawn_terms, law.drawn_exponents, np.array(at) / law.scale) for at, _ in pairs], -1)
-    quantile = float(scipy.special.stdtrit(freedom, (1 + coverage) / 2))
+    quantile = float(scipy.special.stdtrit(freedom, (1 + LEVEL) / 2))
 
     def bounds(rungs: Array) -> tuple[float, float, float]:
         weights = counts[rungs] * slopes[rungs]

@@ -22,12 +22,9 @@ from titan_exp.tracking.display import format_count, format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
 from titan_exp.tracking.run_folder.run_folder import has_diverged
 
-FURTHER = 4
-"""Multiple of the largest rung's compute to which a law that passed its test is extrapolated."""
-CURVE = 40
-"""Points of a law's curve in a plot."""
-Seeds = Mapping[int | None, float]
-"""Final loss by seed."""
+FURTHER = 4  # multiple of the largest rung's compute to which a law that passed its test is extrapolated
+CURVE = 40  # points of a law's curve in a plot
+Seeds = Mapping[int | None, float]  # final loss by seed
 
 
 @dataclass(frozen=True)
@@ -38,29 +35,22 @@ class LadderRow:
     per_parameter: str
     parameters: int
     tokens: int
-    flops: Mapping[str, float]
-    """FLOPs of a run by arm, baseline first."""
-    losses: Mapping[str, Seeds]
-    """Finite final losses by arm."""
-    diverged: int
-    """Runs that diverged."""
-    multiplier: tuple[float, float, float] | None = None
-    """Compute multiplier with its bounds."""
+    flops: Mapping[str, float]  # FLOPs of a run by arm, baseline first
+    losses: Mapping[str, Seeds]  # finite final losses by arm
+    diverged: int  # runs that diverged
+    multiplier: tuple[float, float, float] | None = None  # compute multiplier with its bounds
 
 
 @dataclass(frozen=True)
 class LawNumbers:
     """Law of the baseline's final losses."""
 
-    variables: tuple[str, ...]
-    """N and D, or C alone."""
+    variables: tuple[str, ...]  # N and D, or C alone
     irreducible: float
     coefficients: tuple[float, ...]
     exponents: tuple[float, ...]
-    intervals: tuple[tuple[float, float], ...]
-    """Of the exponents."""
-    noise: float
-    """Standard deviation of one run, pooled within rungs."""
+    intervals: tuple[tuple[float, float], ...]  # of the exponents
+    noise: float  # standard deviation of one run, pooled within rungs
     freedom: int
 
     @property
@@ -80,8 +70,7 @@ class Predicted:
     loss: float
     low: float
     high: float
-    measured: float | None = None
-    """Mean loss of the rung; None of an extrapolation."""
+    measured: float | None = None  # mean loss of the rung; None of an extrapolation
 
     @property
     def text(self) -> str:
@@ -94,19 +83,14 @@ class LadderOutcome:
     """Outcome of a ladder."""
 
     metric: str
-    arms: tuple[str, ...]
-    """Baseline, and the candidate if there is one."""
-    rows: tuple[LadderRow, ...]
-    """Rungs with a finished run, by size and length."""
+    arms: tuple[str, ...]  # baseline, and the candidate if there is one
+    rows: tuple[LadderRow, ...]  # rungs with a finished run, by size and length
     law: LawNumbers | None
-    held_out: Predicted | None
-    """Longest run of the largest size, by the law of all smaller sizes."""
+    held_out: Predicted | None  # longest run of the largest size, by the law of all smaller sizes
     extrapolated: Predicted | None
     multiplier: Multiplier | None
-    refusals: tuple[str, ...]
-    """Sentences about what these runs do not tell."""
-    curves: Mapping[str, tuple[tuple[float, float], ...]]
-    """FLOPs and loss along the law, by tokens per parameter."""
+    refusals: tuple[str, ...]  # sentences about what these runs do not tell
+    curves: Mapping[str, tuple[tuple[float, float], ...]]  # FLOPs and loss along the law, by tokens per parameter
 
     @property
     def sentences(self) -> Iterator[str]:
@@ -153,7 +137,7 @@ def climb(runs: Sequence[ComparedRun], study: StudyRecord) -> LadderOutcome | No
     """Outcome of a ladder by the final losses of its runs; None before the first has ended."""
     assert study.ladder is not None
     base, metric = study.ladder.baseline, study.ladder.metric
-    arms = tuple(dict.fromkeys([base, *(rung.arm for rung in study.ladder_rungs.values())]))
+    arms = tuple(dict.fromkeys([base, *(point.rung.arm for point in study.by_run.values() if point.rung)]))
     rows, notes = _rows(runs, study, arms), list[str]()
     if not rows:
         return None
@@ -206,8 +190,8 @@ def _rows(runs: Sequence[ComparedRun], study: StudyRecord, arms: Sequence[str]) 
     assert study.ladder is not None
     found: dict[tuple[int, int], LadderRow] = {}
     for run in runs:
-        rung, loss = study.ladder_rungs.get(run.run_id), _loss(run, study.ladder.metric)
-        if rung is None or loss is None:
+        point, loss = study.by_run.get(run.run_id), _loss(run, study.ladder.metric)
+        if point is None or (rung := point.rung) is None or loss is None:
             continue
         key = (rung.parameters, rung.tokens)
         empty = LadderRow(rung.scale, rung.per_parameter, *key, {}, {arm: {} for arm in arms}, 0)
@@ -225,7 +209,6 @@ def _at(row: LadderRow, arm: str, both: bool) -> tuple[float, ...]:
 def _tested(
     used: Sequence[LadderRow], rungs: Sequence[Rung], law: ScalingLaw, base: str
 ) -> tuple[Predicted | None, Predicted | None, list[str]]:
-    """Hold-out test, extrapolation if it holds, and the sentences of refusals."""
     last = used[-1]
     try:
         test = hold_out(rungs)
@@ -245,10 +228,8 @@ def _tested(
 def _multiplied(
     rows: list[LadderRow], used: Sequence[LadderRow], law: ScalingLaw, arms: Sequence[str], *, both: bool
 ) -> tuple[Multiplier | None, list[LadderRow], list[str]]:
-    """Compute multiplier of the candidate, rows with that of their rung, and the sentences of refusals.
-
-    Both arms of a rung have the same tokens. If a token costs the candidate other FLOPs, the multiplier counts them.
-    """
+    """Compute multiplier of the candidate, rows with that of their rung, and the sentences of refusals. Both arms of a
+    rung have the same tokens. If a token costs the candidate other FLOPs, the multiplier counts them."""
     if len(arms) < 2:
         return None, rows, []
     base, candidate = arms
@@ -291,23 +272,18 @@ def _curves(
     return found
 
 
-EDGE = 0.1
-"""Outer share of a range, on its own scale, within which the best value counts as at the edge."""
+EDGE = 0.1  # outer share of a range, on its own scale, within which the best value counts as at the edge
 
 
 @dataclass(frozen=True)
 class Trial:
     """Point of the study."""
 
-    row: int
-    """Index of the comparison's row."""
+    row: int  # index of the comparison's row
     label: str
-    round: int
-    """Last rung whose runs are done, or batch; 0 before the first."""
-    value: float | None
-    """Metric at the end of that rung, mean over seeds; infinite if a run diverged."""
-    first: float | None
-    """Metric at the end of the point's first run."""
+    round: int  # last rung whose runs are done, or batch; 0 before the first
+    value: float | None  # metric at the end of that rung, mean over seeds; infinite if a run diverged
+    first: float | None  # metric at the end of the point's first run
     seeds: int
 
 
@@ -315,10 +291,8 @@ class Trial:
 class Marginal:
     """Mean of the metric over the points in a part of a parameter's range, whatever their other parameters."""
 
-    part: str
-    """Bounds, or a value of a choice."""
-    mean: float | None
-    """Mean over the points that have not diverged."""
+    part: str  # bounds, or a value of a choice
+    mean: float | None  # mean over the points that have not diverged
     best: float | None
     points: int
     diverged: int
@@ -331,13 +305,10 @@ class Parameter:
     key: str
     short: str
     kind: str
-    best: str
-    """Value at the best point."""
-    edge: str
-    """`lower` or `upper` if the best value is in the outer tenth of the range."""
+    best: str  # value at the best point
+    edge: str  # `lower` or `upper` if the best value is in the outer tenth of the range
     marginals: tuple[Marginal, ...]
-    points: tuple[tuple[Any, float | None], ...]
-    """Value and metric at the end of the first run of every point."""
+    points: tuple[tuple[Any, float | None], ...]  # value and metric at the end of the first run of every point
 
 
 @dataclass(frozen=True)
@@ -346,8 +317,7 @@ class Cost:
 
     tokens: int
     whole_tokens: int
-    gpu_hours: float | None
-    """Wall-clock time times processes of all runs; None if unknown."""
+    gpu_hours: float | None  # wall-clock time times processes of all runs; None if unknown
 
     @property
     def whole_gpu_hours(self) -> float | None:
@@ -361,10 +331,8 @@ class Learnt:
 
     metric: str
     better: str
-    rungs: int
-    """Number of rungs; 0 without halving."""
-    trials: tuple[Trial, ...]
-    """Points, best first; a point that went further is better than one that did not."""
+    rungs: int  # number of rungs; 0 without halving
+    trials: tuple[Trial, ...]  # points, best first; a point that went further is better than one that did not
     parameters: tuple[Parameter, ...]
     cost: Cost
 
@@ -373,11 +341,24 @@ def learn(rows: Sequence[Row], columns: DifferingKeys, study: StudyRecord, metri
     """Outcome of a study over the rows of its points."""
     trials = rank(rows, study, metric, better)
     ranges = study.parameters or {key: {"kind": "choice"} for key in columns.keys}
-    parameters = [
-        _parameter(columns, key, spec, rows, trials=trials, sign=-1 if better == "max" else 1)
-        for key, spec in ranges.items()
-        if key in columns.keys
-    ]
+    sign, parameters = -1 if better == "max" else 1, list[Parameter]()
+    for key, spec in ranges.items():
+        if key not in columns.keys:
+            continue
+        points = [(rows[trial.row].values[key], trial.first) for trial in trials]
+        kind, chosen = str(spec["kind"]), rows[trials[0].row].values[key]
+        if kind == "choice":
+            parts = {value_text(value): [number for other, number in points if other == value] for value, _ in points}
+        else:
+            parts = _thirds(points)
+        marginals = []
+        for part, numbers in parts.items():
+            known = [number for number in numbers if number is not None]
+            finite = [number for number in known if math.isfinite(number)]
+            best = min(finite, key=lambda number: sign * number, default=None)
+            marginals.append(Marginal(part, _mean(finite), best, len(known), len(known) - len(finite)))
+        best, edge = value_text(chosen), _edge(chosen, spec)
+        parameters.append(Parameter(key, columns.short[key], kind, best, edge, tuple(marginals), tuple(points)))
     return Learnt(metric, better, len(study.rungs), tuple(trials), tuple(parameters), _cost(rows))
 
 
@@ -385,11 +366,8 @@ def rank(rows: Sequence[Row], study: StudyRecord, metric: str, better: str) -> l
     """Rank points, best first."""
     sign = -1 if better == "max" else 1
     trials = [_trial(index, row, study, metric, sign) for index, row in enumerate(rows)]
-    return sorted(trials, key=lambda trial: (-trial.round if study.rungs else 0, _key(trial.value, sign)))
-
-
-def _key(value: float | None, sign: int) -> float:
-    return math.inf if value is None else sign * value
+    values = [math.inf if trial.value is None else sign * trial.value for trial in trials]
+    return sorted(trials, key=lambda trial: (-trial.round if study.rungs else 0, values[trial.row]))
 
 
 def _trial(index: int, row: Row, study: StudyRecord, metric: str, sign: int) -> Trial:
@@ -404,12 +382,12 @@ def _trial(index: int, row: Row, study: StudyRecord, metric: str, sign: int) -> 
     if reached:
         value = _mean([_value(runs[reached - 1], metric, sign) for runs in done])
         first = _mean([_value(runs[0], metric, sign) for runs in done])
-    last = max((study.rounds_of.get(runs[reached - 1].run_id, 1) for runs in done if reached), default=0)
+    points = [study.by_run.get(runs[reached - 1].run_id) for runs in done if reached]
+    last = max((1 if point is None else point.round for point in points), default=0)
     return Trial(index, row.label, last, value, first, len(row.runs))
 
 
 def _chain(run: ComparedRun) -> list[ComparedRun]:
-    """A run, preceded by the runs that it continues."""
     chain = [run]
     while chain[0].parent is not None:
         chain.insert(0, chain[0].parent)
@@ -428,25 +406,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _parameter(
-    columns: DifferingKeys,
-    key: str,
-    spec: Mapping[str, Any],
-    rows: Sequence[Row],
-    *,
-    trials: Sequence[Trial],
-    sign: int,
-) -> Parameter:
-    points = [(rows[trial.row].values[key], trial.first) for trial in trials]
-    kind, chosen = str(spec["kind"]), rows[trials[0].row].values[key]
-    if kind == "choice":
-        parts = {value_text(value): [number for other, number in points if other == value] for value, _ in points}
-    else:
-        parts = _thirds(points)
-    marginals = tuple(_marginal(part, numbers, sign) for part, numbers in parts.items())
-    return Parameter(key, columns.short[key], kind, value_text(chosen), _edge(chosen, spec), marginals, tuple(points))
-
-
 def _thirds(points: Sequence[tuple[Any, float | None]]) -> dict[str, list[float | None]]:
     """Metric in the lower, middle and upper third of the points, by the thirds' bounds."""
     ordered = sorted(points, key=lambda point: point[0])
@@ -457,13 +416,6 @@ def _thirds(points: Sequence[tuple[Any, float | None]]) -> dict[str, list[float 
             name = f"{value_text(inside[0][0])} … {value_text(inside[-1][0])}"
             parts.setdefault(name, []).extend(number for _, number in inside)
     return parts
-
-
-def _marginal(part: str, numbers: Sequence[float | None], sign: int) -> Marginal:
-    known = [number for number in numbers if number is not None]
-    finite = [number for number in known if math.isfinite(number)]
-    best = min(finite, key=lambda number: sign * number, default=None)
-    return Marginal(part, fmean(finite) if finite else None, best, len(known), len(known) - len(finite))
 
 
 def _edge(value: Any, spec: Mapping[str, Any]) -> str:

@@ -15,8 +15,7 @@ from titan_exp.compare.statistics import Delta, Estimate, difference, estimate, 
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of
 
-ROUNDING = 1e-9
-"""Relative difference between equal losses."""
+ROUNDING = 1e-9  # relative difference between equal losses
 
 
 @dataclass(frozen=True)
@@ -24,22 +23,17 @@ class TunedPoint:
     """One value of the tuned key in a group."""
 
     value: Any
-    row: int
-    """Index of the comparison's row."""
-    estimate: Estimate | None
-    """Main metric over seeds; None if every run diverged or has not reached the budget."""
-    diverged: int = 0
-    """Number of seeds that diverged; if any did, the value is never the best."""
+    row: int  # index of the comparison's row
+    estimate: Estimate | None  # main metric over seeds; None if every run diverged or has not reached the budget
+    diverged: int = 0  # number of seeds that diverged
 
 
 @dataclass(frozen=True)
 class Reached:
     """Cost of reaching the final loss of the baseline group's best runs, seed by seed."""
 
-    estimate: Estimate | None
-    """Estimate over the seeds that reached it, whose interval ends with the longest run; None if none did."""
-    reached: int
-    """Number of seeds that reached it."""
+    estimate: Estimate | None  # over the seeds that reached it, ending with the longest run; None if none did
+    reached: int  # number of seeds that reached it
     of: int
 
 
@@ -48,17 +42,12 @@ class Group:
     """Runs that differ only in the tuned key and the seed."""
 
     label: str
-    points: tuple[TunedPoint, ...]
-    """Values of the tuned key in order."""
-    best: TunedPoint | None
-    """Value with the best mean; None if there is none."""
-    edge: str
-    """`lowest` or `highest` if the best value is the first or last of several numbers; `one value` if there is one."""
-    delta: Delta | None
-    """Difference between the best and the baseline group's best; None in the baseline's group."""
+    points: tuple[TunedPoint, ...]  # values of the tuned key in order
+    best: TunedPoint | None  # value with the best mean; None if there is none
+    edge: str  # `lowest` or `highest` if the best value is the first or last number; `one value` if there is one
+    delta: Delta | None  # difference between the best and the baseline group's best; None in the baseline's group
     steps: Reached
-    seconds: Reached
-    """Training time without evaluation and checkpoints, from the run's mean speed."""
+    seconds: Reached  # training time without evaluation and checkpoints, from the run's mean speed
     is_baseline: bool
 
 
@@ -66,11 +55,9 @@ class Group:
 class Tuning:
     """Groups of a tuned comparison, best first."""
 
-    key: str
-    """Full name of the tuned key."""
+    key: str  # full name of the tuned key
     short: str
-    metric: str
-    """Title of the metric."""
+    metric: str  # title of the metric
     groups: tuple[Group, ...]
 
 
@@ -81,23 +68,29 @@ def tune(
     differ in it, or no direction of the metric is better."""
     full = _tuned_key(columns, key)
     if metric.better is None:
-        raise UserError(
-            f"tune={key}: we do not know whether less or more of {metric.name} is better. Put another metric "
-            "first: metrics=loss."
-        )
+        reason = f"we do not know whether less or more of {metric.name} is better"
+        raise UserError(f"tune={key}: {reason}. Put another metric first: metrics=loss.")
     others = [column for column in columns.keys if column != full]
     members: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         if row.values.get(full, ABSENT) != ABSENT:
             members.setdefault(columns.label(row.values, others) or "all runs", []).append(index)
     curves = {label: _curve(rows, indices, full, metric) for label, indices in members.items()}
-    bests = {label: _best(points, metric) for label, points in curves.items()}
+
+    # A value that diverged with any seed is never the best.
+    def rank(point: TunedPoint | None) -> tuple[bool, float]:
+        found = None if point is None else point.estimate
+        return (True, 0.0) if found is None else (False, found.mean if metric.better == "min" else -found.mean)
+
+    bests = {
+        label: min((one for one in points if one.estimate is not None and not one.diverged), key=rank, default=None)
+        for label, points in curves.items()
+    }
     reference = next((label for label, indices in members.items() if baseline in indices), next(iter(members)))
     base = bests[reference]
     base_runs = () if base is None else rows[base.row].runs
-    targets: dict[object, float] = {
-        run.seed: loss for run in base_runs if (loss := final_loss(run, tokens)) is not None
-    }
+    losses = {run.seed: final_loss(run, tokens) for run in base_runs}
+    targets: dict[object, float] = {seed: loss for seed, loss in losses.items() if loss is not None}
     deltas = _deltas(rows, bests, reference, metric)
     groups = [
         Group(
@@ -111,7 +104,7 @@ def tune(
         )
         for (label, points), best in zip(curves.items(), bests.values(), strict=True)
     ]
-    groups.sort(key=lambda group: _rank(group.best, metric))
+    groups.sort(key=lambda group: rank(group.best))
     return Tuning(full, columns.short[full], metric.title, tuple(groups))
 
 
@@ -120,31 +113,18 @@ def _tuned_key(columns: DifferingKeys, key: str) -> str:
     if len(found) == 1:
         return found[0]
     names = [columns.short[full] for full in columns.keys]
-    offer = did_you_mean(key, names) or (
-        f"They differ in {listed(names, 'and')}." if names else "They differ in no key."
-    )
+    offer = did_you_mean(key, names) or f"They differ in {listed(names, 'and') if names else 'no key'}."
     raise UserError(f"tune={key}: the runs do not differ in this key. {offer}")
 
 
 def _curve(rows: Sequence[Row], indices: Sequence[int], key: str, metric: Metric) -> tuple[TunedPoint, ...]:
+    named = [(index, rows[index]) for index in indices]
     points = [
-        TunedPoint(
-            rows[index].values[key], index, rows[index].estimates[metric.name], rows[index].diverged(metric.name)
-        )
-        for index in indices
+        TunedPoint(row.values[key], index, row.estimates[metric.name], row.diverged(metric.name))
+        for index, row in named
     ]
     numbers = all(_is_number(point.value) for point in points)
     return tuple(sorted(points, key=lambda point: point.value) if numbers else points)
-
-
-def _rank(point: TunedPoint | None, metric: Metric) -> tuple[bool, float]:
-    found = None if point is None else point.estimate
-    return (True, 0.0) if found is None else (False, found.mean if metric.better == "min" else -found.mean)
-
-
-def _best(points: Sequence[TunedPoint], metric: Metric) -> TunedPoint | None:
-    known = [point for point in points if point.estimate is not None and not point.diverged]
-    return min(known, key=lambda point: _rank(point, metric), default=None)
 
 
 def _edge(points: Sequence[TunedPoint], best: TunedPoint | None) -> str:
@@ -172,8 +152,7 @@ def _deltas(
 
 
 def _reached(runs: Sequence[ComparedRun], targets: Mapping[object, float], tokens: float) -> tuple[Reached, Reached]:
-    """Steps and seconds to the target loss of each run's seed; for a seed without target, to the mean of all
-    targets."""
+    """Steps and seconds to the target loss of each run's seed, or else to the mean of all targets."""
     steps: list[float] = []
     seconds: list[float] = []
     ends = [_spent(run, known[-1]) for run in runs if (known := run.series("tokens", tokens)[0])]
@@ -211,11 +190,9 @@ def _within(found: Estimate | None, end: float) -> Estimate | None:
 
 
 def _mean_speed(run: ComparedRun, tokens: float) -> float | None:
-    """Tokens divided by seconds over all measured rows up to `tokens`; None if there are none.
-
-    A median would leave out work that an optimizer does every few steps, such as SOAP's power iterations, and an
-    unweighted mean would undercount the larger steps of a growing batch.
-    """
+    """Tokens divided by seconds over all measured rows up to `tokens`; None if there are none. A median would leave out
+    work that an optimizer does every few steps, such as SOAP's power iterations, and an unweighted mean would
+    undercount the larger steps of a growing batch."""
     ends = [run.begins, *run.series("tokens", above=run.begins)[0]]
     before = dict(zip(ends[1:], ends, strict=False))
     up_to = tokens if tokens > run.begins else math.inf

@@ -85,16 +85,14 @@ class Batch(MicroBatch):
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch."""
+        further = [tensor for batch in self.further for tensor in batch.tensors]
         own = (self.tokens, self.labels, self.positions, self.documents)
-        return [tensor for tensor in own if tensor is not None] + [
-            tensor for batch in self.further for tensor in batch.tensors
-        ]
+        return [*(tensor for tensor in own if tensor is not None), *further]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply a function to every tensor of the batch."""
-        positions, documents = (
-            None if tensor is None else function(tensor) for tensor in (self.positions, self.documents)
-        )
+        optional = (self.positions, self.documents)
+        positions, documents = (None if tensor is None else function(tensor) for tensor in optional)
         further = tuple(batch.map(function) for batch in self.further)
         return Batch(function(self.tokens), function(self.labels), positions, documents, further)
 
@@ -103,18 +101,15 @@ class Batch(MicroBatch):
         return Inputs((self.tokens if hidden is None else hidden, self.positions, self.documents), {})
 
     def sharded(self, part: SequencePart) -> "Batch":
-        """Take this rank's tokens. Positions become explicit, because a token's index in the part is not its
-        position."""
+        """Take this rank's tokens, with positions, because a token's index in the part is not its position."""
         shard = self.map(part.take)
         return shard if shard.positions is not None else replace(shard, positions=part.positions(self.tokens))
 
     def with_further(self, depth: int) -> "Batch":
-        """Return this batch of whole rows with the tokens up to `depth` places ahead.
-
-        Token i + k predicts token i + k + 1. If documents are masked, both must be in the document of token i. The last
-        k tokens of a row have no label, because their target lies beyond it; the row's last token stands in for the
-        tokens after it, and no counted prediction depends on it.
-        """
+        """Return this batch of whole rows with the tokens up to `depth` places ahead. Token i + k predicts token i + k
+        + 1. If documents are masked, both must be in the document of token i. The last k tokens of a row have no label,
+        because their target lies beyond it; the row's last token stands in for the tokens after it, and no counted
+        prediction depends on it."""
         return replace(self, further=tuple(self._ahead(places) for places in range(1, depth + 1)))
 
     def _ahead(self, places: int) -> "Batch":
@@ -129,10 +124,8 @@ class Batch(MicroBatch):
 def collate(
     windows: np.ndarray, starts: Sequence[Sequence[int]], *, document_mask: bool, reset_positions: bool
 ) -> Batch:
-    """Collate `windows` [rows, seq + 1], with document starts `starts[row]` (each in 1..seq), into a batch.
-
-    With `document_mask`, the last token of a document does not predict the first token of the next one.
-    """
+    """Collate `windows` [rows, seq + 1], with document starts `starts[row]` (each in 1..seq), into a batch. With
+    `document_mask`, the last token of a document does not predict the first token of the next one."""
     rows, length = windows.shape
     tokens, labels = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
     if not (document_mask or reset_positions):
@@ -172,10 +165,8 @@ class RowBuffer(Protocol):
 
 
 class Sampler(Protocol):
-    """Rows of one data rank: from row R of the run, rank r of dp takes the rows R + r, R + r + dp, and so on.
-
-    Optional member: `rows(count) -> RowBuffer`, for rows other than windows of tokens.
-    """
+    """Rows of one data rank: from row R of the run, rank r of dp takes the rows R + r, R + r + dp, and so on. Optional
+    member: `rows(count) -> RowBuffer`, for rows other than windows of tokens."""
 
     corpus: dict[str, Any]
     """Identity of the data that positions refer to, equal on all ranks; keyed by config keys for error messages."""
@@ -272,16 +263,12 @@ class Permutation:
         """Image of `index`."""
         assert 0 <= index < self.size
         while True:
-            index = self._encrypt(index)
-            if index < self.size:
+            row, column = divmod(index, self._columns)
+            for round_ in range(0, _ROUNDS, 2):
+                row = (row + self._round(round_, column)) % self._rows
+                column = (column + self._round(round_ + 1, row)) % self._columns
+            if (index := row * self._columns + column) < self.size:
                 return index
-
-    def _encrypt(self, index: int) -> int:
-        row, column = divmod(index, self._columns)
-        for round_ in range(0, _ROUNDS, 2):
-            row = (row + self._round(round_, column)) % self._rows
-            column = (column + self._round(round_ + 1, row)) % self._columns
-        return row * self._columns + column
 
     def _round(self, round_: int, value: int) -> int:
         digest = blake2b(struct.pack("<BQ", round_, value), key=self._key, digest_size=8).digest()

@@ -29,16 +29,7 @@ from titan_exp.config.groups.run import DataConfig
 from titan_exp.data import sample_store
 from titan_exp.data.batch import Permutation
 from titan_exp.data.source_check import unit_hashes
-from titan_exp.data.sources.base import (
-    CONTENT,
-    DataWarning,
-    RandomAccessSource,
-    Source,
-    build_source,
-    build_validation_source,
-    content_identity,
-    fingerprint,
-)
+from titan_exp.data.sources import base
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer, encode_document
 
 _CHUNK = 4096
@@ -48,10 +39,8 @@ _CHUNK = 4096
 class CorpusPart:
     """Part of the corpus; parts are ordered."""
 
-    split: str
-    """`train` (held-out documents included), or `validation` for a separate split."""
-    number: int
-    """Index in source order."""
+    split: str  # `train` (held-out documents included), or `validation` for a separate split
+    number: int  # index in source order
 
     def __str__(self) -> str:
         return f"{self.split}-{self.number:05d}"
@@ -61,30 +50,26 @@ class CorpusPart:
 class Document:
     """Document of a corpus part."""
 
-    text: str
-    """Text; may be empty."""
+    text: str  # text; may be empty
     split: str
-    next_position: Callable[[], Any]
-    """Returns the JSON-serializable position after this document; valid only for the latest document."""
+    next_position: Callable[[], Any]  # returns the JSON position after this document; valid only for the latest one
 
 
 class Corpus:
-    """Text of the `data` group, divided into at most `max_parts` parts (a stream keeps its own parts).
-
-    The held-out documents are the same as in `TrainLoader` and `ValidationLoader`. A non-zero `shuffle` seed permutes
-    the training documents (held-out ones included), as a function of seed and number of documents. Raises UserError if
-    the text cannot be read or shuffled.
-    """
+    """Text of the `data` group, divided into at most `max_parts` parts (a stream keeps its own parts). The held-out
+    documents are the same as in `TrainLoader` and `ValidationLoader`. A non-zero `shuffle` seed permutes the training
+    documents (held-out ones included), as a function of seed and number of documents. Raises UserError if the text
+    cannot be read or shuffled."""
 
     def __init__(self, data: DataConfig, max_parts: int, shuffle: int = 0) -> None:
-        own = build_validation_source(data)
-        self._sources: dict[str, Source] = {"train": build_source(data)}
+        own = base.build_validation_source(data)
+        self._sources: dict[str, base.Source] = {"train": base.build_source(data)}
         if own is not None:
             self._sources["validation"] = own
         self._order: Permutation | None = None
         if shuffle:
             documents = self._sources["train"]
-            if not isinstance(documents, RandomAccessSource):
+            if not isinstance(documents, base.RandomAccessSource):
                 reason = "this source is a stream, which has an order of its own"
                 downloaded = ", or data.streaming=false" if data.streaming else ""
                 remedy = f"use shuffle=0 (training still shuffles windows){downloaded}"
@@ -92,11 +77,11 @@ class Corpus:
             self._order = Permutation(max(1, len(documents)), "documents", shuffle)
         self._fraction = 0.0 if own is not None else data.validation_fraction
         self._counts = {
-            split: min(len(source), max_parts) if isinstance(source, RandomAccessSource) else source.parts
+            split: min(len(source), max_parts) if isinstance(source, base.RandomAccessSource) else source.parts
             for split, source in self._sources.items()
         }
-        self.fingerprint = "; ".join(fingerprint(source, data) for source in self._sources.values())
-        self.content = [content_identity(source).get(CONTENT) for source in self._sources.values()]
+        self.fingerprint = "; ".join(base.fingerprint(source, data) for source in self._sources.values())
+        self.content = [base.content_identity(source).get(base.CONTENT) for source in self._sources.values()]
         """Content of local files, per split; None if there are none."""
         self.held_out = f"split {data.validation_split}" if own is not None else self._fraction
         """Choice of validation documents: a share of the documents, or a separate split."""
@@ -109,14 +94,14 @@ class Corpus:
     @property
     def documents(self) -> int | None:
         """Number of documents; None for a stream."""
-        lengths = [len(source) for source in self._sources.values() if isinstance(source, RandomAccessSource)]
+        lengths = [len(source) for source in self._sources.values() if isinstance(source, base.RandomAccessSource)]
         return sum(lengths) if len(lengths) == len(self._sources) else None
 
     def read(self, part: CorpusPart, position: Any) -> Iterator[Document]:
         """Read the documents of a part from a position on (None: the beginning)."""
         source = self._sources[part.split]
         fraction = self._fraction if part.split == "train" else 1.0
-        if not isinstance(source, RandomAccessSource):
+        if not isinstance(source, base.RandomAccessSource):
             reader = source.open(part.number, position)
             for text in reader:
                 split = "validation" if fraction and data_files.unit_hash(text) < fraction else "train"
@@ -148,14 +133,10 @@ class TokenizeJob:
 
     folder: Path
     data: DataConfig
-    parts: int
-    """Maximum number of parts of a random-access source."""
-    shard_tokens: int
-    """Number of tokens after which a shard is closed."""
-    source: str
-    """Fingerprint of the text."""
-    shuffle: int = 0
-    """Seed of the document order; 0 keeps the source order."""
+    parts: int  # maximum number of parts of a random-access source
+    shard_tokens: int  # number of tokens after which a shard is closed
+    source: str  # fingerprint of the text
+    shuffle: int = 0  # seed of the document order; 0 keeps the source order
 
     @property
     def journal(self) -> Path:
@@ -187,13 +168,11 @@ class PartTokenizer:
     """Tokenizes parts of a job; one per process. Raises UserError if text or tokenizer cannot be used."""
 
     def __init__(self, job: TokenizeJob, report: ReportProgress) -> None:
-        self._job = job
-        self._report = report
+        self._job, self._report = job, report
         self._corpus = Corpus(job.data, job.parts, job.shuffle)
         if self._corpus.fingerprint != job.source:
-            raise UserError(
-                "The text has changed since tokenization began. Remove the folder of the store and start again."
-            )
+            remedy = "Remove the folder of the store and start again."
+            raise UserError(f"The text has changed since tokenization began. {remedy}")
         self._tokenizer = build_tokenizer(job.data)
 
     def run(self, part: CorpusPart) -> None:
@@ -303,11 +282,8 @@ class ProgressDisplay:
 
 
 def tokenize_parts(job: TokenizeJob, parts: Sequence[CorpusPart], workers: int, report: ReportProgress) -> None:
-    """Tokenize parts in `workers` processes, or in this process with `workers=1`.
-
-    Raises UserError if a process was killed, or re-raises a process's exception. The other processes are killed;
-    finished shards are kept.
-    """
+    """Tokenize parts in `workers` processes, or in this process with `workers=1`. Raises UserError if a process was
+    killed, or re-raises a process's exception. The other processes are killed; finished shards are kept."""
     workers = min(workers, len(parts))
     if workers == 1:
         tokenizer = PartTokenizer(job, report)
@@ -335,7 +311,6 @@ def tokenize_parts(job: TokenizeJob, parts: Sequence[CorpusPart], workers: int, 
 
 
 def _distribute(pool: dict[Connection, BaseProcess], pending: list[CorpusPart], report: ReportProgress) -> None:
-    """Send parts to idle processes until all parts are done."""
     busy = set(pool)
     while busy:
         for connection in wait(list(busy)):
@@ -343,7 +318,13 @@ def _distribute(pool: dict[Connection, BaseProcess], pending: list[CorpusPart], 
             try:
                 kind, value = connection.recv()
             except EOFError:
-                raise _killed(pool[connection]) from None
+                pool[connection].join()
+                code = pool[connection].exitcode or 0
+                cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                raise UserError(
+                    f"A tokenizer process died ({cause}). If memory ran out, use fewer processes: workers=1.\n"
+                    "  To continue, type the same command: it keeps the finished shards."
+                ) from None
             if kind == "error":
                 raise value
             if kind == "progress":
@@ -354,19 +335,9 @@ def _distribute(pool: dict[Connection, BaseProcess], pending: list[CorpusPart], 
                 busy.remove(connection)
 
 
-def _killed(process: BaseProcess) -> UserError:
-    process.join()
-    code = process.exitcode or 0
-    cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return UserError(
-        f"A tokenizer process died ({cause}). If memory ran out, use fewer processes: workers=1.\n"
-        "  To continue, type the same command: it keeps the finished shards."
-    )
-
-
 def _serve(connection: Connection, job: TokenizeJob) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
-    warnings.simplefilter("ignore", DataWarning)  # the worker has warned already
+    warnings.simplefilter("ignore", base.DataWarning)  # the worker has warned already
 
     def send(kind: str, value: Any = None) -> None:
         connection.send((kind, value))
@@ -424,17 +395,22 @@ def write_store(job: TokenizeJob, corpus: Corpus, out: str, workers: int, *, ann
         "parts": len(corpus.parts),
         "shuffle": job.shuffle,
     }
-    former = {"shuffle": 0, "content": corpus.content}
-    store = sample_store.StoreWriter(
-        data_files.Manifest, job.folder, out, settings, "job.json", keys=_KEYS, former=former
-    )
+    former, kind = {"shuffle": 0, "content": corpus.content}, data_files.Manifest
+    store = sample_store.StoreWriter(kind, job.folder, out, settings, "job.json", keys=_KEYS, former=former)
     if store.is_finished():
         return False
     with store.lock():
-        _copy_tokenizer(job.data, job.folder)
-        # We tokenize with the copy, so that tokens and copy agree.
-        own = job.data if job.data.tokenizer == "bytes" else replace(job.data, tokenizer=str(job.folder))
-        _tokenize(replace(job, data=own), corpus, out if announce else "", workers)
+        if job.data.tokenizer != "bytes":
+            # We tokenize with the copy, so that tokens and copy agree.
+            _copy_tokenizer(job.data.tokenizer, job.folder)
+            job = replace(job, data=replace(job.data, tokenizer=str(job.folder)))
+        pending = [part for part in corpus.parts if not job.is_finished(part)]
+        done = len(corpus.parts) - len(pending)
+        if announce:
+            state = f"continued, {done} of {len(corpus.parts)} parts are done" if done else f"{len(pending)} parts"
+            print(f"{out}: {state}, {min(workers, len(pending)) or 1} at a time", flush=True)
+        with ProgressDisplay(len(corpus.parts), done, corpus.documents).shown() as progress:
+            tokenize_parts(job, pending, workers, progress.add)
         splits: dict[str, list[dict[str, Any]]] = {split: [] for split in data_files.SPLITS}
         for entry in (entry for part in corpus.parts for entry in job.entries(part)):
             for split, shard in entry["shards"].items():
@@ -444,21 +420,8 @@ def write_store(job: TokenizeJob, corpus: Corpus, out: str, workers: int, *, ann
     return True
 
 
-def _tokenize(job: TokenizeJob, corpus: Corpus, out: str, workers: int) -> None:
-    pending = [part for part in corpus.parts if not job.is_finished(part)]
-    done = len(corpus.parts) - len(pending)
-    state = f"continued, {done} of {len(corpus.parts)} parts are done" if done else f"{len(pending)} parts"
-    if out:
-        print(f"{out}: {state}, {min(workers, len(pending)) or 1} at a time", flush=True)
-    with ProgressDisplay(len(corpus.parts), done, corpus.documents).shown() as progress:
-        tokenize_parts(job, pending, workers, progress.add)
-
-
-def _copy_tokenizer(data: DataConfig, folder: Path) -> None:
-    """Copy the tokenizer's files into the store, atomically."""
-    if data.tokenizer == "bytes":
-        return
-    file = data_files.tokenizer_file(data.tokenizer)
+def _copy_tokenizer(tokenizer: str, folder: Path) -> None:
+    file = data_files.tokenizer_file(tokenizer)
     for source, name in ((file, "tokenizer.json"), (file.with_name("tokenizer_config.json"), "tokenizer_config.json")):
         if source.is_file():
             temporary = folder / f"{name}{sample_store.TEMPORARY_SUFFIX}"

@@ -24,8 +24,7 @@ from titan_exp.config.errors.explained_errors import REMEDIES
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.foreign_file import read_object
 
-TEMPORARY_SUFFIX = ".part"
-"""Suffix of a file during writing."""
+TEMPORARY_SUFFIX = ".part"  # suffix of a file during writing
 _BUFFER_BYTES = 1 << 20
 _MAX_MAPPED_SHARDS = 256
 
@@ -42,8 +41,7 @@ def file_checksum(path: Path) -> str:
 
 
 class AtomicFile:
-    """File written under a temporary name. `commit` syncs it to disk and renames it; `close` before `commit` deletes
-    it."""
+    """File under a temporary name; `commit` syncs and renames it, `close` before that deletes it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -116,16 +114,11 @@ class StoreWriter:
 
     manifest: type[StoreManifest]
     folder: Path
-    out: str
-    """Folder as typed, for error messages."""
-    settings: Mapping[str, Any]
-    """Settings that determine its content; JSON-serializable."""
-    begun: str
-    """Name of the journal's file with the settings."""
-    keys: Mapping[str, str] = field(default_factory=dict)
-    """Configuration keys of settings, for messages; other settings are options of the verb."""
-    former: Mapping[str, Any] = field(default_factory=dict)
-    """Values of settings that older stores did not record."""
+    out: str  # folder as typed, for error messages
+    settings: Mapping[str, Any]  # settings that determine its content; JSON-serializable
+    begun: str  # name of the journal's file with the settings
+    keys: Mapping[str, str] = field(default_factory=dict)  # configuration keys of settings; others are options
+    former: Mapping[str, Any] = field(default_factory=dict)  # values of settings that older stores did not record
 
     @property
     def journal(self) -> Path:
@@ -148,11 +141,8 @@ class StoreWriter:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the store's lock, which the operating system releases when this process exits; also removes partial
-        files of killed processes.
-
-        Raises:
-            UserError: another process holds the lock, or the store was begun with other settings.
-        """
+        files of killed processes. Raises UserError if another process holds the lock, or the store was begun with other
+        settings."""
         self.journal.mkdir(parents=True, exist_ok=True)
         with (self.journal / "lock").open("w") as file:
             try:
@@ -184,7 +174,6 @@ class StoreWriter:
             path.unlink(missing_ok=True)
 
     def _check_same(self, path: Path) -> None:
-        """Check that a file has the same settings as this job."""
         try:
             saved = {**self.manifest.format(), **self.former, **read_object(path)}
         except UserError as error:
@@ -225,7 +214,6 @@ def _refusal(out: str, reason: str, remedy: str) -> UserError:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync the names of new files to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -242,10 +230,8 @@ def explain_disk_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"The disk of {folder} is full. Free some space and type the same command to continue (it keeps the "
-                "finished shards), or remove the folder."
-            ) from error
+            remedy = "Free some space and type the same command to continue (it keeps the finished shards)"
+            raise UserError(f"The disk of {folder} is full. {remedy}, or remove the folder.") from error
         begun = (folder / UNFINISHED).is_dir()
         stays = f" To continue, type the same command: it keeps the finished shards in {folder}." if begun else ""
         remedy = f" {REMEDIES[error.errno]}." if error.errno in REMEDIES else ""

@@ -20,16 +20,7 @@ from titan_exp.config.schema.foreign_code import sources
 from titan_exp.data import virtual_shards
 from titan_exp.data.batch import NextRow, SamplerState
 from titan_exp.data.source_check import training_subset
-from titan_exp.data.sources.base import (
-    SHARDS,
-    RandomAccessSource,
-    Source,
-    build_source,
-    content_identity,
-    fingerprint,
-    held_out_fraction,
-    warn,
-)
+from titan_exp.data.sources import base
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer
 
 _READ_AHEAD_THREADS = 8
@@ -46,25 +37,25 @@ class VirtualShardSampler:
         *,
         dp_rank: int,
         dp_degree: int,
-        source: Source | None = None,
+        source: base.Source | None = None,
     ) -> None:
         self._shards, self._dp_rank = data.virtual_shards, dp_rank
         self._stride = math.gcd(self._shards, dp_degree)
         self._readers = dp_degree // self._stride  # number of ranks that read each shard
         self._seq_len = seq_len
         tokenizer = build_tokenizer(data)
-        source = build_source(data) if source is None else source
-        held_out = held_out_fraction(data)
+        source = base.build_source(data) if source is None else source
+        held_out = base.held_out_fraction(data)
         self.corpus = {
-            "data.source": fingerprint(source, data),
-            **content_identity(source),
+            "data.source": base.fingerprint(source, data),
+            **base.content_identity(source),
             "data.tokenizer": tokenizer.fingerprint,
             "data.validation_fraction": held_out,
-            SHARDS: self._shards,
+            base.SHARDS: self._shards,
             "experiment.seed": seed,
         }
         self._pool: virtual_shards.DaemonThreadPool | None = None
-        if not isinstance(source, RandomAccessSource):
+        if not isinstance(source, base.RandomAccessSource):
             self.corpus["data.shuffle_buffer"] = data.shuffle_buffer
             self._pool = virtual_shards.DaemonThreadPool(min(_READ_AHEAD_THREADS, self._shards // self._stride))
             weakref.finalize(self, self._pool.close)  # a running task would keep the pool alive
@@ -88,8 +79,7 @@ class VirtualShardSampler:
         return {str(shard): dict(states[str(shard)]) for shard in self._own_shards(row)}
 
     def open(self, state: SamplerState) -> NextRow:
-        """Open a reader that takes one row per shard in turn. Only one may be in use, because it moves this rank's
-        streams."""
+        """Open a reader that takes one row per shard in turn. Only one may be in use: it moves the streams."""
         shards = sorted(map(int, state))
         packed = {shard: virtual_shards.PackedStream(self._stream(shard), self._seq_len) for shard in shards}
         for shard in shards:
@@ -138,7 +128,7 @@ class VirtualShardSampler:
 
 def _stream_builder(
     data: DataConfig,
-    source: Source,
+    source: base.Source,
     tokenizer: Tokenizer,
     pool: virtual_shards.DaemonThreadPool | None,
     *,
@@ -147,33 +137,30 @@ def _stream_builder(
 ) -> Callable[[int], virtual_shards.DocumentStream]:
     """Return a function that builds the document stream of a virtual shard, on first use."""
     shards = data.virtual_shards
-    if isinstance(source, RandomAccessSource):
+    if isinstance(source, base.RandomAccessSource):
         documents = virtual_shards.TokenizedDocuments(training_subset(source, held_out), tokenizer)
         order = virtual_shards.EpochShuffle(len(documents), seed)
         return cache(lambda shard: virtual_shards.IndexedStream(documents, order, shard=shard, shards=shards))
     assert pool is not None
     if source.parts < shards:
-        warn(
+        base.warn(
             f"data.virtual_shards={shards}, but the stream has {source.parts} independent parts, so the run reads each "
             f"of them {math.ceil(shards / source.parts)} times. To read it once, in another order, use "
-            f"data.virtual_shards={source.parts} or less{', or data.streaming=false' if data.streaming else ''}",
+            f"data.virtual_shards={source.parts} or less{', or data.streaming=false' if data.streaming else ''}"
         )
     order = virtual_shards.EpochShuffle(source.parts, seed)
     spec = virtual_shards.StreamSpec(source, tokenizer, order, seed, shards, data.shuffle_buffer, held_out)
     return cache(lambda shard: virtual_shards.BlockShuffledStream(spec, pool, shard))
 
 
-def _exact_remedy(data: DataConfig, source: Source) -> str:
-    """Setting that makes an epoch an exact pass."""
-    if not isinstance(source, RandomAccessSource):
+def _exact_remedy(data: DataConfig, source: base.Source) -> str:
+    if not isinstance(source, base.RandomAccessSource):
         return "Make a store with titan-exp tokenize: an epoch of it reads each token once"
     if data.streaming:
         return "With data.streaming=false it reads each token once"
     if data.source not in sources() and not isinstance(getattr(source, "fingerprint", None), str):
-        return (
-            f"Give {data.source} a fingerprint that changes with its documents. Then the run tokenizes them once, and "
-            "an epoch reads each token once (titan-exp help own-data)"
-        )
+        then = "Then the run tokenizes them once, and an epoch reads each token once (titan-exp help own-data)"
+        return f"Give {data.source} a fingerprint that changes with its documents. {then}"
     return "Make a store with titan-exp tokenize, as for any text of this size: an epoch of it reads each token once"
 
 
@@ -184,7 +171,6 @@ def _check_complete(states: Mapping[str, dict[str, Any]], shards: int) -> int:
     row = sum(state["rows"] for state in states.values())
     wrong = [shard for shard, state in states.items() if state["rows"] != len(range(int(shard), row, shards))]
     if wrong:
-        raise UserError(
-            f"The positions in the checkpoint contradict each other: virtual shard {wrong[0]} stopped at another row."
-        )
+        shard = f"virtual shard {wrong[0]} stopped at another row"
+        raise UserError(f"The positions in the checkpoint contradict each other: {shard}.")
     return row

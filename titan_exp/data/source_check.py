@@ -32,7 +32,8 @@ def training_subset(source: RandomAccessSource, fraction: float) -> Subset:
     """Documents to train on. Raises UserError if the held-out fraction leaves none."""
     kept = np.flatnonzero(unit_hashes(source) >= fraction)
     if len(kept) == 0:
-        raise _cannot_split(none_to_train_on(fraction, len(source), getattr(source, "split_further", None)))
+        violation = none_to_train_on(fraction, len(source), getattr(source, "split_further", None))
+        raise UserError("Cannot split the documents.", [violation])
     return Subset(source, kept)
 
 
@@ -42,7 +43,8 @@ def validation_subset(source: RandomAccessSource, fraction: float) -> Subset:
     held_out = np.flatnonzero(hashes < fraction)
     if len(held_out) == 0:
         further = getattr(source, "split_further", None)
-        raise _cannot_split(none_held_out(fraction, len(source), float(hashes.min()), further))
+        violation = none_held_out(fraction, len(source), float(hashes.min()), further)
+        raise UserError("Cannot split the documents.", [violation])
     return Subset(source, held_out)
 
 
@@ -60,14 +62,8 @@ def unit_hashes(source: RandomAccessSource, indices: range | None = None) -> np.
     return (mixed >> np.uint64(11)) / 2**53
 
 
-def _cannot_split(violation: Violation) -> UserError:
-    return UserError("Cannot split the documents.", [violation])
-
-
-CHECK_SECONDS = 10.0
-"""Seconds after which opening a source is left to the ranks."""
-SMALL_BYTES = 2**24
-"""Largest size at which files are opened as documents; larger corpora are only listed."""
+CHECK_SECONDS = 10.0  # seconds after which opening a source is left to the ranks
+SMALL_BYTES = 2**24  # largest size at which files are opened as documents; larger corpora are only listed
 
 
 def check_source(config: DataConfig, *, evaluates: bool) -> None:

@@ -20,20 +20,12 @@ from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from stat import S_ISDIR
-from typing import Any, Protocol
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 
-from titan_exp.config.data_files import (
-    LARGEST_TEXT,
-    VERSION,
-    Manifest,
-    read_manifest,
-    store_names,
-    unit_hash,
-    user_folder,
-)
+from titan_exp.config import data_files
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.schema.data_sets import open_files
@@ -41,16 +33,7 @@ from titan_exp.config.schema.foreign_code import sources
 from titan_exp.data.batch import Permutation, RowSampler, SamplerState
 from titan_exp.data.build_store import Corpus, TokenizeJob, write_store
 from titan_exp.data.sample_store import StoreSplit, explain_disk_errors
-from titan_exp.data.sources.base import (
-    MIXTURE,
-    STREAMING,
-    CorpusContent,
-    RandomAccessSource,
-    Source,
-    content_identity,
-    fingerprint,
-    held_out_fraction,
-)
+from titan_exp.data.sources import base
 from titan_exp.data.tokenizers import Tokenizer
 
 ReadWindow = Callable[[int, np.ndarray], list[int]]
@@ -61,8 +44,7 @@ ReadWindow = Callable[[int, np.ndarray], list[int]]
 class TokenSequence:
     """Tokens of concatenated documents."""
 
-    tokens: int
-    """Number of tokens, at least 2."""
+    tokens: int  # number of tokens, at least 2
     read: ReadWindow
 
 
@@ -119,8 +101,7 @@ def open_split(split: TokenSplit, documents: int | None) -> TokenSequence:
     return TokenSequence(split.tokens_in(documents), split.read)
 
 
-ROUNDED_PERIOD = 2**16
-"""Longest period in earlier versions, which rounded other shares to multiples of its inverse."""
+ROUNDED_PERIOD = 2**16  # longest period in earlier versions, which rounded other shares to multiples of its inverse
 
 
 class Mixture:
@@ -156,13 +137,11 @@ class Mixture:
         return counts
 
     def _next(self, counts: Sequence[int]) -> int:
-        """Source of the next row, after these counts."""
         times = [(2 * count + 1) * spacing for count, spacing in zip(counts, self._spacings, strict=True)]
         return times.index(min(times))
 
 
-STATE = "store"
-"""Key of the position in a sampler's state."""
+STATE = "store"  # key of the position in a sampler's state
 
 
 class WindowSampler(RowSampler):
@@ -170,11 +149,11 @@ class WindowSampler(RowSampler):
     the data, and windows of several stores have names."""
 
     state_name = STATE
-    store = Manifest.store
+    store = data_files.Manifest.store
 
     def __init__(
         self,
-        windows: Mapping[str, "Windows"],
+        windows: "Mapping[str, Windows]",
         mixture: Mixture,
         corpus: dict[str, Any],
         *,
@@ -208,7 +187,7 @@ def build_store_sampler(
     data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int, rounded: bool = False
 ) -> WindowSampler:
     """Open the stores of `data.paths`; `rounded` is as in `Mixture`. Raises UserError if one cannot be used."""
-    manifests = [read_manifest(path) for path in data.paths]
+    manifests = [data_files.read_manifest(path) for path in data.paths]
     windows = [ShuffledWindows(manifest, seq_len, seed, number) for number, manifest in enumerate(manifests)]
     corpus: dict[str, Any] = {
         "data.paths": [manifest.fingerprint for manifest in manifests],
@@ -218,31 +197,16 @@ def build_store_sampler(
     }
     mixture = Mixture(data.weights or [windows_.rows for windows_ in windows], rounded=rounded)
     if mixture.period > ROUNDED_PERIOD and not rounded:
-        corpus[MIXTURE] = "exact"
-    named = dict(zip(store_names(data.paths), windows, strict=True))
+        corpus[base.MIXTURE] = "exact"
+    named = dict(zip(data_files.store_names(data.paths), windows, strict=True))
     return WindowSampler(named, mixture, corpus, dp_rank=dp_rank, dp_degree=dp_degree)
 
 
-class Windows(Protocol):
-    """Windows of one store, numbered through all epochs."""
-
-    @property
-    def rows(self) -> float:
-        """Windows per epoch."""
-        ...
-
-    def read(self, number: int, window: np.ndarray, /) -> list[int]:
-        """Fill `window` [seq_len + 1] with window `number`; returns its document starts (each in 1..seq_len)."""
-        ...
-
-
 class ShuffledWindows:
-    """Windows of one store, reshuffled every epoch. Raises UserError if the store is smaller than a window.
+    """Windows of one store, reshuffled every epoch. Raises UserError if the store is smaller than a window. `number`
+    distinguishes the stores of a mixture, so that stores of equal size have different orders."""
 
-    `number` distinguishes the stores of a mixture, so that stores of equal size have different orders.
-    """
-
-    def __init__(self, manifest: Manifest, seq_len: int, seed: int, number: int) -> None:
+    def __init__(self, manifest: data_files.Manifest, seq_len: int, seed: int, number: int) -> None:
         self._tokens = TokenSplit(manifest, "train")
         self._seq_len = seq_len
         self.rows, self._rest = divmod(len(self._tokens) - 1, seq_len)
@@ -252,7 +216,7 @@ class ShuffledWindows:
             raise UserError("The token store is too small.", [violation])
         self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(self.rows, "windows", seed, number, epoch))
         self._shift = lru_cache(maxsize=4)(
-            lambda epoch: int(unit_hash(f"shift/{seed}/{number}/{epoch}") * (self._rest + 1))
+            lambda epoch: int(data_files.unit_hash(f"shift/{seed}/{number}/{epoch}") * (self._rest + 1))
         )
 
     def read(self, number: int, window: np.ndarray) -> list[int]:
@@ -281,11 +245,12 @@ class RepeatedTokens:
         return starts
 
 
+Windows = ShuffledWindows | RepeatedTokens  # windows of one store, numbered through all epochs; `rows` an epoch
+
 PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS = 2**26, 2**22, 2**27
 """Bytes of text per further process that make starting it worthwhile, with the tokenizer `bytes` and with one that
 merges; tokens of a shard."""
-LARGEST_KEPT = 2**28
-"""Largest tokens of a part of a text that are kept, in bytes."""
+LARGEST_KEPT = 2**28  # largest tokens of a part of a text that are kept, in bytes
 _SAMPLES = 64
 _LOGGER = logging.getLogger(__name__)
 
@@ -295,26 +260,21 @@ class StoredText:
     """Text that is tokenized once, before training."""
 
     data: DataConfig
-    source: RandomAccessSource
-    size: int
-    """Bytes of its files, or an estimate from evenly spaced documents."""
-    digest: str
-    """Digest of what its store is made from."""
+    source: base.RandomAccessSource
+    size: int  # bytes of its files, or an estimate from evenly spaced documents
+    digest: str  # digest of what its store is made from
 
     @property
     def _parts(self) -> int:
         return 1 + self.size // (PART_BYTES if self.data.tokenizer == "bytes" else MERGED_PART_BYTES)
 
-    def find(self) -> Manifest | None:
+    def find(self) -> data_files.Manifest | None:
         """Find the finished store; None if there is none."""
         return next(filter(None, (_finished(place / self.digest) for place in _places())), None)
 
-    def make(self) -> Manifest:
-        """Find the store, or write it while other processes wait.
-
-        Raises:
-            UserError: it cannot be written anywhere, or the text changed meanwhile.
-        """
+    def make(self) -> data_files.Manifest:
+        """Find the store, or write it while other processes wait. Raises UserError if it cannot be written anywhere, or
+        the text changed meanwhile."""
         if (found := self.find()) is not None:
             return found
         problems = list[str]()
@@ -331,12 +291,11 @@ class StoredText:
                 problems.append(f"{place}: {error.strerror or error}")
                 _LOGGER.warning("%s. So each machine keeps its tokens of the text elsewhere, if it can", problems[-1])
         reason = f"there is no folder to write the tokens of the text to ({'; '.join(problems)})"
-        remedy = (
-            f"use {STREAMING}=true to tokenize while training, or set XDG_CACHE_HOME=/scratch/$USER in the environment"
-        )
-        raise UserError("Cannot tokenize the text.", [Violation(STREAMING, False, reason, remedy)])
+        elsewhere = "set XDG_CACHE_HOME=/scratch/$USER in the environment"
+        remedy = f"use {base.STREAMING}=true to tokenize while training, or {elsewhere}"
+        raise UserError("Cannot tokenize the text.", [Violation(base.STREAMING, False, reason, remedy)])
 
-    def _make(self, folder: Path) -> Manifest:
+    def _make(self, folder: Path) -> data_files.Manifest:
         folder.mkdir(parents=True, exist_ok=True)
         store, unfinished = folder / "store", folder / "unfinished"
         with (folder / "lock").open("w") as lock:
@@ -344,7 +303,7 @@ class StoredText:
             if (found := _finished(folder)) is not None:
                 return found
             shutil.rmtree(store, ignore_errors=True)
-            data = replace(self.data, validation_split=None, validation_fraction=held_out_fraction(self.data))
+            data = replace(self.data, validation_split=None, validation_fraction=base.held_out_fraction(self.data))
             corpus = Corpus(data, self._parts)
             job = TokenizeJob(unfinished, data, self._parts, SHARD_TOKENS, corpus.fingerprint)
             try:
@@ -358,31 +317,40 @@ class StoredText:
                 shutil.rmtree(unfinished)
                 raise UserError("The text has changed since tokenization began. Type the same command again.")
             unfinished.rename(store)
-        return read_manifest(store)
+        return data_files.read_manifest(store)
 
 
-def stored_text(data: DataConfig, source: Source, tokenizer: Tokenizer) -> StoredText | None:
+def stored_text(data: DataConfig, source: base.Source, tokenizer: Tokenizer) -> StoredText | None:
     """Identify a text. None if its documents are tokenized while training: a stream, a text larger than `LARGEST_TEXT`,
     or your own source without a fingerprint, whose documents may change without notice."""
-    if data.streaming or not isinstance(source, RandomAccessSource):
+    if data.streaming or not isinstance(source, base.RandomAccessSource):
         return None
     if (identity := _identity(data, source, tokenizer)) is None:
         return None
     content = getattr(source, "content", None)
-    size = content.size if isinstance(content, CorpusContent) else _estimated_size(source)
-    if size > LARGEST_TEXT:
+    if isinstance(content, base.CorpusContent):
+        size = content.size
+    else:
+        sample = sorted({len(source) * number // _SAMPLES for number in range(_SAMPLES)})
+        held = sum(len(str(source[index]).encode(errors="replace")) for index in sample)
+        size = held * len(source) // len(sample)
+    if size > data_files.LARGEST_TEXT:
         return None
-    made_from = [[VERSION, PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS], *identity, held_out_fraction(data)]
+    made_from = [
+        [data_files.VERSION, PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS],
+        *identity,
+        base.held_out_fraction(data),
+    ]
     return StoredText(data, source, size, _digest(made_from))
 
 
 def tokens_of_a_part(
-    data: DataConfig, source: Source, tokenizer: Tokenizer, part: Sequence[Any], documents: Iterable[np.ndarray]
+    data: DataConfig, source: base.Source, tokenizer: Tokenizer, part: Sequence[Any], documents: Iterable[np.ndarray]
 ) -> TokenSequence:
     """Sequence of tokenized documents that are a `part` of a text, such as the first 200. They are read from your cache
     folder once they lie there, unless the text can change without notice."""
-    identity, streamed = _identity(data, source, tokenizer), not isinstance(source, RandomAccessSource)
-    if identity is None or (streamed and not content_identity(source)):
+    identity, streamed = _identity(data, source, tokenizer), not isinstance(source, base.RandomAccessSource)
+    if identity is None or (streamed and not base.content_identity(source)):
         return concatenate(documents)
     name = f"{_digest([*identity, *part])}.npz"
     for place in _places():
@@ -392,7 +360,7 @@ def tokens_of_a_part(
     parts = list(documents)
     content: Any = getattr(source, "content", None)
     tokens, starts = np.concatenate(parts), np.cumsum([0, *map(len, parts[:-1])])
-    files = open_files(data) if isinstance(content, CorpusContent) else None
+    files = open_files(data) if isinstance(content, base.CorpusContent) else None
     if tokens.nbytes <= LARGEST_KEPT and (files is None or files.content.stamp == content.stamp):
         for place in _places(make=True):
             with suppress(OSError):  # training does without
@@ -404,18 +372,18 @@ def tokens_of_a_part(
     return sequence_of(tokens, starts)
 
 
-def _identity(data: DataConfig, source: Source, tokenizer: Tokenizer) -> list[Any] | None:
+def _identity(data: DataConfig, source: base.Source, tokenizer: Tokenizer) -> list[Any] | None:
     """Identity of a text's tokens; None for your own source without a fingerprint."""
     own = data.source not in sources()
     if own and not isinstance(getattr(source, "fingerprint", None), str):
         return None
-    content, size = getattr(source, "content", None), len(source) if isinstance(source, RandomAccessSource) else 0
+    content, size = getattr(source, "content", None), len(source) if isinstance(source, base.RandomAccessSource) else 0
     return [
         [data.source, sorted(data.options.items()), list(data.paths), size] if own else [],
-        fingerprint(source, data),
-        content_identity(source),
+        base.fingerprint(source, data),
+        base.content_identity(source),
         # A checksum of samples would miss edits between them.
-        content.stamp if isinstance(content, CorpusContent) and content.is_sampled else "",
+        content.stamp if isinstance(content, base.CorpusContent) and content.is_sampled else "",
         tokenizer.fingerprint,
     ]
 
@@ -424,16 +392,10 @@ def _digest(made_from: Sequence[Any]) -> str:
     return blake2b(json.dumps(made_from, default=str).encode(errors="replace"), digest_size=16).hexdigest()
 
 
-def _estimated_size(source: RandomAccessSource) -> int:
-    count = len(source)
-    sample = sorted({count * number // _SAMPLES for number in range(_SAMPLES)})
-    return sum(len(str(source[index]).encode(errors="replace")) for index in sample) * count // len(sample)
-
-
 def _places(*, make: bool = False) -> Iterator[Path]:
     """Folders for stores: your cache folder, then this machine's temporary folder."""
     with suppress(OSError):  # no home folder
-        yield user_folder("XDG_CACHE_HOME", ".cache") / "tokens"
+        yield data_files.user_folder("XDG_CACHE_HOME", ".cache") / "tokens"
     folder = Path(tempfile.gettempdir()) / f"titan_exp-{os.getuid()}"
     with suppress(OSError):
         if make:
@@ -449,9 +411,8 @@ def _is_of(place: Path, error: OSError) -> bool:
     return error.filename is None or str(error.filename).startswith(str(place)) or Path(error.filename) in place.parents
 
 
-def _finished(folder: Path) -> Manifest | None:
-    """Finished and undamaged store below a folder, if any."""
+def _finished(folder: Path) -> data_files.Manifest | None:
     with suppress(UserError, OSError):
-        manifest = read_manifest(folder / "store")
+        manifest = data_files.read_manifest(folder / "store")
         return None if any(manifest.damaged()) else manifest
     return None

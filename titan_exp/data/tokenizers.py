@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -88,11 +89,9 @@ TOKENIZER_FILES = (
 
 
 def write_tokenizer(tokenizer: str, folder: Path, *, end_of_text: str | None, context: int) -> list[str]:
-    """Write a tokenizer's files into a folder, for `transformers.AutoTokenizer`; returns their names.
-
-    `tokenizer` is `bytes`, or the path of a tokenizer.json or of a folder, which may have none. `end_of_text` names the
-    end-of-text token if tokenizer_config.json does not; `context` is the maximum sequence length in tokens.
-    """
+    """Write a tokenizer's files into a folder, for `transformers.AutoTokenizer`; returns their names. `tokenizer` is
+    `bytes`, or the path of a tokenizer.json or of a folder, which may have none. `end_of_text` names the end-of-text
+    token if tokenizer_config.json does not; `context` is the maximum sequence length in tokens."""
     if tokenizer == "bytes":
         _write_byte_tokenizer(folder / "tokenizer.json")
         end_of_text = END_OF_TEXT
@@ -134,11 +133,8 @@ END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer from the file `path`, or from `tokenizer.json` in the folder `path`.
-
-    Special tokens in text are encoded as plain text. Raises UserError if the file cannot be read or has no known
-    end-of-text token.
-    """
+    """Tokenizer from the file `path`, or from `tokenizer.json` in the folder `path`. Special tokens in text are encoded
+    as plain text. Raises UserError if the file cannot be read or has no known end-of-text token."""
 
     def __init__(self, path: str) -> None:
         from tokenizers import Tokenizer
@@ -194,12 +190,15 @@ class HuggingFaceTokenizer:
         return np.array(encoding.ids, dtype=self._dtype)
 
     def _end_of_text_name(self, path: str, file: Path, vocabulary: dict[str, int]) -> str:
-        declared = _declared_end_of_text(file.with_name("tokenizer_config.json"))
+        declared: Any = None
+        with suppress(UserError):
+            declared = read_object(file.with_name("tokenizer_config.json")).get("eos_token")
+        declared = declared.get("content") if isinstance(declared, dict) else declared
+        declared = declared if isinstance(declared, str) else None
         if declared is not None and declared in vocabulary:
             return declared
-        for name in END_OF_TEXT_NAMES:
-            if name in vocabulary:
-                return name
+        if (known := next(filter(vocabulary.__contains__, END_OF_TEXT_NAMES), None)) is not None:
+            return known
         specials = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
         raise _refusal(
             path,
@@ -210,29 +209,15 @@ class HuggingFaceTokenizer:
         )
 
 
-def _declared_end_of_text(file: Path) -> str | None:
-    try:
-        declared: Any = read_object(file).get("eos_token")
-    except UserError:
-        return None
-    if isinstance(declared, dict):
-        declared = declared.get("content")
-    return declared if isinstance(declared, str) else None
-
-
 def _refusal(path: str, reason: str, remedy: str) -> UserError:
     return UserError("Cannot use this tokenizer.", [Violation("data.tokenizer", path, reason, remedy)])
 
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
     """Build the tokenizer of `data.tokenizer`. Raises UserError if it cannot be loaded."""
-    if config.tokenizer == "store":
-        return _build_from_store(config)
-    return ByteTokenizer() if config.tokenizer == "bytes" else HuggingFaceTokenizer(config.tokenizer)
-
-
-def _build_from_store(config: DataConfig) -> Tokenizer:
-    """Build the tokenizer of the first token store; all stores of a mixture share it."""
+    if config.tokenizer != "store":
+        return ByteTokenizer() if config.tokenizer == "bytes" else HuggingFaceTokenizer(config.tokenizer)
+    # All stores of a mixture share it.
     tokenizer = build_tokenizer(replace(config, tokenizer=tokenizer_path(config)))
     expected = read_manifest(config.paths[0]).tokenizer
     if tokenizer.fingerprint != expected:

@@ -24,19 +24,7 @@ from titan_exp.data import token_store
 from titan_exp.data.batch import Batch, MicroBatch, NextRow, RowBuffer, Sampler, SamplerState, collate
 from titan_exp.data.shard_sampler import VirtualShardSampler
 from titan_exp.data.source_check import training_subset
-from titan_exp.data.sources.base import (
-    CONTENT,
-    MIXTURE,
-    REVISION,
-    SHARDS,
-    STREAMING,
-    build_source,
-    content_identity,
-    fingerprint,
-    held_out_fraction,
-    require_same_data,
-    warn,
-)
+from titan_exp.data.sources import base
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
@@ -64,8 +52,7 @@ class _Queue(Generic[Item]):
     """Bounded queue; `end` wakes producer and consumer, and `get` on an empty ended queue raises the end reason."""
 
     def __init__(self, depth: int) -> None:
-        self._items: deque[Item] = deque()
-        self._depth = depth
+        self._items, self._depth = deque[Item](), depth
         self._end_reason: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -116,34 +103,29 @@ def _stop(queue: _Queue, thread: threading.Thread) -> None:
 
 def build_text_sampler(data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> Sampler:
     """Open a text as a sampler. Raises UserError if the corpus or the tokenizer cannot be used."""
-    tokenizer, source = build_tokenizer(data), build_source(data)
+    tokenizer, source = build_tokenizer(data), base.build_source(data)
     stored = token_store.stored_text(data, source, tokenizer)
     if stored is None:
         return VirtualShardSampler(data, seq_len, seed, dp_rank=dp_rank, dp_degree=dp_degree, source=source)
     corpus: dict[str, Any] = {
-        "data.source": fingerprint(source, data),
-        **content_identity(source),
+        "data.source": base.fingerprint(source, data),
+        **base.content_identity(source),
         "data.tokenizer": tokenizer.fingerprint,
-        "data.validation_fraction": held_out_fraction(data),
-        STREAMING: False,
+        "data.validation_fraction": base.held_out_fraction(data),
+        base.STREAMING: False,
         "experiment.seed": seed,
         "training.seq_len": seq_len,
     }
-    windows = {"": _windows(stored, seq_len, seed)}
-    return token_store.WindowSampler(windows, token_store.Mixture([1.0]), corpus, dp_rank=dp_rank, dp_degree=dp_degree)
-
-
-def _windows(text: token_store.StoredText, seq_len: int, seed: int) -> token_store.Windows:
-    manifest = text.make()
+    manifest = stored.make()
     tokens = token_store.TokenSplit(manifest, "train")
     if len(tokens) == 0:
-        training_subset(text.source, held_out_fraction(text.data))  # raises if all documents are held out
-        raise UserError(f"The corpus has no text: all of its {len(text.source)} documents are empty.")
-    return (
-        token_store.ShuffledWindows(manifest, seq_len, seed, 0)
-        if len(tokens) > seq_len
-        else token_store.RepeatedTokens(tokens, seq_len)
-    )
+        training_subset(stored.source, base.held_out_fraction(data))  # raises if all documents are held out
+        raise UserError(f"The corpus has no text: all of its {len(stored.source)} documents are empty.")
+    windows: token_store.Windows = token_store.RepeatedTokens(tokens, seq_len)
+    if len(tokens) > seq_len:
+        windows = token_store.ShuffledWindows(manifest, seq_len, seed, 0)
+    mixture = token_store.Mixture([1.0])
+    return token_store.WindowSampler({"": windows}, mixture, corpus, dp_rank=dp_rank, dp_degree=dp_degree)
 
 
 class TrainLoader(Iterator[Any]):
@@ -170,15 +152,12 @@ class TrainLoader(Iterator[Any]):
     ) -> None:
         rows = dp_degree * micro_batch_size
         assert all(size % rows == 0 for size in training.batch_sizes), "checked by the rules"
-        self._data = data
-        self._seq_len = training.seq_len
-        self._dp_degree = dp_degree
-        self._micro_batch_size = micro_batch_size
+        self._data, self._seq_len = data, training.seq_len
+        self._dp_degree, self._micro_batch_size = dp_degree, micro_batch_size
         self._pin_memory, self._mtp_depth, self._prepare = pin_memory, mtp_depth, prepare
         build_sampler = source_member(data.source, "build_sampler") or build_text_sampler
-        self._build = partial(
-            partial, data=data, seq_len=training.seq_len, seed=seed, dp_rank=dp_rank, dp_degree=dp_degree
-        )
+        order = {"seq_len": training.seq_len, "seed": seed, "dp_rank": dp_rank, "dp_degree": dp_degree}
+        self._build = partial(partial, data=data, **order)
         self._sampler: Sampler = self._build(build_sampler)()
         self._consumed: SamplerState = dict(self._sampler.initial_state)
         self._prefetcher: Prefetcher[tuple[MicroBatch, SamplerState]] | None = None
@@ -211,13 +190,19 @@ class TrainLoader(Iterator[Any]):
         return {"corpus": self._sampler.corpus, **self._consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume after the batches consumed by all ranks of a run, under any dp degree.
-
-        `state` is the union of their `state_dict()`s at the end of a global batch. Raises UserError if it belongs to
-        another corpus, or ranks are missing.
-        """
+        """Resume after the batches consumed by all ranks of a run, under any dp degree. `state` is the union of their
+        `state_dict()`s at the end of a global batch. Raises UserError if it belongs to another corpus, or ranks are
+        missing."""
         self._keep_order(state)
-        _check_same_corpus(state.get("corpus"), self._sampler.corpus)
+        saved, present = state.get("corpus"), self._sampler.corpus
+        if not isinstance(saved, dict):
+            raise UserError("The checkpoint has no state of the data.")
+        if base.CONTENT in present and base.CONTENT not in saved:
+            base.warn(
+                "This checkpoint is from a version that did not record the contents of data files. We compare their "
+                "names and sizes only"
+            )
+        base.require_same_data(saved, present, {*saved, *present} - {base.REVISION, *({base.CONTENT} - set(saved))})
         self._seek(self._sampler.restrict(_positions(state)))
 
     def seek(self, state: Mapping[str, Any]) -> None:
@@ -226,8 +211,7 @@ class TrainLoader(Iterator[Any]):
         self._seek(_positions(state))
 
     def skip(self, rows: int) -> None:
-        """Seek to the state after `rows` rows of the run, whole micro-batches of all ranks. Virtual shards must read
-        them."""
+        """Seek to the state after `rows` rows of the run, whole micro-batches. Virtual shards must read them."""
         state = self._sampler.state_at(rows)
         self._seek(dict(self._sampler.initial_state) if state is None else state)
         if state is None:
@@ -260,29 +244,28 @@ class TrainLoader(Iterator[Any]):
             self._prefetcher.close()
 
     def _keep_order(self, state: Mapping[str, Any]) -> None:
-        """Read in the order of a saved state: virtual shards, as all texts had before token stores, or mixtures with
-        rounded shares."""
+        """Read in the order of a saved state: virtual shards, or mixtures with rounded shares."""
         saved, present = state.get("corpus"), self._sampler.corpus
         if not isinstance(saved, dict):
             return
-        if STREAMING in present and SHARDS in saved:
-            warn(
+        if base.STREAMING in present and base.SHARDS in saved:
+            base.warn(
                 "This checkpoint is from a version that tokenized all texts while training. The run continues in that "
                 "order, in which an epoch is not an exact pass over the data. To begin in the order of today, start a "
-                "new run with checkpoint.continue_data=restart",
+                "new run with checkpoint.continue_data=restart"
             )
             self._sampler = self._build(VirtualShardSampler)()
-        elif MIXTURE in present and MIXTURE not in saved:
-            warn(
+        elif base.MIXTURE in present and base.MIXTURE not in saved:
+            base.warn(
                 "This checkpoint is from a version that rounded shares of mixtures to multiples of 1/65,536. The run "
                 "continues in that order, in which stores may end an epoch some rows apart. For exact shares, start a "
-                "new run with checkpoint.continue_data=restart",
+                "new run with checkpoint.continue_data=restart"
             )
             self._sampler = self._build(partial(token_store.build_store_sampler, rounded=True))()
-        elif STREAMING in saved and SHARDS in present:
+        elif base.STREAMING in saved and base.SHARDS in present:
             reason = "this run tokenized its documents before training, and a stream has them in another order"
             remedy = "use data.streaming=false, or start a new run with checkpoint.continue_data=restart"
-            violation = Violation(STREAMING, self._data.streaming, reason, remedy)
+            violation = Violation(base.STREAMING, self._data.streaming, reason, remedy)
             raise UserError("The run cannot continue in another order.", [violation])
 
     def _seek(self, state: SamplerState) -> None:
@@ -303,8 +286,6 @@ class TrainLoader(Iterator[Any]):
 
 
 class _Windows:
-    """Micro-batch rows as windows [rows, seq_len + 1] of tokens."""
-
     def __init__(self, rows: int, *, seq_len: int, data: DataConfig, mtp_depth: int) -> None:
         self._windows = np.empty((rows, seq_len + 1), dtype=np.int64)
         self._data, self._mtp_depth = data, mtp_depth
@@ -325,13 +306,11 @@ def _read_batches(
     pin_device: int | None,
     prepare: Callable[[Any], MicroBatch] | None,
 ) -> Iterator[tuple[MicroBatch, SamplerState]]:
-    """Yield micro-batches of `new_rows`, each with the changed sampler positions."""
     if pin_device is not None:
         torch.cuda.set_device(pin_device)  # a new thread starts on GPU 0, where every rank would open a context
     while True:
         rows = new_rows()
-        starts: list[list[int]] = []
-        positions: SamplerState = {}
+        starts, positions = list[list[int]](), SamplerState()
         for row in rows:
             row_starts, changed = next_row(row)
             starts.append(row_starts)
@@ -346,27 +325,13 @@ def _positions(state: Mapping[str, Any]) -> SamplerState:
     return {key: position for key, position in state.items() if key != "corpus"}
 
 
-def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:
-    if not isinstance(saved, dict):
-        raise UserError("The checkpoint has no state of the data.")
-    if CONTENT in present and CONTENT not in saved:
-        warn(
-            "This checkpoint is from a version that did not record the contents of data files. We compare their names "
-            "and sizes only",
-        )
-    require_same_data(saved, present, {*saved, *present} - {REVISION, *({CONTENT} - set(saved))})
-
-
 _MAX_TEXT = 200
 
 
 def preview(data: DataConfig, training: TrainingConfig, seed: int, step: int) -> Iterator[str]:
-    """Describe the global batch of a step, counted from 1 as in the metrics, as lines of text.
-
-    A row is shown with its number in the run and its source. Each of its documents has token range, positions, tokens
-    without a label, and text, shortened in the middle. Token stores are read at the step, other sources from the
-    beginning.
-    """
+    """Describe the global batch of a step, counted from 1 as in the metrics, as lines of text. A row is shown with its
+    number in the run and its source. Each of its documents has token range, positions, tokens without a label, and
+    text, shortened in the middle. Token stores are read at the step, other sources from the beginning."""
     rows, first = training.batch_size_at(step), training.sequences_after(step - 1)
     size = math.gcd(*training.batch_sizes)
     loader = TrainLoader(data, training, seed, dp_rank=0, dp_degree=1, micro_batch_size=size, pin_memory=False)
@@ -407,7 +372,9 @@ def _documents(batch: Batch, row: int, tokenizer: Tokenizer) -> Iterator[str]:
         if len(ignored):
             notes.append(f"no label: {_ranges(ignored.tolist())}")
         complete = int(tokens[end - 1]) == tokenizer.end_of_text
-        text = _shorten(tokenizer.decode(tokens[begin:end].tolist()))
+        text = tokenizer.decode(tokens[begin:end].tolist())
+        if (more := len(text) - _MAX_TEXT) > 0:
+            text = f"{text[: _MAX_TEXT // 2]} ⟨{more:,} more characters⟩ {text[-_MAX_TEXT // 2 :]}"
         yield f"  tokens {begin}–{end - 1}, {', '.join(notes)}"
         yield f"    {text!r}{' ⟨end of text⟩' if complete else ' …'}"
         begin = end
@@ -422,9 +389,3 @@ def _ranges(numbers: list[int]) -> str:
         else:
             ranges.append([number, number])
     return ", ".join(f"{first}–{last}" if last > first else f"{first}" for first, last in ranges)
-
-
-def _shorten(text: str) -> str:
-    if len(text) <= _MAX_TEXT:
-        return text
-    return f"{text[: _MAX_TEXT // 2]} ⟨{len(text) - _MAX_TEXT:,} more characters⟩ {text[-_MAX_TEXT // 2 :]}"

@@ -21,25 +21,17 @@ from titan_exp.config.schema.data_sets import HOLD_TEXT, source_member
 from titan_exp.config.schema.foreign_code import described
 from titan_exp.data.batch import Batch, collate
 from titan_exp.data.source_check import validation_subset
-from titan_exp.data.sources.base import (
-    RandomAccessSource,
-    Source,
-    StreamingSource,
-    build_source,
-    build_validation_source,
-)
+from titan_exp.data.sources import base
 from titan_exp.data.token_store import StoredText, TokenSequence, TokenSplit, open_split, stored_text, tokens_of_a_part
 from titan_exp.data.tokenizers import Tokenizer, build_tokenizer, encode_document
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 
 class ValidationLoader:
-    """Validation batches [micro_batch_size, seq_len] of one data rank.
-
-    All ranks yield the same number of batches, and each row of the split is on exactly one rank; padding rows have no
-    labels. Text is tokenized once and its tokens stay in memory. With `all_documents`, the split is the whole source,
-    including training documents. Raises UserError if the split is empty, or held out of a stream without a limit.
-    """
+    """Validation batches [micro_batch_size, seq_len] of one data rank. All ranks yield the same number of batches, and
+    each row of the split is on exactly one rank; padding rows have no labels. Text is tokenized once and its tokens
+    stay in memory. With `all_documents`, the split is the whole source, including training documents. Raises UserError
+    if the split is empty, or held out of a stream without a limit."""
 
     def __init__(
         self,
@@ -55,17 +47,12 @@ class ValidationLoader:
         self.further_metrics = member("further_metrics") or (lambda sources, row, evaluate: {})
         """Function that returns more metrics, from `sources`, their metrics, and an evaluation of batches by name."""
         self._data = data
+        shard = {"dp_rank": dp_rank, "dp_degree": dp_degree, "micro_batch_size": micro_batch_size}
         if (batches := member("validation_batches")) is not None:
-            shard = {"dp_rank": dp_rank, "dp_degree": dp_degree, "micro_batch_size": micro_batch_size}
             self.sources: Mapping[str, Any] = batches(data, **shard, all_documents=all_documents)
             return
         splits = (member("validation_splits") or _text_split)(data, all_documents)
-        self.sources = {
-            name: SplitBatches(
-                open_, data, seq_len, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size
-            )
-            for name, open_ in splits.items()
-        }
+        self.sources = {name: SplitBatches(open_, data, seq_len, **shard) for name, open_ in splits.items()}
         """Batches by source of a mixture, or by part of the evaluation; the name of a single source is empty."""
 
     @cached_property
@@ -102,11 +89,8 @@ class SplitBatches:
         dp_degree: int,
         micro_batch_size: int,
     ) -> None:
-        self._open = open_
-        self._data = data
-        self._seq_len = seq_len
-        self._dp_rank, self._dp_degree = dp_rank, dp_degree
-        self._micro_batch_size = micro_batch_size
+        self._open, self._data, self._seq_len = open_, data, seq_len
+        self._dp_rank, self._dp_degree, self._micro_batch_size = dp_rank, dp_degree, micro_batch_size
 
     def __len__(self) -> int:
         """Number of batches, equal on all ranks."""
@@ -115,24 +99,22 @@ class SplitBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in range(len(self)):
-            first = batch * self._micro_batch_size
-            rows = range(first, first + self._micro_batch_size)
-            yield self._batch([self._dp_rank + row * self._dp_degree for row in rows])
+            first = self._dp_rank + batch * self._micro_batch_size * self._dp_degree
+            yield self._batch([first + row * self._dp_degree for row in range(self._micro_batch_size)])
 
     @cached_property
     def _sequence(self) -> TokenSequence:
         return self._open()
 
     def _batch(self, rows: list[int]) -> Batch:
-        sequence, windows = self._sequence, np.zeros((len(rows), self._seq_len + 1), dtype=np.int64)
+        data, sequence = self._data, self._sequence
+        windows = np.zeros((len(rows), self._seq_len + 1), dtype=np.int64)
         starts = []
         for window, row in zip(windows, rows, strict=True):
             begin = row * self._seq_len
             length = max(0, min(len(window), sequence.tokens - begin))
             starts.append(sequence.read(begin, window[:length]) if length else [])
-        batch = collate(
-            windows, starts, document_mask=self._data.document_mask, reset_positions=self._data.reset_positions
-        )
+        batch = collate(windows, starts, document_mask=data.document_mask, reset_positions=data.reset_positions)
         for labels, row in zip(batch.labels, rows, strict=True):
             labels[max(0, sequence.tokens - 1 - row * self._seq_len) :] = IGNORE_INDEX
         return batch
@@ -169,8 +151,8 @@ class _ValidationTexts:
     def __init__(self, data: DataConfig, all_documents: bool) -> None:
         self.data, self._limit = data, data.validation_documents
         self._fraction = 1.0
-        own = None if all_documents else build_validation_source(data)
-        self.whole = self._source = build_source(data) if own is None else own
+        own = None if all_documents else base.build_validation_source(data)
+        self.whole = self._source = base.build_source(data) if own is None else own
         """Source of the documents, including those to train on."""
         self.are_held_out = not all_documents and own is None
         """True if the validation documents are a part of the source's documents."""
@@ -179,31 +161,27 @@ class _ValidationTexts:
         """Choice of the documents."""
         if all_documents:
             _require_limit(self._source, data)
+        elif own is None and data.validation_fraction == 0:
+            remedy = "use data.validation_fraction=0.02, or evaluation.every=0 to train without evaluation"
+            violation = Violation("data.validation_fraction", 0.0, "this fraction holds out no documents", remedy)
+            raise UserError("There is nothing to evaluate on.", [violation])
+        elif own is None and isinstance(self._source, base.RandomAccessSource):
+            self._source = validation_subset(self._source, data.validation_fraction)
         elif own is None:
-            self._hold_out(data)
+            _require_limit(self._source, data)
+            self._fraction = data.validation_fraction
         if next(iter(self), None) is None:
             raise self._no_text(data)
 
     def __iter__(self) -> Iterator[str]:
         source = self._source
-        if isinstance(source, RandomAccessSource):
+        if isinstance(source, base.RandomAccessSource):
             texts = (text for text in map(source.__getitem__, range(len(source))) if text)
         else:
             texts = self._stream(source)
         return islice(texts, self._limit)
 
-    def _hold_out(self, data: DataConfig) -> None:
-        if data.validation_fraction == 0:
-            remedy = "use data.validation_fraction=0.02, or evaluation.every=0 to train without evaluation"
-            violation = Violation("data.validation_fraction", 0.0, "this fraction holds out no documents", remedy)
-            raise UserError("There is nothing to evaluate on.", [violation])
-        if isinstance(self._source, RandomAccessSource):
-            self._source = validation_subset(self._source, data.validation_fraction)
-        else:
-            _require_limit(self._source, data)
-            self._fraction = data.validation_fraction
-
-    def _stream(self, source: StreamingSource, fraction: float | None = None) -> Iterator[str]:
+    def _stream(self, source: base.StreamingSource, fraction: float | None = None) -> Iterator[str]:
         fraction = self._fraction if fraction is None else fraction
         for part in range(source.parts):
             yield from (text for text in source.open(part, None) if text and unit_hash(text) < fraction)
@@ -211,13 +189,10 @@ class _ValidationTexts:
     def _no_text(self, data: DataConfig) -> UserError:
         """Make the error for a split without text: it has no documents, or they are empty."""
         source, reason = self._source, "the validation documents contain no text"
-        if not isinstance(source, RandomAccessSource) and self._fraction < 1:
+        if not isinstance(source, base.RandomAccessSource) and self._fraction < 1:
             has_text = next(self._stream(source, 1.0), None) is not None
-            reason = (
-                "this fraction holds out none of the documents of the stream"
-                if has_text
-                else "the stream contains no text"
-            )
+            none_of_them = "this fraction holds out none of the documents of the stream"
+            reason = none_of_them if has_text else "the stream contains no text"
         if data.validation_split is not None:
             violation = Violation("data.validation_split", data.validation_split, reason, "name another split")
         else:
@@ -226,6 +201,6 @@ class _ValidationTexts:
         return UserError("There is nothing to evaluate on.", [violation])
 
 
-def _require_limit(source: Source, data: DataConfig) -> None:
-    if not isinstance(source, RandomAccessSource) and data.validation_documents is None:
+def _require_limit(source: base.Source, data: DataConfig) -> None:
+    if not isinstance(source, base.RandomAccessSource) and data.validation_documents is None:
         raise UserError("The validation split of a stream has no limit.", [unlimited_split(data)])

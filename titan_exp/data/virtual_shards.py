@@ -12,10 +12,11 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,37 +25,6 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.batch import Permutation
 from titan_exp.data.sources.base import RandomAccessSource, StreamingSource
 from titan_exp.data.tokenizers import Tokenizer, encode_document
-
-
-class DocumentStream(Protocol):
-    """Endless stream of one virtual shard's tokenized documents, positioned at a non-empty document."""
-
-    start: float
-    """Fraction of the shard's first document that is skipped, because another shard starts there."""
-
-    def prefetch(self) -> None:
-        """Start fetching the current document without waiting for it."""
-        ...
-
-    def tokens(self) -> np.ndarray:
-        """Tokens of the current document, including its end-of-text; at least 2."""
-        ...
-
-    def advance(self) -> None:
-        """Move to the next document."""
-        ...
-
-    def position(self) -> dict[str, Any]:
-        """JSON-serializable position, with at least the key `epoch`."""
-        ...
-
-    def seek(self, position: Mapping[str, Any] | None) -> None:
-        """Move to a `position()` of the same shard and corpus, or to the beginning (None)."""
-        ...
-
-    def epochs(self, position: Mapping[str, Any]) -> float:
-        """Epochs over the whole corpus if all shards have progressed as far as this one at `position`; 0 for `{}`."""
-        ...
 
 
 class EpochShuffle:
@@ -73,10 +43,8 @@ class EpochShuffle:
 class PackedStream:
     """Endless packed rows of one virtual shard. The state is the position of the next row's first token."""
 
-    def __init__(self, stream: DocumentStream, seq_len: int) -> None:
-        self._stream = stream
-        self._seq_len = seq_len
-        self._rows = 0
+    def __init__(self, stream: "DocumentStream", seq_len: int) -> None:
+        self._stream, self._seq_len, self._rows = stream, seq_len, 0
         self._offset: int | None = None  # number of tokens into the current document; None before the first read
 
     def next_row(self, window: np.ndarray) -> list[int]:
@@ -128,8 +96,7 @@ class TokenizedDocuments:
     """Documents as tokens with end-of-text. A document used by several shards is in memory once."""
 
     def __init__(self, source: RandomAccessSource, tokenizer: Tokenizer) -> None:
-        self._source = source
-        self._tokenizer = tokenizer
+        self._source, self._tokenizer = source, tokenizer
         self._in_use: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
@@ -144,14 +111,14 @@ class TokenizedDocuments:
 
 
 class IndexedStream:
-    """`DocumentStream` with position `epoch` and `document`, the number of documents read in that epoch."""
+    """Endless stream of a shard's tokenized documents, positioned at a non-empty one. A position has `epoch` and
+    `document`, the number of documents read in that epoch."""
 
     def __init__(self, documents: TokenizedDocuments, order: EpochShuffle, *, shard: int, shards: int) -> None:
-        self._documents = documents
-        self._order = order
-        self._shard = shard
-        self._shards = shards
+        self._documents, self._order = documents, order
+        self._shard, self._shards = shard, shards
         total = order.items
+        # `start` is the fraction of the first document that is skipped, because another shard starts there.
         if total >= shards:
             self._step, self._length, self.start = shards, len(range(shard, total, shards)), 0.0
         else:
@@ -250,13 +217,10 @@ def _work(tasks: "SimpleQueue[_Task]") -> None:
 
 def _stop(tasks: "SimpleQueue[_Task]", closed: threading.Event, workers: list[threading.Thread]) -> None:
     closed.set()
-    while True:
-        try:
-            job = tasks.get_nowait()
-        except Empty:
-            break
-        if job is not None:
-            job[1].cancel()
+    with suppress(Empty):
+        while True:
+            if (job := tasks.get_nowait()) is not None:
+                job[1].cancel()
     for _ in workers:
         tasks.put(None)
     for worker in workers:
@@ -273,36 +237,25 @@ class StreamSpec:
 
     source: StreamingSource
     tokenizer: Tokenizer
-    order: EpochShuffle
-    """Order of the source's parts."""
+    order: EpochShuffle  # order of the source's parts
     seed: int
-    shards: int
-    """Number of virtual shards of the run."""
-    shuffle_buffer: int
-    """Number of documents per block."""
-    held_out: float
-    """Held-out fraction of documents, by hash of their text."""
+    shards: int  # number of virtual shards of the run
+    shuffle_buffer: int  # number of documents per block
+    held_out: float  # held-out fraction of documents, by hash of their text
 
 
 @dataclass(frozen=True)
 class _BlockStart:
-    """Start position of a block."""
-
     epoch: int = 0
-    part: int = 0
-    """Number of parts finished in this epoch."""
-    seen: int = 0
-    """Number of documents of the part before the block, including other shards' documents."""
-    alone: bool = False
-    """True if the shard takes the whole part, because it would otherwise have no documents in it."""
-    reader: Mapping[str, Any] | None = None
-    """Reader state; None at the beginning of the part."""
+    part: int = 0  # number of parts finished in this epoch
+    seen: int = 0  # number of documents of the part before the block, including other shards' documents
+    alone: bool = False  # True if the shard takes the whole part, because it would otherwise have no documents in it
+    reader: Mapping[str, Any] | None = None  # reader state; None at the beginning of the part
 
 
 @dataclass(frozen=True)
 class _Block:
-    start: dict[str, Any]
-    """JSON-serializable `_BlockStart`."""
+    start: dict[str, Any]  # JSON-serializable `_BlockStart`
     texts: list[str]
 
 
@@ -312,9 +265,7 @@ class BlockShuffledStream:
     start = 0.0
 
     def __init__(self, spec: StreamSpec, pool: DaemonThreadPool, shard: int) -> None:
-        self._spec = spec
-        self._pool = pool
-        self._shard = shard
+        self._spec, self._pool, self._shard = spec, pool, shard
         parts, shards = spec.source.parts, spec.shards
         self._parts = len(range(shard, parts, shards)) or 1
         if parts >= shards:
@@ -407,3 +358,6 @@ class BlockShuffledStream:
             if len(texts) < spec.shuffle_buffer:
                 return found, seen
             start = replace(start, seen=seen, reader=reader.state_dict())
+
+
+DocumentStream = IndexedStream | BlockShuffledStream

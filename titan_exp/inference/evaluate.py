@@ -53,8 +53,7 @@ from titan_exp.trainer.updates import ValidationResult, evaluate_sources, evalua
 TAKEN = ("data.", "training.", "model.attention", "model.context", f"{ROPE}.", "parallelism.")
 """Keys that an evaluation accepts."""
 _REFUSED = "We cannot evaluate this."
-DEFAULT_BATCH = 8
-"""Sequences per batch if `training.micro_batch_size` is not given."""
+DEFAULT_BATCH = 8  # sequences per batch if `training.micro_batch_size` is not given
 
 
 def evaluate_command(
@@ -62,11 +61,8 @@ def evaluate_command(
     run_on_ranks: RunOnRanks | None = None,
     run_path: Callable[[str, str], str] = lambda name, _: name,
 ) -> int:
-    """Run `titan-exp evaluate`; returns the exit code.
-
-    `run_path` maps the name of a run, in a folder of runs, to its folder. Raises UserError about
-    invalid overrides, weights or data.
-    """
+    """Run `titan-exp evaluate`; returns the exit code. `run_path` maps the name of a run, in a folder of runs, to its
+    folder. Raises UserError about invalid overrides, weights or data."""
     flags = [f"--{name}" for name in provided("observations")]
     options, rest = take_options(EvaluateOptions, arguments, others=flags)
     asked = [flag[2:] for flag in flags if flag in rest or f"{flag[2:]}=true" in rest]
@@ -148,10 +144,8 @@ class Evaluation:
     """Result of an evaluation."""
 
     result: ValidationResult
-    observed: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    """Values of each observation."""
-    parts: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Losses on parts of the data, and further metrics, for a model that does not read tokens."""
+    observed: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)  # values of each observation
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)  # of a model that reads no tokens
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "Evaluation":
@@ -169,14 +163,9 @@ def evaluate_source(
     """Compute the loss over the validation split of the experiment's data, or over all documents. All ranks of the mesh
     must call it; each reads its shard of the weights."""
     source = dataclasses.replace(source, model=experiment.model)
-    loader = ValidationLoader(
-        experiment.data,
-        experiment.training.seq_len,
-        dp_rank=mesh.dp_rank,
-        dp_degree=mesh.dp_degree,
-        micro_batch_size=ResolvedLayout.of(experiment).micro_batch_size,
-        all_documents=all_documents,
-    )
+    shard = {"dp_rank": mesh.dp_rank, "dp_degree": mesh.dp_degree}
+    shard["micro_batch_size"] = ResolvedLayout.of(experiment).micro_batch_size
+    loader = ValidationLoader(experiment.data, experiment.training.seq_len, **shard, all_documents=all_documents)
     model, spec = load_model(source, experiment, mesh), model_spec(source.model)
     if spec is not None and spec.inputs is not None:
         model.objective = build_objective(experiment.training, experiment.compile, None, spec=spec)
@@ -198,8 +187,7 @@ def evaluate_source(
 
 
 def load_model(source: OpenCheckpoint, experiment: Experiment, mesh: Mesh) -> Model:
-    """Model of a checkpoint, divided as the experiment says, in `training.mixed_precision`; each rank of the mesh reads
-    its shard of the weights."""
+    """Model of a checkpoint, divided as the experiment says; each rank of the mesh reads its shard."""
     source, layout = dataclasses.replace(source, model=experiment.model), ResolvedLayout.of(experiment)
     training, parallelism, documents = layout.training, layout.parallelism, experiment.data.document_mask
     parts = parallelism.cp > 1 and parallelism.cp_method != "ulysses"
@@ -251,11 +239,9 @@ def mesh_of(experiment: Experiment, device: torch.device) -> Mesh:
 def evaluation_experiment(
     path: Path, source: OpenCheckpoint, overrides: Sequence[str], all_documents: bool = False, trust: bool = False
 ) -> Experiment:
-    """Apply overrides to the run's configuration, or to the defaults for weights without a run.
-
-    The tokenizer defaults to the checkpoint's. `all_documents` needs no validation split. Raises UserError about an
-    unknown key, or a value that cannot be evaluated.
-    """
+    """Apply overrides to the run's configuration, or to the defaults for weights without a run. The tokenizer defaults
+    to the checkpoint's. `all_documents` needs no validation split. Raises UserError about an unknown key, or a value
+    that cannot be evaluated."""
     groups = [override for override in overrides if "." not in override.partition("=")[0]]
     values = [override for override in overrides if override not in groups]
     wrong = [override for override in groups if not override.startswith("data=")]
@@ -273,33 +259,27 @@ def evaluation_experiment(
     for override in values:
         key, _, value = override.lstrip("+").partition("=")
         OmegaConf.update(base, key, _parse_value(override, value), force_add=key.startswith("data.options."))
-    experiment = _batched(to_experiment(base))
+    experiment = to_experiment(base)
+    # A size of batches, and as many of them in a pass as a pipeline has ranks.
+    training, parallelism = experiment.training, experiment.parallelism
+    size = training.micro_batch_size or DEFAULT_BATCH
+    whole = size * parallelism.dp_replicate * parallelism.dp_shard * parallelism.pp
+    training = dataclasses.replace(training, micro_batch_size=size, global_batch_size=whole, batch_ramp=[])
+    experiment = dataclasses.replace(experiment, training=training)
     every = 0 if all_documents else experiment.evaluation.every
     checked = dataclasses.replace(experiment, evaluation=dataclasses.replace(experiment.evaluation, every=every))
     modules = [load(one.rules) for one in extensions().values() if one.rules]
     added = [rule for module in modules for rule in getattr(module, "EVALUATION_RULES", ())]
     divided = (*TENSOR_RULES, *CONTEXT_RULES, *PIPELINE_RULES, *DEGREE_RULES)
     violations = find_violations((*DATA_RULES, *added, *divided), checked)
-    violations += [
-        *family_violations(experiment.model),
-        *exceeds_context(experiment.model, experiment.training.seq_len),
-    ]
+    violations += family_violations(experiment.model)
+    violations += exceeds_context(experiment.model, experiment.training.seq_len)
     if violations:
         raise UserError(_REFUSED, violations)
     return experiment
 
 
-def _batched(experiment: Experiment) -> Experiment:
-    """The experiment with a size of batches, and as many of them in a pass as a pipeline has ranks."""
-    training, parallelism = experiment.training, experiment.parallelism
-    size = training.micro_batch_size or DEFAULT_BATCH
-    whole = size * parallelism.dp_replicate * parallelism.dp_shard * parallelism.pp
-    training = dataclasses.replace(training, micro_batch_size=size, global_batch_size=whole, batch_ramp=[])
-    return dataclasses.replace(experiment, training=training)
-
-
 def _on_one_device(config: DictConfig) -> DictConfig:
-    """Reset the layout to one device and disable training-only options."""
     stages = {"pp_schedule": "GPipe", "pp_microbatches": None, "pp_layers": None, "pp_layers_per_stage": None}
     stages |= {"pp_first_stage_less": 0, "pp_last_stage_less": 0}
     single = {
@@ -333,10 +313,8 @@ def _base_config(path: Path, source: OpenCheckpoint, imports: Sequence[str], tru
                     config[group] |= {name: defaults[group][name]}
             return _literal(config)
     if not source.model.vocab_size:
-        raise UserError(
-            f"{source.path}: {source.model.name} does not read tokens. Without its run folder, titan-exp evaluate "
-            "takes language models only."
-        )
+        without = "Without its run folder, titan-exp evaluate takes language models only."
+        raise UserError(f"{source.path}: {source.model.name} does not read tokens. {without}")
     if source.tokenizer is None:
         raise UserError(f"{source.path} has no tokenizer beside its weights. Put the model's tokenizer.json there.")
     length = min(experiment.training.seq_len, longest_sequence(source.model))

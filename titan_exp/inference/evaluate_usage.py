@@ -3,8 +3,7 @@
 from titan_exp.config.extension import added_usage, help_line, provided
 from titan_exp.models.spec.rope import ROPE
 
-FLAGS = "".join(f" [--{name}]" for name in provided("observations"))
-"""Flags of extensions."""
+FLAGS = "".join(f" [--{name}]" for name in provided("observations"))  # flags of extensions
 MEANINGS = "".join(
     f"  --{name} also {help_line(path)[0].lower()}{help_line(path)[1:]}\n"
     for name, path in provided("observations").items()

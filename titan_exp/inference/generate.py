@@ -21,7 +21,6 @@ from titan_exp.config.extension import load, provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.models.decoder import Decoder
 from titan_exp.models.spec.lookup import has_experts, model_spec
 from titan_exp.ops.attention.kv_cache import CachedAttention, LatentCache, RecurrentCache
@@ -38,11 +37,9 @@ from titan_exp.trainer.restore import Rows, describe, load_source, tokenizer_of,
 
 
 class DecodeSession:
-    """Decoding state of one text; `cache` enables the KV cache.
-
-    A full window of `window` tokens drops its first half and is recomputed, because positions are relative to its
-    start. User-defined models are decoded without a KV cache.
-    """
+    """Decoding state of one text; `cache` enables the KV cache. A full window of `window` tokens drops its first half
+    and is recomputed, because positions are relative to its start. User-defined models are decoded without a KV
+    cache."""
 
     def __init__(self, model: nn.Module, window: int, *, cache: bool) -> None:
         self._model, self._window = model, window
@@ -63,9 +60,8 @@ class DecodeSession:
         """Next-token logits in fp32 [vocab]; `ids` must extend the ids of the previous call."""
         begin = window_start(len(ids), self._window)
         if begin != self._begin:
+            self.reset()
             self._begin = begin
-            for cache in self._caches:
-                cache.reset()
         cached = self._caches[0].filled if self._caches else 0
         tokens = torch.tensor([ids[begin + cached :]], device=self._device)
         positions = torch.arange(cached, len(ids) - begin, device=self._device)[None] if cached else None
@@ -89,15 +85,11 @@ def window_start(length: int, window: int) -> int:
     return 0 if length <= window else -(-(length - window) // half) * half
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Dtypes of weights and compute by option."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # dtypes of weights and compute by option
 
 
 def load_sharded(source: OpenCheckpoint, *, seq_len: int, dtype: torch.dtype, mesh: Mesh | None) -> nn.Module:
-    """Load the model of a source; all ranks of a `mesh` must call it, None is one device.
-
-    `seq_len` is the longest sequence in tokens.
-    """
+    """Load a source's model for sequences of `seq_len`; all ranks of a `mesh` must call it, None is one device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if mesh is None else mesh.device
 
     def shard(model: nn.Module) -> Rows:
@@ -113,8 +105,7 @@ def load_sharded(source: OpenCheckpoint, *, seq_len: int, dtype: torch.dtype, me
     return load_source(source, device, seq_len=seq_len, dtype=dtype, divide=divide, parts=parts)
 
 
-TEXTS = "texts"
-"""Kind of output of models that read tokens."""
+TEXTS = "texts"  # kind of output of models that read tokens
 
 
 def generate_command(
@@ -122,11 +113,8 @@ def generate_command(
     run_on_ranks: RunOnRanks | None = None,
     run_path: Callable[[str, str], str] = lambda name, _: name,
 ) -> int:
-    """Run `titan-exp generate`; returns the exit code.
-
-    `run_path` maps the name of a run, in a folder of runs, to its folder. Raises UserError about an invalid option or
-    missing weights.
-    """
+    """Run `titan-exp generate`; returns the exit code. `run_path` maps the name of a run, in a folder of runs, to its
+    folder. Raises UserError about an invalid option or missing weights."""
     options = parse_options(GenerateOptions, arguments, positional=["run"])
     prompts = _prompts(options, arguments)
     if options.run:
@@ -135,7 +123,8 @@ def generate_command(
         path = _latest_run(Path(options.runs or "runs").expanduser())
     source = _open(path, options)
     _require_kind(options, source)
-    generator, cp = generator_of(source), _cp(options)
+    generator = generator_of(source)
+    cp: int = getattr(options, "cp", 1)  # an option of generators that divide sequences
     prompts = generator.prepared(source, options, prompts)  # fails before ranks start
     if options.tp * cp == 1:
         lines = generator.lines(path, source, options, prompts, None)
@@ -143,28 +132,21 @@ def generate_command(
         assert run_on_ranks is not None, "several ranks need run_on_ranks"
         request = {"path": str(path), "options": dataclasses.asdict(options), "prompts": prompts}
         lines = run_on_ranks(f"{__name__}.rank_main", sharded_experiment(source, options.tp, cp), request)
-    print(*lines, f"— {describe(path, source)}{_noise(source)}", sep="\n")
+    step = step_of(source.path)
+    early = source.format == "dcp" and step is not None and step < FEW_STEPS and _makes(source) == TEXTS
+    noise = ". After so few steps a model writes noise" if early else ""
+    print(*lines, f"— {describe(path, source)}{noise}", sep="\n")
     return 0
 
 
-FEW_STEPS = 100
-"""Steps before which a language model writes noise, however small it is."""
-
-
-def _noise(source: OpenCheckpoint) -> str:
-    """Words about a run's text that nobody can read yet."""
-    step = step_of(source.path)
-    early = source.format == "dcp" and step is not None and step < FEW_STEPS and _makes(source) == TEXTS
-    return ". After so few steps a model writes noise" if early else ""
+FEW_STEPS = 100  # steps before which a language model writes noise, however small it is
 
 
 class Generator(Protocol):
     """Generation by models of one kind, named after their output."""
 
-    options: frozenset[str]
-    """Options that models of other kinds reject."""
-    averaged: bool
-    """True if averaged weights are read when the checkpoint has them."""
+    options: frozenset[str]  # options that models of other kinds reject
+    averaged: bool  # True if averaged weights are read when the checkpoint has them
 
     def prepared(self, source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str]) -> Sequence[str]:
         """Return the prompts to begin with, before ranks start. Raises UserError if something is missing."""
@@ -197,11 +179,7 @@ class Texts:
 
 
 def generator_of(source: OpenCheckpoint) -> Generator:
-    """Generator of a model.
-
-    Raises:
-        UserError: no extension makes its kind of output.
-    """
+    """Generator of a model. Raises UserError if no extension makes its kind of output."""
     makes, known = _makes(source), _generators()
     if makes not in known:
         raise UserError(f"{source.model.name} makes {makes}, and titan-exp generate only makes {listed(known, 'and')}.")
@@ -220,11 +198,9 @@ def _generators() -> dict[str, Generator]:
 def generate(
     source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str], *, window: int, mesh: Mesh | None = None
 ) -> list[str]:
-    """Complete prompts one at a time; returns the completions without their prompts.
-
-    `window` is the maximum sequence length in tokens. All ranks of a tensor-parallel `mesh` must call it; None is one
-    device. Raises UserError if the weights have no tokenizer.
-    """
+    """Complete prompts one at a time; returns the completions without their prompts. `window` is the maximum sequence
+    length in tokens. All ranks of a tensor-parallel `mesh` must call it; None is one device. Raises UserError if the
+    weights have no tokenizer."""
     tokenizer = tokenizer_of(source)
     # Published models expect BOS. Ours are trained on documents separated by EOS, so EOS starts the prompt.
     bos = source.special_tokens.get("bos_token_id")
@@ -234,7 +210,8 @@ def generate(
     model = load_sharded(source, seq_len=window, dtype=DTYPES[options.dtype], mesh=mesh)
     device = next(model.parameters()).device
     session = DecodeSession(model, window, cache=options.cache)
-    stop_tokens = _stop_tokens(source, tokenizer)
+    eos = source.special_tokens.get("eos_token_id")  # a published model may define several
+    stop_tokens = {tokenizer.end_of_text, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
     texts = []
     for ids in encoded:
         session.reset()
@@ -242,9 +219,11 @@ def generate(
         start = len(ids)
         for _ in range(options.tokens):
             logits = session.next_logits(ids)[: tokenizer.vocab_size]
-            token = _broadcast_token(
-                sample_token(logits, options.temperature, options.top_k, options.top_p, random), mesh
-            )
+            token = sample_token(logits, options.temperature, options.top_k, options.top_p, random)
+            if mesh is not None:  # logits may differ in their last bits, but all ranks must append the same token
+                shared = torch.tensor(token)
+                dist.broadcast(shared, src=0, group=mesh.cpu_group)
+                token = int(shared)
             if token in stop_tokens:
                 break
             ids.append(token)
@@ -278,23 +257,17 @@ def sharded_experiment(source: OpenCheckpoint, degree: int, cp: int = 1) -> Expe
     experiment = dataclasses.replace(to_experiment(compose(overrides)), model=source.model)
     violations = find_violations((*TENSOR_RULES, *CONTEXT_RULES, *DEGREE_RULES), experiment)
     if violations:
-        raise UserError(
-            f"We cannot shard this model with tp={degree}" + (f" and cp={cp}." if cp > 1 else "."),
-            [
-                Violation(key, value, violation.reason, violation.remedy.replace("parallelism.", ""))
-                for violation in violations
-                for key, value in [("cp", cp) if violation.field.startswith("parallelism.cp") else ("tp", degree)]
-            ],
-        )
+        own = []
+        for one in violations:
+            option = ("cp", cp) if one.field.startswith("parallelism.cp") else ("tp", degree)
+            own.append(Violation(*option, one.reason, one.remedy.replace("parallelism.", "")))
+        raise UserError(f"We cannot shard this model with tp={degree}" + (f" and cp={cp}." if cp > 1 else "."), own)
     return experiment
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, top_p: float, random: torch.Generator) -> int:
-    """Sample a token id from fp32 logits [vocab].
-
-    Temperature 0 is greedy, `top_k` 0 keeps all tokens, and `top_p` always keeps the most likely one. `random` is on
-    the logits' device.
-    """
+    """Sample a token id from fp32 logits [vocab]. Temperature 0 is greedy, `top_k` 0 keeps all tokens, and `top_p`
+    always keeps the most likely one. `random` is on the logits' device."""
     if temperature == 0:
         return int(logits.argmax())
     probabilities, order = (logits / temperature).softmax(-1).sort(descending=True)
@@ -305,39 +278,21 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, top_p: float, r
     return int(order[torch.multinomial(probabilities, 1, generator=random)])
 
 
-def _broadcast_token(token: int, mesh: Mesh | None) -> int:
-    """Broadcast rank 0's token: logits may differ in their last bits, but all ranks must append the same token."""
-    if mesh is None:
-        return token
-    shared = torch.tensor(token)
-    dist.broadcast(shared, src=0, group=mesh.cpu_group)
-    return int(shared)
-
-
 def _prompts(options: GenerateOptions, arguments: Sequence[str]) -> list[str]:
     prompts = [argument.partition("=")[2] for argument in arguments if argument.startswith("prompt=")]
     if not options.prompts:
         return prompts or [options.prompt]
     try:
         lines = Path(options.prompts).expanduser().read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(
-            f"prompts={options.prompts}: we cannot read this file ({(error.strerror or str(error)).lower()}). Give a "
-            "text file with a prompt a line."
-        ) from error
-    except ValueError as error:
-        raise UserError(
-            f"prompts={options.prompts}: this file is not UTF-8 text. Give a text file with a prompt a line."
-        ) from error
+    except (OSError, ValueError) as error:
+        problem = "this file is not UTF-8 text"
+        if isinstance(error, OSError):
+            problem = f"we cannot read this file ({(error.strerror or str(error)).lower()})"
+        raise UserError(f"prompts={options.prompts}: {problem}. Give a text file with a prompt a line.") from error
     prompts += [line for line in lines if line]
     if not prompts:
         raise UserError(f"prompts={options.prompts}: every line of this file is empty. Write a prompt a line.")
     return prompts
-
-
-def _cp(options: GenerateOptions) -> int:
-    """Context-parallel degree, which is an option of generators that divide sequences."""
-    return getattr(options, "cp", 1)
 
 
 def _open(path: Path, options: GenerateOptions) -> OpenCheckpoint:
@@ -348,7 +303,6 @@ def _open(path: Path, options: GenerateOptions) -> OpenCheckpoint:
 
 
 def _require_kind(options: GenerateOptions, source: OpenCheckpoint) -> None:
-    """Refuse options of other kinds of models."""
     own = _makes(source)
     others = {name: kind for kind, found in _generators().items() if kind != own for name in found.options}
     violations = [
@@ -360,12 +314,6 @@ def _require_kind(options: GenerateOptions, source: OpenCheckpoint) -> None:
         raise UserError("These options belong to another kind of model.", violations)
 
 
-def _stop_tokens(source: OpenCheckpoint, tokenizer: Tokenizer) -> set[int]:
-    """End-of-text tokens; a published model may define several."""
-    eos = source.special_tokens.get("eos_token_id")
-    return {tokenizer.end_of_text, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
-
-
 def _latest_run(runs: Path) -> Path:
     found = [
         (checkpoint.stat().st_mtime, checkpoint.parent.parent)
@@ -373,8 +321,6 @@ def _latest_run(runs: Path) -> Path:
         if CheckpointFolder(checkpoint.parent).complete_steps()
     ]
     if not found:
-        raise UserError(
-            f"No run under {runs}/ has a checkpoint. Train one first (titan-exp train), or name a run folder: "
-            "titan-exp generate path/to/run"
-        )
+        remedy = "Train one first (titan-exp train), or name a run folder: titan-exp generate path/to/run"
+        raise UserError(f"No run under {runs}/ has a checkpoint. {remedy}")
     return max(found)[1]

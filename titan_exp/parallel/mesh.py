@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.layout.axes import AXES, EXPERT_AXES, regroups_experts
 from titan_exp.ops.autograd import keep_unsaved, unsaved_tensors
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence
+
+T = TypeVar("T")
 
 
 def mark_partial(module: nn.Module, *names: str) -> None:
@@ -365,6 +367,20 @@ def _device_mesh(degrees: dict[str, int], device: torch.device) -> DeviceMesh:
 
 def _data_parallel(mesh: DeviceMesh, shards: str) -> DeviceMesh:
     return mesh["dp_replicate", shards] if mesh["dp_replicate"].size() > 1 else mesh[shards]
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Values of all ranks of a group, in their order."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def from_rank_0(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Rank 0's value on all ranks of a group."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=group)
+    return values[0]
 
 
 def new_cpu_group() -> dist.ProcessGroup:

@@ -102,7 +102,7 @@ class ConsoleSink:
         self._last_line = self._clock()
         width = len(str(self._total))
         fields = [f"step {row['step']:>{width}}/{self._total}", *_fields(row)]
-        if (eta := self._eta.seconds()) is not None:
+        if (eta := self._eta.seconds) is not None:
             fields.append(f"{format_duration(round(eta))} left")
         self._write("  ".join(fields))
 
@@ -113,7 +113,7 @@ class ConsoleSink:
 
     def _display(self) -> RenderableType:
         step = int(self._row["step"] or 0) if self._row else 0
-        eta = self._eta.seconds()
+        eta = self._eta.seconds
         head = Table.grid(padding=(0, 1), expand=True)
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
@@ -130,15 +130,13 @@ class ConsoleSink:
 
 
 class _Eta:
-    """Remaining seconds: the larger of a wall-clock and a throughput estimate.
-
-    The clock includes evaluations and saves. Throughput stays correct if old rows of a running run arrive all at once.
-    """
+    """Remaining seconds: the larger of a wall-clock and a throughput estimate. The clock includes evaluations and
+    saves. Throughput stays correct if old rows of a running run arrive all at once."""
 
     def __init__(self, total_steps: int, sequences_after: Callable[[int], int], clock: Callable[[], float]) -> None:
         self._total, self._sequences_after, self._clock = total_steps, sequences_after, clock
         self._first: tuple[float, int] | None = None
-        self._seconds: float | None = None
+        self.seconds: float | None = None
 
     def take(self, row: Row) -> None:
         step, now = int(row["step"] or 0), self._clock()
@@ -151,21 +149,17 @@ class _Eta:
         if tokens and speed and done:
             estimates.append(tokens / done / speed)
         if step >= self._total:
-            self._seconds = None
+            self.seconds = None
         elif estimates:
-            self._seconds = max(estimates) * (self._sequences_after(self._total) - done)
-
-    def seconds(self) -> float | None:
-        return self._seconds
+            self.seconds = max(estimates) * (self._sequences_after(self._total) - done)
 
 
 def _fields(row: Row) -> list[str]:
-    """Format the metrics of a row, always-present ones first to align lines."""
     speed = row.get("tokens_per_second")
     fields = [
         f"loss {_number(row.get('loss'))}",
         f"grad norm {_number(row.get('grad_norm'))}",
-        f"lr {_scientific(row.get('lr'))}",
+        f"lr {'-' if (lr := row.get('lr')) is None else f'{lr:.2e}':>8}",
         f"{'-' if speed is None else format_count(speed):>6} tokens/s",
     ]
     memory, mfu = row.get("memory"), row.get("mfu")
@@ -177,7 +171,6 @@ def _fields(row: Row) -> list[str]:
 
 
 def _evaluated(row: Row) -> list[str]:
-    """Format the metrics of an evaluation."""
     known = {name: value for name in EVALUATED if (value := row.get(name)) is not None}
     return [f"{name.replace('_', ' ')} {_number(value)}" for name, value in known.items()]
 
@@ -187,7 +180,3 @@ def _number(value: Value) -> str:
     if value is None:
         return f"{'-':>6}"
     return f"{value:6.4f}" if abs(value) < 9.99995 else f"{value:6.3f}" if abs(value) < 99.9995 else f"{value:6.4g}"
-
-
-def _scientific(value: Value) -> str:
-    return f"{'-':>8}" if value is None else f"{value:8.2e}"

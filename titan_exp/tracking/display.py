@@ -10,7 +10,6 @@ from importlib.resources import files
 from typing import Any
 
 GIB, MIB = 2**30, 2**20
-
 _COUNT_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _BYTE_UNITS = ((2**40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (1024, "KiB"))
 
@@ -65,16 +64,12 @@ def format_items(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-FOLDER = "page"
-"""Folder of a package with its template, style and scripts; `tracking/page` is shared by all pages."""
+FOLDER = "page"  # folder of a package with its template, style and scripts; `tracking/page` is shared by all pages
 
 
 def render_page(package: str, scripts: Sequence[str], numbers: Any, **words: Any) -> str:
-    """Render `page.html` (extends `base.html`) and `page.css` from the folder `page` of a package.
-
-    `scripts` are files in that folder, `numbers` their data (finite JSON values), `words` the template variables, which
-    are escaped.
-    """
+    """Render `page.html` (extends `base.html`) and `page.css` from the folder `page` of a package. `scripts` are files
+    in that folder, `numbers` their data (finite JSON values), `words` the template variables, which are escaped."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -82,21 +77,18 @@ def render_page(package: str, scripts: Sequence[str], numbers: Any, **words: Any
     loader = FunctionLoader(lambda name: _asset(common, name))
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(autoescape=True, loader=loader, **options)
+    # JSON that cannot end a <script> element or begin a comment.
+    data = json.dumps(numbers, separators=(",", ":"), allow_nan=False)
+    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     # Markup is not escaped: files of the package, and script-safe data.
     return environment.from_string(_asset(package, "page.html")).render(
         drawn_at=format_time(),
         style=Markup(_asset(common, "base.css") + _asset(package, "page.css")),
         script=Markup("\n".join([_asset(common, "elements.js"), *(_asset(package, name) for name in scripts)])),
-        numbers=Markup(_script_safe(numbers)),
+        numbers=Markup(data),
         **words,
     )
 
 
 def _asset(package: str, name: str) -> str:
     return files(package).joinpath(FOLDER, name).read_text(encoding="utf-8")
-
-
-def _script_safe(value: Any) -> str:
-    """JSON that cannot end a <script> element or begin a comment."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -31,31 +31,24 @@ def get_logger() -> logging.Logger:
 
 
 def configure_logging(rank: int, logs: Path) -> None:
-    """Configure logging: rank 0 logs to standard output, other ranks log warnings to `logs/rank-<rank>.log`.
-
-    Warnings of Python and of libraries are included, each text once. A later call replaces an earlier one.
-    """
+    """Configure logging: rank 0 logs to standard output, other ranks log warnings to `logs/rank-<rank>.log`. Warnings
+    of Python and of libraries are included, each text once. A later call replaces an earlier one."""
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Formatter)]:
         root.removeHandler(handler)
         handler.close()
-    handler = _handler(rank, logs)
+    handler: logging.Handler = _StreamHandler(sys.stdout)
+    if rank != 0:
+        logs.mkdir(exist_ok=True)
+        # Created with the first warning, to avoid thousands of empty files.
+        handler = _FileHandler(logs / f"rank-{rank}.log", delay=True)
+        handler.setLevel(logging.WARNING)
     handler.setFormatter(_Formatter())
     handler.addFilter(_OnceFilter())
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     get_logger().setLevel(logging.INFO)
     logging.captureWarnings(True)
-
-
-def _handler(rank: int, logs: Path) -> logging.Handler:
-    if rank == 0:
-        return _StreamHandler(sys.stdout)
-    logs.mkdir(exist_ok=True)
-    # Created with the first warning, to avoid thousands of empty files.
-    handler = _FileHandler(logs / f"rank-{rank}.log", delay=True)
-    handler.setLevel(logging.WARNING)
-    return handler
 
 
 class _Lossy(logging.Handler):
@@ -109,12 +102,10 @@ class _OnceFilter(logging.Filter):
         return True
 
 
-INTERVAL = 5.0
-"""Minimum seconds between two lines."""
+INTERVAL = 5.0  # minimum seconds between two lines
 
 
-ProgressCallback = Callable[[int, int], None]
-"""Called with bytes done and total bytes."""
+ProgressCallback = Callable[[int, int], None]  # called with bytes done and total bytes
 
 
 @contextmanager
@@ -145,23 +136,18 @@ def _lines(title: str, console: Console) -> ProgressCallback:
     return report
 
 
-START, STEP, FIRST_STEP = "the start", "the training step", "the first step"
-"""Default phases; `phase` enters others."""
-MEDIAN_WINDOW = 51
-"""Steps in the median of step times."""
+START, STEP, FIRST_STEP = "the start", "the training step", "the first step"  # default phases; `phase` enters others
+MEDIAN_WINDOW = 51  # steps in the median of step times
 
 
 @dataclass(frozen=True)
 class ProgressSnapshot:
     """Progress of a process at one moment."""
 
-    step: int
-    """Last finished step."""
+    step: int  # last finished step
     phase: str
-    seconds: float
-    """Seconds since the last report."""
-    median_step_seconds: float
-    """Median time between the ends of two steps; 0.0 before two steps have ended."""
+    seconds: float  # seconds since the last report
+    median_step_seconds: float  # median time between the ends of two steps; 0.0 before two steps have ended
 
     @property
     def at(self) -> int:

@@ -8,7 +8,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,24 +29,16 @@ from titan_exp.tracking.run_folder.run import Ancestor, ancestors, read_code, re
 from titan_exp.tracking.run_folder.run_folder import RunFolder, read_json
 
 if TYPE_CHECKING:
+    import wandb
     from torch.utils.tensorboard.writer import SummaryWriter
 
-
-if TYPE_CHECKING:
-    import wandb
-
-
-SECONDS = 15.0
-"""Seconds for the service to send its remaining data after every run is finished."""
+SECONDS = 15.0  # seconds for the service to send its remaining data after every run is finished
 
 
 def stop_wandb_service(seconds: float = SECONDS) -> None:
-    """Shut down wandb and its service process within `seconds`.
-
-    A service that keeps retrying a lost network is killed. Call this after the last use of wandb: finished runs have
-    sent their data, which also stays in their folders. Does nothing while a run of the caller is open, as in a
-    notebook.
-    """
+    """Shut down wandb and its service process within `seconds`. A service that keeps retrying a lost network is killed.
+    Call this after the last use of wandb: finished runs have sent their data, which also stays in their folders. Does
+    nothing while a run of the caller is open, as in a notebook."""
     import wandb
 
     if wandb.run is not None:
@@ -68,20 +60,15 @@ def stop_wandb_service(seconds: float = SECONDS) -> None:
 
 def service_pids() -> list[int]:
     """Process ids of wandb's services among the children of this process (Linux)."""
-    children = [word for path in Path("/proc/self/task").glob("*/children") for word in path.read_text().split()]
-    return [int(pid) for pid in children if _process_name(pid).startswith("wandb")]
+    found = []
+    for pid in (word for path in Path("/proc/self/task").glob("*/children") for word in path.read_text().split()):
+        with suppress(OSError):
+            found += [int(pid)] if Path(f"/proc/{pid}/comm").read_text().startswith("wandb") else []
+    return found
 
 
-def _process_name(pid: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text()
-    except OSError:
-        return ""
-
-
-VOLATILE = ("paths", "cluster", "tracking", "profiling", "plan")
-"""Groups that do not affect the result."""
-
+VOLATILE = ("paths", "cluster", "tracking", "profiling", "plan")  # groups that do not affect the result
+LABELS = ("experiment.name", "experiment.tags", "experiment.notes")
 NAME_LENGTH = 128
 
 
@@ -89,28 +76,25 @@ NAME_LENGTH = 128
 class WandbRun:
     """Arguments of `wandb.init`."""
 
-    id: str
-    """Constant over all attempts of a run folder."""
-    name: str
-    """Typed overrides, else the run id."""
+    id: str  # constant over all attempts of a run folder
+    name: str  # typed overrides, else the run id
     group: str
     project: str
     entity: str | None
-    mode: str
-    """`auto`, `online` or `offline`."""
+    mode: str  # `auto`, `online` or `offline`
     tags: tuple[str, ...]
     notes: str
-    config: dict[str, Any]
-    """Resolved configuration, and a flat block `run` for filters."""
-    parent_id: str | None = None
-    """W&B id of the run that a continued run begins from; None without a parent, or if the parent was not logged to
-    W&B."""
+    config: dict[str, Any]  # resolved configuration, and a flat block `run` for filters
+    parent_id: str | None = None  # W&B id of the parent of a continued run; None if it was not logged to W&B
 
 
 def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -> WandbRun:
     """Build the W&B arguments of a run."""
     tracking, naming = experiment.tracking, experiment.experiment
-    ancestor = next(ancestors(folder.path), None)
+    ancestor, parent_id = next(ancestors(folder.path), None), None
+    if ancestor is not None and ancestor.folder is not None:
+        with suppress(OSError, UserError):  # it was not logged to W&B
+            parent_id = read_text(_id_file(ancestor.folder)).strip()
     return WandbRun(
         id=_fixed_id(folder.path, run_id),
         name=_name(folder.overrides) or run_id,
@@ -121,7 +105,7 @@ def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -
         tags=naming.tags,
         notes=naming.notes,
         config=_config(to_dict(experiment), ResolvedLayout.of(experiment).world_size, folder, run_id, ancestor),
-        parent_id=None if ancestor is None or ancestor.folder is None else _stored_id(ancestor.folder),
+        parent_id=parent_id,
     )
 
 
@@ -141,25 +125,23 @@ def _id_file(folder: Path) -> Path:
     return folder / "wandb" / "id"
 
 
-def _stored_id(folder: Path) -> str | None:
-    """W&B id of a run; None if it was not logged to W&B."""
-    try:
-        return read_text(_id_file(folder)).strip()
-    except (OSError, UserError):
-        return None
-
-
 def _typed(overrides: Path) -> list[str]:
-    """Typed overrides that affect the result."""
-    return [override for override in read_overrides(overrides) or () if not _is_volatile(override)]
+    found = []
+    for override in read_overrides(overrides) or ():
+        key = override.partition("=")[0].lstrip("+~")
+        group = key.partition(".")[0].partition("@")[0]
+        if group not in (*VOLATILE, "hydra") and key not in LABELS:
+            found.append(override)
+    return found
 
 
 def _axis(folder: RunFolder, run_id: str) -> tuple[str, str]:
-    """Keys that this run's study varies, and their values, without the seed; outside a study, the typed overrides.
-
-    Keys and values are joined by spaces, in the same order. A named point has its name as the value and no key.
-    """
-    label = _study_label(folder, run_id)
+    """Keys that this run's study varies, and their values, without the seed; outside a study, the typed overrides. Keys
+    and values are joined by spaces, in the same order. A named point has its name as the value and no key."""
+    label = None
+    with suppress(UserError, LookupError, TypeError, AttributeError):  # a missing label must not disable the sink
+        study = read_json(folder.path.parent / "study.json") or {"points": ()}
+        label = {point["run_id"]: point.get("variant", point.get("label")) for point in study["points"]}.get(run_id)
     words = _typed(folder.overrides) if label is None else label.split()
     pairs = [word.lstrip("+").partition("=") for word in words]
     named = [key for key, equals, _ in pairs if not equals]
@@ -167,25 +149,9 @@ def _axis(folder: RunFolder, run_id: str) -> tuple[str, str]:
     return " ".join(key for key, _ in known), " ".join([*named, *(value for _, value in known)])
 
 
-def _study_label(folder: RunFolder, run_id: str) -> str | None:
-    """Label of this run's point in its study, without the seed; None outside a study."""
-    try:
-        study = read_json(folder.path.parent / "study.json") or {"points": ()}
-        points = {point["run_id"]: point.get("variant", point.get("label")) for point in study["points"]}
-    except (UserError, LookupError, TypeError, AttributeError):
-        return None  # a missing label must not disable the sink
-    return points.get(run_id)
-
-
 def _name(overrides: Path) -> str:
     name = " ".join(_typed(overrides))
     return name if len(name) <= NAME_LENGTH else name[: NAME_LENGTH - 1] + "…"
-
-
-def _is_volatile(override: str) -> bool:
-    key = override.partition("=")[0].lstrip("+~")
-    group = key.partition(".")[0].partition("@")[0]
-    return group in (*VOLATILE, "hydra") or key in ("experiment.name", "experiment.tags", "experiment.notes")
 
 
 def _config(
@@ -212,21 +178,16 @@ def _config(
     return config
 
 
-EXIT_CODES = {"done": 0, "preempted": 85}
-"""Exit codes of W&B runs by final state; any other state is a failure."""
+EXIT_CODES = {"done": 0, "preempted": 85}  # exit codes of W&B runs by final state; any other state is a failure
 
 
 class WandbSink:
-    """Logs to W&B, with files under `folder/wandb`.
-
-    Online, the server joins all attempts of a run by its id. Offline, each attempt has a separate directory, and its
-    first row replays the earlier rows of `metrics`: syncing only the newest directory (`wandb/latest-run`) uploads the
-    whole run.
-    """
+    """Logs to W&B, with files under `folder/wandb`. Online, the server joins all attempts of a run by its id. Offline,
+    each attempt has a separate directory, and its first row replays the earlier rows of `metrics`: syncing only the
+    newest directory (`wandb/latest-run`) uploads the whole run."""
 
     def __init__(self, run: WandbRun, folder: Path, metrics: Path) -> None:
-        self._metrics = metrics
-        self._run = _start(run, folder)
+        self._metrics, self._run = metrics, _start(run, folder)
         self._replay = self._run.settings.mode == "offline"
         self._run.define_metric("*", step_metric="step")
         if run.parent_id is not None and self._run.url:
@@ -239,7 +200,7 @@ class WandbSink:
         if self._replay:
             self._replay = False
             for earlier in read_metrics(self._metrics):
-                if _step(earlier) < _step(row):
+                if (earlier["step"] or 0) < (row["step"] or 0):
                     self._log(earlier)
         self._log(row)
 
@@ -298,12 +259,9 @@ def _start(run: WandbRun, folder: Path) -> wandb.Run:
     try:
         return _init(run, folder, mode)
     except Exception as error:  # credentials but no route to the server: usual on compute nodes
-        get_logger().warning(
-            "W&B does not answer (%s), so we log the run offline in %s. Upload it with wandb sync. To skip the "
-            "attempt, use tracking.wandb_mode=offline.",
-            str(error).strip().partition("\n")[0],
-            folder / "wandb",
-        )
+        text = "W&B does not answer (%s), so we log the run offline in %s. Upload it with wandb sync. %s"
+        skip = "To skip the attempt, use tracking.wandb_mode=offline."
+        get_logger().warning(text, str(error).strip().partition("\n")[0], folder / "wandb", skip)
         stop_wandb_service()  # the service still holds the id of the failed attempt
         return _init(run, folder, "offline")
 
@@ -312,6 +270,10 @@ def _init(run: WandbRun, folder: Path, mode: str) -> wandb.Run:
     import wandb
 
     _machine_settings()
+    # Start and finish timeouts for an unreachable server, unless set by the user.
+    wanted = {"init_timeout": 60.0, "finish_timeout": 120.0}
+    known = [key for key in wanted if key in wandb.Settings.model_fields]  # finish_timeout is not in every version
+    timeouts: Any = {key: wanted[key] for key in known if f"WANDB_{key.upper()}" not in os.environ}
     return wandb.init(
         project=run.project,
         entity=run.entity,
@@ -325,7 +287,7 @@ def _init(run: WandbRun, folder: Path, mode: str) -> wandb.Run:
         config=run.config,
         dir=folder,
         mode=mode,  # pyright: ignore[reportArgumentType]  # WANDB_MODE may be anything; wandb validates it
-        settings=wandb.Settings(silent=True, console="off", **_timeouts()),
+        settings=wandb.Settings(silent=True, console="off", **timeouts),
     )
 
 
@@ -334,19 +296,6 @@ def _machine_settings() -> wandb.Settings:
 
     # This is set for the whole library, which also prints outside a run.
     return wandb.setup(settings=wandb.Settings(silent=True, console="off")).settings
-
-
-def _timeouts() -> Mapping[str, Any]:
-    """Start and finish timeouts for an unreachable server, unless set by the user."""
-    import wandb
-
-    wanted = {"init_timeout": 60.0, "finish_timeout": 120.0}
-    known = wandb.Settings.model_fields  # finish_timeout is not in every version
-    return {key: value for key, value in wanted.items() if key in known and f"WANDB_{key.upper()}" not in os.environ}
-
-
-def _step(row: Row) -> float:
-    return row["step"] or 0
 
 
 class BestEffortSink:
@@ -387,14 +336,9 @@ class BestEffortSink:
         except Exception as error:  # networks, servers and disks may fail in any way
             self._sink = None
             reason = str(error).strip().partition("\n")[0] or "it gives no reason"
-            get_logger().warning(
-                "%s gets no more metrics (%s: %s). The run continues, and metrics.jsonl has everything. To turn "
-                "this sink off, use %s=false.",
-                self._name,
-                type(error).__name__,
-                reason,
-                self._switch,
-            )
+            text = "%s gets no more metrics (%s: %s). The run continues, and metrics.jsonl has everything. %s"
+            off = f"To turn this sink off, use {self._switch}=false."
+            get_logger().warning(text, self._name, type(error).__name__, reason, off)
 
 
 class TensorBoardSink:
@@ -444,9 +388,8 @@ def build_sinks(experiment: Experiment, folder_path: Path, run_id: str, attempt:
     folder = RunFolder(folder_path)
     sinks: list[Sink] = [JsonlSink(folder.metrics, attempt, time.time)]
     if experiment.tracking.tensorboard:
-        sinks.append(
-            BestEffortSink("TensorBoard", "tracking.tensorboard", lambda: TensorBoardSink(folder.path / "tensorboard"))
-        )
+        events = folder.path / "tensorboard"
+        sinks.append(BestEffortSink("TensorBoard", "tracking.tensorboard", lambda: TensorBoardSink(events)))
     if experiment.tracking.wandb:
 
         def start() -> Sink:

@@ -25,26 +25,18 @@ if TYPE_CHECKING:
 class TimeBreakdown:
     """Time of one attempt by activity in seconds, and tokens trained after warm-up."""
 
-    warmup: float = 0.0
-    """First steps: compilation, allocation, autotuning."""
-    training: float = 0.0
-    """Steps after warm-up, up to the last reading."""
-    tokens: int = 0
-    """Tokens of the whole job trained in `training` seconds."""
-    steps: int = 0
-    """Optimizer steps in `training` seconds."""
-    paused: dict[str, float] = field(default_factory=dict)
-    """Pauses by reason (`evaluation`, `checkpoint`), including those during warm-up."""
+    warmup: float = 0.0  # first steps: compilation, allocation, autotuning
+    training: float = 0.0  # steps after warm-up, up to the last reading
+    tokens: int = 0  # tokens of the whole job trained in `training` seconds
+    steps: int = 0  # optimizer steps in `training` seconds
+    paused: dict[str, float] = field(default_factory=dict)  # pauses by reason, including those during warm-up
 
 
 class Throughput:
-    """Throughput between two readings, one per logged row.
-
-    `devices` is the number of processes, `flops_per_token` the model's forward and backward FLOPs per token (6 × active
-    parameters in matmuls + attention), `peak_tflops` the dense bf16 peak of one device; None makes the dependent
-    metrics unknown. `synchronize` waits for the device; it is called at the ends of pauses and of warm-up, so that
-    queued kernels are attributed correctly.
-    """
+    """Throughput between two readings, one per logged row. `devices` is the number of processes, `flops_per_token` the
+    model's forward and backward FLOPs per token (6 × active parameters in matmuls + attention), `peak_tflops` the dense
+    bf16 peak of one device; None makes the dependent metrics unknown. `synchronize` waits for the device; it is called
+    at the ends of pauses and of warm-up, so that queued kernels are attributed correctly."""
 
     def __init__(
         self,
@@ -88,10 +80,8 @@ class Throughput:
             self.spent.paused[reason] = self.spent.paused.get(reason, 0.0) + seconds
 
     def read(self) -> dict[str, float | None]:
-        """Throughput since the last reading, under the keys of a row; None if unmeasured or unknown.
-
-        `tflops` is per device, `mfu` is `tflops` over the peak. Synchronize with the device before the call.
-        """
+        """Throughput since the last reading, under the keys of a row; None if unmeasured or unknown. `tflops` is per
+        device, `mfu` is `tflops` over the peak. Synchronize with the device before the call."""
         per_second = tflops = mfu = None
         if self._window_tokens > 0:
             tokens, steps = self._window_tokens, self._window_steps
@@ -104,12 +94,8 @@ class Throughput:
         if per_device is not None and self._flops_per_token is not None:
             tflops = per_device * self._flops_per_token / 1e12
             mfu = None if self._peak_tflops is None else tflops / self._peak_tflops
-        return {
-            "tokens_per_second": per_second,
-            "tokens_per_second_per_device": per_device,
-            "tflops": tflops,
-            "mfu": mfu,
-        }
+        speeds = {"tokens_per_second": per_second, "tokens_per_second_per_device": per_device}
+        return {**speeds, "tflops": tflops, "mfu": mfu}
 
     def _restart(self) -> float:
         """Start a new window; returns the seconds of the old one, without pauses."""
@@ -120,11 +106,8 @@ class Throughput:
 
 
 class PeakMemory:
-    """Peak memory of this rank since construction or `reset`, in GiB.
-
-    CUDA: allocated and reserved bytes of the caching allocator. CPU: peak resident set of the process, which cannot be
-    reset outside Linux.
-    """
+    """Peak memory of this rank since construction or `reset`, in GiB. CUDA: allocated and reserved bytes of the caching
+    allocator. CPU: peak resident set of the process, which cannot be reset outside Linux."""
 
     def __init__(self, device: "torch.device") -> None:
         self._device = device
@@ -137,7 +120,9 @@ class PeakMemory:
 
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            _reset_peak_resident()
+            # Outside Linux, or in a sandbox, the peak covers the process lifetime.
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
 
     def read(self) -> dict[str, float | None]:
         """Peaks under the keys of a row: `memory` and `memory_reserved` (None on a CPU)."""
@@ -150,14 +135,7 @@ class PeakMemory:
         return {"memory": _peak_resident() / GIB, "memory_reserved": None}
 
 
-def _reset_peak_resident() -> None:
-    # Outside Linux, or in a sandbox, the peak covers the process lifetime.
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
-
-
 def _peak_resident() -> int:
-    """Peak resident set in bytes."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -199,8 +177,7 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"AMD Instinct MI325X", 1307.4),  # MI325X data sheet
 )
 
-MEASURED_SOURCE = "best {} matmul that titan-exp doctor measured here"
-"""Source of a peak that is not from a data sheet."""
+MEASURED_SOURCE = "best {} matmul that titan-exp doctor measured here"  # source of a peak that is not from a data sheet
 
 
 @dataclass(frozen=True)
@@ -208,29 +185,18 @@ class DeviceRates:
     """Measured rates of a device."""
 
     device: str
-    when: str
-    """Date and time, in UTC."""
+    when: str  # date and time, in UTC
     torch: str
-    tflops: dict[str, float] = field(default_factory=dict)
-    """Best matmul rate in TFLOP/s by dtype or recipe: `bf16`, `fp32`, `float8_tensorwise`."""
-    attention: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    """Rates of causal attention, forward and backward, in TFLOP/s by backend and head size."""
-    copy: float | None = None
-    """Device copy bandwidth, bytes read plus written, in GB/s (10⁹)."""
-    link: float | None = None
-    """Best all-reduce bus bandwidth between the devices of the machine, in GB/s; None for one device."""
-    message_us: float | None = None
-    """Time of an all-reduce of the smallest size between the devices of the machine, in microseconds."""
-    launch_us: float | None = None
-    """Host time of an eager operator with autograd, in microseconds."""
-    context_gib: float | None = None
-    """Memory of the CUDA context, with the code of the kernels measured here, in GiB."""
-    communicator_gib: float | None = None
-    """Memory of NCCL's buffers per process group, in GiB."""
-    rates: list[dict[str, Any]] = field(default_factory=list)
-    """All rates, as dictionaries of `doctor.microbenchmarks.Measurement`."""
-    scheduler: list[str] = field(default_factory=list)
-    """SLURM partitions."""
+    tflops: dict[str, float] = field(default_factory=dict)  # best matmul rate in TFLOP/s by dtype or recipe
+    attention: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # causal, TFLOP/s by backend, head size
+    copy: float | None = None  # device copy bandwidth, bytes read plus written, in GB/s (10⁹)
+    link: float | None = None  # best all-reduce bus bandwidth of the machine, in GB/s; None for one device
+    message_us: float | None = None  # time of the smallest all-reduce of the machine, in microseconds
+    launch_us: float | None = None  # host time of an eager operator with autograd, in microseconds
+    context_gib: float | None = None  # memory of the CUDA context, with the code of the kernels measured here, in GiB
+    communicator_gib: float | None = None  # memory of NCCL's buffers per process group, in GiB
+    rates: list[dict[str, Any]] = field(default_factory=list)  # all rates, as fields of `doctor.microbenchmarks`
+    scheduler: list[str] = field(default_factory=list)  # SLURM partitions
 
 
 @dataclass(frozen=True)
@@ -238,16 +204,13 @@ class PeakRate:
     """Peak rate of one device in TFLOP/s, the denominator of MFU."""
 
     tflops: float
-    source: str
-    """Configuration key, data sheet or measurement."""
+    source: str  # configuration key, data sheet or measurement
 
 
 def mfu_peak(device: "torch.device", configured: float | None, cache: Path) -> PeakRate | None:
-    """Dense bf16 peak for MFU; None if unknown, with a warning on a GPU.
-
-    It is the first known of `configured` (`cluster.peak_tflops`), the data sheet, and the best bf16 matmul that
-    `titan-exp doctor` measured, from `cache` (the `.cache` of the runs). On a CPU only `configured` counts.
-    """
+    """Dense bf16 peak for MFU; None if unknown, with a warning on a GPU. It is the first known of `configured`
+    (`cluster.peak_tflops`), the data sheet, and the best bf16 matmul that `titan-exp doctor` measured, from `cache`
+    (the `.cache` of the runs). On a CPU only `configured` counts."""
     if configured is not None:
         return PeakRate(configured, "cluster.peak_tflops")
     if device.type != "cuda":
@@ -307,7 +270,5 @@ def peak_by_name(name: str) -> float | None:
 
 @cache
 def _warn_unknown(name: str) -> None:
-    get_logger().warning(
-        "We do not know the bf16 peak of %r, so we report no MFU. Set cluster.peak_tflops to its dense bf16 TFLOP/s.",
-        name,
-    )
+    remedy = "Set cluster.peak_tflops to its dense bf16 TFLOP/s."
+    get_logger().warning("We do not know the bf16 peak of %r, so we report no MFU. %s", name, remedy)

@@ -313,7 +313,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
 def test_a_large_text_and_a_source_without_a_fingerprint_are_read_in_virtual_shards(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(token_store, "LARGEST_TEXT", 5000)
+    monkeypatch.setattr(token_store.data_files, "LARGEST_TEXT", 5000)
     own = experiment()
     for run, remedy in (
         (text_run(write_files(tmp_path / "files", 40)), "Make a store with titan-exp tokenize"),

@@ -43,7 +43,7 @@ def test_the_layer_with_the_worst_error_comes_first():
     """One channel is huge, so that tensorwise scaling rounds the others to zero."""
     overrides = [*SMALL, "quantization=float8_tensorwise", "model.layers=3"]
     examined = resolve_layout(experiment(*overrides), 1)
-    model = module._build_initial(examined.model, 64, examined.experiment.seed, torch.device("cpu"))
+    model = module.build_initial(examined.model, 64, examined.experiment.seed, torch.device("cpu"))
     with torch.no_grad():
         # Its first channel alone decides about the scale, and about nothing behind it.
         model.get_parameter("blocks.1.feed_forward_norm.weight")[0] = 1e6

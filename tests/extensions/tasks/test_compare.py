@@ -18,9 +18,10 @@ from rich.console import Console
 from tests.compare.made_runs import make_run, rows
 from titan_exp.cli.main import main
 from titan_exp.compare.comparison import Comparison, compare
-from titan_exp.compare.output.formats import records, to_csv, to_json, to_markdown
+from titan_exp.compare.output.formats import json_values, records, to_csv, to_markdown
 from titan_exp.compare.output.pages import show, to_html
 from titan_exp.compare.runs import read_run, select
+from titan_exp.config.command_line.output import json_text
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.study.study_file import read_study
 from titan_exp.extensions.tasks.compare import Line, Runs, newest
@@ -172,8 +173,8 @@ def test_every_output_has_the_table(tmp_path: Path):
     for text in (screen.getvalue(), to_markdown(found), to_html(found)):
         assert {"Tasks", "arc", "items"} <= {*re.findall(r"\w+", text)}
     assert "| arc | bits\\_per\\_byte | lr=0.001 | 1 |" in to_markdown(found)
-    assert json.loads(to_json(found))["rows"][1]["tasks/arc/acc.n"] == 1
-    assert any("same items" in note for note in json.loads(to_json(found))["notes"]["Tasks"])
+    assert json.loads(json_text(json_values(found)))["rows"][1]["tasks/arc/acc.n"] == 1
+    assert any("same items" in note for note in json.loads(json_text(json_values(found)))["notes"]["Tasks"])
     assert list(csv.DictReader(io.StringIO(to_csv(found))))[1]["tasks/arc/acc"]
 
 

@@ -29,33 +29,24 @@ from titan_exp.models.convert.state_dict_map import CheckpointFormat, checkpoint
 from titan_exp.models.llama import to_params
 from titan_exp.models.spec.lookup import model_spec
 
-DIFFUSERS_STEM = "diffusion_pytorch_model"
-"""First part of the names of files that diffusers reads."""
-
-METADATA_BYTES = 64 * 2**20
-"""Upper bound on configuration, tokenizer and file-system metadata."""
+DIFFUSERS_STEM = "diffusion_pytorch_model"  # first part of the names of files that diffusers reads
+METADATA_BYTES = 64 * 2**20  # upper bound on configuration, tokenizer and file-system metadata
 
 
 @dataclass(frozen=True)
 class ExportOptions:
     """Options of an export."""
 
-    format: str
-    """One of `open_checkpoint.FORMATS`."""
-    dtype: torch.dtype | None = None
-    """Dtype of all floating-point weights; None keeps their dtypes."""
-    file_bytes: float = 5e9
-    """Maximum size of a safetensors file; a larger tensor gets a separate file."""
-    progress: Callable[[int, int], None] = lambda done, total: None
-    """Called with bytes written and total bytes."""
+    format: str  # one of `open_checkpoint.FORMATS`
+    dtype: torch.dtype | None = None  # dtype of all floating-point weights; None keeps their dtypes
+    file_bytes: float = 5e9  # maximum size of a safetensors file; a larger tensor gets a separate file
+    progress: Callable[[int, int], None] = lambda done, total: None  # called with bytes written and total bytes
 
 
 def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) -> int:
-    """Write the weights of a checkpoint to a new path; returns the bytes of weights.
-
-    Only the written tensor and its source tensors are in memory, never the model. Raises UserError if the target
-    exists, the disk has no room, or the format does not support the model.
-    """
+    """Write the weights of a checkpoint to a new path; returns the bytes of weights. Only the written tensor and its
+    source tensors are in memory, never the model. Raises UserError if the target exists, the disk has no room, or the
+    format does not support the model."""
     if target.exists():
         raise UserError(f"{target} exists. Use another path, or remove it first.")
     mapped_format = _MAPPED_FORMATS.get(export.format)
@@ -90,7 +81,6 @@ def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) 
 def _tensors(
     source: OpenCheckpoint, mapped_format: CheckpointFormat | None, dtype: torch.dtype | None
 ) -> tuple[list[TensorSpec], TensorProducer]:
-    """Tensors to write, in order, and their producer."""
     if mapped_format is None:
         reader, shapes = source.parameters, source.parameters.shapes
         spec = model_spec(source.model)
@@ -126,32 +116,27 @@ def write_hf_metadata(
 def _write(
     path: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
 ) -> None:
-    """Write the weights and their description in the requested format."""
     weights = {spec.name: spec for spec in specs}
+    if export.format not in ("dcp", "torch"):
+        path.mkdir()
     match export.format:
         case "huggingface":
-            path.mkdir()
             write_hf_metadata(path, source.model, specs[0].dtype, source.tokenizer, source.special_tokens)
             write_safetensors(path, specs, produce, file_bytes=export.file_bytes)
         case "safetensors":
-            path.mkdir()
             _write_description(path, source)
             write_safetensors(path, specs, produce, file_bytes=export.file_bytes)
         case "diffusers":
-            path.mkdir()
             _json(path / "config.json", to_diffusers(source.model))
             write_safetensors(path, specs, produce, file_bytes=export.file_bytes, stem=DIFFUSERS_STEM)
         case "bfl":
-            path.mkdir()
             _write_description(path, source)
             write_safetensors(path, specs, produce, file_bytes=math.inf)
         case "llama":
-            path.mkdir()
             _json(path / "params.json", to_params(source.model))
             _write_description(path, source)
             write_torch_file(path / "consolidated.00.pth", weights, produce)
         case "torchtune":
-            path.mkdir()
             _write_description(path, source)
             write_torch_file(path / TORCHTUNE_FILE, weights, produce)
         case "dcp":
@@ -169,7 +154,6 @@ _MAPPED_FORMATS: dict[str, CheckpointFormat] = {name: name for name in get_args(
 
 
 def _write_description(folder: Path, source: OpenCheckpoint) -> None:
-    """Write `model.json` and the tokenizer."""
     _json(folder / FILE, to_json(source.model, source.special_tokens))
     _write_tokenizer(folder, source.model, source.tokenizer, source.special_tokens)
 
@@ -205,10 +189,8 @@ def _published(target: Path, size: int) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
     if free < size + METADATA_BYTES:
-        raise UserError(
-            f"{target.parent} has {free / 1e9:.1f} GB free, and the weights take {size / 1e9:.1f} GB. "
-            "Use another disk, or dtype=bf16 for half of fp32."
-        )
+        shortage = f"{target.parent} has {free / 1e9:.1f} GB free, and the weights take {size / 1e9:.1f} GB"
+        raise UserError(f"{shortage}. Use another disk, or dtype=bf16 for half of fp32.")
     partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
     _remove(partial)
     try:
@@ -222,7 +204,6 @@ def _published(target: Path, size: int) -> Iterator[Path]:
 
 
 def _is_disk_full(error: BaseException) -> bool:
-    """True if the error was caused by a full disk."""
     if isinstance(error, dcp.CheckpointException):
         return any(_is_disk_full(failure[0]) for failure in error.failures.values())
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

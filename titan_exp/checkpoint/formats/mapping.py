@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
 
 import torch
 from torch import Tensor
@@ -72,13 +72,8 @@ class ImportReader:
         return self._store.read(stored, slice(expert, expert + 1), *columns, rows)[0].t()
 
     def _promoted(self, name: str) -> torch.dtype:
-        """Promoted dtype of a parameter's source tensors."""
-        found = None
-        for their_name in self._map.their_names(name):
-            kind = self._store.dtype(self._map.stored(their_name)[0])
-            found = kind if found is None else torch.promote_types(found, kind)
-        assert found is not None, "a parameter has rows"
-        return found
+        kinds = (self._store.dtype(self._map.stored(theirs)[0]) for theirs in self._map.their_names(name))
+        return reduce(torch.promote_types, kinds)
 
 
 class ExportReader:
@@ -161,10 +156,8 @@ def require_size(model: ModelConfig, shapes: Iterable[Sequence[int]], where: str
     """Raise UserError if a model has many times as many elements as these tensors, before its rows are listed."""
     spec, held = model_spec(model), sum(math.prod(shape) for shape in shapes)
     if spec is not None and spec.parameters > 64 * held + 2**20:
-        raise UserError(
-            f"{where}: the model that is described has {spec.parameters:,} parameters, and its files hold {held:,}. "
-            "A file is missing, or the description is damaged."
-        )
+        sizes = f"the model that is described has {spec.parameters:,} parameters, and its files hold {held:,}"
+        raise UserError(f"{where}: {sizes}. A file is missing, or the description is damaged.")
 
 
 def check_tensors(
@@ -175,9 +168,7 @@ def check_tensors(
     optional: frozenset[str] = frozenset(),
 ) -> None:
     """Check that a checkpoint's tensors match the model's in name and shape; raises UserError with the differences.
-
-    `where` names the checkpoint in the message; `optional` tensors may be present and are ignored.
-    """
+    `where` names the checkpoint in the message; `optional` tensors may be present and are ignored."""
     lines = [
         *(f"missing: {name} {_shape(wanted[name])}" for name in wanted if name not in found),
         *(f"unexpected: {name} {_shape(found[name])}" for name in found if name not in wanted and name not in optional),

@@ -1,6 +1,6 @@
 """Checkpoint opening in any format: run, DCP, Hugging Face, diffusers, Meta, torchtune or torch file."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -33,8 +33,7 @@ from titan_exp.rules.weights import GivenWeights, require_fit
 FORMATS = ("bfl", "dcp", "diffusers", "huggingface", "llama", "safetensors", "torch", "torchtune")
 """Readable and writable formats."""
 
-TORCHTUNE_FILE = "model.pt"
-"""Weights file in a torchtune folder, next to `model.json`."""
+TORCHTUNE_FILE = "model.pt"  # weights file in a torchtune folder, next to `model.json`
 
 
 @dataclass(frozen=True)
@@ -44,22 +43,16 @@ class OpenCheckpoint:
     path: Path
     format: str
     model: ModelConfig
-    parameters: safetensors.TensorReader
-    """Reader of titan_exp parameters by full name."""
-    tokenizer: str | None = None
-    """`bytes`, or the path of a tokenizer.json or of a folder with tokenizer files; None without a tokenizer."""
-    special_tokens: Mapping[str, Any] = field(default_factory=dict)
-    """`bos_token_id` and `eos_token_id`, if known."""
-    averaged: bool = False
-    """True if the weights are a run's averages (`weight_average`)."""
+    parameters: safetensors.TensorReader  # reader of titan_exp parameters by full name
+    tokenizer: str | None = None  # `bytes`, or the path of a tokenizer.json or of a folder with one; None without one
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)  # `bos_token_id` and `eos_token_id`, if known
+    averaged: bool = False  # True if the weights are a run's averages (`weight_average`)
 
 
 def open_checkpoint(path: Path, step: int = 0, *, trust: bool = False, averaged: bool = False) -> OpenCheckpoint:
-    """Detect a path's format and open it; for a run folder, the checkpoint of `step` (0 is the newest).
-
-    Raises UserError if the path is not a checkpoint, or the checkpoint is incomplete or damaged, or has no `averaged`
-    weights; Untrusted if the model is code that a run of another user names, without `trust`.
-    """
+    """Detect a path's format and open it; for a run folder, the checkpoint of `step` (0 is the newest). Raises
+    UserError if the path is not a checkpoint, or the checkpoint is incomplete or damaged, or has no `averaged` weights;
+    Untrusted if the model is code that a run of another user names, without `trust`."""
     source = _open(path, step, trust)
     if not averaged:
         return source
@@ -117,17 +110,17 @@ def open_huggingface(folder: Path, architecture: str | None = None, *, mtp: bool
     elif quantized is not None:
         store = safetensors.BlockFP8Reader(store, quantized)
     elif prefixes:
-        store = safetensors.RenamedReader(store, _stored_names(store.shapes, prefixes), others=False)
+        pairs = [(name, prefix) for name in store.shapes for prefix in prefixes if name.startswith(prefix)]
+        own_names = {prefixes[prefix] + name.removeprefix(prefix): name for name, prefix in pairs}
+        store = safetensors.RenamedReader(store, own_names, others=False)
     # Some tied checkpoints also store the head, and old ones a RoPE table.
     unread = hf_config.unread_prefixes(values, architecture)
     # transformers drops the modules' weights but keeps their number in config.json.
     if not mtp or (unread and not any(name.startswith(unread) for name in store.shapes)):
         model = with_mtp_depth(model, 0)
     extra = {name for name in store.shapes if name.endswith("rotary_emb.inv_freq") or name.startswith(unread)}
-    parameters = _mapped(store, model, "huggingface", folder, extra)
-    return OpenCheckpoint(
-        folder, "huggingface", model, parameters, _tokenizer_in(folder), hf_config.special_tokens_of(values)
-    )
+    parameters, special = _mapped(store, model, "huggingface", folder, extra), hf_config.special_tokens_of(values)
+    return OpenCheckpoint(folder, "huggingface", model, parameters, _tokenizer_in(folder), special)
 
 
 def run_tokenizer(config: DataConfig) -> tuple[str | None, dict[str, Any]]:
@@ -143,9 +136,8 @@ def _checkpoint_of_run(path: Path, step: int) -> Path:
     checkpoints = CheckpointFolder(path / "checkpoints")
     steps = checkpoints.complete_steps()
     if not steps:
-        raise UserError(
-            f"{path} contains no complete checkpoint. To list runs with one, type ls -d runs/*/*/checkpoints/"
-        )
+        remedy = "To list runs with one, type ls -d runs/*/*/checkpoints/"
+        raise UserError(f"{path} contains no complete checkpoint. {remedy}")
     if step and step not in steps:
         raise UserError(f"step={step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")
     return checkpoints.path_of(step or steps[-1])
@@ -236,24 +228,12 @@ def _check_own_names(model: ModelConfig, store: safetensors.TensorReader, path: 
         check_tensors(store.shapes, spec.state_shapes, where=str(path), optional=training)
 
 
-def _stored_names(names: Iterable[str], prefixes: Mapping[str, str]) -> dict[str, str]:
-    """Stored names by the family's, for names with one of these prefixes."""
-    return {
-        own + name.removeprefix(prefix): name
-        for name in names
-        for prefix, own in prefixes.items()
-        if name.startswith(prefix)
-    }
-
-
 def _mapped(
     store: safetensors.TensorReader, model: ModelConfig, mapped_format: CheckpointFormat, path: Path, extra: set[str]
 ) -> ImportReader:
     if mapped_format not in checkpoint_formats(model):
-        raise UserError(
-            f"{path}: the weights of model.architecture={model.architecture} have no names in the format "
-            f"{mapped_format}."
-        )
+        weights = f"the weights of model.architecture={model.architecture}"
+        raise UserError(f"{path}: {weights} have no names in the format {mapped_format}.")
     require_size(model, store.shapes.values(), str(path))
     row_map = state_dict_map(model, mapped_format)
     renamed = {name: own for name, own in row_map.aliases.items() if name not in store.shapes and own in store.shapes}
@@ -271,7 +251,6 @@ def _require_supported(model: ModelConfig, path: Path) -> ModelConfig:
 
 
 def _described_model(folder: Path, trust: bool) -> tuple[ModelConfig, Mapping[str, Any]]:
-    """Model and special tokens of a converted checkpoint's `model.json`."""
     return hf_config.from_json(read_object(folder / hf_config.FILE), folder / hf_config.FILE, trust)
 
 
@@ -297,18 +276,12 @@ def _explain_missing(path: Path) -> str:
 
 @torch.no_grad()
 def load_hf_sharded(
-    model: nn.Module,
-    config: ModelConfig,
-    folder: Path,
-    exclude: Sequence[str] = (),
-    accepted: Sequence[str] = (),
+    model: nn.Module, config: ModelConfig, folder: Path, exclude: Sequence[str] = (), accepted: Sequence[str] = ()
 ) -> None:
-    """Load the weights of a Hugging Face folder into a model or a pipeline stage, without communication.
-
-    The model's dtypes may differ from the files'; parameters whose full name matches `exclude` keep their values.
-    Raises UserError if the folder cannot be read, or if its model differs from `config`, beyond the `accepted` keys, so
-    that the same weights would compute something else.
-    """
+    """Load the weights of a Hugging Face folder into a model or a pipeline stage, without communication. The model's
+    dtypes may differ from the files'; parameters whose full name matches `exclude` keep their values. Raises UserError
+    if the folder cannot be read, or if its model differs from `config`, beyond the `accepted` keys, so that the same
+    weights would compute something else."""
     if "huggingface" not in checkpoint_formats(config):
         reason = "has no tensor names in Hugging Face's format"
         raise UserError(f"{folder}: model.architecture={config.architecture} {reason}.")

@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -31,10 +31,8 @@ class TensorReader(Protocol):
         ...
 
     def read(self, name: str, *window: slice) -> Tensor:
-        """Read a window to the CPU, one slice of step 1 per dim, later dims whole; the result is read-only.
-
-        Only the window is read from disk, or whole shards in sharded formats.
-        """
+        """Read a window to the CPU, one slice of step 1 per dim, later dims whole; the result is read-only. Only the
+        window is read from disk, or whole shards in sharded formats."""
         ...
 
 
@@ -46,8 +44,7 @@ def window_extent(shape: Sequence[int], window: Sequence[slice]) -> tuple[list[i
 
 
 class RenamedReader:
-    """Reads tensors under other names: `names` has the stored name of each. Those without another name keep theirs, or
-    are hidden without `others`."""
+    """Reads tensors whose stored names are in `names`, and unless `others` is False those of no other name."""
 
     def __init__(self, store: TensorReader, names: Mapping[str, str], *, others: bool = True) -> None:
         self._store, self._names = store, names
@@ -66,33 +63,16 @@ class RenamedReader:
         return self._store.read(self._names.get(name, name), *window)
 
 
-STEM = "model"
-"""First part of Hugging Face's file names."""
-
-_DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-FP8 = torch.float8_e4m3fn
-"""Dtype of weights that are read only together with their scales."""
-
+STEM = "model"  # first part of Hugging Face's file names
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
+_DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
+FP8 = torch.float8_e4m3fn  # dtype of weights that are read only together with their scales
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsReader:
-    """Reads the `*.safetensors` of a folder, or one of them, through memory maps.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
+    """Reads `*.safetensors` of a folder, or one of them. Raises UserError if a file is missing or damaged."""
 
     def __init__(self, folder: Path, file: str | None = None) -> None:
         self.folder, self._file = folder, file
@@ -146,13 +126,11 @@ class SafetensorsReader:
         try:
             return safe_open(self.folder / file, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"Cannot read {self.folder / file} ({error}). It is damaged, or its download was not complete."
-            ) from error
+            why = "It is damaged, or its download was not complete."
+            raise UserError(f"Cannot read {self.folder / file} ({error}). {why}") from error
 
 
-PIECE_BYTES = 2**28
-"""Bytes of a larger tensor that are written at once, at least one row or expert."""
+PIECE_BYTES = 2**28  # bytes of a larger tensor that are written at once, at least one row or expert
 
 
 @dataclass(frozen=True)
@@ -178,23 +156,16 @@ class TensorSpec:
             yield (slice(first, first + count),)
 
 
-class TensorProducer(Protocol):
-    """Producer of tensors and of slices of them, called in order."""
-
-    def __call__(self, spec: TensorSpec, *window: slice) -> Tensor:
-        """Produce the tensor of a spec, or a window of it: one slice per dim, later dims whole."""
-        ...
+TensorProducer = Callable[..., Tensor]
+"""Produces the tensor of a spec, or a window of it: one slice per dim, later dims whole. It is called in order."""
 
 
 def write_safetensors(
     folder: Path, specs: Sequence[TensorSpec], produce: TensorProducer, *, file_bytes: float, stem: str = STEM
 ) -> None:
-    """Write `model.safetensors`, or numbered files of at most `file_bytes` (or one tensor) each and their index.
-
-    `stem` replaces `model` in their names.
-
-    One tensor, or some of its rows or experts, is in memory at a time; the library's writer would hold a whole file.
-    """
+    """Write `model.safetensors`, or numbered files of at most `file_bytes` (or one tensor) each and their index. `stem`
+    replaces `model` in their names. One tensor, or some of its rows or experts, is in memory at a time; the library's
+    writer would hold a whole file."""
     parts = _files(specs, file_bytes, stem)
     for name, part in parts.items():
         _write_file(folder / name, part, produce)
@@ -221,8 +192,7 @@ def tensor_locations(specs: Sequence[TensorSpec], *, file_bytes: float) -> dict[
 
 
 def preallocate_safetensors(folder: Path, specs: Sequence[TensorSpec], *, file_bytes: float) -> None:
-    """Write headers and the index, and preallocate the tensor data for other ranks. Raises OSError if the disk has no
-    room."""
+    """Write headers and index, and preallocate the data for other ranks. Raises OSError if the disk has no room."""
     parts = _files(specs, file_bytes)
     for name, part in parts.items():
         header, _ = _header(part)
@@ -238,7 +208,13 @@ def preallocate_safetensors(folder: Path, specs: Sequence[TensorSpec], *, file_b
 
 
 def _files(specs: Sequence[TensorSpec], file_bytes: float, stem: str = STEM) -> dict[str, list[TensorSpec]]:
-    parts = _split_by_size(specs, file_bytes)
+    parts, room = list[list[TensorSpec]](), 0.0
+    for spec in specs:
+        if not parts or spec.bytes > room:
+            parts.append([])
+            room = file_bytes
+        parts[-1].append(spec)
+        room -= spec.bytes
     if len(parts) == 1:
         return {f"{stem}.safetensors": parts[0]}
     return {f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, start=1)}
@@ -251,18 +227,6 @@ def _write_index(folder: Path, parts: Mapping[str, Sequence[TensorSpec]], stem: 
     total = sum(spec.bytes for part in parts.values() for spec in part)
     index = {"metadata": {"total_size": total}, "weight_map": listed}
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _split_by_size(specs: Iterable[TensorSpec], file_bytes: float) -> list[list[TensorSpec]]:
-    parts: list[list[TensorSpec]] = []
-    room = 0.0
-    for spec in specs:
-        if not parts or spec.bytes > room:
-            parts.append([])
-            room = file_bytes
-        parts[-1].append(spec)
-        room -= spec.bytes
-    return parts
 
 
 def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
@@ -292,31 +256,24 @@ def _write_file(path: Path, specs: Sequence[TensorSpec], produce: TensorProducer
         os.fsync(file.fileno())
 
 
-SCALE = "_scale_inv"
-"""Suffix of a weight's scales. Despite the name, values are multiplied by them."""
+SCALE = "_scale_inv"  # suffix of a weight's scales. Despite the name, values are multiplied by them.
 
 
 class BlockFP8Reader:
-    """Reads fp8 matrices in fp32, and tensors without scales as they are.
-
-    Blocks are `blocks` rows and columns, the last ones possibly smaller. Raises UserError if weights and scales do not
-    belong together.
-    """
+    """Reads fp8 matrices in fp32, and tensors without scales as they are. Blocks are `blocks` rows and columns, the
+    last ones possibly smaller. Raises UserError if weights and scales do not belong together."""
 
     def __init__(self, store: SafetensorsReader, blocks: tuple[int, int]) -> None:
         self._store, self._blocks = store, blocks
         found = store.shapes
         self._scaled = {name.removesuffix(SCALE) for name in found if name.endswith(SCALE)}
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: shape for name, shape in found.items() if not name.endswith(SCALE)
-        }
+        weights = [name for name in found if not name.endswith(SCALE)]
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: found[name] for name in weights}
         self._check_scales(found)
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor as read."""
-        if name not in self._scaled:
-            return self._store.dtype(name)
-        return torch.float32
+        return torch.float32 if name in self._scaled else self._store.dtype(name)
 
     def read(self, name: str, *window: slice) -> Tensor:
         """Read only a slice and the scales of its blocks from disk."""
@@ -360,19 +317,14 @@ class BlockFP8Reader:
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Suffixes of a weight's values [experts, out, in / 32, 16], two per byte, and exponents [experts, out, in / 32]."""
-GROUP = 32
-"""Number of inputs that share a scale."""
-BIAS = 127
-"""Stored exponent of a scale of 1."""
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes by the lower three bits; the fourth is the sign."""
+GROUP = 32  # number of inputs that share a scale
+BIAS = 127  # stored exponent of a scale of 1
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes by the lower three bits; the fourth is the sign
 
 
 class MXFP4Reader:
     """Reads quantized weights as [experts, in, out] in bf16, which holds them exactly, and other tensors as they are.
-
-    Raises UserError if values and scales do not belong together.
-    """
+    Raises UserError if values and scales do not belong together."""
 
     def __init__(self, store: SafetensorsReader) -> None:
         self._store = store

@@ -29,14 +29,13 @@ from titan_exp.models.blocks.linear import ShardSpec
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, state_dict_map
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.autograd import local_tensor
-from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.mesh import Mesh, from_rank_0, gather_objects
 from titan_exp.parallel.meta_init import local_shard
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.files import mkdir_below, sync_all, sync_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-FILE_BYTES = 5e9
-"""Maximum size of a file; a larger tensor gets a separate file."""
+FILE_BYTES = 5e9  # maximum size of a file; a larger tensor gets a separate file
 
 
 class ShardedHFExporter:
@@ -70,11 +69,10 @@ class ShardedHFExporter:
 
     def write(self, step: int, parts: Sequence[nn.Module]) -> bool:
         """Export the weights after a step, unless already exported; returns True if the export exists or is turned off.
-
-        A failure (disk full) is logged and leaves no files. `parts` is the model, or its parts on this rank.
-        """
+        A failure (disk full) is logged and leaves no files. `parts` is the model, or its parts on this rank."""
         target = self.path_of(step)
-        if self._config.export == "none" or self._exists(target):
+        # Other ranks than rank 0 may see a stale file-system cache.
+        if self._config.export == "none" or from_rank_0(target.is_dir(), self._mesh.cpu_group):
             return True
         partial = target.with_name(f"{target.name}.partial")
         row_map, dtype = state_dict_map(self._model, "huggingface"), DTYPES[self._config.export]
@@ -82,12 +80,18 @@ class ShardedHFExporter:
             safetensors.TensorSpec(name, tuple(shape), torch.float32 if row_map.is_buffer(name) else dtype)
             for name, shape in row_map.stored_shapes.items()
         ]
+        # Bytes of all tensors that only one pipeline stage has.
+        total = sum(spec.bytes for spec in specs if not self._is_shared(row_map.owner(spec.name)))
+
+        def publish() -> None:
+            sync_all(partial)
+            os.rename(partial, target)
+            sync_folder(target.parent)
+
         written = (
             self._all_succeed(lambda: self._preallocate(partial, specs, dtype) if self._leader else None)
-            and self._all_succeed(
-                lambda: self._write_shards(partial, specs, row_map, parts), self._bytes(specs, row_map)
-            )
-            and self._all_succeed(lambda: self._publish(partial, target) if self._leader else None)
+            and self._all_succeed(lambda: self._write_shards(partial, specs, row_map, parts), total)
+            and self._all_succeed(lambda: publish() if self._leader else None)
         )
         if written:
             get_logger().info("exported step %d: %s", step, target)
@@ -96,14 +100,7 @@ class ShardedHFExporter:
             self._all_succeed(lambda: shutil.rmtree(partial, ignore_errors=True) if self._leader else None)
         return written
 
-    def _exists(self, target: Path) -> bool:
-        """True if the folder exists on rank 0; other ranks may see a stale file-system cache."""
-        found = [target.is_dir() if self._leader else None]
-        dist.broadcast_object_list(found, src=0, group=self._mesh.cpu_group)
-        return bool(found[0])
-
     def _preallocate(self, partial: Path, specs: Sequence[safetensors.TensorSpec], dtype: torch.dtype) -> None:
-        """Write metadata and preallocate the tensors' files."""
         shutil.rmtree(partial, ignore_errors=True)
         mkdir_below(partial.parents[1], partial)
         tokenizer, special = run_tokenizer(self._data)
@@ -111,11 +108,7 @@ class ShardedHFExporter:
         safetensors.preallocate_safetensors(partial, specs, file_bytes=self._file_bytes)
 
     def _write_shards(
-        self,
-        partial: Path,
-        specs: Sequence[safetensors.TensorSpec],
-        row_map: StateDictMap,
-        parts: Sequence[nn.Module],
+        self, partial: Path, specs: Sequence[safetensors.TensorSpec], row_map: StateDictMap, parts: Sequence[nn.Module]
     ) -> int:
         """Write this rank's shards; returns their bytes, without tensors that several pipeline stages have."""
         writer, written = _RowWriter(row_map, safetensors.tensor_locations(specs, file_bytes=self._file_bytes)), 0
@@ -127,30 +120,18 @@ class ShardedHFExporter:
                     written += 0 if self._is_shared(name) else count
         return written
 
-    def _bytes(self, specs: Sequence[safetensors.TensorSpec], row_map: StateDictMap) -> int:
-        """Bytes of all tensors that only one pipeline stage has."""
-        return sum(spec.bytes for spec in specs if not self._is_shared(row_map.owner(spec.name)))
-
     def _is_shared(self, name: str) -> bool:
-        """True for a parameter that several pipeline stages have."""
         spec = model_spec(self._model)
         return spec is not None and name.partition(".")[0] in spec.pipeline.copied
 
-    def _publish(self, partial: Path, target: Path) -> None:
-        sync_all(partial)
-        os.rename(partial, target)
-        sync_folder(target.parent)
-
     def _all_succeed(self, action: Callable[[], int | None], total: int | None = None) -> bool:
-        """Run an action on every rank. Returns True if all succeeded and, given a total, if their results add up to
-        it."""
+        """Run an action on every rank; True if all succeeded and, given a total, their results add up to it."""
         failure, result = None, None
         try:
             result = action()
         except OSError as error:
             failure = f"rank {dist.get_rank()}: {error}"
-        found: list[tuple[str | None, int | None]] = [(None, None)] * dist.get_world_size()
-        dist.all_gather_object(found, (failure, result), group=self._mesh.cpu_group)
+        found = gather_objects((failure, result), self._mesh.cpu_group)
         failed = [failure for failure, _ in found if failure is not None]
         # Files are preallocated, so rows that no rank writes would be zeros.
         if not failed and total is not None and (written := sum(count or 0 for _, count in found)) != total:
@@ -161,10 +142,8 @@ class ShardedHFExporter:
 
 
 def is_first_replica(tensor: Tensor, mesh: Mesh) -> bool:
-    """True if this rank holds the first replica of its shard of a tensor, on any mesh of this rank's pipeline stage.
-
-    A tied tensor has a first replica on each of its pipeline stages.
-    """
+    """True if this rank holds the first replica of its shard of a tensor, on any mesh of this rank's pipeline stage. A
+    tied tensor has a first replica on each of its pipeline stages."""
     ranks = mesh.sharding.mesh
     names = mesh.sharding.mesh_dim_names or ()
     first = int(ranks.select(names.index("pp"), mesh.sharding["pp"].get_local_rank()).min())
@@ -175,9 +154,8 @@ def is_first_replica(tensor: Tensor, mesh: Mesh) -> bool:
         return False
     position = tensor.device_mesh.get_coordinate()
     assert position is not None, "a rank holds shards of tensors on its own mesh"
-    return all(
-        index == 0 for index, placement in zip(position, tensor.placements, strict=True) if placement.is_replicate()
-    )
+    places = zip(position, tensor.placements, strict=True)
+    return all(index == 0 for index, placement in places if placement.is_replicate())
 
 
 class _OffsetFiles:
@@ -207,8 +185,6 @@ class _OffsetFiles:
 
 
 class _RowWriter:
-    """Writes rows of titan_exp parameters to their locations."""
-
     def __init__(self, row_map: StateDictMap, locations: Mapping[str, safetensors.TensorLocation]) -> None:
         self._map, self._locations = row_map, locations
 
@@ -247,7 +223,6 @@ class _RowWriter:
     def _write_rows(
         files: _OffsetFiles, location: safetensors.TensorLocation, run: RowRange, inputs: "_Inputs", rows: np.ndarray
     ) -> None:
-        """Write rows, as bytes, to one of their tensors."""
         item = location.spec.dtype.itemsize
         begin, stride = location.begin + inputs.start * item, inputs.whole * item
         if inputs.size == inputs.whole and run.step == 1:

@@ -56,10 +56,8 @@ def torch_load_safely(path: Path) -> dict[str, Any]:
     try:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{path} holds more than tensors and plain values, and loading it could execute code. Save only its "
-            "state_dict() again."
-        ) from error
+        problem = "holds more than tensors and plain values, and loading it could execute code"
+        raise UserError(f"{path} {problem}. Save only its state_dict() again.") from error
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         if path.is_file() and not zipfile.is_zipfile(path):
             raise UserError(f"{path} is not a file of torch.save, or is cut off.") from error
@@ -70,11 +68,9 @@ def torch_load_safely(path: Path) -> dict[str, Any]:
 
 
 def write_torch_file(path: Path, state: Mapping[str, Any], produce: TensorProducer) -> None:
-    """Write nested dictionaries of plain values and `TensorSpec`s for `torch.load(..., weights_only=True)`.
-
-    The file is laid out first and filled through a memory map, holding one tensor, or some of its rows, in memory. The
-    archive's checksums stay empty; torch does not read them.
-    """
+    """Write nested dictionaries of plain values and `TensorSpec`s for `torch.load(..., weights_only=True)`. The file is
+    laid out first and filled through a memory map, holding one tensor, or some of its rows, in memory. The archive's
+    checksums stay empty; torch does not read them."""
     specs: list[tuple[tuple[str, ...], TensorSpec]] = []
     with tempfile.NamedTemporaryFile(dir=path.parent) as file:
         # A sparse file of the largest tensor's size backs every tensor, without memory or disk space.
@@ -119,15 +115,12 @@ def _blank(
     return built
 
 
-IGNORED = "rope.freqs"
-"""RoPE table in old files, which is not read."""
+IGNORED = "rope.freqs"  # RoPE table in old files, which is not read
 
 
 class ConsolidatedReader:
-    """Reads tensors sharded over files by rows, by columns, or replicated.
-
-    `pieces` are the tensors of each file in rank order, `shapes` the full shapes by name.
-    """
+    """Reads tensors sharded over files by rows, by columns, or replicated. `pieces` are the tensors of each file in
+    rank order, `shapes` the full shapes by name."""
 
     def __init__(self, pieces: list[dict[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._pieces = pieces
@@ -157,7 +150,6 @@ class ConsolidatedReader:
         return torch.cat(found)
 
     def _shards(self, name: str, shape: tuple[int, ...]) -> tuple[list[Tensor], int]:
-        """Shards of a tensor and their dim."""
         pieces = [piece[name] for piece in self._pieces]
         if tuple(pieces[0].shape) == shape:
             return pieces[:1], 0
@@ -177,11 +169,9 @@ class ConsolidatedReader:
 
 
 def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[ModelConfig, ConsolidatedReader]:
-    """Open a folder with `params.json` and `consolidated.*.pth`; returns its model configuration and tensors.
-
-    `known` replaces the configuration of `params.json`. Raises UserError if a file is missing or damaged, or the files
-    do not belong together.
-    """
+    """Open a folder with `params.json` and `consolidated.*.pth`; returns its model configuration and tensors. `known`
+    replaces the configuration of `params.json`. Raises UserError if a file is missing or damaged, or the files do not
+    belong together."""
     params = read_object(folder / "params.json")
     files = sorted(folder.glob("consolidated.*.pth"))
     numbers = [file.name.split(".")[1] for file in files]
@@ -203,19 +193,16 @@ def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[M
         folder.absolute().name,
         vocab_size=vocab_size,
         ffn_dim=first[gate].shape[0] * len(pieces),
-        tied=head not in first or _equal(pieces, embedding, head),
+        tied=head not in first or all(_equal(piece[embedding], piece[head]) for piece in pieces),
     )
     require_size(config, (tensor.shape for piece in pieces for tensor in piece.values()), str(folder))
     return config, ConsolidatedReader(pieces, state_dict_map(config, "llama").their_shapes)
 
 
-def _equal(pieces: list[dict[str, Tensor]], name: str, other: str) -> bool:
+def _equal(one: Tensor, other: Tensor) -> bool:
     """True if two tensors are equal; compares chunks of rows until the first difference."""
-    return all(
-        piece[name].shape == piece[other].shape
-        and all(torch.equal(*pair) for pair in zip(piece[name].split(1024), piece[other].split(1024), strict=True))
-        for piece in pieces
-    )
+    pairs = zip(one.split(1024), other.split(1024), strict=True)
+    return one.shape == other.shape and all(torch.equal(*pair) for pair in pairs)
 
 
 CHUNK_BYTES = 2**28
@@ -223,19 +210,16 @@ CHUNK_BYTES = 2**28
 
 
 class DCPTensorReader:
-    """Reader of a training checkpoint's model tensors by full name. A slice reads its rows of overlapping shards.
-
-    With `averaged`, trained parameters are read as their averages; buffers and frozen parameters have none.
-    """
+    """Reader of a training checkpoint's model tensors by full name. A slice reads its rows of overlapping shards. With
+    `averaged`, trained parameters are read as their averages; buffers and frozen parameters have none."""
 
     def __init__(self, path: Path, *, averaged: bool = False) -> None:
         self._path, self._averaged = path, averaged
         self._metadata = storage_reader.SafeStorageReader(path).read_metadata()
         self.shapes = {name: tuple(entry.size) for name, entry in self._entries.items()}
         entries = self._entries.items()
-        storage_reader.require_stored(
-            path, {key: entry.size.numel() * entry.properties.dtype.itemsize for key, entry in entries}
-        )
+        sizes = {key: entry.size.numel() * entry.properties.dtype.itemsize for key, entry in entries}
+        storage_reader.require_stored(path, sizes)
 
     @property
     def has_averages(self) -> bool:
@@ -254,13 +238,9 @@ class DCPTensorReader:
             reader = _RowReader(self._path, self._metadata)
             with _one_process():
                 # No collectives: other ranks read other slices.
+                state, planner = {self._key(name): tensor}, _SlicePlanner(tensor, starts)
                 try:
-                    dcp.load(
-                        {self._key(name): tensor},
-                        storage_reader=reader,
-                        planner=_SlicePlanner(tensor, starts),
-                        no_dist=True,
-                    )
+                    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
                 except dcp.CheckpointException as error:
                     raise storage_reader.unreadable_checkpoint(self._path, error) from error
         return tensor
@@ -310,8 +290,6 @@ class _RowReader(storage_reader.SafeStorageReader):
 
 
 class _SlicePlanner(storage_reader.TensorLoadPlanner):
-    """Load planner for a slice of the single requested tensor."""
-
     def __init__(self, part: Tensor, starts: Sequence[int]) -> None:
         super().__init__()
         self._part, self._starts = part, torch.Size(starts)
@@ -368,5 +346,4 @@ def _chunks(item: WriteItem) -> Iterator[WriteItem]:
 
 
 def _one_process() -> warnings.catch_warnings:
-    """Suppress torch's warning that it assumes a single process."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -4,27 +4,15 @@ import csv
 import io
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
+from titan_exp.compare import findings
 from titan_exp.compare.compared_metrics import Metric, value_text
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.findings import (
-    MISSING,
-    change,
-    column_decimals,
-    findings,
-    heading,
-    layout_checks,
-    remarks,
-    stands_for,
-    state_text,
-    verdict,
-    with_interval,
-)
 from titan_exp.compare.from_wandb import explain_wandb_errors
-from titan_exp.compare.output.study_sections import markdown, pareto, scaling, sections
+from titan_exp.compare.output.study_sections import escape_markdown, markdown, markdown_table, pareto, scaling, sections
 from titan_exp.compare.runs import ComparedRun, Row
-from titan_exp.config.command_line.output import json_text
 from titan_exp.config.study.study import FEWEST_PAIRS
 
 MARKS = {
@@ -41,10 +29,8 @@ MARKS = {
 class Cell:
     """One metric of one row."""
 
-    value: str
-    """Mean ± half-width of its interval."""
-    change: str
-    """Difference to the baseline; empty in the baseline's row."""
+    value: str  # mean ± half-width of its interval
+    change: str  # difference to the baseline; empty in the baseline's row
     verdict: str
     mark: str
 
@@ -58,13 +44,10 @@ class Cell:
 class TextRow:
     """One row of the text table."""
 
-    keys: tuple[str, ...]
-    """Values of the differing keys."""
-    n: str
-    """Number of runs, or `2 of 3` if fewer are in the mean of the main metric."""
+    keys: tuple[str, ...]  # values of the differing keys
+    n: str  # number of runs, or `2 of 3` if fewer are in the mean of the main metric
     state: str
-    cells: tuple[Cell, ...]
-    """One cell per metric."""
+    cells: tuple[Cell, ...]  # one cell per metric
     is_baseline: bool
 
 
@@ -72,15 +55,11 @@ class TextRow:
 class TextTable:
     """Text of the comparison table."""
 
-    keys: tuple[str, ...]
-    """Short names of the differing keys."""
-    metrics: tuple[Metric, ...]
-    """Metrics of the other columns."""
+    keys: tuple[str, ...]  # short names of the differing keys
+    metrics: tuple[Metric, ...]  # metrics of the other columns
     rows: tuple[TextRow, ...]
-    has_seeds: bool
-    """True if a row has more than one run."""
-    has_states: bool
-    """True if a run is not done."""
+    has_seeds: bool  # True if a row has more than one run
+    has_states: bool  # True if a run is not done
 
 
 def text_table(comparison: Comparison) -> TextTable:
@@ -117,7 +96,7 @@ LEGEND = {
     "n.d.*\n": "n.d.*: distinguishable alone, but not after Holm's correction for all rows",
     MARKS["too few seeds"]: f"{MARKS['too few seeds']} pairs of seeds, which tell no difference from noise",
     "diverged": "diverged: no run's loss is finite",
-    MISSING: f"{MISSING}: no number, such as that of a run that failed or has fewer tokens",
+    findings.MISSING: f"{findings.MISSING}: no number, such as that of a run that failed or has fewer tokens",
     "better\n": "green: better than the baseline",
     "worse\n": "red: worse than the baseline",
     "different\n": "yellow: distinguishable from the baseline, which is not a verdict",
@@ -139,30 +118,26 @@ def _row(comparison: Comparison, index: int, row: Row) -> TextRow:
     cells = tuple(_cell(comparison, metric, index, row) for metric in comparison.metrics)
     estimate, runs = row.estimates[comparison.main.name], len(row.runs)
     n = f"{estimate.n} of {runs}" if estimate is not None and estimate.n < runs else str(runs)
-    return TextRow(keys, n, state_text(row), cells, index == comparison.baseline)
+    return TextRow(keys, n, findings.state_text(row), cells, index == comparison.baseline)
 
 
 def _cell(comparison: Comparison, metric: Metric, index: int, row: Row) -> Cell:
-    decimals = column_decimals(metric, (other.estimates[metric.name] for other in comparison.rows))
-    number = with_interval(metric, row.estimates[metric.name], decimals)
+    decimals = findings.column_decimals(metric, (other.estimates[metric.name] for other in comparison.rows))
+    number = findings.with_interval(metric, row.estimates[metric.name], decimals)
     if row.estimates[metric.name] is None and row.diverged(metric.name):
         number = "diverged"
     if index == comparison.baseline:
         return Cell(number, "", "", "")
     baseline = comparison.rows[comparison.baseline].estimates[metric.name]
     delta = row.deltas[metric.name]
-    result = verdict(metric, delta, comparison.standing)
-    text = change(metric, delta, baseline.mean if baseline else None) if delta else ""
+    result = findings.verdict(metric, delta, comparison.standing)
+    text = findings.change(metric, delta, baseline.mean if baseline else None)
     return Cell(number, text, result, MARKS.get(result, result))
 
 
 def publish(comparison: Comparison, place: str) -> str:
     """Create a Report in the project `place` (`ENTITY/PROJECT`), with panels of the runs in the same group; returns its
-    URL.
-
-    Existing reports stay unchanged. Raises UserError if wandb or wandb_workspaces is not installed, or the server is
-    unavailable.
-    """
+    URL. Existing reports stay. Raises UserError without wandb, wandb_workspaces or the server."""
     with explain_wandb_errors(place):
         report = report_of(comparison, place)
         report.save()
@@ -184,18 +159,14 @@ def report_of(comparison: Comparison, place: str) -> Any:
         groupby=[f"config.{key}" for key in comparison.differing_keys.all_keys],
     )
     # W&B has the keys of metrics.jsonl, but no derived metrics.
-    downsampled_curves = [
-        reports.LinePlot(title=title, x="tokens", y=[key], smoothing_type="none")
-        for key, title in (("loss", "training loss"), ("validation_loss", "validation loss"))
-    ]
-    blocks = [
-        reports.MarkdownBlock(to_markdown(comparison)),
-        reports.PanelGrid(runsets=[runs], panels=[*downsampled_curves, reports.RunComparer(diff_only=True)]),
-    ]
+    titles = {"loss": "training loss", "validation_loss": "validation loss"}
+    plot = partial(reports.LinePlot, x="tokens", smoothing_type="none")
+    panels = [*(plot(title=title, y=[key]) for key, title in titles.items()), reports.RunComparer(diff_only=True)]
+    grid = reports.PanelGrid(runsets=[runs], panels=panels)
+    blocks = [reports.MarkdownBlock(to_markdown(comparison)), grid]
     question = comparison.study.question if comparison.study else ""
-    return reports.Report(
-        entity=entity, project=project, title=f"{comparison.name}, compared", description=question, blocks=blocks
-    )
+    title = f"{comparison.name}, compared"
+    return reports.Report(entity=entity, project=project, title=title, description=question, blocks=blocks)
 
 
 RUN_FIELDS = (
@@ -206,11 +177,9 @@ RUN_FIELDS = (
 
 
 def records(comparison: Comparison) -> list[dict[str, Any]]:
-    """One flat dictionary per row, for a data frame: its label, full keys, and plain numbers for every metric.
-
-    A metric NAME gives NAME, NAME.low, NAME.high, NAME.n, and against the baseline NAME.delta, NAME.delta_low,
-    NAME.delta_high, NAME.p, NAME.p_holm and NAME.verdict. Unknown numbers are None. Sections of extensions add theirs.
-    """
+    """One flat dictionary per row, for a data frame: its label, full keys, and plain numbers for every metric. A metric
+    NAME gives NAME, NAME.low, NAME.high, NAME.n, and against the baseline NAME.delta, NAME.delta_low, NAME.delta_high,
+    NAME.p, NAME.p_holm and NAME.verdict. Unknown numbers are None. Sections of extensions add theirs."""
     found = [_record(comparison, index, row) for index, row in enumerate(comparison.rows)]
     added = [section.values for section in comparison.added_sections if section.values]
     for index, own in enumerate(found):
@@ -229,15 +198,10 @@ def to_csv(comparison: Comparison) -> str:
     return out.getvalue()
 
 
-def to_json(comparison: Comparison) -> str:
-    """Comparison as JSON, without curves."""
-    return json_text(json_values(comparison)) + "\n"
-
-
 def json_values(comparison: Comparison) -> dict[str, Any]:
-    """Values of `to_json`."""
+    """Comparison as JSON values, without curves."""
     study = comparison.study
-    checks = layout_checks(comparison.runs)
+    checks = findings.layout_checks(comparison.runs)
     return {
         "name": comparison.name,
         "question": study.question if study else None,
@@ -262,8 +226,8 @@ def json_values(comparison: Comparison) -> dict[str, Any]:
         "pareto": [asdict(point) for point in pareto(comparison)],
         "layout_checks": [{**asdict(check), "holds": check.holds} for check in checks],
         "notes": {section.title: section.notes for section in comparison.added_sections},
-        "findings": findings(comparison),
-        "remarks": [*stands_for(comparison), *remarks(comparison, checks)],
+        "findings": findings.findings(comparison),
+        "remarks": [*findings.stands_for(comparison), *findings.remarks(comparison, checks)],
     }
 
 
@@ -278,20 +242,21 @@ def to_markdown(comparison: Comparison) -> str:
         ]
         for row in found.rows
     ]
-    rule = ["---"] * len(heads) + ["--:"] * len(found.metrics)
-    table = [[*heads, *map(title, found.metrics)], *lines]
-    rows = ["| " + " | ".join(map(escape_markdown, line)) + " |" for line in table]
-    rows.insert(1, "|" + "|".join(rule) + "|")
+    rows = markdown_table([*heads, *map(title, found.metrics)], lines, len(heads))
     question = [comparison.study.question, ""] if comparison.study and comparison.study.question else []
-    sentences = [*findings(comparison), *stands_for(comparison), *remarks(comparison, layout_checks(comparison.runs))]
+    sentences = [
+        *findings.findings(comparison),
+        *findings.stands_for(comparison),
+        *findings.remarks(comparison, findings.layout_checks(comparison.runs)),
+    ]
     head = [
         f"## {escape_markdown(comparison.name)}",
         "",
         *map(escape_markdown, question),
-        escape_markdown(heading(comparison)),
+        escape_markdown(findings.heading(comparison)),
         "",
     ]
-    added = markdown(sections(comparison), escape_markdown)
+    added = markdown(sections(comparison))
     return "\n".join([*head, *rows, "", *added, *(f"- {escape_markdown(sentence)}" for sentence in sentences)]) + "\n"
 
 
@@ -299,16 +264,15 @@ def to_latex(comparison: Comparison) -> str:
     r"""A `tabular` for `\usepackage{booktabs}`; better values are bold."""
     found = text_table(comparison)
     spec = "l" * len(found.keys) + "r" * (found.has_seeds + len(found.metrics))
-    lines = [
-        [*map(_latex, found.keys), *["$n$"][: found.has_seeds], *(_latex(title(metric)) for metric in found.metrics)]
-    ]
+    titles = [_latex(title(metric)) for metric in found.metrics]
+    lines = [[*map(_latex, found.keys), *["$n$"][: found.has_seeds], *titles]]
     for row in found.rows:
         cells = [_latex_cell(cell, baseline=row.is_baseline) for cell in row.cells]
         lines.append([*map(_latex, row.keys), *[row.n][: found.has_seeds], *cells])
     body = [" & ".join(line) + r" \\" for line in lines]
     body = [body[0], r"\midrule", *body[1:]]
-    note = f"% {comparison.name}: {heading(comparison)}"
-    note += "".join(f"\n% {sentence}" for sentence in remarks(comparison, [])[:1])
+    note = f"% {comparison.name}: {findings.heading(comparison)}"
+    note += "".join(f"\n% {sentence}" for sentence in findings.remarks(comparison, [])[:1])
     inner = "\n".join(f"  {line}" for line in [r"\toprule", *body, r"\bottomrule"])
     return f"{note}\n\\begin{{tabular}}{{{spec}}}\n{inner}\n\\end{{tabular}}\n"
 
@@ -330,7 +294,7 @@ def _record(comparison: Comparison, index: int, row: Row) -> dict[str, Any]:
             f"{name}.delta_high": delta.high if delta else None,
             f"{name}.p": delta.p if delta else None,
             f"{name}.p_holm": delta.p_holm if delta else None,
-            f"{name}.verdict": verdict(metric, delta, comparison.standing) or None,
+            f"{name}.verdict": findings.verdict(metric, delta, comparison.standing) or None,
         }
     return record
 
@@ -358,31 +322,10 @@ def _latex_cell(cell: Cell, *, baseline: bool) -> str:
     return rf"\textbf{{{text}}}" if cell.verdict == "better" else text
 
 
-def escape_markdown(text: str) -> str:
-    """Text with the marks of Markdown as themselves, on one line."""
-    for character in "\\|*_`":
-        text = text.replace(character, "\\" + character)
-    return text.replace("<", "&lt;").replace("\n", " ")
-
-
 _LATEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        "&": r"\&",
-        "%": r"\%",
-        "$": r"\$",
-        "#": r"\#",
-        "_": r"\_",
-        "{": r"\{",
-        "}": r"\}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "±": r"$\pm$",
-        "−": "$-$",
-        "—": "---",
-        "<": r"\textless{}",
-        ">": r"\textgreater{}",
-    }
+    {mark: f"\\{mark}" for mark in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"±": r"$\pm$", "−": "$-$", "—": "---", "<": r"\textless{}", ">": r"\textgreater{}"}
 )
 
 

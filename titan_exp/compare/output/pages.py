@@ -19,29 +19,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from titan_exp.compare import findings
 from titan_exp.compare.compared_metrics import ABSENT, Metric, value_text
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.findings import (
-    findings,
-    heading,
-    labelled_findings,
-    layout_checks,
-    remarks,
-    stands_for,
-    token_budget_text,
-    verdict,
-)
+from titan_exp.compare.output import study_sections
 from titan_exp.compare.output.formats import Cell, TextTable, head, legend, text_table, title
 from titan_exp.compare.output.plots import study_plots
-from titan_exp.compare.output.study_sections import (
-    ScalingSeries,
-    Section,
-    cost_metric,
-    loss_metric,
-    pareto,
-    scaling,
-    sections,
-)
 from titan_exp.compare.runs import ComparedRun
 from titan_exp.config.command_line.output import plain
 from titan_exp.config.errors.user_error import listed
@@ -50,18 +33,13 @@ from titan_exp.tracking.display import format_count, format_items, render_page
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of, last_fiftieth
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
-POINTS = 120_000
-"""Maximum number of points of a page, over all runs."""
-
-MIN_POINTS, MAX_POINTS = 60, 1_000
-"""Minimum and maximum number of points of one curve."""
+POINTS = 120_000  # maximum number of points of a page, over all runs
+MIN_POINTS, MAX_POINTS = 60, 1_000  # minimum and maximum number of points of one curve
 
 
 def downsampled_curves(comparison: Comparison) -> list[dict[str, Any]]:
-    """Curves of every run that has rows: `loss` and `validation_loss` as [tokens, steps, values, rows of each point].
-
-    A non-finite value is None, which leaves a gap.
-    """
+    """Curves of every run that has rows: `loss` and `validation_loss` as [tokens, steps, values, rows of each point]. A
+    non-finite value is None, which leaves a gap."""
     runs = comparison.runs
     most = max(MIN_POINTS, min(MAX_POINTS, POINTS // max(1, len(runs))))
     return [
@@ -80,21 +58,19 @@ def downsampled_curves(comparison: Comparison) -> list[dict[str, Any]]:
 
 def downsample(run: ComparedRun, key: str, most: int) -> list[list[float | None]]:
     """Average a metric over neighbouring rows to at most `most` points; returns tokens, steps, values and rows per
-    point.
-
-    A group with a non-finite value becomes None, so that a divergence stays visible. No group mixes rows of the last 2
-    %, whose mean is the run's loss, with other rows.
-    """
+    point. A group with a non-finite value becomes None, so that a divergence stays visible. No group mixes rows of the
+    last 2 %, whose mean is the run's loss, with other rows."""
     known = [
         (float(tokens), float(step or 0), float(value))
         for tokens, step, value in zip(*(column_of(run.rows, name) for name in ("tokens", "step", key)), strict=True)
         if value is not None and tokens is not None
     ]
-    size = math.ceil(len(known) / most) or 1
-    while len(groups := _groups(known, size)) > most:
+    size, tail = math.ceil(len(known) / most) or 1, len(known) - len(last_fiftieth(known))
+    while len(starts := [*range(0, tail, size), *range(tail, len(known), size)]) > most:
         size += 1
     columns: list[list[float | None]] = [[], [], [], []]
-    for group in groups:
+    for start, end in pairwise([*starts, len(known)]):
+        group = known[start:end]
         tokens, steps, values = zip(*group, strict=True)
         mean = math.fsum(values) / len(group) if all(map(math.isfinite, values)) else None
         columns[0].append(sum(tokens) / len(group))
@@ -104,24 +80,15 @@ def downsample(run: ComparedRun, key: str, most: int) -> list[list[float | None]
     return columns
 
 
-def _groups(rows: list[tuple[float, float, float]], size: int) -> list[list[tuple[float, float, float]]]:
-    """Cut rows into groups of up to `size`, one of which begins with the last 2 %."""
-    tail = len(rows) - len(last_fiftieth(rows))
-    starts = [*range(0, tail, size), *range(tail, len(rows), size)]
-    return [rows[start:end] for start, end in pairwise([*starts, len(rows)])]
-
-
-PICTURES = 12
-"""Maximum number of embedded pictures of a kind; one takes about 60 kB."""
-
-SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js")
-"""Scripts of `page/`, in load order."""
+PICTURES = 12  # maximum number of embedded pictures of a kind; one takes about 60 kB
+SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js")  # scripts of `page/`, in load order
 
 
 def to_html(comparison: Comparison) -> str:
     """Render a comparison as HTML."""
-    checks = layout_checks(comparison.runs)
-    series, table = scaling(comparison), text_table(comparison)
+    checks = findings.layout_checks(comparison.runs)
+    series, table = study_sections.scaling(comparison), text_table(comparison)
+    flat = [flatten(row.runs[0].config) for row in comparison.rows]
     return render_page(
         "titan_exp.compare.output",
         SCRIPTS,
@@ -130,16 +97,19 @@ def to_html(comparison: Comparison) -> str:
         table=table,
         head=head,
         legend=legend(table),
-        token_budget=token_budget_text(comparison),
+        token_budget=findings.token_budget_text(comparison),
         states=sorted(Counter(run.shown for run in comparison.runs).items()),
-        findings=labelled_findings(comparison),
-        remarks=[*stands_for(comparison), *remarks(comparison, [])],
+        findings=findings.labelled_findings(comparison),
+        remarks=[*findings.stands_for(comparison), *findings.remarks(comparison, [])],
         checks=checks,
         scaling=series,
         format_count=format_count,
         items=format_items,
-        differing=_differing(comparison),
-        sections=sections(comparison),
+        differing=[
+            (key, [value_text(values[key]) if key in values else ABSENT for values in flat])
+            for key in comparison.differing_keys.all_keys
+        ],
+        sections=study_sections.sections(comparison),
         plots=[(name, base64.b64encode(picture).decode()) for name, picture in study_plots(comparison)],
         pictures=list(islice(_expert_load(comparison), PICTURES)),
         grids=list(islice(_image_grids(comparison), PICTURES)),
@@ -147,7 +117,6 @@ def to_html(comparison: Comparison) -> str:
 
 
 def _expert_load(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """Label and PNG in base64 of each row's first run with a record of expert load."""
     for row in comparison.rows:
         recorded = (run for run in row.runs if RunFolder(run.source).expert_load.is_file())
         if (run := next(recorded, None)) is None:
@@ -159,7 +128,6 @@ def _expert_load(comparison: Comparison) -> Iterator[tuple[str, str]]:
 
 
 def _image_grids(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """Label and last grid of images (PNG in base64) of each row's first run that has images."""
     for row in comparison.rows:
         found = ((run, sorted(RunFolder(run.source).images.glob("step-*[0-9].png"))) for run in row.runs)
         run, grids = next(((run, grids) for run, grids in found if grids), (None, []))
@@ -168,18 +136,8 @@ def _image_grids(comparison: Comparison) -> Iterator[tuple[str, str]]:
             yield f"{row.name_of(run)}, step {step}", base64.b64encode(grids[-1].read_bytes()).decode()
 
 
-def _differing(comparison: Comparison) -> list[tuple[str, list[str]]]:
-    """All differing keys with their value in each row, including folded keys."""
-    flat = [flatten(row.runs[0].config) for row in comparison.rows]
-    return [
-        (key, [value_text(values[key]) if key in values else ABSENT for values in flat])
-        for key in comparison.differing_keys.all_keys
-    ]
-
-
 def _numbers(comparison: Comparison, series: Sequence[Any]) -> dict[str, Any]:
-    """Plot data of the scripts."""
-    loss = loss_metric(comparison)
+    loss = study_sections.loss_metric(comparison)
     return {
         "rows": [
             {"label": row.label, "baseline": index == comparison.baseline} for index, row in enumerate(comparison.rows)
@@ -200,9 +158,10 @@ def _numbers(comparison: Comparison, series: Sequence[Any]) -> dict[str, Any]:
         ],
         "pareto": {
             "loss": loss.title if loss else "",
-            "cost": cost_metric(comparison).title,
+            "cost": study_sections.cost_metric(comparison).title,
             "points": [
-                {"row": p.row, "x": p.gpu_hours, "y": p.loss, "front": p.is_on_front} for p in pareto(comparison)
+                {"row": p.row, "x": p.gpu_hours, "y": p.loss, "front": p.is_on_front}
+                for p in study_sections.pareto(comparison)
             ],
         },
     }
@@ -220,7 +179,7 @@ def _metric_numbers(comparison: Comparison, metric: Metric) -> dict[str, Any]:
         ],
         "seeds": [list(row.numbers[metric.name].values()) for row in comparison.rows],
         "deltas": [
-            [delta.difference, delta.low, delta.high, verdict(metric, delta, comparison.standing)]
+            [delta.difference, delta.low, delta.high, findings.verdict(metric, delta, comparison.standing)]
             if (delta := row.deltas[metric.name]) is not None
             else None
             for row in comparison.rows
@@ -228,12 +187,9 @@ def _metric_numbers(comparison: Comparison, metric: Metric) -> dict[str, Any]:
     }
 
 
-NARROWEST = 8
-"""Minimum width of a shortened column."""
-BETWEEN = 3
-"""Width of the space around a column."""
-ROW = "row"
-"""Column of row numbers, for tables whose other key columns do not distinguish the rows."""
+NARROWEST = 8  # minimum width of a shortened column
+BETWEEN = 3  # width of the space around a column
+ROW = "row"  # column of row numbers, for tables whose other key columns do not distinguish the rows
 
 
 @dataclass(frozen=True)
@@ -241,12 +197,9 @@ class FittedTable:
     """Table whose key columns fit."""
 
     table: TextTable
-    left_out: tuple[str, ...] = ()
-    """Key columns that are not shown."""
-    shortened: tuple[str, ...] = ()
-    """Key columns with shortened texts."""
-    labels: tuple[str, ...] = ()
-    """Keys and values of each row, if rows are numbered."""
+    left_out: tuple[str, ...] = ()  # key columns that are not shown
+    shortened: tuple[str, ...] = ()  # key columns with shortened texts
+    labels: tuple[str, ...] = ()  # keys and values of each row, if rows are numbered
 
     def notes(self, width: int) -> list[str]:
         """Sentences about omitted and shortened columns, and the keys of numbered rows."""
@@ -270,7 +223,12 @@ def fit_keys(table: TextTable, width: int, beside: int) -> FittedTable:
         numbers = 0 if len(set(shown)) == len({row.keys for row in table.rows}) else len(str(len(shown)))
         room = width - beside - (max(numbers, len(ROW)) + BETWEEN if numbers else 0)
         if numbers:
-            fitted = _numbered(table, _with_widths(table, places, _shrunk(natural, least, room)))
+            fitted = _with_widths(table, places, _shrunk(natural, least, room))
+            rows = [replace(row, keys=(str(number), *row.keys)) for number, row in enumerate(fitted.table.rows, 1)]
+            numbered = replace(fitted.table, keys=(ROW, *fitted.table.keys), rows=tuple(rows))
+            pairs = [zip(table.keys, row.keys, strict=True) for row in table.rows]
+            labels = [" ".join(f"{name}={value}" for name, value in row) for row in pairs]
+            fitted = replace(fitted, table=numbered, labels=tuple(labels))
         if not places or sum(least) + BETWEEN * len(least) <= room:
             return fitted
         places.remove(_expendable(table, places))
@@ -282,13 +240,10 @@ def _column_width(table: TextTable, place: int) -> int:
 
 def _least_width(table: TextTable, place: int) -> int:
     """Width below which a column cannot be shortened, set by its numbers."""
-    numbers = max((cell_len(row.keys[place]) for row in table.rows if _has_number(row.keys[place])), default=0)
+    # Text that begins as a number, list or mapping and has a digit; names such as llama3_8b are text.
+    texts = [text for row in table.rows if re.match(r"[-+.\d\[{]", text := row.keys[place])]
+    numbers = max((cell_len(text) for text in texts if any(map(str.isdigit, text))), default=0)
     return min(_column_width(table, place), max(NARROWEST, numbers))
-
-
-def _has_number(text: str) -> bool:
-    """True for a number, or a list or mapping with one; names such as llama3_8b are text."""
-    return bool(re.match(r"[-+.\d\[{]", text)) and any(map(str.isdigit, text))
 
 
 def _shrunk(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
@@ -316,15 +271,6 @@ def _with_widths(table: TextTable, places: Sequence[int], widths: Sequence[int])
     return FittedTable(replace(table, keys=cut(table.keys), rows=rows), left_out, shortened)
 
 
-def _numbered(table: TextTable, fitted: FittedTable) -> FittedTable:
-    rows = [replace(row, keys=(str(number), *row.keys)) for number, row in enumerate(fitted.table.rows, 1)]
-    labels = [
-        " ".join(f"{name}={value}" for name, value in zip(table.keys, row.keys, strict=True)) for row in table.rows
-    ]
-    numbered = replace(fitted.table, keys=(ROW, *fitted.table.keys), rows=tuple(rows))
-    return replace(fitted, table=numbered, labels=tuple(labels))
-
-
 def _expendable(table: TextTable, places: Sequence[int]) -> int:
     """Last column that is not needed to distinguish rows, else the last column."""
 
@@ -337,14 +283,12 @@ def _expendable(table: TextTable, places: Sequence[int]) -> int:
 
 COLORS = {"better": "green", "worse": "red", "different": "yellow"}
 QUIET = "bright_black"
-
-FINDINGS = 12
-"""Maximum number of printed findings; the table has all differences."""
+FINDINGS = 12  # maximum number of printed findings; the table has all differences
 
 
 def show(comparison: Comparison, console: Console, *, every_key: bool = False) -> None:
     """Print a comparison in tables that fit the width. Metrics are never cut; keys are, unless `every_key`."""
-    console.print(Text.assemble((comparison.name, "bold"), "  ", heading(comparison)))
+    console.print(Text.assemble((comparison.name, "bold"), "  ", findings.heading(comparison)))
     if comparison.study and comparison.study.question:
         console.print(Text(comparison.study.question, style="italic"))
     whole, width = text_table(comparison), console.width
@@ -363,27 +307,40 @@ def show(comparison: Comparison, console: Console, *, every_key: bool = False) -
         console.print(Text(f"baseline: {baseline} ({comparison.baseline_why})", style=QUIET))
     if marks := legend(whole):
         console.print(Text(marks, style=QUIET))
-    for section in sections(comparison):
+    for section in study_sections.sections(comparison):
         show_section(section, console)
     # At equal tokens, which means at the first rung, differences to the best point say little.
     halved = comparison.learnt is not None and comparison.learnt.rungs
-    for sentence in [] if halved else findings(comparison)[:FINDINGS]:
+    for sentence in [] if halved else findings.findings(comparison)[:FINDINGS]:
         console.print(Text(f"• {sentence}"))
-    for series in scaling(comparison):
+    for series in study_sections.scaling(comparison):
         console.print(_scaling_table(series))
-    for sentence in [*stands_for(comparison), *remarks(comparison, layout_checks(comparison.runs))]:
+    for sentence in [
+        *findings.stands_for(comparison),
+        *findings.remarks(comparison, findings.layout_checks(comparison.runs)),
+    ]:
         console.print(Text(sentence, style="bold red" if "MORE THAN ROUNDING" in sentence else QUIET))
 
 
-def show_section(section: Section, console: Console) -> None:
+def _grid(title: str | None = None) -> Table:
+    look = {"box": box.SIMPLE_HEAD, "header_style": "bold", "border_style": QUIET}
+    return Table(title=title, title_justify="left", pad_edge=False, **look)
+
+
+def show_section(section: study_sections.Section, console: Console) -> None:
     """Print a table with its notes."""
-    console.print(_section_table(section))
+    table = _grid(section.title)
+    for place, name in enumerate(section.heads):
+        table.add_column(name, justify="left" if place < section.left else "right", overflow="fold")
+    for row in section.rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
     for note in section.notes:
         console.print(Text(note, style=QUIET))
 
 
 def _table(found: TextTable, metrics: Sequence[int]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", border_style=QUIET, pad_edge=False)
+    table = _grid()
     for name in found.keys:
         table.add_column(name, no_wrap=True)
     if found.has_seeds:
@@ -410,7 +367,6 @@ def _cell(cell: Cell, *, baseline: bool) -> Text:
 
 
 def _split_to_width(found: TextTable, metrics: Sequence[int], width: int) -> list[list[int]]:
-    """Split metrics into tables that fit the width without wrapping."""
     tables: list[list[int]] = []
     for place in metrics:
         if tables and _width(found, [*tables[-1], place]) <= width:
@@ -421,7 +377,6 @@ def _split_to_width(found: TextTable, metrics: Sequence[int], width: int) -> lis
 
 
 def _width(found: TextTable, metrics: Sequence[int]) -> int:
-    """Table width in characters, without wrapping."""
     columns = [[name, *(row.keys[place] for row in found.rows)] for place, name in enumerate(found.keys)]
     columns += [["state", *(row.state for row in found.rows)]] if found.has_states else []
     columns += [["n", *(row.n for row in found.rows)]] if found.has_seeds else []
@@ -432,28 +387,10 @@ def _width(found: TextTable, metrics: Sequence[int]) -> int:
     return 2 + sum(max(map(cell_len, column)) + BETWEEN for column in columns)
 
 
-def _section_table(section: Section) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=section.title,
-        title_justify="left",
-        header_style="bold",
-        border_style=QUIET,
-        pad_edge=False,
-    )
-    for place, name in enumerate(section.heads):
-        table.add_column(name, justify="left" if place < section.left else "right", overflow="fold")
-    for row in section.rows:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def _scaling_table(series: ScalingSeries) -> Table:
+def _scaling_table(series: study_sections.ScalingSeries) -> Table:
     kind = "growing global batch" if series.kind == "weak" else "same global batch"
     name = f"Scaling, {kind}{f' · {series.fixed}' if series.fixed else ''}"
-    table = Table(
-        box=box.SIMPLE_HEAD, title=name, title_justify="left", header_style="bold", border_style=QUIET, pad_edge=False
-    )
+    table = _grid(name)
     for column in ("layout", "processes", "tokens/s", "speedup", "efficiency"):
         layout = column == "layout"
         table.add_column(column, justify="left" if layout else "right", overflow="fold", no_wrap=not layout)

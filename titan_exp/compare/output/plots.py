@@ -25,22 +25,22 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from numpy.typing import ArrayLike
 
 
 INK, TRAIN, VALIDATION, QUIET, ALARM = "#222222", "#2b6cb0", "#dd6b20", "#718096", "#c53030"
-
 Series = tuple[list[float], list[float]]
 
 
 def draw(run_folder: Path) -> Path:
     """Plot the run's curves to `loss.png` in its folder; returns the path. Raises UserError if no step is logged."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = _rows(run_folder)
-    figure = Figure(figsize=(9, 7), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    path = RunFolder(run_folder).metrics
+    rows = read_history(path.parent)
+    if not rows:
+        raise UserError(
+            f"{run_folder}: {path.name} is missing or empty. Name a run folder (runs/<name>/<run id>) whose run has "
+            "logged a step (tracking.log_every)."
+        )
+    figure = _new_figure(9, 7, 150)
     loss, grad_norm, lr = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1, 1))
     _draw_loss(loss, rows)
     _draw_small(grad_norm, rows, "grad_norm", "gradient norm")
@@ -48,7 +48,10 @@ def draw(run_folder: Path) -> Path:
     lr.set_xlabel("step")
     lr.locator_params(axis="x", integer=True)
     begins = [ancestor.lineage.step for ancestor in ancestors(run_folder)]
-    _mark((loss, grad_norm, lr), _resumes(rows), ":", "resumed")
+    attempts = pairwise(attempt or 0 for attempt in rows.column("attempt"))
+    later = zip(list(rows.column("step"))[1:], attempts, strict=True)
+    resumes = [float(step) for step, (before, after) in later if before < after]
+    _mark((loss, grad_norm, lr), resumes, ":", "resumed")
     _mark((loss, grad_norm, lr), begins, "--", "continued")
     if loss.get_legend_handles_labels()[0]:
         loss.legend(frameon=False, loc="upper right")
@@ -58,15 +61,13 @@ def draw(run_folder: Path) -> Path:
     return save_figure(figure, run_folder / "loss.png")
 
 
-def _rows(run_folder: Path) -> MetricRows:
-    path = RunFolder(run_folder).metrics
-    rows = read_history(path.parent)
-    if not rows:
-        raise UserError(
-            f"{run_folder}: {path.name} is missing or empty. Name a run folder (runs/<name>/<run id>) whose run has "
-            "logged a step (tracking.log_every)."
-        )
-    return rows
+def _new_figure(width: float, height: float, dpi: int) -> "Figure":
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _draw_loss(axes: "Axes", rows: MetricRows) -> None:
@@ -78,9 +79,8 @@ def _draw_loss(axes: "Axes", rows: MetricRows) -> None:
         axes.plot(steps, moving_average(losses), color=TRAIN, linewidth=1.8, label="train, smoothed")
     steps, losses = _series(rows, "validation_loss")
     if losses:
-        axes.plot(
-            steps, losses, color=VALIDATION, marker="o", markersize=5, linewidth=0.8, linestyle="--", label="validation"
-        )
+        look = {"marker": "o", "markersize": 5, "linewidth": 0.8, "linestyle": "--"}
+        axes.plot(steps, losses, color=VALIDATION, label="validation", **look)
     pairs = zip(rows.column("step"), rows.column("loss"), strict=True)
     diverged = [float(step) for step, loss in pairs if not math.isfinite(loss or 0.0)]
     for step in diverged:
@@ -109,13 +109,6 @@ def style_axes(axes: "Axes") -> None:
     axes.margins(x=0.02)
 
 
-def _resumes(rows: MetricRows) -> list[float]:
-    """First steps of later attempts."""
-    attempts = pairwise(attempt or 0 for attempt in rows.column("attempt"))
-    steps = list(rows.column("step"))
-    return [float(step) for step, (before, after) in zip(steps[1:], attempts, strict=True) if before < after]
-
-
 def _mark(panels: tuple["Axes", ...], steps: Sequence[float], style: str, label: str) -> None:
     for axes in panels:
         for step in steps:
@@ -123,24 +116,19 @@ def _mark(panels: tuple["Axes", ...], steps: Sequence[float], style: str, label:
 
 
 def _add_tokens(axes: "Axes", rows: MetricRows) -> None:
-    """Add a secondary x axis in tokens."""
     last = next((row for row in reversed(rows) if row.get("tokens") and row["step"]), None)
     if last is None:
         return
     per_step = float(last["tokens"] or 0) / float(last["step"] or 1)
-    top = axes.secondary_xaxis("top", functions=(_scaled(per_step), _scaled(1 / per_step)))
+    there, back = (lambda steps: np.asarray(steps) * per_step), (lambda tokens: np.asarray(tokens) * (1 / per_step))
+    top = axes.secondary_xaxis("top", functions=(there, back))
     top.set_xlabel("tokens", fontsize=9)
     top.tick_params(labelsize=9, color=QUIET)
     top.xaxis.set_major_formatter(lambda tokens, _: format_count(tokens))
     top.spines["top"].set_color("#cccccc")
 
 
-def _scaled(factor: float) -> Callable[["ArrayLike"], "ArrayLike"]:
-    return lambda places: np.asarray(places) * factor
-
-
 def _add_title(figure: "Figure", run_folder: Path, rows: MetricRows, begins: Sequence[int]) -> None:
-    folder = run_folder.resolve()
     losses, validation = (_series(rows, key)[1] for key in ("loss", "validation_loss"))
     begin = max(begins, default=-1)
     speeds = [speed for step, speed in zip(*_series(rows, "tokens_per_second"), strict=True) if step > begin]
@@ -153,15 +141,16 @@ def _add_title(figure: "Figure", run_folder: Path, rows: MetricRows, begins: Seq
         parts.append(f"validation loss {validation[-1]:.4g}")
     if speeds:
         parts.append(f"{format_count(sorted(speeds)[len(speeds) // 2])} tokens/s")
-    _add_name(figure, folder)
-    figure.text(0.5, 0.945, "   ·   ".join(parts), ha="center", fontsize=10, color=QUIET)
+    _add_name(figure, run_folder, parts, 0.945)
 
 
-def _add_name(figure: "Figure", folder: Path) -> None:
-    """Name of a run as the title, in smaller letters if it is long."""
+def _add_name(figure: "Figure", run_folder: Path, parts: Sequence[str], y: float) -> None:
+    """Name of a run as the title, in smaller letters if it is long, above some facts."""
+    folder = run_folder.resolve()
     name = f"{folder.parent.name} / {folder.name}"
     size = min(13.0, 100 * figure.get_figwidth() / len(name))
     figure.suptitle(f"{name}\n", fontsize=size, fontweight="bold", color=INK)
+    figure.text(0.5, y, "   ·   ".join(parts), ha="center", fontsize=10, color=QUIET)
 
 
 def save_figure(figure: "Figure", path: Path) -> Path:
@@ -179,12 +168,9 @@ def _series(rows: MetricRows, key: str) -> Series:
 
 
 COLORS = ("#2b6cb0", "#dd6b20", "#2f855a", "#9f3a9f", "#b7791f", "#2c7a7b", "#718096", "#c53030", "#553c9a", "#1a202c")
-STYLES = ("-", "--", ":", "-.")
-"""Line styles; each style runs through all colours."""
-LINE, SIDE = 90, 30
-"""Number of letters in a line of the legend, and below an axis of a third of the width."""
-SPREAD = 5.0
-"""Ratio of the largest to the smallest value above which an axis becomes logarithmic."""
+STYLES = ("-", "--", ":", "-.")  # line styles; each style runs through all colours
+LINE, SIDE = 90, 30  # number of letters in a line of the legend, and below an axis of a third of the width
+SPREAD = 5.0  # ratio of the largest to the smallest value above which an axis becomes logarithmic
 
 
 def study_plots(comparison: Comparison) -> list[tuple[str, bytes]]:
@@ -222,9 +208,8 @@ def draw_ladder(axes: "Axes", ladder: LadderOutcome) -> None:
     for number, per in enumerate(lengths):
         color, curve = COLORS[number % len(COLORS)], ladder.curves.get(per, ())
         name = f"{per} tokens per parameter"
-        axes.plot(*zip(*curve, strict=True), color=color, label=name) if curve else axes.plot(
-            [], [], "o", color=color, label=name
-        )
+        line = zip(*curve, strict=True) if curve else ([], [], "o")
+        axes.plot(*line, color=color, label=name)
     if len(ladder.arms) > 1:
         for arm, face in zip(ladder.arms, (QUIET, "white"), strict=True):
             axes.plot([], [], "o", color=QUIET, markerfacecolor=face, label=arm)
@@ -250,9 +235,8 @@ def draw_tuning(axes: "Axes", comparison: Comparison, tuning: Tuning) -> None:
         known = [(place(point.value), point, point.estimate) for point in group.points if point.estimate is not None]
         means = [found.mean for *_, found in known]
         style = STYLES[number // len(COLORS) % len(STYLES)]
-        axes.plot(
-            [x for x, *_ in known], means, style, color=color, linewidth=1.6, label="\n".join(_wrapped(group.label))
-        )
+        label = "\n".join(_wrapped(group.label))
+        axes.plot([x for x, *_ in known], means, style, color=color, linewidth=1.6, label=label)
         for x, point, found in known:
             if found.low is not None and found.high is not None:
                 axes.plot([x, x], [found.low, found.high], color=color, linewidth=1, alpha=0.6)
@@ -299,9 +283,8 @@ def _scale(axes: "Axes", values: Sequence[Any], *, logarithmic: bool | None = No
     numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(numbers) < len(values):
         names = list(dict.fromkeys(map(str, values)))
-        axes.set_xticks(
-            range(len(names)), ["\n".join(_wrapped(name, SIDE)) for name in names], rotation=90 if _room(values) else 0
-        )
+        labels = ["\n".join(_wrapped(name, SIDE)) for name in names]
+        axes.set_xticks(range(len(names)), labels, rotation=90 if _room(values) else 0)
         return lambda value: float(names.index(str(value)))
     spread = min(numbers) > 0 and max(numbers) / min(numbers) > SPREAD
     if (spread if logarithmic is None else logarithmic) and min(numbers) > 0:
@@ -320,31 +303,22 @@ def _room(values: Sequence[Any]) -> float:
 
 
 def _png(draw: "Callable[[Figure], None]", width: float, height: float) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _new_figure(width, height, 110)
     draw(figure)
     data = io.BytesIO()
     figure.savefig(data, format="png")
     return data.getvalue()
 
 
-MAX_ROWS = 512
-"""Maximum number of rows in the heat map; beyond it, neighbours in the order of load are averaged."""
-
-OCTAVES = 2.0
-"""Range of the colours: from a quarter of the mean load to four times the mean."""
+MAX_ROWS = 512  # maximum number of rows in the heat map; beyond it, neighbours in the order of load are averaged
+OCTAVES = 2.0  # range of the colours: from a quarter of the mean load to four times the mean
 
 
 class LoadHistory(NamedTuple):
     """Token counts of a run's record."""
 
-    steps: np.ndarray
-    """Logged steps, [steps]."""
-    counts: dict[str, np.ndarray]
-    """Tokens by layer, [steps, experts]."""
+    steps: np.ndarray  # logged steps, [steps]
+    counts: dict[str, np.ndarray]  # tokens by layer, [steps, experts]
 
 
 def draw_expert_load(run_folder: Path) -> Path | None:
@@ -375,10 +349,8 @@ def read_load(run_folder: Path) -> LoadHistory | None:
 
 
 def heat_map(history: LoadHistory) -> tuple[np.ndarray, list[int]]:
-    """Load over the mean, [rows, steps], and the row at which each layer ends.
-
-    In each layer, experts are ordered by their load over the whole run, busiest first.
-    """
+    """Load over the mean, [rows, steps], and the row at which each layer ends. In each layer, experts are ordered by
+    their load over the whole run, busiest first."""
     most = max(4, MAX_ROWS // len(history.counts))
     layers = []
     for counts in history.counts.values():
@@ -390,17 +362,20 @@ def heat_map(history: LoadHistory) -> tuple[np.ndarray, list[int]]:
 
 
 def _figure(run_folder: Path, history: LoadHistory) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _new_figure(9, 8, 150)
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 3))
     _draw_imbalance(top, history)
     _draw_heat_map(figure, below, history)
-    folder = run_folder.resolve()
-    _add_name(figure, folder)
-    figure.text(0.5, 0.95, "   ·   ".join(_facts(history)), ha="center", fontsize=10, color=QUIET)
+    last = {layer: load_statistics(counts[-1].astype(int).tolist()) for layer, counts in history.counts.items()}
+    worst = max(last, key=lambda layer: last[layer].load_max)
+    experts = sorted({counts.shape[1] for counts in history.counts.values()})
+    facts = [
+        f"{format_items(len(last), 'layer')} of {' or '.join(map(str, experts))} experts",
+        f"at step {history.steps[-1]:.0f}: busiest {last[worst].load_max:.2f} × mean ({worst.replace('_', ' ')})",
+        f"entropy {sum(load.entropy for load in last.values()) / len(last):.3f}",
+        f"{sum(load.dead for load in last.values())} dead (black)",
+    ]
+    _add_name(figure, run_folder, facts, 0.95)
     return figure
 
 
@@ -425,10 +400,12 @@ def _draw_heat_map(figure: "Figure", axes: "Axes", history: LoadHistory) -> None
     with np.errstate(divide="ignore"):
         colours = np.ma.masked_invalid(np.log2(loads))
     colormap = colormaps["RdBu_r"].with_extremes(bad="black")
-    edges = _edges(history.steps)
-    mesh = axes.pcolormesh(
-        edges, np.arange(len(loads) + 1), colours, cmap=colormap, vmin=-OCTAVES, vmax=OCTAVES, rasterized=True
-    )
+    steps = history.steps
+    gaps = np.diff(steps) if len(steps) > 1 else np.ones(1)
+    middle = (steps[1:] + steps[:-1]) / 2
+    borders = np.concatenate(([steps[0] - gaps[0] / 2], middle, [steps[-1] + gaps[-1] / 2]))
+    look = {"cmap": colormap, "vmin": -OCTAVES, "vmax": OCTAVES, "rasterized": True}
+    mesh = axes.pcolormesh(borders, np.arange(len(loads) + 1), colours, **look)
     axes.invert_yaxis()
     for end in ends[:-1]:
         axes.axhline(end, color=INK, linewidth=1.2 if len(ends) < 40 else 0.4)
@@ -443,31 +420,8 @@ def _draw_heat_map(figure: "Figure", axes: "Axes", history: LoadHistory) -> None
     bar.ax.tick_params(labelsize=9)
 
 
-def _edges(steps: np.ndarray) -> np.ndarray:
-    """Borders of the columns, half-way between steps."""
-    if len(steps) == 1:
-        return np.array([steps[0] - 0.5, steps[0] + 0.5])
-    middle = (steps[1:] + steps[:-1]) / 2
-    return np.concatenate(([2 * steps[0] - middle[0]], middle, [2 * steps[-1] - middle[-1]]))
-
-
-def _facts(history: LoadHistory) -> Sequence[str]:
-    last = {layer: load_statistics(counts[-1].astype(int).tolist()) for layer, counts in history.counts.items()}
-    worst = max(last, key=lambda layer: last[layer].load_max)
-    experts = sorted({counts.shape[1] for counts in history.counts.values()})
-    return [
-        f"{format_items(len(last), 'layer')} of {' or '.join(map(str, experts))} experts",
-        f"at step {history.steps[-1]:.0f}: busiest {last[worst].load_max:.2f} × mean ({worst.replace('_', ' ')})",
-        f"entropy {sum(load.entropy for load in last.values()) / len(last):.3f}",
-        f"{sum(load.dead for load in last.values())} dead (black)",
-    ]
-
-
 def draw_run(run_folder: Path) -> Iterator[str]:
-    """Draw the loss curve and, for a model with experts, their load; yields a line for each plot.
-
-    Raises UserError if no step is logged.
-    """
+    """Draw the loss curve and the load of experts; yields a line for each. Raises UserError if no step is logged."""
     yield f"loss curve: {draw(run_folder)}"
     if (path := draw_expert_load(run_folder)) is not None:
         yield f"load of experts: {path}"

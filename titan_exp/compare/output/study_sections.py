@@ -10,15 +10,12 @@ from typing import Any, Literal
 from titan_exp.compare import compared_metrics
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.findings import interval, signed, verdict, with_interval
-from titan_exp.compare.runs import Row
-from titan_exp.compare.statistics import Estimate
-from titan_exp.compare.study_outcome import Cost, LadderOutcome, Learnt, Marginal, times
+from titan_exp.compare.study_outcome import Cost, LadderOutcome, Learnt, times
 from titan_exp.compare.tuning import Group, Reached, Tuning
 from titan_exp.config.schema.identity_keys import LAYOUT, flatten, is_among
 from titan_exp.tracking.display import format_count, format_duration, format_items
 
-ROUNDING = 1e-4
-"""Relative loss difference that counts as equal, since layouts round differently."""
+ROUNDING = 1e-4  # relative loss difference that counts as equal, since layouts round differently
 
 
 @dataclass(frozen=True)
@@ -26,19 +23,15 @@ class ParetoPoint:
     """Row of the comparison, by index."""
 
     row: int
-    gpu_hours: float
-    """Mean over seeds; for continued runs, including their parents'."""
-    loss: float
-    """Mean over seeds of the loss metric; lower is better."""
-    is_on_front: bool
-    """True unless another row is cheaper at no higher loss, or better at no higher cost."""
+    gpu_hours: float  # mean over seeds; for continued runs, including their parents'
+    loss: float  # mean over seeds of the loss metric; lower is better
+    is_on_front: bool  # true unless another row is cheaper at no higher loss, or better at no higher cost
 
 
 def cost_metric(comparison: Comparison) -> compared_metrics.Metric:
     """GPU-hours, including those of parents if a run was continued."""
-    return compared_metrics.METRIC_BY_NAME[
-        compared_metrics.WITH_PARENTS if any(run.begins for run in comparison.runs) else "gpu_hours"
-    ]
+    continued = any(run.begins for run in comparison.runs)
+    return compared_metrics.METRIC_BY_NAME[compared_metrics.WITH_PARENTS if continued else "gpu_hours"]
 
 
 def loss_metric(comparison: Comparison) -> compared_metrics.Metric | None:
@@ -48,28 +41,24 @@ def loss_metric(comparison: Comparison) -> compared_metrics.Metric | None:
 
 def pareto(comparison: Comparison) -> list[ParetoPoint]:
     """Rows with a known loss and cost, cheapest first. Noise between seeds is not considered."""
-    metric, cost, budget = loss_metric(comparison), cost_metric(comparison), comparison.budget
-    known: list[tuple[float, float, int]] = []
+    metric, metric_hours, budget = loss_metric(comparison), cost_metric(comparison), comparison.budget
+    known = list[tuple[float, float, int]]()
     for index, row in enumerate(comparison.rows):
-        hours = [cost.read(run, budget.tokens) for run in row.runs if budget.reached(run)]
+        hours = [metric_hours.read(run, budget.tokens) for run in row.runs if budget.reached(run)]
         costs = [number for number in hours if number is not None]
         loss = row.estimates[metric.name] if metric else None
         if costs and loss is not None:
             known.append((sum(costs) / len(costs), loss.mean, index))
-    return [
-        ParetoPoint(index, cost, loss, not any(_dominates(other[:2], (cost, loss)) for other in known))
-        for cost, loss, index in sorted(known, key=lambda point: point[0])
-    ]
-
-
-def _dominates(point: tuple[float, float], other: tuple[float, float]) -> bool:
-    margin = ROUNDING * abs(other[1])
-    no_worse = point[0] <= other[0] and point[1] <= other[1] + margin
-    return no_worse and (point[0] < other[0] or point[1] < other[1] - margin)
+    found = []
+    for cost, loss, index in sorted(known, key=lambda point: point[0]):
+        margin = ROUNDING * abs(loss)
+        no_worse = [other for other in known if other[0] <= cost and other[1] <= loss + margin]
+        dominated = any(other[0] < cost or other[1] < loss - margin for other in no_worse)
+        found.append(ParetoPoint(index, cost, loss, not dominated))
+    return found
 
 
 GLOBAL_BATCH = "training.global_batch_size"
-
 SPEED = compared_metrics.METRIC_BY_NAME["tokens_per_second"]
 
 
@@ -77,37 +66,35 @@ SPEED = compared_metrics.METRIC_BY_NAME["tokens_per_second"]
 class ScalingPoint:
     """Row of the comparison in a scaling series, by index."""
 
-    label: str
-    """Short names and values of the layout keys."""
+    label: str  # short names and values of the layout keys
     row: int
     world_size: int
-    tokens_per_second: float
-    """Throughput of the whole job: mean over seeds of the median over steps."""
-    speedup: float
-    """Throughput relative to the fastest row at the smallest world size."""
-    efficiency: float
-    """Speedup over the ratio of world sizes; 1 is ideal."""
+    tokens_per_second: float  # throughput of the whole job: mean over seeds of the median over steps
+    speedup: float  # throughput relative to the fastest row at the smallest world size
+    efficiency: float  # speedup over the ratio of world sizes; 1 is ideal
 
 
 @dataclass(frozen=True)
 class ScalingSeries:
     """Rows of the same experiment in different layouts."""
 
-    kind: Literal["strong", "weak"]
-    """Strong scaling has a fixed global batch; in weak scaling, the global batch grows with the world size."""
-    fixed: str
-    """Values that distinguish this series; empty if it is the only one."""
-    points: tuple[ScalingPoint, ...]
-    """Points sorted by world size, the fastest first."""
+    kind: Literal["strong", "weak"]  # global batch that is fixed, or that grows with the world size
+    fixed: str  # values that distinguish this series; empty if it is the only one
+    points: tuple[ScalingPoint, ...]  # points sorted by world size, the fastest first
 
 
 def scaling(comparison: Comparison) -> list[ScalingSeries]:
     """Scaling series: rows that differ only in layout, or also in the global batch, with at least two world sizes."""
     groups: dict[str, list[tuple[int, float, int]]] = defaultdict(list)
+    budget = comparison.budget.tokens
     for index, row in enumerate(comparison.rows):
-        size, speed = row.runs[0].world_size, _speed(comparison, row)
-        if size and speed:
-            groups[_outside_layout(row.values)].append((size, speed, index))
+        speeds = [speed for run in row.runs if (speed := SPEED.read(run, budget))]
+        if not speeds or all(compared_metrics.has_failed(run, budget) for run in row.runs):
+            continue
+        if size := row.runs[0].world_size:
+            outside = {key for key in row.values if key != GLOBAL_BATCH and not is_among(key, LAYOUT)}
+            others = repr(sorted((key, row.values[key]) for key in outside))
+            groups[others].append((size, sum(speeds) / len(speeds), index))
     return [
         _series(comparison, points, alone=len(groups) == 1)
         for points in groups.values()
@@ -137,21 +124,7 @@ def _series(comparison: Comparison, measured: list[tuple[int, float, int]], *, a
     return ScalingSeries("strong" if len(batches) == 1 else "weak", fixed, tuple(points))
 
 
-def _outside_layout(values: Mapping[str, Any]) -> str:
-    return repr(
-        sorted((key, value) for key, value in values.items() if key != GLOBAL_BATCH and not is_among(key, LAYOUT))
-    )
-
-
-def _speed(comparison: Comparison, row: Row) -> float | None:
-    if all(compared_metrics.has_failed(run, comparison.budget.tokens) for run in row.runs):
-        return None
-    known = [speed for run in row.runs if (speed := SPEED.read(run, comparison.budget.tokens))]
-    return sum(known) / len(known) if known else None
-
-
-BEST = 8
-"""Number of points of an adaptive study that are listed."""
+BEST = 8  # number of points of an adaptive study that are listed
 NONE = "—"
 
 
@@ -161,19 +134,21 @@ class Section:
 
     title: str
     heads: tuple[str, ...]
-    left: int
-    """Number of left-aligned columns."""
+    left: int  # number of left-aligned columns
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
-    values: Sequence[Mapping[str, Any]] = ()
-    """Plain numbers for the CSV and JSON of each row of the comparison, by name; the same names in all rows."""
+    values: Sequence[Mapping[str, Any]] = ()  # plain numbers of each row for CSV and JSON, by one set of names
 
 
 def sections(comparison: Comparison) -> list[Section]:
     """Sections of a comparison: of tuned runs, of an adaptive study or a ladder, and those of extensions."""
     found = []
-    if comparison.tuning is not None:
-        found.append(_tuned(comparison, comparison.tuning))
+    if (tuning := comparison.tuning) is not None:
+        heads = ("", f"best {tuning.short}", f"{tuning.short} tried", "n", comparison.main.title)
+        heads += ("against the baseline", "steps to its loss", "time to its loss")
+        rows = tuple(_group_row(comparison.main, tuning, group) for group in tuning.groups)
+        notes = tuple(_tuning_notes(comparison, tuning, rows))
+        found.append(Section(f"Each at its best {tuning.short}", heads, 1, rows, notes))
     if comparison.learnt is not None:
         found += [_ranking(comparison.learnt), _marginals(comparison.learnt)]
     if comparison.ladder is not None:
@@ -199,14 +174,6 @@ def _ladder(ladder: LadderOutcome) -> Section:
     return Section("Ladder of sizes, by final losses", heads, 2, tuple(rows), tuple(ladder.sentences))
 
 
-def _tuned(comparison: Comparison, tuning: Tuning) -> Section:
-    metric = comparison.main
-    heads = ("", f"best {tuning.short}", f"{tuning.short} tried", "n", metric.title, "against the baseline")
-    heads += ("steps to its loss", "time to its loss")
-    rows = tuple(_group_row(metric, tuning, group) for group in tuning.groups)
-    return Section(f"Each at its best {tuning.short}", heads, 1, rows, tuple(_tuning_notes(comparison, tuning)))
-
-
 def _group_row(metric: compared_metrics.Metric, tuning: Tuning, group: Group) -> tuple[str, ...]:
     best, delta = group.best, group.delta
     found = None if best is None else best.estimate
@@ -230,16 +197,12 @@ def _reached(found: Reached, text: Callable[[float], str]) -> str:
     if estimate is None:
         return "not reached"
     some = "" if found.reached == found.of else f", {found.reached} of {found.of} seeds"
-    return f"{text(estimate.mean)}{_bounds(estimate, text)}{some}"
-
-
-def _bounds(estimate: Estimate, text: Callable[[float], str]) -> str:
     if estimate.low is None or estimate.high is None:
-        return ""
-    return f" [{text(estimate.low)}, {text(estimate.high)}]"
+        return f"{text(estimate.mean)}{some}"
+    return f"{text(estimate.mean)} [{text(estimate.low)}, {text(estimate.high)}]{some}"
 
 
-def _tuning_notes(comparison: Comparison, tuning: Tuning) -> Iterator[str]:
+def _tuning_notes(comparison: Comparison, tuning: Tuning, rows: Sequence[Sequence[str]]) -> Iterator[str]:
     base = next(group for group in tuning.groups if group.is_baseline)
     seeds = sorted({len(comparison.rows[point.row].runs) for group in tuning.groups for point in group.points})
     count = format_items(seeds[-1], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
@@ -260,9 +223,8 @@ def _tuning_notes(comparison: Comparison, tuning: Tuning) -> Iterator[str]:
                 yield f"{group.label} at {tuning.short}={value}: {point.diverged} of {runs} diverged."
     if untuned := [group.label for group in tuning.groups if group.edge == "one value"]:
         yield f"One value of {tuning.short}, so that it is not tuned: {'; '.join(untuned)}."
-    cells = [cell for group in tuning.groups for cell in _group_row(comparison.main, tuning, group)]
     brackets = ""
-    if any("[" in cell for cell in cells):
+    if any("[" in cell for row in rows for cell in row):
         brackets = " Brackets are 95 % intervals over seeds; those of steps and time end with the longest run."
     yield (
         f"Steps and time to the training loss that {base.label} at its best ends with, seed by seed; time is that of "
@@ -275,7 +237,7 @@ def _ranking(learnt: Learnt) -> Section:
     rows = []
     for trial in learnt.trials[:BEST]:
         rung = [f"{trial.round} of {learnt.rungs}"] if learnt.rungs else []
-        rows.append((trial.label, *rung, _number(learnt, trial.value), str(trial.seeds)))
+        rows.append((trial.label, *rung, _number(trial.value), str(trial.seeds)))
     cost, notes = learnt.cost, []
     if len(learnt.trials) > BEST:
         notes.append(f"The best {BEST} of {len(learnt.trials)} points.")
@@ -297,11 +259,12 @@ def _cost_text(cost: Cost) -> str:
 def _marginals(learnt: Learnt) -> Section:
     where = " at the first rung" if learnt.rungs else ""
     heads = ("parameter", "values", f"mean {_title(learnt.metric)}", "best", "points")
-    rows = [
-        (parameter.short if place == 0 else "", *_marginal_row(learnt, marginal))
-        for parameter in learnt.parameters
-        for place, marginal in enumerate(parameter.marginals)
-    ]
+    rows = []
+    for parameter in learnt.parameters:
+        for place, marginal in enumerate(parameter.marginals):
+            numbers = (_number(marginal.mean), _number(marginal.best))
+            points = f"{marginal.points}{f' ({marginal.diverged} diverged)' if marginal.diverged else ''}"
+            rows.append((parameter.short if place == 0 else "", marginal.part, *numbers, points))
     notes = [
         f"The best point has {parameter.short}={parameter.best}, at the {parameter.edge} edge of its range: widen it."
         for parameter in learnt.parameters
@@ -312,13 +275,7 @@ def _marginals(learnt: Learnt) -> Section:
     return Section(f"{_title(learnt.metric).capitalize()} by parameter{where}", heads, 2, tuple(rows), tuple(notes))
 
 
-def _marginal_row(learnt: Learnt, marginal: Marginal) -> tuple[str, ...]:
-    diverged = f" ({marginal.diverged} diverged)" if marginal.diverged else ""
-    points = f"{marginal.points}{diverged}"
-    return marginal.part, _number(learnt, marginal.mean), _number(learnt, marginal.best), points
-
-
-def _number(learnt: Learnt, value: float | None) -> str:
+def _number(value: float | None) -> str:
     if value is None:
         return NONE
     return f"{value:.4f}" if math.isfinite(value) else "diverged"
@@ -329,13 +286,25 @@ def _title(metric: str) -> str:
     return metric.replace("_", " ") if known is None else known.title
 
 
-def markdown(found: Sequence[Section], escape: Callable[[str], str]) -> list[str]:
+def escape_markdown(text: str) -> str:
+    """Text with the marks of Markdown as themselves, on one line."""
+    for character in "\\|*_`":
+        text = text.replace(character, "\\" + character)
+    return text.replace("<", "&lt;").replace("\n", " ")
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Lines of a table whose first `left` columns are left-aligned."""
+    lines = ["| " + " | ".join(map(escape_markdown, row)) + " |" for row in (heads, *rows)]
+    rule = ["---"] * left + ["--:"] * (len(heads) - left)
+    return [lines[0], "|" + "|".join(rule) + "|", *lines[1:]]
+
+
+def markdown(found: Sequence[Section]) -> list[str]:
     """Sections as lines of Markdown."""
     lines = []
     for section in found:
-        rule = ["---"] * section.left + ["--:"] * (len(section.heads) - section.left)
-        table = [section.heads, *section.rows]
-        rows = ["| " + " | ".join(map(escape, row)) + " |" for row in table]
-        rows.insert(1, "|" + "|".join(rule) + "|")
-        lines += [f"### {section.title}", "", *rows, "", *(f"- {escape(note)}" for note in section.notes), ""]
+        rows = markdown_table(section.heads, section.rows, section.left)
+        notes = [f"- {escape_markdown(note)}" for note in section.notes]
+        lines += [f"### {section.title}", "", *rows, "", *notes, ""]
     return lines

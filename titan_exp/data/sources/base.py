@@ -13,7 +13,7 @@ import os
 import time
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from hashlib import blake2b
@@ -120,7 +120,9 @@ class CorpusContent:
         for key, begin, end in zip(self._keys, self._ends, self._ends[1:], strict=False):
             digest.update(f"{key}\0{end - begin}\0".encode(errors="surrogateescape"))
         if self.is_sampled:
-            for offset in _spaced(self._ends[-1]):
+            last = max(0, self._ends[-1] - SAMPLE_BYTES)
+            # As a set: a small corpus of many files would have duplicates.
+            for offset in sorted({last * number // (SAMPLES - 1) for number in range(SAMPLES)}):
                 number = bisect_right(self._ends, offset) - 1
                 with self._paths[number].open("rb", buffering=0) as file:
                     file.seek(offset - self._ends[number])
@@ -130,12 +132,6 @@ class CorpusContent:
                 with path.open("rb") as file:
                     hashlib.file_digest(file, lambda: digest)
         return digest.hexdigest()
-
-
-def _spaced(total: int) -> Sequence[int]:
-    """Offsets of the samples, without duplicates, which a small corpus of many files would have."""
-    last = max(0, total - SAMPLE_BYTES)
-    return sorted({last * number // (SAMPLES - 1) for number in range(SAMPLES)})
 
 
 @runtime_checkable
@@ -176,11 +172,9 @@ class PartReader(Protocol):
 
 @runtime_checkable
 class StreamingSource(Protocol):
-    """Documents read in order, in independently readable parts (e.g. files of a large data set).
-
-    Provide at least `data.virtual_shards` parts if you can, because each shard that shares a part reads all of it.
-    Optional member: `fingerprint: str`, as for random access.
-    """
+    """Documents read in order, in independently readable parts (e.g. files of a large data set). Provide at least
+    `data.virtual_shards` parts if you can, because each shard that shares a part reads all of it. Optional member:
+    `fingerprint: str`, as for random access."""
 
     @property
     def parts(self) -> int:
@@ -256,8 +250,7 @@ def _chosen_options(kind: Any, config: DataConfig) -> str:
     return f", options {chosen}" if chosen else ""
 
 
-INTERFACE = "titan_exp/data/sources/base.py"
-"""File that documents the interface of a source."""
+INTERFACE = "titan_exp/data/sources/base.py"  # file that documents the interface of a source
 
 
 def build_source(config: DataConfig) -> Source:
@@ -309,12 +302,8 @@ def build_validation_source(config: DataConfig) -> Source | None:
 
 
 def own_source(config: DataConfig) -> Any:
-    """Import your source class without opening its data.
-
-    Raises:
-        UserError: it cannot be imported, takes other arguments than `(config, options)`, with `Options`, or
-            otherwise `(config, **options)`, or is not a source.
-    """
+    """Import your source class without opening its data. Raises UserError if it cannot be imported, takes other
+    arguments than `(config, options)`, with `Options`, or otherwise `(config, **options)`, or is not a source."""
     typed = is_dataclass(getattr(import_dotted(config.source, "data.source"), "Options", None))
     call = Call(("config", "options")) if typed else Call(("config",), (), "data.options", config.options)
     own = import_callable(config.source, "data.source", call)

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 DESCRIPTION = SourceDescription(
     reads=("dataset", "subset", "data_files", "split", "validation_split", "text_column"), is_endless=True
 )
-
-LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
-"""Values of `data.dataset` that are file loaders."""
+LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")  # values of `data.dataset` that are file loaders
 _HUB_TIMEOUT_SECONDS = 5.0
 _COMPRESSIONS = {"zstd": "zstandard", "lz4": "lz4"}
 """Packages to install, by the compression that the library names when it lacks them."""
@@ -69,10 +67,8 @@ def _needs_hub(config: DataConfig) -> bool:
 
 
 def _hub_answers() -> bool:
-    """True if the hub answers a short request; otherwise switch the libraries to offline mode.
-
-    By default they would retry for minutes, on every rank.
-    """
+    """True if the hub answers a short request; otherwise switch the libraries to offline mode. By default they would
+    retry for minutes, on every rank."""
     import datasets.config
     import huggingface_hub
     from huggingface_hub import constants
@@ -107,24 +103,18 @@ def explain(config: DataConfig, split: str, error: Exception, *, offline: bool =
         return _failure(Violation("data.split", split, message, "name a split of the data set"))
     if "config" in message.lower():
         return _failure(Violation("data.subset", config.subset, message, "name one of the data set's configurations"))
-    if (
-        package := next((name for kind, name in _COMPRESSIONS.items() if f"type {kind} not" in message), None)
-    ) is not None:
+    if lacking := [package for kind, package in _COMPRESSIONS.items() if f"type {kind} not" in message]:
+        package = lacking[0]
         key = "data.data_files" if config.data_files else "data.dataset"
         value = list(config.data_files) or config.dataset
         return _failure(Violation(key, value, f"it takes {package} to unpack its files", f"type pip install {package}"))
     if config.data_files and not isinstance(error, FileNotFoundError):
         empty = isinstance(error, StopIteration)
         reason = "there are no rows" if empty else f"{type(error).__name__}: {message}"
-        return _failure(
-            Violation(
-                "data.data_files", list(config.data_files), reason, f"give files that the loader {config.dataset} reads"
-            )
-        )
-    remedy = (
-        "a data set of the hub (signed in if it is gated), a local folder, "
-        f"or a loader ({', '.join(LOADERS)}) with data.data_files"
-    )
+        remedy = f"give files that the loader {config.dataset} reads"
+        return _failure(Violation("data.data_files", list(config.data_files), reason, remedy))
+    loader = f"a loader ({', '.join(LOADERS)}) with data.data_files"
+    remedy = f"a data set of the hub (signed in if it is gated), a local folder, or {loader}"
     return _failure(Violation("data.dataset", config.dataset, f"{type(error).__name__}: {message}", remedy))
 
 
@@ -134,13 +124,13 @@ def _failure(violation: Violation) -> UserError:
 
 def build(config: DataConfig) -> Source:
     """Open the training split. Raises UserError if it cannot be loaded or lacks the text column."""
-    return _build_split(config, config.split)
+    return _open(config, config.split)
 
 
 def build_validation(config: DataConfig) -> Source:
     """Open the validation split."""
     assert config.validation_split is not None
-    return _build_split(config, config.validation_split)
+    return _open(config, config.validation_split)
 
 
 def local_entries(config: DataConfig) -> tuple[str, ...]:
@@ -154,8 +144,7 @@ def local_entries(config: DataConfig) -> tuple[str, ...]:
 
 
 def violations(config: DataConfig) -> Iterator[Violation]:
-    """Check that the data set is named, that its local files exist and have rows, and that they can be unpacked
-    here."""
+    """Check that the data set is named, and that its local files exist, have rows and can be unpacked here."""
     files = "data.data_files='[corpus.jsonl]'"
     if config.dataset is None:
         remedy = f"name one of the hub, data.dataset=NAME, or use data.dataset=json {files}"
@@ -185,7 +174,6 @@ _DECOMPRESSORS = {".zst": "zstandard", ".lz4": "lz4"}
 
 
 def _missing_decompressor(file: str, key: str) -> Violation | None:
-    """Violation of a compressed file that cannot be read in this environment."""
     suffix = Path(file).suffix.lower()
     if suffix == ".lzma":
         remedy = "compress it anew with xz --format=xz, or unpack it with unlzma"
@@ -209,10 +197,13 @@ class HuggingFaceTable:
 
     def __init__(self, dataset: Dataset, config: DataConfig, split: str) -> None:
         _check_column(dataset.column_names, config)
-        self._column = config.text_column
-        self._config = config
+        self._column, self._config = config.text_column, config
         self._dataset = dataset.select_columns([self._column])
-        self.fingerprint = f"{_name(config, split)}: {len(dataset)} documents, {self._sample_digest()}"
+        # A digest of a few documents: reading all may take hours, and file names differ between machines.
+        count = len(dataset)
+        sample = sorted({0, count // 3, count // 2, count - 1}) if count else []
+        digest = _digest("\0".join(self[index] for index in sample))
+        self.fingerprint = f"{_name(config, split)}: {count} documents, {digest}"
         self.content, self.revision = _identity(config, dataset)
 
     def __len__(self) -> int:
@@ -220,12 +211,6 @@ class HuggingFaceTable:
 
     def __getitem__(self, index: int) -> str:
         return _text(self._dataset[index][self._column], self._config)
-
-    def _sample_digest(self) -> str:
-        """Digest of a few documents; reading all may take hours, and file names differ between machines."""
-        count = len(self)
-        sample = sorted({0, count // 3, count // 2, count - 1}) if count else []
-        return _digest("\0".join(self[index] for index in sample))
 
 
 class HuggingFaceStream:
@@ -258,9 +243,7 @@ class HuggingFaceReader:
     """Reader of one pass over one part, resumable at any row."""
 
     def __init__(self, dataset: IterableDataset, config: DataConfig) -> None:
-        self._dataset = dataset
-        self._config = config
-        self._rows = iter(dataset)
+        self._dataset, self._config, self._rows = dataset, config, iter(dataset)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -276,7 +259,7 @@ class HuggingFaceReader:
         return self._dataset.state_dict()
 
 
-def _build_split(config: DataConfig, split: str) -> Source:
+def _open(config: DataConfig, split: str) -> Source:
     kind = HuggingFaceStream if config.streaming else HuggingFaceTable
     return kind(load_split(config, split), config, split)
 
@@ -310,9 +293,8 @@ def _text(value: object, config: DataConfig) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise _wrong_column(
-            config, f"this column holds {type(value).__name__} instead of text", "name a column of text"
-        )
+        reason = f"this column holds {type(value).__name__} instead of text"
+        raise _wrong_column(config, reason, "name a column of text")
     return value
 
 

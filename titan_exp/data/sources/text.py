@@ -23,11 +23,8 @@ DESCRIPTION = SourceDescription(reads=("paths", "document"), files="paths")
 
 
 class FileSource:
-    """Random-access source over files, ordered by key.
-
-    `files` are pairs of key (path relative to the corpus) and path. Empty files are skipped. Undecodable bytes become
-    U+FFFD; a leading byte-order mark is dropped.
-    """
+    """Random-access source over files, ordered by key. `files` are pairs of key (path relative to the corpus) and path.
+    Empty files are skipped. Undecodable bytes become U+FFFD; a leading byte-order mark is dropped."""
 
     def __init__(self, name: str, files: Iterable[tuple[str, Path]]) -> None:
         digest, size = blake2b(digest_size=8), 0
@@ -64,17 +61,14 @@ class FileSource:
 
 
 _OPEN_FILES = 32
-Granularity = Literal["paragraph", "line"]
-"""Unit of text per document."""
+Granularity = Literal["paragraph", "line"]  # unit of text per document
 
 
 class SplitFileSource:
-    """Random-access source over paragraphs or lines, in file order.
-
-    Whitespace-only lines separate paragraphs and are not documents. Trailing whitespace of a document is dropped.
-    Splitting at ASCII newlines never cuts a UTF-8 character. The index takes 8 bytes per document. Files must not
-    change while in use. Raises UserError if all files are blank.
-    """
+    """Random-access source over paragraphs or lines, in file order. Whitespace-only lines separate paragraphs and are
+    not documents. Trailing whitespace of a document is dropped. Splitting at ASCII newlines never cuts a UTF-8
+    character. The index takes 8 bytes per document. Files must not change while in use. Raises UserError if all files
+    are blank."""
 
     def __init__(self, files: FileSource, unit: Granularity) -> None:
         self._files, self.content = files, files.content
@@ -83,10 +77,8 @@ class SplitFileSource:
 
         self._offsets = np.concatenate([np.empty(0, dtype=np.int64), *offsets])
         if len(self._offsets) == 0:
-            reason = "all files of data.paths are blank"
-            raise UserError(
-                "There is no text to read.", [Violation("data.document", unit, reason, "give files with text")]
-            )
+            violation = Violation("data.document", unit, "all files of data.paths are blank", "give files with text")
+            raise UserError("There is no text to read.", [violation])
         self._first_document: list[int] = np.cumsum([0, *map(len, offsets)]).tolist()
         self._open = lru_cache(maxsize=_OPEN_FILES)(lambda number: _OpenFile(files.path(number)))
         self.fingerprint = f"{files.fingerprint}, {len(self)} documents, each a {unit}"
@@ -145,17 +137,13 @@ def _document_offsets(path: Path, unit: Granularity) -> "np.ndarray":
     return np.frombuffer(offsets, dtype=np.int64)
 
 
-_NAMED = 5
-"""Number of skipped files that a warning names."""
+_NAMED = 5  # number of skipped files that a warning names
 
 
 def build(config: DataConfig) -> "TextSource | SplitFileSource":
     """Open the files of `data.paths`, split by `data.document`."""
     files = open_files(config)
-    if config.document == "file":
-        return files
-
-    return SplitFileSource(files, config.document)
+    return files if config.document == "file" else SplitFileSource(files, config.document)
 
 
 def open_files(config: DataConfig) -> "TextSource":
@@ -167,8 +155,7 @@ class TextSource(FileSource):
     """One document per file. Files with a NUL byte near their start are binary and skipped. Raises UserError if an
     entry of `paths` matches nothing, or no text is left."""
 
-    split_further = SPLIT_FURTHER["file"]
-    """Setting that splits the same text into more documents."""
+    split_further = SPLIT_FURTHER["file"]  # setting that splits the same text into more documents
 
     def __init__(self, paths: Sequence[str]) -> None:
         if not paths:

@@ -10,7 +10,6 @@ from titan_exp.config.schema.foreign_code import SourceDescription
 from titan_exp.data.token_store import TokenSequence, TokenSplit, build_store_sampler, open_split
 
 DESCRIPTION = SourceDescription(reads=("paths",), holds="tokens", is_store=True)
-
 build_sampler = build_store_sampler
 
 

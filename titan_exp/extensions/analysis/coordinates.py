@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -30,32 +30,28 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.extensions.analysis.usage import COORDINATES, LARGEST_SLOPE, LLAMA_WIDTHS, SMALL_LLAMA, STEPS, WIDTH
+from titan_exp.extensions.analysis.numerics import build_initial
+from titan_exp.extensions.analysis.verbs import COORDINATES, LARGEST_SLOPE, LLAMA_WIDTHS, SMALL_LLAMA, STEPS, WIDTH
 from titan_exp.models.blocks.transformer import RMSNorm, iter_blocks
-from titan_exp.models.build import build_model, choose_attention_backend, init_specs
 from titan_exp.models.parametrization.standard import scales_of
 from titan_exp.models.spec.lookup import with_mtp_depth
 from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.optim.optimizer import HasGradientPoint, build_optimizer
-from titan_exp.parallel import meta_init
 from titan_exp.rules import check
 from titan_exp.trainer.objective import LanguageModeling
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Sizes = Mapping[str, float]
-"""Mean |x| by kind of layer."""
+Sizes = Mapping[str, float]  # mean |x| by kind of layer
 
 
 @dataclass(frozen=True)
 class Coordinates:
     """Activations of a model on one batch, after each step."""
 
-    sizes: tuple[Sizes, ...]
-    """Mean |x| with initial weights, then after every step."""
-    changes: tuple[Sizes, ...]
-    """Mean |x - x of initial weights| after every step."""
+    sizes: tuple[Sizes, ...]  # mean |x| with initial weights, then after every step
+    changes: tuple[Sizes, ...]  # mean |x - x of initial weights| after every step
 
 
 def measure_coordinates(experiment: Experiment, batches: Sequence[Batch], device: torch.device) -> Coordinates:
@@ -80,8 +76,7 @@ def measure_coordinates(experiment: Experiment, batches: Sequence[Batch], device
 
 
 def slope(widths: Sequence[int], values: Sequence[float]) -> float:
-    """Slope of a least-squares line through log2 values over log2 widths; infinite for values that are not finite and
-    positive."""
+    """Slope of log2 values over log2 widths by least squares; infinite unless all are finite and positive."""
     if not all(math.isfinite(value) and value > 0 for value in values):
         return math.inf
     x, y = ([math.log2(number) for number in numbers] for numbers in (widths, values))
@@ -91,25 +86,10 @@ def slope(widths: Sequence[int], values: Sequence[float]) -> float:
 
 
 def _build(experiment: Experiment, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    config, seed = with_mtp_depth(experiment.model, 0), experiment.experiment.seed
-    seq_len, documents = experiment.training.seq_len, experiment.data.document_mask
-    # The model is in fp32, which few GPU attention kernels support.
-    backend = choose_attention_backend(
-        config, device, bf16=False, seq_len=seq_len, documents=documents, auto=device.type == "cuda"
-    )
-
-    def build() -> nn.Module:
-        return build_model(config, seq_len=seq_len, attention_backend=backend)
-
-    with torch.device("meta"):
-        model = build()
-    scales = scales_of(experiment.parametrization, config)
-    table = init_specs(model, scales)
-    meta_init.init_buffers(meta_init.buffer_places(model), meta_init.materialize_parameters(model, device), build, seed)
-    if table is None:
-        meta_init.copy_initial_weights(model, build, seed)
-    else:
-        meta_init.init_weights(model, table, seed)
+    config, training = with_mtp_depth(experiment.model, 0), experiment.training
+    scales, seed = scales_of(experiment.parametrization, config), experiment.experiment.seed
+    documents = experiment.data.document_mask
+    model = build_initial(config, training.seq_len, seed, device, documents=documents, scales=scales)
     return model, build_optimizer([model], experiment.optimizer, scales)
 
 
@@ -117,25 +97,15 @@ def _build(experiment: Experiment, device: torch.device) -> tuple[nn.Module, tor
 def _activations(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Outputs by module: the embedding, every block and its parts, and the logits."""
     found = dict[str, Tensor]()
-    with _recording(model, found):
+    with contextlib.ExitStack() as hooks:
+        for name, module in _recorded(model).items():
+
+            def record(_: nn.Module, __: object, output: Tensor, name: str = name) -> None:
+                found[name] = output.detach().clone()
+
+            hooks.callback(module.register_forward_hook(record).remove)
         found["logits"] = model(batch.tokens, batch.positions, batch.documents)
     return found
-
-
-@contextlib.contextmanager
-def _recording(model: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
-    handles = []
-    for name, module in _recorded(model).items():
-
-        def record(_: nn.Module, __: object, output: Tensor, name: str = name) -> None:
-            found[name] = output.detach().clone()
-
-        handles.append(module.register_forward_hook(record))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _recorded(model: nn.Module) -> dict[str, nn.Module]:
@@ -159,16 +129,11 @@ def _mean_sizes(activations: Mapping[str, Tensor]) -> Sizes:
     return {kind: sum(found) / len(found) for kind, found in values.items()}
 
 
-SEEDS = 2
-"""Number of seeds whose sizes are averaged."""
+SEEDS = 2  # number of seeds whose sizes are averaged
 
 
 def coordinates_command(arguments: Sequence[str]) -> int:
-    """Run `titan-exp doctor --coordinates`; returns the exit code.
-
-    Raises:
-        UserError: an override is invalid, or the lists have different lengths.
-    """
+    """Run `titan-exp doctor --coordinates`; returns the exit code. Raises UserError about overrides."""
     words = [argument for argument in arguments if argument != "--coordinates"]
     output = Path("coordinates.png")
     if "--output" in words[:-1]:
@@ -182,9 +147,8 @@ def coordinates_command(arguments: Sequence[str]) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     widths = [experiment.model.dim for experiment in experiments]
     found = [_mean_of_seeds(experiment, device) for experiment in experiments]
-    slopes = {
-        kind: slope(widths, [coordinates.changes[-1][kind] for coordinates in found]) for kind in found[0].changes[-1]
-    }
+    last = [coordinates.changes[-1] for coordinates in found]
+    slopes = {kind: slope(widths, [changes[kind] for changes in last]) for kind in last[0]}
     name = experiments[0].parametrization.name
     failed = [kind for kind, found in slopes.items() if abs(found) > LARGEST_SLOPE]
     verdict = f"failed: {', '.join(failed)}" if failed else "passed"
@@ -196,7 +160,6 @@ def coordinates_command(arguments: Sequence[str]) -> int:
 
 
 def _points(words: Sequence[str]) -> list[list[str]]:
-    """Overrides of each width."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(words))
     except HydraException as error:
@@ -204,11 +167,8 @@ def _points(words: Sequence[str]) -> list[list[str]]:
     if not any(override.is_sweep_override() for override in parsed):
         words = [*SMALL_LLAMA, *LLAMA_WIDTHS, *words]
         parsed = OverridesParser.create().parse_overrides(list(words))
-    lists = {
-        override.get_key_element(): list(override.sweep_string_iterator())
-        for override in parsed
-        if override.is_sweep_override()
-    }
+    swept = [override for override in parsed if override.is_sweep_override()]
+    lists = {override.get_key_element(): list(override.sweep_string_iterator()) for override in swept}
     fixed = [word for word, override in zip(words, parsed, strict=True) if not override.is_sweep_override()]
     if WIDTH not in lists or len(lists[WIDTH]) < 2 or len({len(values) for values in lists.values()}) > 1:
         lengths = ", ".join(f"{key} {len(values)}" for key, values in lists.items())
@@ -216,18 +176,14 @@ def _points(words: Sequence[str]) -> list[list[str]]:
             f"The coordinate check needs a list of at least two widths, {WIDTH}=A,B, and every other list of the same "
             f"length (yours: {lengths}). For example: {' '.join(LLAMA_WIDTHS[:2])}"
         )
-    return [
-        [*fixed, *(f"{key}={values[place]}" for key, values in lists.items())] for place in range(len(lists[WIDTH]))
-    ]
+    places = range(len(lists[WIDTH]))
+    return [[*fixed, *(f"{key}={values[place]}" for key, values in lists.items())] for place in places]
 
 
 def _on_one_device(experiment: Experiment) -> Experiment:
-    training = dataclasses.replace(
-        experiment.training,
-        mixed_precision="fp32",
-        micro_batch_size=experiment.training.global_batch_size,
-        batch_ramp=(),
-    )
+    rows = experiment.training.global_batch_size
+    own = {"mixed_precision": "fp32", "micro_batch_size": rows, "batch_ramp": ()}
+    training = dataclasses.replace(experiment.training, **own)
     parallelism = dataclasses.replace(experiment.parallelism, **ONE_DEVICE)
     return check(resolve_layout(dataclasses.replace(experiment, parallelism=parallelism, training=training), 1))
 
@@ -237,25 +193,18 @@ def _mean_of_seeds(experiment: Experiment, device: torch.device) -> Coordinates:
     for seed in range(experiment.experiment.seed, experiment.experiment.seed + SEEDS):
         run = dataclasses.replace(experiment, experiment=dataclasses.replace(experiment.experiment, seed=seed))
         found.append(measure_coordinates(run, _batches(run), device))
-    sizes, changes = ([_mean(steps) for steps in zip(*runs, strict=True)] for runs in _columns(found))
-    return Coordinates(tuple(sizes), tuple(changes))
+    return Coordinates(_mean([one.sizes for one in found]), _mean([one.changes for one in found]))
 
 
-def _columns(found: Sequence[Coordinates]) -> tuple[list[tuple[Sizes, ...]], list[tuple[Sizes, ...]]]:
-    return [coordinates.sizes for coordinates in found], [coordinates.changes for coordinates in found]
-
-
-def _mean(sizes: Sequence[Sizes]) -> Sizes:
-    return {kind: fmean(size[kind] for size in sizes) for kind in sizes[0]}
+def _mean(runs: Sequence[Sequence[Sizes]]) -> tuple[Sizes, ...]:
+    return tuple({kind: fmean(one[kind] for one in step) for kind in step[0]} for step in zip(*runs, strict=True))
 
 
 def _batches(experiment: Experiment) -> list[Batch]:
     training = experiment.training
     rows, seed = training.micro_batch_size or training.global_batch_size, experiment.experiment.seed
-    loader = TrainLoader(
-        experiment.data, training, seed, dp_rank=0, dp_degree=1, micro_batch_size=rows, pin_memory=False
-    )
-    with contextlib.closing(loader):
+    layout = {"dp_rank": 0, "dp_degree": 1, "micro_batch_size": rows, "pin_memory": False}
+    with contextlib.closing(TrainLoader(experiment.data, training, seed, **layout)) as loader:
         return [next(loader) for _ in range(STEPS)]
 
 

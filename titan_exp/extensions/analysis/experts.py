@@ -48,22 +48,20 @@ PATTERNS = {
 }
 """Regular expression of each class; the first match counts."""
 
-CLASSES = (*PATTERNS, "ends of text")
-"""Names of the classes, in the plural."""
-
+CLASSES = (*PATTERNS, "ends of text")  # names of the classes, in the plural
 _CODE = re.compile(r"^[ \t]*(?:def|class) \w+.*:[ \t]*$", re.MULTILINE)
 
 
 class TokenClassifier:
     """Classifies tokens by their text; a token of several characters has the class of its first non-space character.
-
-    Keywords are Python's, and count only in rows with Python definitions, because English has the same words.
-    """
+    Keywords are Python's, and count only in rows with Python definitions, because English has the same words."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
         self._texts: dict[int, str] = {}
-        self._patterns = {code: _compiled(code=code) for code in (False, True)}
+        # All patterns as alternatives, one group each; without code, the group of keywords matches nothing.
+        patterns = [{**PATTERNS, "keywords": "(?!)"}, PATTERNS]
+        self._patterns = [re.compile("|".join(f"({one})" for one in each.values())) for each in patterns]
 
     def text(self, token: int) -> str:
         """Text of one token; empty for the end of text."""
@@ -75,7 +73,10 @@ class TokenClassifier:
         """Index in `CLASSES` of each token of a row, int64 [tokens]."""
         texts = [self.text(token) for token in tokens]
         row = "".join(texts)
-        classes = self._classify_text(row)
+        classes = np.zeros(len(row), dtype=np.int64)
+        for match in self._patterns[_CODE.search(row) is not None].finditer(row):
+            assert match.lastindex is not None, "every pattern is a group"
+            classes[match.start() : match.end()] = match.lastindex - 1
         lengths = np.array([len(text) for text in texts])
         # Place of the first non-space character, else of the last character.
         lead = np.array([min(len(text) - len(text.lstrip(" ")), len(text) - 1) for text in texts])
@@ -85,26 +86,10 @@ class TokenClassifier:
         found = classes[np.minimum(places, len(row) - 1)]
         return np.where(lengths == 0, CLASSES.index("ends of text"), found)
 
-    def _classify_text(self, text: str) -> np.ndarray:
-        classes = np.zeros(len(text), dtype=np.int64)
-        for match in self._patterns[_CODE.search(text) is not None].finditer(text):
-            assert match.lastindex is not None, "every pattern is a group"
-            classes[match.start() : match.end()] = match.lastindex - 1
-        return classes
 
-
-def _compiled(*, code: bool) -> re.Pattern[str]:
-    """All patterns as alternatives, one group each; without `code`, the group of keywords matches nothing."""
-    return re.compile(
-        "|".join(f"({'(?!)' if name == 'keywords' and not code else pattern})" for name, pattern in PATTERNS.items())
-    )
-
-
-MAX_CELLS = 2**24
-"""Layers · experts · vocabulary up to which each expert's tokens are counted individually."""
-
-FEW_TOKENS = 50
-"""Number of tokens below which an expert has no favourite class."""
+MAX_CELLS = 2**24  # layers · experts · vocabulary up to which each expert's tokens are counted individually
+NAMED_TOKENS = 4  # number of an expert's most frequent tokens that are named
+FEW_TOKENS = 50  # number of tokens below which an expert has no favourite class
 
 
 @dataclass(frozen=True)
@@ -112,16 +97,11 @@ class Specialization:
     """Favourite class of one expert: the class that adds most to its divergence from all tokens."""
 
     expert: int
-    tokens: int
-    """Number of tokens routed to it."""
-    favourite: str
-    """Name of the class."""
-    share: float
-    """Share of the class among the expert's tokens."""
-    overall: float
-    """Share of the class among all tokens."""
-    most_frequent: list[str] = field(default_factory=list)
-    """Texts of its most frequent tokens of the class."""
+    tokens: int  # number of tokens routed to it
+    favourite: str  # name of the class
+    share: float  # share of the class among the expert's tokens
+    overall: float  # share of the class among all tokens
+    most_frequent: list[str] = field(default_factory=list)  # texts of its most frequent tokens of the class
 
     def __str__(self) -> str:
         shown = " ".join(repr(text)[1:-1] if text.strip() else repr(text) for text in self.most_frequent)
@@ -136,12 +116,9 @@ class LayerSpecialization:
     """Specialization of the experts of a layer."""
 
     layer: str
-    information: float
-    """Mutual information of expert and class over the entropy of the class: 0 if experts ignore the class."""
-    experts: list[Specialization]
-    """Experts, most specialized first; experts with few tokens are left out."""
-    unused: int
-    """Number of experts that were left out."""
+    information: float  # mutual information of expert and class over the entropy of the class; 0 if ignored
+    experts: list[Specialization]  # experts, most specialized first; experts with few tokens are left out
+    unused: int  # number of experts that were left out
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "LayerSpecialization":
@@ -165,8 +142,7 @@ class ExpertClasses:
         }
         """Counts of choices [experts, classes + vocabulary] by layer."""
         self._device = device
-        self._classes = np.zeros(0, dtype=np.int64)
-        self._tokens = np.zeros(0, dtype=np.int64)
+        self._classes = self._tokens = np.zeros(0, dtype=np.int64)
         # A letter's class depends on its place, so a token has the class that it mostly has.
         self._classes_of_tokens = np.zeros((vocab_size if self._vocab else 0, len(CLASSES)), dtype=np.int64)
 
@@ -202,9 +178,8 @@ class ExpertClasses:
             return counts.numpy()
 
         classes_of_tokens = total(torch.from_numpy(self._classes_of_tokens.copy()))
-        return [
-            self._layer(layer, total(counts.cpu().clone()), classes_of_tokens) for layer, counts in self.counts.items()
-        ]
+        counted = {layer: total(counts.cpu().clone()) for layer, counts in self.counts.items()}
+        return [self._layer(layer, counts, classes_of_tokens) for layer, counts in counted.items()]
 
     def _count(self, layer: str, routing: Routing) -> None:
         experts, counts = routing.experts, self.counts[layer]
@@ -229,26 +204,16 @@ class ExpertClasses:
         experts = []
         for expert in used:
             best = int(gains[expert].argmax())
-            texts = self._most_frequent(counts[expert, len(CLASSES) :], classes_of_tokens, best)
-            experts.append(
-                Specialization(
-                    expert, int(tokens[expert]), CLASSES[best], float(shares[expert, best]), float(overall[best]), texts
-                )
-            )
+            own = counts[expert, len(CLASSES) :]
+            ordered = (token for token in np.argsort(-own, kind="stable").tolist() if own[token])
+            frequent = islice((one for one in ordered if classes_of_tokens[one].argmax() == best), NAMED_TOKENS)
+            share, everywhere = float(shares[expert, best]), float(overall[best])
+            texts = [self._classifier.text(token) for token in frequent]
+            experts.append(Specialization(expert, int(tokens[expert]), CLASSES[best], share, everywhere, texts))
         return LayerSpecialization(layer, information, experts, len(tokens) - len(used))
-
-    def _most_frequent(
-        self, tokens: np.ndarray, classes_of_tokens: np.ndarray, wanted: int, most: int = 4
-    ) -> list[str]:
-        """Texts of the most frequent tokens that mostly have the wanted class."""
-        ordered = (token for token in np.argsort(-tokens, kind="stable").tolist() if tokens[token])
-        found = (token for token in ordered if classes_of_tokens[token].argmax() == wanted)
-        return [self._classifier.text(token) for token in islice(found, most)]
 
 
 class _Watched:
-    """Batches of a source; each is classified before it is handed out."""
-
     def __init__(self, source: Iterable[Batch], classes: ExpertClasses, most: int) -> None:
         self._source, self._classes, self._most = source, classes, most
 
@@ -262,10 +227,7 @@ class _Watched:
 
 
 class Experts:
-    """Prints what each expert specialises in: which classes of tokens are routed to it.
-
-    An observation of `titan-exp evaluate`.
-    """
+    """Observation of `titan-exp evaluate`: which classes of tokens are routed to each expert."""
 
     def __init__(self, most_tokens: int = 0) -> None:
         self._most = most_tokens
@@ -274,10 +236,8 @@ class Experts:
     def require(self, experiment: Experiment) -> None:
         """Raise UserError if the model has no experts, or a rank would not see all tokens."""
         if not has_routers(experiment.model):
-            raise UserError(
-                f"--experts: {experiment.model.name} has no experts with a router of ours. Leave the flag out to see "
-                "its loss alone."
-            )
+            reason = f"{experiment.model.name} has no experts with a router of ours"
+            raise UserError(f"--experts: {reason}. Leave the flag out to see its loss alone.")
         require_whole_sequences(experiment, "--experts", "tp", "cp")
 
     def begin(
@@ -309,21 +269,16 @@ def lines(layers: Sequence[LayerSpecialization], tokens: int, *, most: int | Non
         yield f"  {name}: the choice of experts tells {layer.information:.0%} of a token's class"
         # Keep the first expert of each favourite class, which is the most specialized.
         distinct = {expert.favourite: expert for expert in reversed(layer.experts)}
-        shown = (
-            layer.experts
-            if most is None
-            else [expert for expert in layer.experts if distinct[expert.favourite] is expert][:most]
-        )
+        shown = layer.experts
+        if most is not None:
+            shown = [expert for expert in shown if distinct[expert.favourite] is expert][:most]
         yield from (f"    {expert}" for expert in shown)
         if layer.unused:
             yield f"    {layer.unused} of the experts had fewer than {FEW_TOKENS} tokens"
 
 
-TOKENS = 2**15
-"""Approximate number of held-out tokens that are classified."""
-
-EXPERTS = 4
-"""Number of experts per layer that are named."""
+TOKENS = 2**15  # approximate number of held-out tokens that are classified
+EXPERTS = 4  # number of experts per layer that are named
 
 
 def learned_experts(run_folder: Path) -> Iterator[str]:

@@ -18,29 +18,23 @@ from titan_exp.ops.cross_entropy import IGNORE_INDEX, LossSum, log_normalizer_an
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.trainer.objective import LanguageModeling, Loss
 
-OCTAVES = 32
-"""Number of octaves of positions; the last begins at 2³⁰."""
-
-CHUNK = 4096
-"""Number of tokens whose logits are in memory at once, if the model computes the loss itself."""
+OCTAVES = 32  # number of octaves of positions; the last begins at 2³⁰
+CHUNK = 4096  # number of tokens whose logits are in memory at once, if the model computes the loss itself
 
 
 @dataclass(frozen=True)
 class PositionLoss:
     """Mean loss of an octave of positions."""
 
-    first: int
-    """First position: the number of tokens of its document before the predicting token."""
+    first: int  # first position: the number of tokens of its document before the predicting token
     last: int
     tokens: int
-    loss: float
-    """Mean over tokens, in nats."""
+    loss: float  # mean over tokens, in nats
 
 
 @dataclass(frozen=True)
 class LossByPosition(LanguageModeling):
-    """Language modeling that also sums losses by position. It is for evaluation, and a rank must have whole
-    sequences."""
+    """Language modeling that also sums losses by position, in evaluations where ranks have whole sequences."""
 
     sums: Tensor = field(default_factory=lambda: torch.zeros(2, OCTAVES, dtype=torch.float64))
     """Summed loss and number of predicted tokens by octave, on the model's device; calls fill it."""
@@ -51,8 +45,7 @@ class LossByPosition(LanguageModeling):
         return super().__call__(model, batch, hidden)
 
     def chunked_loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSum:
-        """Compute the loss chunk by chunk from the last hidden states [batch, seq, dim] and the head's weight [vocab,
-        dim]."""
+        """Loss, chunk by chunk, from last hidden states [batch, seq, dim] and the head's weight [vocab, dim]."""
         hidden, labels, octaves = hidden.flatten(0, 1), batch.labels.flatten(), octave(positions(batch)).flatten()
         chunks = [slice(start, start + CHUNK) for start in range(0, len(labels), CHUNK)]
         total = sum(self._add(hidden[chunk] @ weight.T, labels[chunk], octaves[chunk]) for chunk in chunks)
@@ -60,8 +53,7 @@ class LossByPosition(LanguageModeling):
         return LossSum(total, total)
 
     def loss(self, logits: Tensor, batch: Batch) -> Loss:
-        """Compute the loss from logits [batch, seq, vocab], or from this rank's vocabulary shard of them under loss
-        parallelism."""
+        """Loss from logits [batch, seq, vocab], or from this rank's vocabulary shard of them."""
         total = self._add(logits.flatten(0, 1), batch.labels.flatten(), octave(positions(batch)).flatten())
         return self.with_metrics(LossSum(total, total))
 
@@ -85,17 +77,13 @@ class LossByPosition(LanguageModeling):
 
 
 class Positions:
-    """Prints the loss by position: of tokens with 1, 2 to 3, 4 to 7, ... tokens before them.
-
-    An observation of `titan-exp evaluate`.
-    """
+    """Observation of `titan-exp evaluate`: loss of tokens with 1, 2 to 3, 4 to 7, ... tokens before them."""
 
     def require(self, experiment: Experiment) -> None:
         """Raise UserError if the model reads no tokens, or a rank would not see whole sequences."""
         if not experiment.model.vocab_size:
-            raise UserError(
-                f"--positions: {experiment.model.name} does not read tokens. Leave the flag out to see its loss alone."
-            )
+            reason = f"{experiment.model.name} does not read tokens"
+            raise UserError(f"--positions: {reason}. Leave the flag out to see its loss alone.")
         require_whole_sequences(experiment, "--positions", "cp")
 
     def begin(

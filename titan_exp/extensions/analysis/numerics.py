@@ -7,8 +7,8 @@ else is in fp32, which isolates the recipe's error.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,17 +22,16 @@ from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment, ModelConfig
 from titan_exp.config.groups.parallelism import QuantizationConfig
-from titan_exp.config.groups.run import DataConfig
-from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_group, to_experiment
 from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.extensions.analysis.usage import NUMERICS
+from titan_exp.extensions.analysis.verbs import NUMERICS
 from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, Linear
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
+from titan_exp.models.parametrization.standard import ParameterScale
 from titan_exp.models.spec.lookup import with_mtp_depth
 from titan_exp.parallel import meta_init
 from titan_exp.quantization.quantize import quantize
@@ -46,32 +45,23 @@ class ProjectionError:
     """Signal-to-noise ratios of a linear layer in dB: 20 · log10(|x| / |x - y|); 20 dB is an error of 10 %."""
 
     name: str
-    quantized: bool
-    """True if the recipe's filter includes the layer."""
-    own: float
-    """Output SNR on the fp32 input: the layer's own rounding."""
-    output: float | None
-    """Output SNR in the model, including the rounding of all earlier layers. None if that rounding changed the routing
-    of tokens to experts."""
-    weight_gradient: float
-    """Weight gradient SNR in the model."""
+    quantized: bool  # True if the recipe's filter includes the layer
+    own: float  # output SNR on the fp32 input: the layer's own rounding
+    output: float | None  # the same in the model, after all earlier rounding; None if that changed the routing
+    weight_gradient: float  # weight gradient SNR in the model
 
 
 @dataclass(frozen=True)
 class NumericsReport:
     """Comparison of a recipe with fp32 on one batch."""
 
-    loss: float
-    """Mean cross-entropy in fp32."""
-    recipe_loss: float
-    """Mean cross-entropy with the recipe."""
-    projections: list[ProjectionError]
-    """All linear layers, worst weight gradient first."""
+    loss: float  # mean cross-entropy in fp32
+    recipe_loss: float  # mean cross-entropy with the recipe
+    projections: list[ProjectionError]  # all linear layers, worst weight gradient first
 
 
 class HighPrecision(GroupedLinearImpl):
-    """Grouped matmul left as it is, instead of a recipe's, for experts whose outputs rather than inputs are
-    weighted."""
+    """Grouped matmul left as it is, for experts whose outputs rather than inputs are weighted."""
 
 
 @dataclass
@@ -83,8 +73,7 @@ class _Pass:
 
 
 def report_numerics(model: nn.Module, recipe: QuantizationConfig, layers: int, batch: Batch) -> NumericsReport:
-    """Compare a recipe with fp32 on one batch. Quantizes the fp32 `model` of `layers` blocks; model and batch share one
-    device."""
+    """Compare a recipe with fp32 on one batch, on the model's device; quantizes the `model` of `layers` blocks."""
     config = replace(recipe, emulate=True, precomputed_scales=False, float8_all_gather=False)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear | GroupedLinear)}
     for linear in linears.values():
@@ -122,8 +111,15 @@ def decibels(exact: Tensor, found: Tensor) -> float:
 
 
 def _run(model: nn.Module, linears: Mapping[str, Linear | GroupedLinear], batch: Batch) -> _Pass:
-    found = _Pass({}, {}, {})
-    with _record(linears, found):
+    found, names = _Pass({}, {}, {}), dict[nn.Module, str](zip(linears.values(), linears, strict=True))
+
+    def record(linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        found.inputs[names[linear]] = tuple(tensor.detach() for tensor in inputs)
+        found.outputs[names[linear]] = output.detach()
+
+    with ExitStack() as hooks:
+        for linear in linears.values():
+            hooks.callback(linear.register_forward_hook(record).remove)
         loss = LanguageModeling()(model, batch)
         tokens = max(int((batch.labels >= 0).sum()), 1)
         (loss.total / tokens).backward()
@@ -136,32 +132,12 @@ def _run(model: nn.Module, linears: Mapping[str, Linear | GroupedLinear], batch:
     return found
 
 
-@contextmanager
-def _record(linears: Mapping[str, Linear | GroupedLinear], found: _Pass) -> Iterator[None]:
-    def hook_for(name: str) -> object:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            found.inputs[name], found.outputs[name] = tuple(tensor.detach() for tensor in inputs), output.detach()
-
-        return hook
-
-    handles = [linear.register_forward_hook(hook_for(name)) for name, linear in linears.items()]  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-DEFAULT_SEQUENCES = 4
-"""Sequences per batch if `training.micro_batch_size` is not given."""
+DEFAULT_SEQUENCES = 4  # sequences per batch if `training.micro_batch_size` is not given
 
 
 def numerics_command(arguments: Sequence[str], run_path: Callable[[str, str], str] = lambda name, _: name) -> int:
-    """Run `titan-exp doctor --numerics`; returns the exit code.
-
-    `run_path` maps the name of a run, in a folder of runs, to its folder. Raises UserError about an invalid override or
-    unreadable weights.
-    """
+    """Run `titan-exp doctor --numerics`; returns the exit code. `run_path` maps the name of a run, in a folder of runs,
+    to its folder. Raises UserError about an invalid override or unreadable weights."""
     runs, arguments = take_runs(arguments)
     paths = [argument for argument in arguments if "=" not in argument and not argument.startswith("-")]
     flags = [argument for argument in arguments if argument.startswith("-")]
@@ -172,40 +148,42 @@ def numerics_command(arguments: Sequence[str], run_path: Callable[[str, str], st
     source = None if path is None else open_checkpoint(path, trust=trust)
     experiment = _compose_single_device(path, source, [argument for argument in arguments if "=" in argument], trust)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    batch = _first_batch(experiment.data, experiment.training, experiment.experiment.seed).to(device)
+    seed, rows = experiment.experiment.seed, experiment.training.micro_batch_size or DEFAULT_SEQUENCES
+    layout = {"dp_rank": 0, "dp_degree": 1, "micro_batch_size": rows, "pin_memory": False}
+    with contextlib.closing(TrainLoader(experiment.data, experiment.training, seed, **layout)) as loader:
+        batch = next(loader).to(device)
     seq_len, documents = experiment.training.seq_len, experiment.data.document_mask
     config = with_mtp_depth(experiment.model, 0)
     if source is not None:
         model = load_source(source, device, seq_len=seq_len, documents=documents)
     else:
-        model = _build_initial(config, seq_len, experiment.experiment.seed, device, documents)
+        model = build_initial(config, seq_len, seed, device, documents=documents)
     report = report_numerics(model.train(), experiment.quantization, config.layers, batch)
     weights = "initial weights" if path is None or source is None else describe(path, source)
     _print_report(report, f"{experiment.quantization.recipe} against fp32, {experiment.model.name}, {weights}")
     return 0
 
 
-def _first_batch(data: DataConfig, training: TrainingConfig, seed: int) -> Batch:
-    rows = training.micro_batch_size or DEFAULT_SEQUENCES
-    loader = TrainLoader(data, training, seed, dp_rank=0, dp_degree=1, micro_batch_size=rows, pin_memory=False)
-    with contextlib.closing(loader):
-        return next(loader)
-
-
-def _build_initial(
-    config: ModelConfig, seq_len: int, seed: int, device: torch.device, documents: bool = False
+def build_initial(
+    config: ModelConfig,
+    seq_len: int,
+    seed: int,
+    device: torch.device,
+    *,
+    documents: bool = False,
+    scales: Mapping[str, ParameterScale] = {},
 ) -> nn.Module:
-    # The model is in fp32, which few GPU attention kernels support.
-    backend = choose_attention_backend(
-        config, device, bf16=False, seq_len=seq_len, documents=documents, auto=device.type == "cuda"
-    )
+    """Build a model with initial weights in fp32."""
+    # Few GPU attention kernels support fp32.
+    needs = {"bf16": False, "seq_len": seq_len, "documents": documents}
+    backend = choose_attention_backend(config, device, **needs, auto=device.type == "cuda")
 
     def build() -> nn.Module:
         return build_model(config, seq_len=seq_len, attention_backend=backend)
 
     with torch.device("meta"):
         model = build()
-    table = init_specs(model)
+    table = init_specs(model, scales)
     meta_init.init_buffers(meta_init.buffer_places(model), meta_init.materialize_parameters(model, device), build, seed)
     if table is None:
         meta_init.copy_initial_weights(model, build, seed)
@@ -248,7 +226,8 @@ def _print_report(report: NumericsReport, title: str) -> None:
     for column in table.columns[2:]:
         column.justify = "right"
     for error in report.projections:
-        numbers = (_format(value) for value in (error.own, error.output, error.weight_gradient))
+        values = (error.own, error.output, error.weight_gradient)
+        numbers = ["routed" if x is None else "exact" if x == math.inf else f"{x:.1f}" for x in values]
         table.add_row(error.name, "yes" if error.quantized else "high", *numbers)
     console = Terminal()
     console.print(table)
@@ -259,9 +238,3 @@ def _print_report(report: NumericsReport, title: str) -> None:
     if any(error.output is None for error in report.projections):
         console.print("'routed': rounding before this layer made a router send tokens to other experts.")
     console.print(f"loss {report.loss:.5f}, with the recipe {report.recipe_loss:.5f}")
-
-
-def _format(value: float | None) -> str:
-    if value is None:
-        return "routed"
-    return "exact" if value == math.inf else f"{value:.1f}"

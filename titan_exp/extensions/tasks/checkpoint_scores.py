@@ -40,7 +40,6 @@ def rank_main(run: Run) -> None:
 
 
 def _scores(experiment: Experiment, request: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Scores of the tasks as values of JSON."""
     source = open_checkpoint(Path(request["path"]), trust=request["trust"], averaged=request["averaged"])
     mesh = mesh_of(experiment, device)
     scorer = Scorer(load_model(source, experiment, mesh), mesh, experiment)

@@ -29,8 +29,7 @@ def newest(run: ComparedRun, up_to: float) -> Evaluated | None:
     return None if run.parent is None else newest(run.parent, min(up_to, run.begins))
 
 
-Runs = Mapping[object, Mapping[str, TaskScores]]
-"""Scores by seed, and by task."""
+Runs = Mapping[object, Mapping[str, TaskScores]]  # scores by seed, and by task
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class Line:
     """Number to compare: a metric of a task, or its mean over several, whose accuracies are centered at chance."""
 
     metric: str
-    tasks: tuple[TaskScores, ...]
-    """Tasks, in the version that is compared."""
+    tasks: tuple[TaskScores, ...]  # tasks, in the version that is compared
 
     @property
     def is_mean(self) -> bool:
@@ -61,10 +59,8 @@ class Line:
 
     def table(self, runs: Sequence[Mapping[str, TaskScores]], minus: Sequence[Mapping[str, TaskScores]]) -> np.ndarray:
         """Numbers [runs, items] whose mean is the mean over tasks, each a mean over its items; those of the runs in
-        `minus` are subtracted, if there are any.
-
-        A number is the mean, and an item's linearized residual: its variance is that of a ratio of sums, too.
-        """
+        `minus` are subtracted, if there are any. A number is the mean, and an item's linearized residual: its variance
+        is that of a ratio of sums, too."""
         residuals, mean = list[np.ndarray](), 0.0
         for one in self.tasks:
             metric = one.primary if self.metric != BITS else BITS
@@ -97,8 +93,7 @@ def _version(one: TaskScores) -> tuple[str, tuple[str, ...]]:
 
 
 def crossed(differences: np.ndarray) -> tuple[float, float, float]:
-    """Mean, standard error and degrees of freedom (Satterthwaite) of differences [seeds, items], at least 2 of each;
-    both are samples."""
+    """Mean, standard error and degrees of freedom (Satterthwaite) of differences [seeds, items], both samples."""
     n, m = differences.shape
     mean, rows, columns = differences.mean(), differences.mean(axis=1), differences.mean(axis=0)
     rest = ((differences - rows[:, None] - columns + mean) ** 2).sum() / ((n - 1) * (m - 1))
@@ -121,7 +116,6 @@ def _delta(table: np.ndarray) -> Delta:
 
 
 def _lines(read: Sequence[Runs], reference: Mapping[str, TaskScores]) -> Iterator[Line]:
-    """Means over tasks that all rows have, then each task."""
     lines = [
         Line(metric, (one,))
         for one in reference.values()
@@ -208,7 +202,6 @@ def _values(name: str, score: Delta | None, delta: Delta | None, mark: str) -> d
 
 
 def _notes(lines: Sequence[Line], measured: Sequence[Sequence[tuple[Delta | None, Delta | None]]]) -> Iterator[str]:
-    """Sentences about intervals, marks and metrics."""
     deltas = [delta for row in measured for _, delta in row if delta is not None]
     several = any(score is not None and score.n > 1 for row in measured for score, _ in row)
     yield "± is half of a 95 % interval, over items" + (" and seeds together." if several else ".")
@@ -227,7 +220,6 @@ def _notes(lines: Sequence[Line], measured: Sequence[Sequence[tuple[Delta | None
 
 
 def _odd(comparison: Comparison, read: Sequence[Runs], reference: Mapping[str, TaskScores]) -> Iterator[str]:
-    """Sentences about rows that scored other items."""
     for task, one in reference.items():
         rows = [
             comparison.rows[place].label

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,40 +16,27 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.tokenizers import Tokenizer
 from titan_exp.extensions.tasks.formats import Item, Task
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True)
 class Row:
     """Row of tokens for one forward pass; its log-likelihood is added to its cell of the array [items, choices]."""
 
-    item: int
-    """Index into `EncodedTask.items`."""
-    choice: int
-    """Index of the choice."""
-    tokens: np.ndarray
-    """Token ids, int32, at most `max_tokens` + 1: the model reads all but the last."""
-    first: int
-    """Index of the first scored token, at least 1. `tokens[first:]` are the targets."""
+    item: int  # index into `EncodedTask.items`
+    choice: int  # index of the choice
+    tokens: np.ndarray  # token ids, int32, at most `max_tokens` + 1: the model reads all but the last
+    first: int  # index of the first scored token, at least 1. `tokens[first:]` are the targets.
 
 
-MULTIPLE = 16
-"""Lengths of batches are multiples of it, and at most the sequence length."""
-
-CPU_TOKENS = 4096
-"""Largest number of tokens of a batch on a CPU, whose caches lose larger activations."""
+MULTIPLE = 16  # lengths of batches are multiples of it, and at most the sequence length
+CPU_TOKENS = 4096  # largest number of tokens of a batch on a CPU, whose caches lose larger activations
 
 
 class RowBatch(NamedTuple):
     """Rows that share a batch. Rows of one group differ in their last token at most, which the model does not read."""
 
-    groups: tuple[tuple[int, ...], ...]
-    """Numbers of the rows of each group."""
-    size: int
-    """Sequences of the batch; the last may be empty."""
-    length: int
-    """Tokens of a sequence."""
+    groups: tuple[tuple[int, ...], ...]  # numbers of the rows of each group
+    size: int  # sequences of the batch; the last may be empty
+    length: int  # tokens of a sequence
 
 
 def row_batches(rows: Sequence[Row], run: Experiment, dp: tuple[int, int]) -> Iterator[RowBatch]:
@@ -79,36 +66,23 @@ class EncodedTask:
     """Task as token rows, with the lengths that scores divide by. Arrays are int64 [items, choices] and 0 where an item
     has fewer choices."""
 
-    task: Task
-    """Task, with all of its items."""
-    items: tuple[Item, ...]
-    """Items that can be scored."""
-    rows: tuple[Row, ...]
-    """Rows; a document has one for each of its windows."""
-    neutral: tuple[Row, ...]
-    """Rows of the continuations after the neutral context, one for each choice of the items that have it."""
-    windows: np.ndarray
-    """Number of `rows` in each cell."""
-    characters: np.ndarray
-    """Characters of the answers, without the delimiter."""
-    bytes: np.ndarray
-    """UTF-8 bytes of the answers, without the delimiter."""
-    scored_bytes: np.ndarray
-    """UTF-8 bytes of the scored tokens, with the delimiter if they have it."""
-    tokens: np.ndarray
-    """Number of scored tokens."""
-    truncated: int
-    """Number of rows whose context was cut from the left, neutral ones included."""
-    refused: tuple[str, ...]
-    """Items that cannot be scored fairly: number from 1, name and reason."""
+    task: Task  # task, with all of its items
+    items: tuple[Item, ...]  # items that can be scored
+    rows: tuple[Row, ...]  # rows; a document has one for each of its windows
+    neutral: tuple[Row, ...]  # rows of the continuations after the neutral context, one for each choice that has it
+    windows: np.ndarray  # number of `rows` in each cell
+    characters: np.ndarray  # characters of the answers, without the delimiter
+    bytes: np.ndarray  # UTF-8 bytes of the answers, without the delimiter
+    scored_bytes: np.ndarray  # UTF-8 bytes of the scored tokens, with the delimiter if they have it
+    tokens: np.ndarray  # number of scored tokens
+    truncated: int  # number of rows whose context was cut from the left, neutral ones included
+    refused: tuple[str, ...]  # items that cannot be scored fairly: number from 1, name and reason
 
 
 def encode(task: Task, tokenizer: Tokenizer, max_tokens: int) -> EncodedTask:
     """Encode a task for a model that reads `max_tokens`. Raises UserError if no item can be scored."""
     encoder = _Encoder(task, tokenizer, max_tokens)
-    kept: list[Item] = []
-    rows: list[Row] = []
-    neutral: list[Row] = []
+    kept, rows, neutral = list[Item](), list[Row](), list[Row]()
     lengths, refused, truncated = [], [], 0
     for number, item in enumerate(task.items, 1):
         plain = [(item.neutral, continuation) for _, continuation in item.choices if item.neutral is not None]
@@ -148,8 +122,6 @@ def _lengths(rows: Sequence[Row], answers: Sequence[str], texts: Sequence[str]) 
 
 
 class _Encoder:
-    """Tokenization of items by the conventions of their task."""
-
     def __init__(self, task: Task, tokenizer: Tokenizer, max_tokens: int) -> None:
         self.task, self.tokenizer, self.max_tokens = task, tokenizer, max_tokens
         # The choices of an item share their context.
@@ -211,6 +183,5 @@ class _Encoder:
 
 
 def _shared(rows: Sequence[np.ndarray]) -> int:
-    """Number of leading tokens that all rows share."""
     columns = enumerate(zip(*(row.tolist() for row in rows), strict=False))
     return next((index for index, column in columns if len(set(column)) > 1), min(map(len, rows)))

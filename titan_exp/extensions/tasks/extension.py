@@ -61,6 +61,6 @@ EXTENSION = Extension(
         "evaluate": """
                titan-exp evaluate RUN --tasks PATH... scores tasks: titan-exp help tasks
                titan-exp evaluate RUN --tasks scores what jobs of the run failed to score
-""",
+"""
     },
 )

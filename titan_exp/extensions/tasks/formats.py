@@ -43,14 +43,10 @@ Kind = Literal["choice", "continuation", "rolling"]
 class Item:
     """Item of a task, rendered: few-shot examples are part of its contexts. Raises ValueError for other types."""
 
-    choices: tuple[tuple[str, str], ...]
-    """Context and continuation of each choice. Contexts differ in schema tasks. A document has an empty context."""
-    gold: tuple[int, ...]
-    """Indices of the correct choices, at least one."""
-    neutral: str | None = None
-    """Context of the unconditional log-likelihood, for PMI. None if the task has none."""
-    id: str = ""
-    """Name of the item in its file, or its number. Runs are paired by it."""
+    choices: tuple[tuple[str, str], ...]  # context and continuation of each; a document has an empty context
+    gold: tuple[int, ...]  # indices of the correct choices, at least one
+    neutral: str | None = None  # context of the unconditional log-likelihood, for PMI. None if the task has none.
+    id: str = ""  # name of the item in its file, or its number. Runs are paired by it.
 
     def __post_init__(self) -> None:
         if odd := [text for pair in self.choices for text in pair if not isinstance(text, str)]:
@@ -63,23 +59,16 @@ class Item:
 class Task:
     """Task: items, and the conventions by which they become tokens and scores."""
 
-    name: str
-    """Name, unique in its file."""
-    kind: Kind
-    """Multiple choice; one gold continuation, scored by log-likelihood and greedy hit; or whole documents."""
-    items: tuple[Item, ...]
-    """Items in the order of the file."""
-    chance: float
-    """Accuracy of guessing, 0 to 1."""
-    primary: str
-    """Metric by which the task is usually reported, a name of `scores.score`."""
+    name: str  # name, unique in its file
+    kind: Kind  # multiple choice; one gold continuation, scored by log-likelihood and greedy hit; or whole documents
+    items: tuple[Item, ...]  # items in the order of the file
+    chance: float  # accuracy of guessing, 0 to 1
+    primary: str  # metric by which the task is usually reported, a name of `scores.score`
     convention: Literal["whole", "apart", "common"]
     """Tokenization at the border of context and continuation. `whole`: context + continuation and context, as lm-eval;
     `apart`: each by itself, as OLMo; `common`: the tokens that all choices share are context, as CORE."""
-    delimiter: str
-    """Text that every continuation starts with, such as a space. The lengths of answers leave it out."""
-    file: str
-    """File or folder that the task was read from."""
+    delimiter: str  # text that every continuation starts with, such as a space. The lengths of answers leave it out.
+    file: str  # file or folder that the task was read from
 
     @cached_property
     def digest(self) -> str:
@@ -117,11 +106,9 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_tasks(path: str | Path) -> list[Task]:
-    """Tasks of a file or folder, in order.
-
-    A folder has OLMo's rendered requests, at any depth, or lm-eval's YAML files. A YAML file is a task of lm-eval or a
-    CORE bundle. Raises UserError that names file and line for what cannot be read.
-    """
+    """Tasks of a file or folder, in order. A folder has OLMo's rendered requests, at any depth, or lm-eval's YAML
+    files. A YAML file is a task of lm-eval or a CORE bundle. Raises UserError that names file and line for what cannot
+    be read."""
     path = Path(path)
     if not path.is_dir():
         values = read_yaml(path, "a task of lm-eval, or `icl_tasks:` of a CORE bundle", HarnessLoader)
@@ -139,8 +126,7 @@ _OLMO_METRICS = {"acc_raw": "acc", "acc_uncond": "acc_pmi"}
 _OLMO_METRICS |= {name: name for name in ("acc_per_char", "acc_per_byte", "acc_per_token", "bits_per_byte")}
 _OLMO_METRICS |= dict.fromkeys(("logits_per_byte", "bits_per_byte_corr", "exact_match"), "bits_per_byte")
 """Metric by OLMo's primary metric. Exact match needs generation; these tasks have the gold answer, too."""
-_UNCONDITIONAL = 1_000_000
-"""Offset of the document numbers of requests with the neutral context."""
+_UNCONDITIONAL = 1_000_000  # offset of the document numbers of requests with the neutral context
 
 
 def _requests(folder: Path) -> Path:
@@ -226,7 +212,6 @@ def _core_tasks(path: Path, values: Mapping[Any, Any]) -> Iterator[Task]:
 
 
 def _core_baselines(folder: Path) -> dict[str, float]:
-    """Chance level by task, of CSV files that have percentages."""
     found = {}
     for file in sorted(folder.glob("*.csv")):
         try:
@@ -261,8 +246,7 @@ def _core_item(records: Sequence[tuple[str, _Choices, int]], index: int, shots: 
     return Item(tuple((before + context, delimiter + answer) for context, answer in choices), (gold,), id=line)
 
 
-_SEED = 1234
-"""Seed of the few-shot examples; one generator serves all items in order."""
+_SEED = 1234  # seed of the few-shot examples; one generator serves all items in order
 _KINDS: dict[str, tuple[Kind, str]] = {
     "multiple_choice": ("choice", "acc"),
     "loglikelihood": ("continuation", "acc"),
@@ -308,7 +292,6 @@ def read_harness_task(path: Path, values: Mapping[str, Any]) -> Task:
 
 
 def _with_includes(path: Path, values: Mapping[str, Any], seen: tuple[Path, ...]) -> dict[str, Any]:
-    """Values over those of included files."""
     names, found = values.get("include", []), {}
     for name in names if isinstance(names, list) else [names]:
         file = (path.parent / text(name, f"{path}: include")).resolve()
@@ -384,7 +367,6 @@ class _Rendering:
         return Item(choices, tuple(dict.fromkeys(gold if isinstance(gold, list) else [gold])), self.neutral, id=number)
 
     def _drawn(self, document: dict[str, Any]) -> Sequence[dict[str, Any]]:
-        """Few-shot examples of a document."""
         others = [one for one in self.pool if one != document] if self.leave_out else self.pool
         if self.shots > len(others):
             raise ValueError(f"there are {len(others)} documents for num_fewshot: {self.shots}")

@@ -34,12 +34,9 @@ from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder, read_json
 
 HERE = "titan_exp.extensions.tasks.jobs"
-ROWS = "tasks.jsonl"
-"""File of a run with the metrics of each job, a row for each step."""
-SBATCH_SECONDS = 60
-"""Timeout of sbatch, for which training waits."""
-HELD = "held"
-"""Argument of a job that inherits its lock."""
+ROWS = "tasks.jsonl"  # file of a run with the metrics of each job, a row for each step
+SBATCH_SECONDS = 60  # timeout of sbatch, for which training waits
+HELD = "held"  # argument of a job that inherits its lock
 
 
 @dataclass(frozen=True)
@@ -47,16 +44,11 @@ class Request:
     """Content of a request."""
 
     step: int
-    tokens: int
-    """Tokens trained on until then."""
-    paths: tuple[str, ...]
-    """Absolute paths of the tasks."""
-    most: int | None
-    """Largest number of items of each task."""
-    digests: dict[str, str]
-    """Version of each task by its name."""
-    devices: int
-    """Number of devices of the job."""
+    tokens: int  # tokens trained on until then
+    paths: tuple[str, ...]  # absolute paths of the tasks
+    most: int | None  # largest number of items of each task
+    digests: dict[str, str]  # version of each task by its name
+    devices: int  # number of devices of the job
 
 
 class Jobs:
@@ -115,9 +107,7 @@ class Jobs:
 
     def score(self, step: int, *, trust: bool = False, held: bool = False) -> Path | None:
         """Score the tasks of a request, and let its checkpoint go; returns the result, None if nothing was asked for.
-
-        With `held` this process has the request's lock, and waits for its turn. Raises LockedError if a job has it.
-        """
+        With `held` this process has the request's lock, and waits for its turn. Raises LockedError if a job has it."""
         with FileLock(self._file(step, "lock")) as lock, FileLock(self._requests / ".turn.lock") as turn:
             if held:
                 turn.acquire(timeout=math.inf)
@@ -141,7 +131,6 @@ class Jobs:
         return self._requests / f"step-{step:08d}.{kind}"
 
     def _token(self, step: int) -> str:
-        """Token in the comment of a SLURM job."""
         return f"tasks-{sha256(str(self.folder.path.absolute()).encode()).hexdigest()[:12]}-{step}"
 
     def _is_scored(self, request: Request) -> bool:

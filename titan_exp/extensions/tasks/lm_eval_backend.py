@@ -50,12 +50,14 @@ class ScoredLM(LM):
 def lm_eval_scores(
     paths: Sequence[str], scorer: Scorer, tokenizer: Tokenizer, max_tokens: int, most: int | None
 ) -> dict[str, Any]:
-    """Scores of lm-eval's tasks by lm-eval, in the form of `evaluations.values_of`; all ranks must call it.
-
-    Raises:
-        UserError: a path is no task of lm-eval, or a task generates text.
-    """
-    names = [_name(Path(path)) for path in paths]
+    """Scores of lm-eval's tasks by lm-eval, in the form of `evaluations.values_of`; all ranks must call it. Raises
+    UserError: a path is no task of lm-eval, or a task generates text."""
+    names = []
+    for path in map(Path, paths):
+        name = read_yaml(path, "a task of lm-eval").get("task") if path.suffix in (".yaml", ".yml") else None
+        if not isinstance(name, str):
+            raise UserError(f"{path} is not a task of lm-eval, a YAML file with a key task. Leave backend=lm-eval out.")
+        names.append(name)
     folders = list(dict.fromkeys(str(Path(path).parent) for path in paths))
     os.environ.pop("LOCAL_RANK", None)  # lm-eval returns its results to the first rank alone
     found = simple_evaluate(
@@ -88,10 +90,3 @@ def _scores(results: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str,
 
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
-
-
-def _name(path: Path) -> str:
-    name = read_yaml(path, "a task of lm-eval").get("task") if path.suffix in (".yaml", ".yml") else None
-    if not isinstance(name, str):
-        raise UserError(f"{path} is not a task of lm-eval, a YAML file with a key task. Leave backend=lm-eval out.")
-    return name

@@ -50,10 +50,8 @@ class Tasks(Part):
         self._tasks = [encode(one, tokenizer, self._experiment.training.seq_len) for one in tasks_of(self._experiment)]
         for one in self._tasks:
             if one.refused or one.truncated:
-                get_logger().warning(
-                    "task %s: %d of its items are not scored, and %d contexts are cut", one.task.name,
-                    len(one.refused), one.truncated,
-                )  # fmt: skip
+                text = "task %s: %d of its items are not scored, and %d contexts are cut"
+                get_logger().warning(text, one.task.name, len(one.refused), one.truncated)
 
     def due(self, step: int, *, last: bool) -> bool:
         """True with each evaluation."""

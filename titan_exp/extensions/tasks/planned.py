@@ -46,7 +46,8 @@ class TaskScoring(Evaluated):
         size, length, scored = ResolvedLayout.of(experiment).micro_batch_size, experiment.training.seq_len, 0
         if self._batches:
             _, size, length = max(self._batches, key=lambda batch: batch.size * batch.length)
-            scored = max(map(self._scored, self._batches))
+            lengths = [len(row.tokens) - row.first for row in self._rows]
+            scored = max(sum(lengths[one] for group in batch.groups for one in group) for batch in self._batches)
         scorer = Scorer(state.model, state.mesh, experiment)
 
         class Fake(ScoredBatch):
@@ -79,7 +80,3 @@ class TaskScoring(Evaluated):
     @cached_property
     def _batches(self) -> Sequence[RowBatch]:
         return [*row_batches(self._rows, self.experiment, (0, ResolvedLayout.of(self.experiment).dp_degree))]
-
-    def _scored(self, batch: RowBatch) -> int:
-        rows = (self._rows[number] for group in batch.groups for number in group)
-        return sum(len(row.tokens) - row.first for row in rows)

@@ -26,17 +26,14 @@ from titan_exp.tracking.logging import PROGRESS
 from titan_exp.trainer.forward_backward import Model, evaluating
 from titan_exp.trainer.objective import Loss
 
-CHUNK = 4096
-"""Largest number of tokens whose logits are in memory."""
+CHUNK = 4096  # largest number of tokens whose logits are in memory
 
 
 class LogLikelihoods(NamedTuple):
     """Sums over the scored tokens of each row or choice, the same on every rank."""
 
-    total: np.ndarray
-    """Log-likelihoods in nats, float64."""
-    greedy: np.ndarray
-    """True where every scored token has the largest logit, of which the lowest id counts, bool."""
+    total: np.ndarray  # log-likelihoods in nats, float64
+    greedy: np.ndarray  # true where every scored token has the largest logit, of which the lowest id counts, bool
 
 
 @dataclass(frozen=True)
@@ -70,11 +67,8 @@ class Scorer:
     """Scores rows by the model of a run, or by one that was loaded."""
 
     model: Model
-    """Parallel model."""
     mesh: Mesh
-    """Its mesh."""
-    experiment: Experiment
-    """Its configuration: batches have the tokens of its micro-batches."""
+    experiment: Experiment  # its configuration: batches have the tokens of its micro-batches
 
     def log_likelihoods(self, rows: Sequence[Row]) -> LogLikelihoods:
         """Score rows of at most `training.seq_len` + 1 tokens; all ranks must call it with the same rows."""
@@ -92,8 +86,7 @@ class Scorer:
 
     @contextmanager
     def scoring(self, rows: int) -> Iterator["Scoring"]:
-        """Objective for a number of rows, in the place of the model's, in evaluation mode. Other lengths are not
-        compiled for."""
+        """Objective for a number of rows in the place of the model's, in evaluation mode, without compiling."""
         kept, model, layout = self.model.objective, self.experiment.model, self.experiment.parallelism
         shard = vocab_shard(self.mesh, model.vocab_size) if layout.loss_parallel else None
         # Then logits are computed of scored tokens alone.
@@ -112,7 +105,6 @@ class Scorer:
 
 
 def _batch(rows: Sequence[Row], batch: RowBatch) -> ScoredBatch:
-    """Batch of tokens, padded."""
     tokens = np.zeros((batch.size, batch.length), dtype=np.int64)
     scored = list[np.ndarray]()
     for place, group in enumerate(batch.groups):

@@ -21,16 +21,11 @@ from titan_exp.tracking.run_folder.files import mkdir_below, write_atomically
 class Score:
     """Value of a metric on a task."""
 
-    value: float
-    """Mean of `items` by `weights`; for a perplexity, the exponential of that."""
-    error: float
-    """Standard error from the items. NaN for a single one."""
-    items: np.ndarray
-    """Value of each item, to pair runs by, float64 [items]; for a perplexity, its logarithm."""
-    weights: np.ndarray
-    """Weight of each item: 1, and in ratios of sums its share of the divisor, with the mean 1."""
-    ties: int = 0
-    """Number of items whose best choice is not the only one; the first one counts."""
+    value: float  # mean of `items` by `weights`; for a perplexity, the exponential of that
+    error: float  # standard error from the items. NaN for a single one.
+    items: np.ndarray  # value of each item, to pair runs by, float64 [items]; for a perplexity, its logarithm
+    weights: np.ndarray  # weight of each item: 1, and in ratios of sums its share of the divisor, with the mean 1
+    ties: int = 0  # number of items whose best choice is not the only one; the first one counts
 
 
 @dataclass(frozen=True)
@@ -38,21 +33,13 @@ class TaskScores:
     """Scores of a task."""
 
     task: str
-    """Name of the task."""
-    digest: str
-    """Version of the task."""
-    primary: str
-    """Metric that the task is usually reported by."""
-    metrics: dict[str, Score]
-    """Score by metric; bits per byte come first."""
-    ids: tuple[str, ...]
-    """Names of the items, in the order of `Score.items`."""
-    chance: float
-    """Accuracy of guessing."""
-    truncated: int
-    """Number of rows with a cut context."""
-    refused: tuple[str, ...]
-    """Items that were not scored, with the reason."""
+    digest: str  # version of the task
+    primary: str  # metric that the task is usually reported by
+    metrics: dict[str, Score]  # score by metric; bits per byte come first
+    ids: tuple[str, ...]  # names of the items, in the order of `Score.items`
+    chance: float  # accuracy of guessing
+    truncated: int  # number of rows with a cut context
+    refused: tuple[str, ...]  # items that were not scored, with the reason
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -129,11 +116,8 @@ def mean_and_error(values: np.ndarray, weights: np.ndarray) -> tuple[float, floa
     return mean, math.sqrt(number / (number - 1) * float(residuals @ residuals)) if number > 1 else math.nan
 
 
-FOLDER = "tasks"
-"""Folder of a run with these files."""
-
-Evaluated = tuple[int, dict[str, TaskScores]]
-"""Tokens trained on at an evaluation, and its scores by task."""
+FOLDER = "tasks"  # folder of a run with these files
+Evaluated = tuple[int, dict[str, TaskScores]]  # tokens trained on at an evaluation, and its scores by task
 
 
 def read_evaluation(path: Path) -> Evaluated:
@@ -144,7 +128,6 @@ def read_evaluation(path: Path) -> Evaluated:
 
 
 def _scores(name: str, one: Mapping[str, Any]) -> TaskScores:
-    """Scores of a task with their items; raises ValueError, and others, for damaged ones."""
     ids, scores = tuple(map(str, one["ids"])), dict[str, Score]()
     for metric, found in one["metrics"].items():
         items = np.array(found["items"], float)  # null becomes NaN
@@ -177,10 +160,8 @@ def _plain(value: Any) -> Any:
 
 def metrics_of(tasks: Mapping[str, Any]) -> dict[str, float | None]:
     """Metrics of an evaluation from its `values_of`: means over tasks, then those of each task as `TASK/METRIC`.
-
     `bits_per_byte` is a mean over all tasks, and `acc_centered` that of (accuracy - chance) / (1 - chance) over the
-    tasks whose primary metric is an accuracy that they have. A mean is None if one of its numbers is not finite.
-    """
+    tasks whose primary metric is an accuracy that they have. A mean is None if one of its numbers is not finite."""
     values = {name: {metric: one["value"] for metric, one in task["metrics"].items()} for name, task in tasks.items()}
     means = {"bits_per_byte": _mean([one["bits_per_byte"] for one in values.values()])}
     centered = [

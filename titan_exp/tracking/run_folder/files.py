@@ -1,6 +1,5 @@
 """Run folder files: written completely or not at all, locked, followed as they grow, temporary."""
 
-import contextlib
 import errno
 import fcntl
 import itertools
@@ -13,7 +12,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,11 +23,9 @@ _counter = itertools.count()
 
 
 def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> None:
-    """Replace the file at `path` atomically: readers and crashes see the old or the new content.
-
-    Bytes decoded with `surrogateescape` are written unchanged. Without `durable` there is no fsync: a power failure may
-    lose the newest writes. The temporary file is removed after an error.
-    """
+    """Replace the file at `path` atomically: readers and crashes see the old or the new content. Bytes decoded with
+    `surrogateescape` are written unchanged. Without `durable` there is no fsync: a power failure may lose the newest
+    writes. The temporary file is removed after an error."""
     path = Path(path)
     # Unique on this machine, even if a signal handler interrupts a write of the same file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_counter)}.tmp")
@@ -53,8 +50,7 @@ def overwrite(path: Path, text: str) -> None:
 
 
 def mkdir_below(root: Path, path: Path, mode: int = 0o777) -> None:
-    """Create the folder `path` below `root`, but never `root` itself, which may be a deleted run folder. Raises
-    OSError."""
+    """Create `path` below `root`, but never `root` itself, which may be a deleted run folder. Raises OSError."""
     for name in path.relative_to(root).parts:
         root = root / name
         root.mkdir(mode, exist_ok=True)
@@ -80,7 +76,7 @@ def sync_folder(folder: Path) -> None:
     """Fsync the directory entries of `folder`; ignored on file systems that do not support it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some network file systems do not support it
+        with suppress(OSError):  # some network file systems do not support it
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -90,12 +86,10 @@ def sync_folder(folder: Path) -> None:
 class LockHolder:
     """Process that holds a lock, as recorded in the lock file."""
 
-    role: str
-    """Role, such as `launcher`, `rank 0` or `submission`."""
+    role: str  # role, such as `launcher`, `rank 0` or `submission`
     pid: int
     host: str
-    since: float
-    """Unix time of the acquisition."""
+    since: float  # Unix time of the acquisition
 
     def __str__(self) -> str:
         return f"{self.role}, process {self.pid} on {self.host}"
@@ -128,9 +122,7 @@ class FileLock:
 
     def acquire(self, role: str | None = None, *, shared: bool = False, timeout: float = 0.0) -> None:
         """Acquire the lock, exclusive or shared, within `timeout` seconds; `role` records this process for `holder`.
-
-        Raises LockedError if another process holds it, UserError if the file system does not support locks.
-        """
+        Raises LockedError if another process holds it, UserError if the file system does not support locks."""
         assert not self.held
         descriptor = self._open(query=role is None)
         try:
@@ -167,21 +159,19 @@ class FileLock:
         self.release()
 
     def _open(self, *, query: bool) -> int:
+        misplaced = f"{self.path} is not a file, and a lock file belongs there. Move it away."
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
         except OSError as error:
             if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
-                raise self._misplaced() from error
+                raise UserError(misplaced) from error
             if not query or error.errno not in (errno.EROFS, errno.EACCES):
                 raise
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # another user's, or on a read-only disk
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise self._misplaced()
+            raise UserError(misplaced)
         return descriptor
-
-    def _misplaced(self) -> UserError:
-        return UserError(f"{self.path} is not a file, and a lock file belongs there. Move it away.")
 
     def _wait(self, descriptor: int, kind: int, deadline: float) -> None:
         while True:
@@ -209,7 +199,7 @@ def is_held(path: Path, *, shared: bool = False) -> bool:
     """True if a process holds the lock at `path` exclusively; with `shared`, in any mode."""
     if not path.exists():
         return False
-    with contextlib.suppress(LockedError), FileLock(path) as lock:
+    with suppress(LockedError), FileLock(path) as lock:
         lock.acquire(shared=not shared)
         return False
     return True
@@ -245,7 +235,7 @@ def hold_temporary_folder(path: Path) -> FileLock | None:
     return lock
 
 
-@contextlib.contextmanager
+@contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Yield a folder that is removed after the block; if this process is killed, the next start removes it."""
     path, lock = create_temporary_folder()
@@ -257,17 +247,15 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def redirect_temporary_files(path: Path) -> dict[str, str]:
-    """Environment variables that send the temporary files of processes (wandb, multiprocessing) into the folder.
-
-    Empty if the names of sockets would be too long.
-    """
+    """Environment variables that send the temporary files of processes (wandb, multiprocessing) into the folder. Empty
+    if the names of sockets would be too long."""
     return {"TMPDIR": str(path)} if len(os.fsencode(path)) + SOCKET_ROOM <= 107 else {}
 
 
 def remove_stale_temporary_folders() -> None:
     """Remove this user's folders that no process holds."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError, LockedError, UserError), FileLock(path / LOCK) as lock:
+        with suppress(OSError, LockedError, UserError), FileLock(path / LOCK) as lock:
             status = path.lstat()
             if status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode):
                 lock.acquire()
@@ -275,13 +263,11 @@ def remove_stale_temporary_folders() -> None:
 
 
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
-LAST_BYTES = 2**18
-"""Number of bytes that are searched for the last lines of a log."""
+LAST_BYTES = 2**18  # number of bytes that are searched for the last lines of a log
 
 
 class FileTail:
-    """Lines appended to a file, which may not exist yet; `from_now` skips existing lines, and `most` skips all but that
-    many bytes."""
+    """Lines appended to a file; `from_now` skips those that it has, and `most` all but that many bytes."""
 
     def __init__(self, path: Path, *, from_now: bool = False, most: int | None = None) -> None:
         self._path, self._offset = path, 0
@@ -301,8 +287,7 @@ class FileTail:
         return self._offset
 
     def lines(self, *, torn: bool = False) -> Iterator[str]:
-        """Complete lines appended since the last call, and with `torn` an incomplete one at the end. Raises UserError
-        if the path is not a file."""
+        """Complete lines since the last call, and with `torn` an incomplete one. Raises UserError if it is no file."""
         try:
             file = open_file(self._path)
         except FileNotFoundError:

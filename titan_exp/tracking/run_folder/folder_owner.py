@@ -13,17 +13,14 @@ from titan_exp.config.errors.user_error import UserError
 
 
 def own_folder(path: Path) -> Path:
-    """Create a folder that only this user can write to, or reuse an existing one; returns it. Raises UserError if
-    another user owns it."""
+    """Create or reuse a folder that only this user can write to. Raises UserError if another user owns it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         path.mkdir(0o755)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or not _is_mine(status.st_uid, path.parent):
-        raise UserError(
-            f"{path} belongs to {_name(status.st_uid)}, whose code would run as you. Ask them to remove it, or "
-            "choose a folder of your own: paths.runs=~/runs"
-        )
+        remedy = "Ask them to remove it, or choose a folder of your own: paths.runs=~/runs"
+        raise UserError(f"{path} belongs to {_name(status.st_uid)}, whose code would run as you. {remedy}")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         path.chmod(stat.S_IMODE(status.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
     return path
@@ -31,27 +28,22 @@ def own_folder(path: Path) -> Path:
 
 def refuse_foreign_folders(runs: Path, run: Path) -> None:
     """Raise UserError if a user outside the group that shares the folder of runs could replace the files of a run.
-
-    `run` need not exist yet. A folder of runs is shared by the group that may write to it, unless anyone may.
-    """
+    `run` need not exist yet. A folder of runs is shared by the group that may write to it, unless anyone may."""
     shared = runs.stat()
     for path in (runs, run.parent, run):
         if not path.exists():
             continue
         for status in (path.lstat(), path.stat()):  # the owner of a link may point it elsewhere
             if not _is_trusted(status.st_uid, shared, path):
-                raise UserError(
-                    f"{path} belongs to {_name(status.st_uid)}, who could replace what your run executes. "
-                    f"{_elsewhere(runs, path, run)}."
-                )
+                owner = f"{path} belongs to {_name(status.st_uid)}"
+                raise UserError(f"{owner}, who could replace what your run executes. {_elsewhere(runs, path, run)}.")
         mode = path.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             change = f"Type `chmod {'+t' if path == runs else 'o-w'} {path}`"
             mine = os.geteuid() in (0, path.stat().st_uid)
-            raise UserError(
-                f"{path}: any user of this machine may write to it, and so replace what your run executes. "
-                f"{change if mine else _elsewhere(runs, path, run)}."
-            )
+            remedy = change if mine else _elsewhere(runs, path, run)
+            reason = "any user of this machine may write to it, and so replace what your run executes"
+            raise UserError(f"{path}: {reason}. {remedy}.")
 
 
 def _elsewhere(runs: Path, path: Path, run: Path) -> str:
@@ -61,15 +53,20 @@ def _elsewhere(runs: Path, path: Path, run: Path) -> str:
 
 
 def _is_trusted(owner: int, shared: os.stat_result, path: Path) -> bool:
-    """True for this user, for root, and for users who share the folder of runs through its group.
-
-    For root in a container, owners that the container does not know count as outsiders.
-    """
+    """True for this user, for root, and for users who share the folder of runs through its group. For root in a
+    container, owners that the container does not know count as outsiders."""
     if owner == 0 or (os.geteuid() == 0 and _name(owner) == str(owner)):
         return True
     by_group = shared.st_mode & (stat.S_IWGRP | stat.S_IWOTH) == stat.S_IWGRP
-    if by_group and (owner == shared.st_uid or _is_member(owner, shared.st_gid)):
+    if by_group and owner == shared.st_uid:
         return True
+    if by_group:
+        try:
+            entry = pwd.getpwuid(owner)
+        except KeyError:
+            return True  # a container knows no members, and only members can have written there
+        if shared.st_gid in os.getgrouplist(entry.pw_name, entry.pw_gid):
+            return True
     return _is_mine(owner, path if path.is_dir() else path.parent)
 
 
@@ -82,16 +79,6 @@ def _is_mine(owner: int, folder: Path) -> bool:
     return False
 
 
-def _is_member(user: int, group: int) -> bool:
-    """True if a user is in a group. Unknown users count: a container knows no members, and only members can have
-    written there."""
-    try:
-        entry = pwd.getpwuid(user)
-    except KeyError:
-        return True
-    return group in os.getgrouplist(entry.pw_name, entry.pw_gid)
-
-
 def _name(user: int) -> str:
     try:
         return pwd.getpwuid(user).pw_name
@@ -99,15 +86,12 @@ def _name(user: int) -> str:
         return str(user)
 
 
-CONFIRM_SECONDS = 1.0
-"""Seconds for which the folder must be missing, because network disks may show a rename late."""
+CONFIRM_SECONDS = 1.0  # seconds for which the folder must be missing, because network disks may show a rename late
 
 
 class FolderWatch:
-    """Watches the run folder at `path` through an open descriptor, which follows it after a move.
-
-    A poll costs three system calls. `clock` is in seconds. Raises OSError if the folder is missing already.
-    """
+    """Watches the run folder at `path` through an open descriptor, which follows it after a move. A poll costs three
+    system calls. `clock` is in seconds. Raises OSError if the folder is missing already."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = path, clock
@@ -116,7 +100,11 @@ class FolderWatch:
 
     def loss(self) -> str | None:
         """Message once the folder is lost, with the command that continues the run; None while it exists."""
-        if self._is_there():
+        try:
+            there = self.holds(self._path) and (self._path / "config.yaml").exists()
+        except OSError:
+            there = True  # the disk does not respond, as in `holds`
+        if there:
             self._missing_since = None
             return None
         now = self._clock()
@@ -152,29 +140,17 @@ class FolderWatch:
         """Close the descriptor."""
         os.close(self._descriptor)
 
-    def _is_there(self) -> bool:
-        try:
-            return self.holds(self._path) and (self._path / "config.yaml").exists()
-        except OSError:
-            return True  # the disk does not respond, as in `holds`
-
     def _is_folder(self, path: Path) -> bool:
         # The open descriptor keeps the inode number from being used again.
         return os.path.samestat(os.stat(path), os.fstat(self._descriptor))
 
     def _describe(self) -> str:
-        moved = self.moved_to()
+        moved, stopped = self.moved_to(), "so the run has stopped"
         if moved is not None:
-            return (
-                f"somebody moved the run folder {self._path} to {moved}, so the run has stopped. To continue from its "
-                f"newest checkpoint, type titan-exp retry {moved}"
-            )
+            remedy = f"To continue from its newest checkpoint, type titan-exp retry {moved}"
+            return f"somebody moved the run folder {self._path} to {moved}, {stopped}. {remedy}"
         if self._path.exists() and not (self._path / "config.yaml").exists():
-            return (
-                f"somebody deleted config.yaml from the run folder {self._path}, so the run has stopped. Remove the "
-                "rest of the folder, and the same command starts the run from the beginning"
-            )
-        return (
-            f"somebody deleted the run folder {self._path}, so the run has stopped and writes nothing more. The same "
-            "command starts it from the beginning"
-        )
+            remedy = "Remove the rest of the folder, and the same command starts the run from the beginning"
+            return f"somebody deleted config.yaml from the run folder {self._path}, {stopped}. {remedy}"
+        remedy = "The same command starts it from the beginning"
+        return f"somebody deleted the run folder {self._path}, {stopped} and writes nothing more. {remedy}"

@@ -25,9 +25,7 @@ from titan_exp.tracking.logging import get_logger
 if TYPE_CHECKING:
     import numpy as np
 
-Value = float | int | None
-"""A number, or None if unknown."""
-
+Value = float | int | None  # a number, or None if unknown
 Row = Mapping[str, Value]
 """Metrics of one logged step, with the same keys in every sink. Models, objectives and optimizers may add any others.
 
@@ -143,15 +141,15 @@ class MetricRows(Sequence[dict[str, Any]]):
         self._put(len(self._steps) - 1, row)
 
     def merge(self, row: dict[str, Any]) -> None:
-        """Add a row of any step. A row of a later attempt replaces a known row; one of the same attempt completes
-        it."""
+        """Add a row of any step. A later attempt's row replaces a known one; one of the same attempt completes it."""
         step = row["step"]
         if not self._steps or step > self._steps[-1]:
             self.append(row)
             return
         place = bisect_left(self._steps, step)
         there = self._steps[place] == step
-        attempt = (self._cell("attempt", place) if there else self._late.get(step, row).get("attempt")) or 0
+        attempts = self._columns.get("attempt", _Column())
+        attempt = (attempts.get(place) if there else self._late.get(step, row).get("attempt")) or 0
         later = (row.get("attempt") or 0) - attempt
         if later < 0:
             return
@@ -210,9 +208,6 @@ class MetricRows(Sequence[dict[str, Any]]):
         present = (pair for pair in self._columns.items() if place < len(pair[1].kinds) and pair[1].kinds[place])
         return {key: column.get(place) for key, column in present}
 
-    def _cell(self, key: str, place: int) -> Any:
-        return self._columns[key].get(place) if key in self._columns else None
-
     def _put(self, place: int, row: Mapping[str, Any]) -> None:
         for key, value in row.items():
             column = self._columns.get(key)
@@ -252,26 +247,20 @@ def last_fiftieth(rows: list[Item]) -> list[Item]:
 TAIL_BYTES = 16384
 """Bytes read from the end of the file for the newest rows. They hold dozens of rows, unless a row has many metrics."""
 
-TAIL_ROWS = 8
-"""Minimum number of rows that are read, if the file has as many."""
+TAIL_ROWS = 8  # minimum number of rows that are read, if the file has as many
 
 
 class JsonlSink:
-    """Appends rows to `path`; a line torn by an earlier crash is removed first.
-
-    Writes are unbuffered, so rows survive a killed process. On a full disk, rows are kept in memory, the error is
-    logged, and the next row retries; `close` raises if rows are left.
-    """
+    """Appends rows to `path`; a line torn by an earlier crash is removed first. Writes are unbuffered, so rows survive
+    a killed process. On a full disk, rows are kept in memory, the error is logged, and the next row retries; `close`
+    raises if rows are left."""
 
     def __init__(self, path: Path, attempt: int, clock: Callable[[], float] | None = None) -> None:
         """`clock` gives the Unix time of a row; without it, rows have no time."""
         repair(path)
-        self._clock = clock
-        self._attempt = attempt
-        self._path = path
+        self._path, self._attempt, self._clock = path, attempt, clock
         self._file = path.open("ab", buffering=0)
-        self._buffer = b""
-        self._failed = False
+        self._buffer, self._failed = b"", False
 
     def log(self, row: Mapping[str, Value | Sequence[int]]) -> None:
         """Write the row, adding its time, and this attempt's number if it has none."""
@@ -284,12 +273,11 @@ class JsonlSink:
             self._write()
         except OSError as error:
             if not self._failed:
-                get_logger().error(
-                    "cannot write %s (%s). Training continues and keeps the rows in memory until it can write them. "
-                    "They are lost if somebody kills the run before.",
-                    self._path,
-                    error.strerror or error,
+                text = (
+                    "cannot write %s (%s). Training continues and keeps the rows in memory until it can write them. %s"
                 )
+                lost = "They are lost if somebody kills the run before."
+                get_logger().error(text, self._path, error.strerror or error, lost)
             self._failed = True
             return
         if self._failed:
@@ -312,17 +300,14 @@ class JsonlSink:
 
 
 def read_metrics(path: Path) -> MetricRows:
-    """Read the rows of a metrics file, one per step, sorted by step.
-
-    A step logged again after a resume keeps the row of the latest attempt; rows of one step and attempt are merged. A
-    torn last line is ignored, so that a running run can be read; any other invalid line raises UserError.
-    """
+    """Read the rows of a metrics file, one per step, sorted by step. A step logged again after a resume keeps the row
+    of the latest attempt; rows of one step and attempt are merged. A torn last line is ignored, so that a running run
+    can be read; any other invalid line raises UserError."""
     rows, damaged = MetricRows(), 0
     for number, line in enumerate(_lines(path), 1):
         if damaged and line:
-            raise UserError(
-                f"{path}, line {damaged}: this is not a row of metrics. Remove the line and keep the others."
-            )
+            remedy = "Remove the line and keep the others."
+            raise UserError(f"{path}, line {damaged}: this is not a row of metrics. {remedy}")
         row = parse_row(line)
         if row is not None:
             rows.merge(row)
@@ -440,12 +425,9 @@ row."""
 class LoadStatistics(NamedTuple):
     """Balance of one layer's tokens over its experts."""
 
-    load_max: float
-    """Tokens of the busiest expert over the mean; 1 is balanced."""
-    dead: int
-    """Experts without a token."""
-    entropy: float
-    """−Σ p ln p / ln(experts), p the share of tokens: 1 is balanced, 0 is all tokens on one expert."""
+    load_max: float  # tokens of the busiest expert over the mean; 1 is balanced
+    dead: int  # experts without a token
+    entropy: float  # −Σ p ln p / ln(experts), p the share of tokens: 1 is balanced, 0 is all tokens on one expert
 
 
 def load_statistics(counts: Sequence[int]) -> LoadStatistics:
@@ -456,11 +438,8 @@ def load_statistics(counts: Sequence[int]) -> LoadStatistics:
     shares = [count / total for count in counts if count]
     # Six digits suffice: a row has three such numbers for each of up to a hundred layers.
     entropy = abs(math.fsum(share * math.log(share) for share in shares)) / math.log(len(counts))
-    return LoadStatistics(_rounded(max(counts) * len(counts) / total), len(counts) - len(shares), _rounded(entropy))
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.6g}")
+    load_max, entropy = (float(f"{value:.6g}") for value in (max(counts) * len(counts) / total, entropy))
+    return LoadStatistics(load_max, len(counts) - len(shares), entropy)
 
 
 class ExpertLoadLog:

@@ -63,16 +63,11 @@ def for_shell(override: str) -> str:
 class CodePart:
     """titan_exp, or a part of your code: a repository, an installed package, or loose files."""
 
-    name: str
-    """Name of the package or repository; unique in a run."""
-    version: str | None = None
-    """Version of the installed package."""
-    commit: str | None = None
-    """Full hash of HEAD; None without a repository."""
-    branch: str | None = None
-    """Branch; None if HEAD is detached."""
-    dirty: bool | None = None
-    """True if the working tree differs from the commit, including untracked files that may be code."""
+    name: str  # name of the package or repository; unique in a run
+    version: str | None = None  # version of the installed package
+    commit: str | None = None  # full hash of HEAD; None without a repository
+    branch: str | None = None  # branch; None if HEAD is detached
+    dirty: bool | None = None  # True if the working tree differs from the commit, or has untracked code
 
     @property
     def state(self) -> str:
@@ -89,30 +84,21 @@ class CodePart:
 class CodeVersion(CodePart):
     """Part of a run's code, with the data that determine its content."""
 
-    path: str | None = None
-    """Top folder of the repository; without one, the folder that holds the package or the files."""
-    remote: str | None = None
-    """URL of the remote `origin`, without credentials."""
-    left_out: tuple[str, ...] = ()
-    """Untracked files too large for the diff, and nested repositories."""
-    masked: bool = False
-    """True if credentials were masked in the diff, so that it cannot be applied."""
-    diff: str | None = None
-    """Checksum of the diff before masking; None if there is no diff."""
-    files: dict[str, str] = field(default_factory=dict)
-    """Checksums of the code's files, by name relative to `path`; empty if there are too many."""
+    path: str | None = None  # top folder of the repository; without one, the folder that holds the package or the files
+    remote: str | None = None  # URL of the remote `origin`, without credentials
+    left_out: tuple[str, ...] = ()  # untracked files too large for the diff, and nested repositories
+    masked: bool = False  # True if credentials were masked in the diff, so that it cannot be applied
+    diff: str | None = None  # checksum of the diff before masking; None if there is no diff
+    files: dict[str, str] = field(default_factory=dict)  # checksums by name relative to `path`; empty if too many
 
 
 @dataclass(frozen=True)
 class CodeRecord:
     """Content of `code.json`: code of a run, and its ids."""
 
-    parts: tuple[CodeVersion, ...]
-    """titan_exp, then your repositories and packages."""
-    import_paths: Mapping[str, str] = field(default_factory=dict)
-    """Names of your code, by configuration key."""
-    frozen: Mapping[str, Any] | None = None
-    """Import folders of the code snapshot; None if ranks import the code in place."""
+    parts: tuple[CodeVersion, ...]  # titan_exp, then your repositories and packages
+    import_paths: Mapping[str, str] = field(default_factory=dict)  # names of your code, by configuration key
+    frozen: Mapping[str, Any] | None = None  # import folders of the code snapshot; None if code is imported in place
     run_id: str | None = None
     experiment_id: str | None = None
 
@@ -131,8 +117,7 @@ class CodeRecord:
 
 
 def code_record(values: Mapping[str, Any]) -> CodeRecord:
-    """Code record from the object in `code.json`, also of other versions of titan_exp. Raises ValueError if a value has
-    another type."""
+    """Code record from `code.json`, also of other versions. Raises ValueError if a value has another type."""
     parts = [{**values, "name": "titan_exp"}, *of_kind(list[dict], values.get("imported") or [])]
     return of_kind(CodeRecord, _known(CodeRecord, {**values, "parts": [_known(CodeVersion, part) for part in parts]}))
 
@@ -170,25 +155,16 @@ def digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=6).hexdigest()
 
 
-def read_environment_record(path: Path) -> dict[str, Any] | None:
-    """Environment of a run; None if missing. Raises UserError if it is damaged."""
-    return read_json(path, EnvironmentRecord)  # type: ignore[return-value]
-
-
-LINEAGE_FILE = "lineage.json"
-"""File name in the run folder."""
+LINEAGE_FILE = "lineage.json"  # file name in the run folder
 
 
 @dataclass(frozen=True)
 class Lineage:
     """Parent of a run."""
 
-    parent: str
-    """Run folder or URL."""
-    step: int
-    """Step of the parent's checkpoint."""
-    tokens: int
-    """Tokens that the parent had trained on."""
+    parent: str  # run folder or URL
+    step: int  # step of the parent's checkpoint
+    tokens: int  # tokens that the parent had trained on
 
     @staticmethod
     def read(run_folder: Path) -> "Lineage | None":
@@ -217,10 +193,8 @@ class Lineage:
 class Ancestor:
     """Run that another run continues, directly or not."""
 
-    lineage: Lineage
-    """Lineage record of its child, which names this run."""
-    folder: Path | None
-    """Run folder; None if it is not on this machine."""
+    lineage: Lineage  # lineage record of its child, which names this run
+    folder: Path | None  # run folder; None if it is not on this machine
 
 
 def ancestors(run_folder: Path) -> Iterator[Ancestor]:
@@ -268,17 +242,14 @@ METRICS = "metrics.jsonl"
 
 
 def read_history(run_folder: Path, file: str = METRICS) -> MetricRows:
-    """Rows of a run's metrics, preceded by its ancestors' rows up to the steps at which they were continued.
-
-    `file` may be another file of such rows. A parent that is not on this machine has no rows. Raises UserError if a row
-    is damaged.
-    """
+    """Rows of a run's metrics, preceded by its ancestors' rows up to the steps at which they were continued. `file` may
+    be another file of such rows. A parent that is not on this machine has no rows. Raises UserError if a row is
+    damaged."""
     rows = _rows(run_folder, file)
     for ancestor in ancestors(run_folder):
         if ancestor.folder is not None:
-            step = ancestor.lineage.step
-            earlier = _rows(ancestor.folder, file)
-            rows = MetricRows(chain((row for row in earlier if row["step"] <= step), rows))
+            earlier = (row for row in _rows(ancestor.folder, file) if row["step"] <= ancestor.lineage.step)
+            rows = MetricRows(chain(earlier, rows))
     return rows
 
 
@@ -286,10 +257,8 @@ StatusName = Literal["new", "queued", "running", "done", "failed", "preempted", 
 """`new`: never started. `queued`: in the scheduler's queue. `lost`: exited without recording its end. `unknown`: the
 scheduler that may hold its job does not answer."""
 
-STALE = 60.0
-"""Seconds without a heartbeat before a run without a known holder counts as lost."""
-ENDED = ("done", "failed", "preempted")
-"""Recorded states that need no check of locks or heartbeat."""
+STALE = 60.0  # seconds without a heartbeat before a run without a known holder counts as lost
+ENDED = ("done", "failed", "preempted")  # recorded states that need no check of locks or heartbeat
 SWEEP_GONE = "launcher whose sweep was killed"
 """Role of a launcher, in the run lock, that goes on although the sweep that started it is gone."""
 DIED_UNRECORDED = "died without a record (killed, or the machine went down)"
@@ -321,23 +290,14 @@ class RunStatus:
 class PredictedMetrics:
     """Predicted counterparts of measured metrics, in the units of metrics.jsonl; None if not predicted."""
 
-    memory: float | None = None
-    """Peak of rank 0 in GiB: of allocated tensors on a GPU, of the whole process on a CPU."""
-    tokens_per_second: float | None = None
-    """Throughput of the whole job."""
-
-
-class _Prediction(TypedDict, total=False):
-    memory: float | None
-    tokens_per_second: float | None
+    memory: float | None = None  # peak of rank 0 in GiB: of allocated tensors on a GPU, of the whole process on a CPU
+    tokens_per_second: float | None = None  # throughput of the whole job
 
 
 class Run(os.PathLike[str]):
-    """A run as its folder describes it; anybody may have written it, and it may be in any state.
-
-    Each member reads its file once, up to the size limit of its kind, and keeps the result. To see a change, make
-    another `Run`. A member raises UserError if its file is damaged.
-    """
+    """A run as its folder describes it; anybody may have written it, and it may be in any state. Each member reads its
+    file once, up to the size limit of its kind, and keeps the result. To see a change, make another `Run`. A member
+    raises UserError if its file is damaged."""
 
     def __init__(self, folder: "RunFolder | Run | str | os.PathLike[str]") -> None:
         self.folder = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder))
@@ -391,11 +351,9 @@ class Run(os.PathLike[str]):
 
     @cached_property
     def status(self) -> RunStatus:
-        """Status by files and locks; if a run is not done, its scheduler may know better.
-
-        A run without a recorded end is lost if no process holds it. If its last attempt is another machine's, whose
-        locks a network disk may hide, a sign of life in the last STALE seconds counts instead.
-        """
+        """Status by files and locks; if a run is not done, its scheduler may know better. A run without a recorded end
+        is lost if no process holds it. If its last attempt is another machine's, whose locks a network disk may hide, a
+        sign of life in the last STALE seconds counts instead."""
         state = self.state
         if state is None:
             return RunStatus("new", 0, None, 0)
@@ -435,7 +393,7 @@ class Run(os.PathLike[str]):
     @cached_property
     def environment(self) -> dict[str, Any] | None:
         """Environment record; None if missing."""
-        return read_environment_record(self.folder.env)
+        return read_json(self.folder.env, EnvironmentRecord)
 
     @cached_property
     def overrides(self) -> tuple[str, ...] | None:
@@ -460,11 +418,9 @@ class Run(os.PathLike[str]):
     @cached_property
     def predicted(self) -> PredictedMetrics:
         """Predictions made before the start; their values are None if plan.json is missing or damaged."""
-        try:
-            found = read_json(self.folder.plan, _Prediction) or {}
-        except UserError:
-            found = {}
-        return PredictedMetrics(found.get("memory"), found.get("tokens_per_second"))
+        with suppress(UserError):
+            return read_json(self.folder.plan, PredictedMetrics) or PredictedMetrics()
+        return PredictedMetrics()
 
     @cached_property
     def rows(self) -> MetricRows:

@@ -3,7 +3,6 @@
 Rank 0 and the launcher write; any process may read at any time. Every file stays readable after a crash.
 """
 
-import contextlib
 import errno
 import json
 import os
@@ -30,7 +29,6 @@ from titan_exp.tracking.run_folder.files import (
 )
 
 StateName = Literal["pending", "running", "done", "failed", "preempted"]
-
 DONE, STOPPED, FAILED, HUNG = 0, 85, 1, 86
 """Exit codes of a rank: done with training; stopped on request, after saving; failed; killed by the watchdog."""
 ENDED_STATES: dict[int | None, StateName] = {DONE: "done", STOPPED: "preempted"}
@@ -41,17 +39,11 @@ ENDED_STATES: dict[int | None, StateName] = {DONE: "done", STOPPED: "preempted"}
 class RunState:
     """Content of `state.json`. `running` is valid only while a process holds the run lock."""
 
-    state: StateName
-    """`pending` before the first start; `preempted` after a stop, resumable (see `shown_state`); `failed` with a
-    reason."""
-    step: int
-    """Finished optimizer steps."""
-    time: float
-    """Unix time of this change."""
-    attempt: int
-    """Number of the attempt, from 1; 0 before the first."""
-    reason: str | None
-    """Reason for a failure or a stop; else None."""
+    state: StateName  # `pending` before the first start; `preempted` after a stop, resumable (see `shown_state`)
+    step: int  # finished optimizer steps
+    time: float  # Unix time of this change
+    attempt: int  # number of the attempt, from 1; 0 before the first
+    reason: str | None  # reason for a failure or a stop; else None
 
 
 @dataclass(frozen=True)
@@ -77,19 +69,16 @@ def read_json(path: Path, kind: Any = dict, made: Callable[[Any], Any] | None = 
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise UserError(
-            f"{path} is damaged, or was edited by hand ({error}). Remove it, and what it holds counts as not recorded."
-        ) from None
+        remedy = "Remove it, and what it holds counts as not recorded."
+        raise UserError(f"{path} is damaged, or was edited by hand ({error}). {remedy}") from None
 
 
 def has_diverged(state: str, reason: str | None) -> bool:
-    """True if a run failed because its loss was not finite, so that it would fail again; the reason names the trainer's
-    error."""
+    """True if a run failed because its loss was not finite, so that it would fail again."""
     return state == "failed" and ": Diverged:" in (reason or "")
 
 
-PREEMPTED = "SLURM preempted the job"
-"""Words in the reason of a run that SLURM preempted before its time limit."""
+PREEMPTED = "SLURM preempted the job"  # words in the reason of a run that SLURM preempted before its time limit
 
 
 def shown_state(state: str, reason: str | None) -> str:
@@ -100,11 +89,8 @@ def shown_state(state: str, reason: str | None) -> str:
     return "new" if state == "pending" else state
 
 
-WORLD = "TITAN_EXP_WORLD"
-"""Environment variable: world of a rank, as JSON; unset if the attempt has one world."""
-LOCK_TIMEOUT = 30.0
-"""Lock timeout in seconds; a rewrite of the file takes milliseconds."""
-
+WORLD = "TITAN_EXP_WORLD"  # environment variable: world of a rank, as JSON; unset if the attempt has one world
+LOCK_TIMEOUT = 30.0  # lock timeout in seconds; a rewrite of the file takes milliseconds
 _FIELD = re.compile(r'"(\w+)": ("[^"\\]*"|\[("[^"\\]*"(, )?)*\]|[\w.+-]+)')
 
 
@@ -112,42 +98,29 @@ _FIELD = re.compile(r'"(\w+)": ("[^"\\]*"|\[("[^"\\]*"(, )?)*\]|[\w.+-]+)')
 class Attempt:
     """One start of a run. Fields are None while unknown."""
 
-    attempt: int
-    """Number, from 1."""
-    intent: float
-    """Unix time of this row, written before the submission."""
+    attempt: int  # number, from 1
+    intent: float  # Unix time of this row, written before the submission
     job_id: str | None = None
     hosts: tuple[str, ...] = ()
     world_size: int = 1
-    start: float | None = None
-    """Unix time of the start of the ranks."""
-    end: float | None = None
-    """Unix time at which the last rank ended."""
-    exit: int | None = None
-    """Exit code: 0 done, 85 stopped after saving, any other failed."""
+    start: float | None = None  # Unix time of the start of the ranks
+    end: float | None = None  # Unix time at which the last rank ended
+    exit: int | None = None  # exit code: 0 done, 85 stopped after saving, any other failed
     reason: str | None = None
-    launched_by: str = "local"
-    """Launcher: `local`, `slurm`, or `hand` if torchrun or a user started the ranks."""
-    token: str | None = None
-    """Submission token in the scheduler's job, which identifies the job even if its id was not recorded."""
-    restarts: int | None = None
-    """Number of earlier restarts of the same job by the scheduler."""
-    data: dict[str, Any] | None = None
-    """Identity of the training data as the ranks opened it, by config key."""
-    requeues: int = 0
-    """Number of consecutive automatic requeues without a new checkpoint before this start; 0 if a user submitted it."""
-    checkpoint: int | None = None
-    """Step of the newest checkpoint at the start; 0 without one."""
+    launched_by: str = "local"  # launcher: `local`, `slurm`, or `hand` if torchrun or a user started the ranks
+    token: str | None = None  # submission token in the scheduler's job, which identifies it even without a recorded id
+    restarts: int | None = None  # number of earlier restarts of the same job by the scheduler
+    data: dict[str, Any] | None = None  # identity of the training data as the ranks opened it, by config key
+    requeues: int = 0  # automatic requeues without a new checkpoint before this start; 0 if a user submitted it
+    checkpoint: int | None = None  # step of the newest checkpoint at the start; 0 without one
 
 
 @dataclass(frozen=True)
 class World:
     """One start of one of several worlds of an attempt."""
 
-    number: int
-    """Number of the world, from 0 to `ClusterConfig.worlds` - 1."""
-    start: int
-    """Number of starts of worlds in this attempt before this one."""
+    number: int  # number of the world, from 0 to `ClusterConfig.worlds` - 1
+    start: int  # number of starts of worlds in this attempt before this one
 
     @property
     def logs(self) -> str:
@@ -168,81 +141,28 @@ class World:
 _HINTS = get_type_hints(Attempt)
 
 
-class AttemptLog:
-    """Attempt rows of one run. The file is rewritten atomically under a lock."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read(self) -> list[Attempt]:
-        """Read all rows, oldest first, one per number. A damaged line keeps the fields that can still be read, and says
-        that it is damaged. Raises UserError if the file cannot be read."""
-        rows: dict[int, Attempt] = {}
-        try:
-            for line_number, line in enumerate(read_lines(self.path), 1):
-                number = max(rows, default=0) + 1
-                row = self._parse(line) or self._salvage(line, line_number, number)
-                rows[row.attempt] = row
-        except FileNotFoundError:
-            return []
-        return [rows[number] for number in sorted(rows)]
-
-    def add(self, **fields: Any) -> Attempt:
-        """Append a row with the intent to start; returns it."""
-        with self._locked():
-            rows = self.read()
-            row = Attempt(attempt=rows[-1].attempt + 1 if rows else 1, intent=time.time(), **fields)
-            self._write([*rows, row])
-        return row
-
-    def update(self, number: int, **fields: Any) -> Attempt:
-        """Set fields of row `number`; returns the new row. A row whose file was deleted is added again."""
-        with self._locked():
-            rows = self.read()
-            known = next((row for row in rows if row.attempt == number), Attempt(number, intent=time.time()))
-            row = replace(known, **fields)
-            others = [other for other in rows if other.attempt != number]
-            self._write(sorted([*others, row], key=lambda each: each.attempt))
-        return row
-
-    def _locked(self) -> FileLock:
-        lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
-        lock.acquire(timeout=LOCK_TIMEOUT)
-        return lock
-
-    def _write(self, rows: list[Attempt]) -> None:
-        write_atomically(self.path, concealed("".join(json.dumps(asdict(row)) + "\n" for row in rows)))
-
-    def _parse(self, line: bytes) -> Attempt | None:
-        try:
-            row = parse_json(line, Attempt)
-        except ValueError:
-            return None
-        return row if row.attempt >= 1 else None
-
-    def _salvage(self, line: bytes, line_number: int, number: int) -> Attempt:
-        """Recover the row of a damaged line: the fields between its damages, such as the id of a job that may still
-        run."""
-        found: dict[str, Any] = {}
-        for name, text, *_ in _FIELD.findall(line.decode(errors="replace")):
-            with suppress(ValueError, KeyError):
-                found[name] = of_kind(_HINTS[name], json.loads(text))
-        note = f"line {line_number} of {self.path.name} is damaged"
-        known = {"intent": 0.0, "end": found.get("start", found.get("intent", 0.0))}
-        return Attempt(**{**known, **found, "attempt": number, "reason": found.get("reason") or note})
+def _attempt(line: bytes, note: str, number: int) -> Attempt:
+    """Attempt of a line. Of a damaged one, the row `number` with the fields between its damages, such as the id of a
+    job that may still run."""
+    with suppress(ValueError):
+        row = parse_json(line, Attempt)
+        if row.attempt >= 1:
+            return row
+    found: dict[str, Any] = {}
+    for name, text, *_ in _FIELD.findall(line.decode(errors="replace")):
+        with suppress(ValueError, KeyError):
+            found[name] = of_kind(_HINTS[name], json.loads(text))
+    known = {"intent": 0.0, "end": found.get("start", found.get("intent", 0.0))}
+    return Attempt(**{**known, **found, "attempt": number, "reason": found.get("reason") or note})
 
 
 __all__ = ["Attempt", "Heartbeat", "LockHolder", "LockedError", "RunFolder", "RunState", "write_atomically"]
-
-HEARTBEAT_SECONDS = 1.0
-"""Minimum seconds between heartbeats; a step may be shorter than a write to a network disk."""
+HEARTBEAT_SECONDS = 1.0  # minimum seconds between heartbeats; a step may be shorter than a write to a network disk
 
 
 class RunFolder:
-    """Paths of a run folder, and its state, heartbeat, attempts and locks.
-
-    For the ranks of one of several worlds, `world_logs` names their folder below the attempt's logs.
-    """
+    """Paths of a run folder, and its state, heartbeat, attempts and locks. For the ranks of one of several worlds,
+    `world_logs` names their folder below the attempt's logs."""
 
     def __init__(self, path: str | os.PathLike[str], *, world_logs: str | None = None) -> None:
         self.path = Path(path)
@@ -288,7 +208,6 @@ class RunFolder:
         """Held by the process that may start and end attempts: the launcher, or rank 0 without one."""
         self.ranks_lock = self.path / ".lock.ranks"
         """Shared lock of all live ranks; still held after the launcher is killed."""
-        self._attempt_log = AttemptLog(self.attempts)
         self._last_heartbeat = -HEARTBEAT_SECONDS
 
     def attempt_logs(self, number: int) -> Path:
@@ -323,32 +242,30 @@ class RunFolder:
         """Write a heartbeat after `step` steps, at most one per second unless `force`; returns True if written. On a
         full disk, the file is overwritten in place, which needs no space."""
         now = time.monotonic()
-        if force or now - self._last_heartbeat >= HEARTBEAT_SECONDS:
-            self._last_heartbeat = now
-            text = concealed(json.dumps({"step": step, "time": time.time(), "warning": warning})) + "\n"
-            try:
-                write_atomically(self.heartbeat, text, durable=False)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                overwrite(self.heartbeat, text)
-            return True
-        return False
+        if not force and now - self._last_heartbeat < HEARTBEAT_SECONDS:
+            return False
+        self._last_heartbeat = now
+        text = concealed(json.dumps({"step": step, "time": time.time(), "warning": warning})) + "\n"
+        try:
+            write_atomically(self.heartbeat, text, durable=False)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            overwrite(self.heartbeat, text)
+        return True
 
     def read_heartbeat(self) -> Heartbeat | None:
-        """Read the last heartbeat; None before the first, or if it is damaged, in which case the next one replaces
-        it."""
-        with contextlib.suppress(UserError):
+        """Read the last heartbeat; None before the first, or if it is damaged: the next one replaces it."""
+        with suppress(UserError):
             return read_json(self.heartbeat, Heartbeat)
         return None
 
     def warning(self) -> str | None:
         """Warning for the user of the newest attempt; None if there is none. It outlives the attempt."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if os.statvfs(self.path).f_flag & os.ST_RDONLY:
-                return (
-                    f"{self.path} is on a read-only disk, so the run cannot write a checkpoint, a metric or its state"
-                )
+                lost = "so the run cannot write a checkpoint, a metric or its state"
+                return f"{self.path} is on a read-only disk, {lost}"
         beat, state = self.read_heartbeat(), self.read_state()
         began = state.time if state is not None and state.state in ("pending", "running") else 0.0
         return None if beat is None or beat.time < began else beat.warning
@@ -374,22 +291,44 @@ class RunFolder:
         self.stop.unlink(missing_ok=True)
 
     def read_attempts(self) -> list[Attempt]:
-        """Read all attempts, oldest first."""
-        return self._attempt_log.read()
+        """Read all attempts, oldest first, one per number. A damaged line keeps the fields that can still be read, and
+        says that it is damaged. Raises UserError if the file cannot be read."""
+        rows: dict[int, Attempt] = {}
+        with suppress(FileNotFoundError):
+            for line_number, line in enumerate(read_lines(self.attempts), 1):
+                row = _attempt(line, f"line {line_number} of {self.attempts.name} is damaged", max(rows, default=0) + 1)
+                rows[row.attempt] = row
+        return [rows[number] for number in sorted(rows)]
 
     def add_attempt(self, *, world_size: int, hosts: Sequence[str], **fields: Any) -> Attempt:
         """Record an attempt before its submission; `fields` are further fields of Attempt. Returns the row."""
-        return self._attempt_log.add(world_size=world_size, hosts=tuple(hosts), **fields)
+        with self._attempts_lock():
+            rows = self.read_attempts()
+            number, intent = rows[-1].attempt + 1 if rows else 1, time.time()
+            row = Attempt(number, intent, world_size=world_size, hosts=tuple(hosts), **fields)
+            self._write_attempts([*rows, row])
+        return row
 
     def update_attempt(self, number: int, **fields: Any) -> Attempt:
-        """Set fields of attempt `number`; returns the new row."""
-        return self._attempt_log.update(number, **fields)
+        """Set fields of attempt `number`; returns the new row. A row whose file was deleted is added again."""
+        with self._attempts_lock():
+            rows = {row.attempt: row for row in self.read_attempts()}
+            row = replace(rows.get(number) or Attempt(number, intent=time.time()), **fields)
+            rows[number] = row
+            self._write_attempts([rows[each] for each in sorted(rows)])
+        return row
+
+    def _attempts_lock(self) -> FileLock:
+        lock = FileLock(self.path / f".{self.attempts.name}.lock")
+        lock.acquire(timeout=LOCK_TIMEOUT)
+        return lock
+
+    def _write_attempts(self, rows: Sequence[Attempt]) -> None:
+        write_atomically(self.attempts, concealed("".join(json.dumps(asdict(row)) + "\n" for row in rows)))
 
     def claim(self, role: str, *, timeout: float = 0.5) -> FileLock:
         """Acquire the run lock, held until release or process exit. Raises LockedError if another process holds it.
-
-        `timeout` in seconds covers processes that query the holder and hold the lock briefly.
-        """
+        `timeout` in seconds covers processes that query the holder and hold the lock briefly."""
         lock = FileLock(self.lock)
         lock.acquire(role, timeout=timeout)
         return lock

@@ -8,8 +8,8 @@ import torch
 
 from tests.config.composing import experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.display import GIB
+from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.profiling.slow_options import SpareMemory, log_slow_options, saving_options
 
 

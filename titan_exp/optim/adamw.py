@@ -19,11 +19,8 @@ from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
 
 def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.Optimizer:
-    """Build the implementation that `implementation` and `state_precision` choose.
-
-    Raises:
-        UserError: a block of 8-bit moments would lie on two ranks.
-    """
+    """Build the implementation that `implementation` and `state_precision` choose. Raises UserError if a block of 8-bit
+    moments would lie on two ranks."""
     groups, lr, betas = parameter_groups(parameters, config), config.lr, (config.betas[0], config.betas[1])
     assert config.implementation != "auto", "resolved before launch"
     precision, implementation, eps = config.state_precision, config.implementation, config.eps
@@ -39,11 +36,8 @@ def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.O
 
 class FusedClipAdamW(GroupOptimizer):
     """Fused AdamW on CUDA: our kernel clips and updates in one pass over memory. Parameters are fp32, moments have the
-    dtype `moments`.
-
-    States have the names, shapes and dtypes of torch's fused AdamW (with bf16 moments, of `LowPrecisionAdamW`), so
-    checkpoints are interchangeable.
-    """
+    dtype `moments`. States have the names, shapes and dtypes of torch's fused AdamW (with bf16 moments, of
+    `LowPrecisionAdamW`), so checkpoints are interchangeable."""
 
     def __init__(
         self,
@@ -98,11 +92,9 @@ class FusedClipAdamW(GroupOptimizer):
 
 
 class MomentFormat(Protocol):
-    """Storage format of one moment of a parameter, as one or two tensors.
-
-    Blocks of 8-bit moments lie within rows. So each is whole on one rank and a checkpoint fits every layout, unlike
-    torchao's optimizers, which block the local shard.
-    """
+    """Storage format of one moment of a parameter, as one or two tensors. Blocks of 8-bit moments lie within rows. So
+    each is whole on one rank and a checkpoint fits every layout, unlike torchao's optimizers, which block the local
+    shard."""
 
     def empty(self, like: Tensor) -> list[Tensor]:
         """Allocate a zero moment for this rank's shard of a parameter."""
@@ -114,7 +106,6 @@ class MomentFormat(Protocol):
 
     def write(self, kept: list[Tensor], moment: Tensor) -> None:
         """Store a moment."""
-        ...
 
 
 class Rounded:
@@ -137,11 +128,9 @@ class Rounded:
 
 
 class Float8Blocks:
-    """Moment in float8: e4m3 numbers as bytes, and an fp32 scale per block.
-
-    `root` stores square roots of a non-negative moment. A second moment spans twice the exponents of its gradients, and
-    one that underflows to 0 makes the update far too large.
-    """
+    """Moment in float8: e4m3 numbers as bytes, and an fp32 scale per block. `root` stores square roots of a
+    non-negative moment. A second moment spans twice the exponents of its gradients, and one that underflows to 0 makes
+    the update far too large."""
 
     def __init__(self, *, root: bool = False) -> None:
         self.root = root
@@ -217,13 +206,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class LowPrecisionAdamW(GroupOptimizer):
     """AdamW whose moments are stored in `precision` (`bf16`, `int8` or `fp8`) and computed in fp32, parameter by
-    parameter.
-
-    With 8-bit moments, vectors and matrices whose columns are not a multiple of a block keep fp32 moments.
-
-    Raises:
-        UserError: a block of 8-bit moments would lie on two ranks.
-    """
+    parameter. With 8-bit moments, vectors and matrices whose columns are not a multiple of a block keep fp32 moments.
+    Raises UserError if a block of 8-bit moments would lie on two ranks."""
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, precision: str

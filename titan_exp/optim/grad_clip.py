@@ -28,10 +28,8 @@ AVERAGE_NORM = "average_grad_norm"
 
 @torch.no_grad()
 def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup | None = None) -> Tensor:
-    """L2 norm of all gradients of the model, an fp32 scalar equal on every rank.
-
-    `parameters` are this rank's, without copies of tied weights, which another pipeline stage counts.
-    """
+    """L2 norm of all gradients of the model, an fp32 scalar equal on every rank. `parameters` are this rank's, without
+    copies of tied weights, which another pipeline stage counts."""
     gradients, device = list[Tensor](), torch.device("cpu")
     for parameter in parameters:
         device = parameter.device
@@ -154,11 +152,8 @@ class NormClipper:
 
 
 class GradientClipper:
-    """Clips the gradients of this rank's parameters in place, in the dtype of the parameters.
-
-    `unique` excludes copies of tied weights, which another pipeline stage counts; `max_norm` limits parameters without
-    a limit of their own.
-    """
+    """Clips the gradients of this rank's parameters in place, in the dtype of the parameters. `unique` excludes copies
+    of tied weights, which another pipeline stage counts; `max_norm` limits parameters without a limit of their own."""
 
     in_place = True
 
@@ -283,11 +278,8 @@ class AdaGC:
 
     @torch.no_grad()
     def factors(self, norms: Tensor, *, step: int, grad_norm: Tensor, max_norm: float | None) -> Tensor:
-        """Factors [parameters] for gradients with these norms; the clipped norms join the averages.
-
-        A zero gradient sets no threshold, since it would freeze its parameter; a gradient that is not finite sets none
-        either.
-        """
+        """Factors [parameters] for gradients with these norms; the clipped norms join the averages. A zero gradient
+        sets no threshold, since it would freeze its parameter; a gradient that is not finite sets none either."""
         averages = self.averages
         if step - self.begun <= self._config.warmup_steps:
             factor = torch.ones_like(norms) if max_norm is None else clip_factor(grad_norm, max_norm).expand_as(norms)

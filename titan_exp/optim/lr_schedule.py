@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 
 class Decays:
-    """Factors between floor (0) and the rate before the decay (1) by progress through it, from 0 to 1.
-
-    A function here is a value of `lr_schedule.decay`, and its docstring the value's meaning in the reference.
-    """
+    """Factors between floor (0) and the rate before the decay (1) by progress through it, from 0 to 1. A function here
+    is a value of `lr_schedule.decay`, and its docstring the value's meaning in the reference."""
 
     @staticmethod
     def linear(progress: float) -> float:

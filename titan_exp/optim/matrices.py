@@ -33,10 +33,8 @@ C = TypeVar("C", bound=MatrixOptimizerConfig)
 
 
 class MatrixOptimizer(GroupOptimizer, Generic[C]):
-    """Updates groups with `matrices` by `update_matrices`, and other groups by torch's fused AdamW.
-
-    Embedding, head and vectors are never matrices.
-    """
+    """Updates groups with `matrices` by `update_matrices`, and other groups by torch's fused AdamW. Embedding, head and
+    vectors are never matrices."""
 
     def __init__(self, parameters: Sequence[NamedParameter], config: C) -> None:
         groups = [
@@ -97,10 +95,8 @@ class ShardAxis:
 
 @dataclass(frozen=True)
 class ShardedMatrix:
-    """Shape of the whole matrix, and the axes that shard it in mesh order; no axes if each rank has it whole.
-
-    Axes that shard a stack by whole matrices, or that replicate it, are not among them.
-    """
+    """Shape of the whole matrix, and the axes that shard it in mesh order; no axes if each rank has it whole. Axes that
+    shard a stack by whole matrices, or that replicate it, are not among them."""
 
     rows: int
     columns: int
@@ -264,11 +260,8 @@ class MatrixWeight:
 
 class OwnerGroup:
     """Ranks that share matrices, numbered along the axes, the last fastest. One of them, the owner, computes each
-    matrix.
-
-    Over several mesh axes (FSDP and tensor parallelism), a matrix takes one all-to-all per axis, so the mesh's process
-    groups suffice.
-    """
+    matrix. Over several mesh axes (FSDP and tensor parallelism), a matrix takes one all-to-all per axis, so the mesh's
+    process groups suffice."""
 
     def __init__(self, axes: Sequence[ShardAxis]) -> None:
         self._axes = axes
@@ -286,10 +279,8 @@ class OwnerGroup:
         return [(cls(few[0].sharding.axes), few) for few in found.values()]
 
     def assign(self, costs: Sequence[float]) -> list[int]:
-        """Assign an owner to each matrix by cost: the costliest first, each to the rank with the least work.
-
-        The result is the same on every rank. The first rank, which the planner traces, has the most work.
-        """
+        """Assign an owner to each matrix by cost: the costliest first, each to the rank with the least work. The result
+        is the same on every rank. The first rank, which the planner traces, has the most work."""
         loads, owners = [0.0] * self.size, [0] * len(costs)
         for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
             owners[index] = min(range(self.size), key=loads.__getitem__)
@@ -311,10 +302,8 @@ class OwnerGroup:
             yield few
 
     def gather(self, shards: Sequence[Tensor], owners: Sequence[int]) -> dict[int, Tensor]:
-        """Gather the shards of the matrices that this rank owns, from every rank [*axes, *shard], by index.
-
-        Each matrix's shards have equal shapes on all ranks.
-        """
+        """Gather the shards of the matrices that this rank owns, from every rank [*axes, *shard], by index. Each
+        matrix's shards have equal shapes on all ranks."""
         held = dict(enumerate(shards))
         for place in reversed(range(len(self._axes))):
             axis = self._axes[place]
@@ -325,9 +314,7 @@ class OwnerGroup:
         self, owned: Mapping[int, Tensor], shapes: Sequence[Sequence[int]], owners: Sequence[int], like: Tensor
     ) -> list[Tensor]:
         """Return this rank's shard of every matrix, from owners that have all shards [*axes, *shard] of their matrices.
-
-        `like` has the dtype and device.
-        """
+        `like` has the dtype and device."""
         held, sizes = dict(owned), [axis.size for axis in self._axes]
         for place, axis in enumerate(self._axes):
             later = range(place + 1, len(self._axes))
@@ -380,10 +367,7 @@ def _exchange_out(
 
 def share_of_signal(squares: Tensor, largest: Tensor) -> Tensor:
     """Factors in [0, 1] for updates, from the squares of the numbers that they normalize: 0 for rounding noise, 1 far
-    above it.
-
-    Normalized noise would be as large as signal, and different in every layout. The factor is 1 up to 1e-8 from ten
-    times `NOISE` on, and 1e-8 below a tenth of it.
-    """
+    above it. Normalized noise would be as large as signal, and different in every layout. The factor is 1 up to 1e-8
+    from ten times `NOISE` on, and 1e-8 below a tenth of it."""
     floor = (NOISE**2 * largest).clamp(min=torch.finfo(squares.dtype).tiny)
     return 1 / (1 + (floor / squares) ** 4)

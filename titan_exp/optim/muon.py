@@ -93,11 +93,8 @@ class Muon(MatrixOptimizer[Config]):
 
 def orthogonalize(matrices: Tensor, steps: int, eps: float = 1e-7) -> Tensor:
     """Orthogonalize a stack [matrices, rows, columns] approximately, in its dtype, by Newton–Schulz (Jordan et al.
-    2024): a polynomial that brings all singular values near 1.
-
-    It needs 3 · rows · columns + 3 · min(rows, columns)² elements per matrix beside the input, and 4 · steps ·
-    min(rows, columns)² · (max + min / 2) FLOPs.
-    """
+    2024): a polynomial that brings all singular values near 1. It needs 3 · rows · columns + 3 · min(rows, columns)²
+    elements per matrix beside the input, and 4 · steps · min(rows, columns)² · (max + min / 2) FLOPs."""
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=x.dtype).clamp(min=eps)

@@ -146,11 +146,9 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def _with_own_lr(named: NamedParameter, config: OptimizerConfig) -> ParameterScale:
-    """Scale of a parameter for an optimizer whose matrix updates have a known spectral norm.
-
-    Features change equally at every width if that norm grows as sqrt(outputs / inputs) (Yang, Simon and Bernstein 2023,
-    arXiv 2310.17813). Adam's norm is proportional to its learning rate and to inputs times that root, so both agree.
-    """
+    """Scale of a parameter for an optimizer whose matrix updates have a known spectral norm. Features change equally at
+    every width if that norm grows as sqrt(outputs / inputs) (Yang, Simon and Bernstein 2023, arXiv 2310.17813). Adam's
+    norm is proportional to its learning rate and to inputs times that root, so both agree."""
     scale = named.scale
     rows, columns = named.parameter.shape[-2:] if named.is_matrix else (0, 0)
     norm = config.matrix_scale(rows, columns) if named.is_matrix else None

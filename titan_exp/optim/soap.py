@@ -189,11 +189,9 @@ def _rotate(matrices: Tensor, kept: Mapping[str, Tensor], *, back: bool = False)
 
 
 def initial_basis(covariance: Tensor) -> Tensor:
-    """Eigenvectors [matrices, size, size] of gradient covariances, by falling eigenvalue.
-
-    A gradient with fewer directions than columns has rounding noise in the others, so their eigenvectors differ with
-    every rounding. A small diagonal of distinct numbers, larger than its square, decides them instead.
-    """
+    """Eigenvectors [matrices, size, size] of gradient covariances, by falling eigenvalue. A gradient with fewer
+    directions than columns has rounding noise in the others, so their eigenvectors differ with every rounding. A small
+    diagonal of distinct numbers, larger than its square, decides them instead."""
     largest = covariance.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None]
     ramp = torch.linspace(2, 1, covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     scale = torch.where(largest > 0, NOISE**2 * largest, 1.0)

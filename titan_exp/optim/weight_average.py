@@ -17,10 +17,8 @@ AVERAGE = "weight_average"
 
 
 class WeightAverage:
-    """Average of an optimizer's weights; the caller updates it after each step.
-
-    The tail belongs to a whole run of `steps` steps; a job that ends earlier averages its part of the tail.
-    """
+    """Average of an optimizer's weights; the caller updates it after each step. The tail belongs to a whole run of
+    `steps` steps; a job that ends earlier averages its part of the tail."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: WeightAverageConfig, *, steps: int) -> None:
         self._optimizer, self._config = optimizer, config

@@ -44,10 +44,7 @@ def apply_activation_checkpointing(
 
     Only `forward` is replaced, so parameter names stay; FSDP's hooks run around it. `random=False` says that blocks
     draw no random numbers, so that no random state need be restored; `compiled` says that a compiler will partition the
-    blocks.
-
-    Raises:
-        UserError: an operator to keep does not exist.
+    blocks. Raises UserError if an operator to keep does not exist.
     """
     blocks = list(iter_blocks(model))
     match config.mode:
@@ -81,11 +78,9 @@ def apply_activation_checkpointing(
 
 
 def needs_compiler(config: ActivationCheckpointConfig, model: nn.Module, *, compiled: bool) -> bool:
-    """True if the compiler must see the recomputation, because it chooses among a block's operators.
-
-    In blocks with experts every mode chooses, because the choice of experts and the exchange of tokens are never
-    repeated, and compiled graphs may write to memory that is saved outside of them.
-    """
+    """True if the compiler must see the recomputation, because it chooses among a block's operators. In blocks with
+    experts every mode chooses, because the choice of experts and the exchange of tokens are never repeated, and
+    compiled graphs may write to memory that is saved outside of them."""
     return config.mode == "selective" or (config.mode != "none" and compiled and bool(mixtures(model)))
 
 
@@ -96,11 +91,8 @@ def _recompute(blocks: Sequence[nn.Module], **options: Any) -> None:
 
 def _recompute_fully(blocks: Sequence[nn.Module], *, random: bool, compiled: bool) -> None:
     """Recompute whole blocks except for the choice of experts and the exchange of tokens; `compiled` blocks also keep
-    attention.
-
-    A compiled graph that recomputes attention would keep a random state for it, which torch 2.13 confuses with the
-    meshes of experts' weights.
-    """
+    attention. A compiled graph that recomputes attention would keep a random state for it, which torch 2.13 confuses
+    with the meshes of experts' weights."""
     in_graph = functools.partial(_selective_contexts, dict.fromkeys(_routing_operators(), 1), attention=True)
     for block in blocks:
         outside = {"context_fn": routing_cache} if mixtures(block) else {}
@@ -239,11 +231,9 @@ def _neighbours(name: str) -> Iterator[str]:
 
 
 def compile_blocks(model: nn.Module, backend: str, options: dict[str, Any] | None = None) -> None:
-    """Compile each block's forward in place; parameter names stay. `options` are inductor's.
-
-    Elementwise operators and norms are recomputed in backward even where a matmul reads their result: the kernel of
-    their own backward reads the same inputs and can write it.
-    """
+    """Compile each block's forward in place; parameter names stay. `options` are inductor's. Elementwise operators and
+    norms are recomputed in backward even where a matmul reads their result: the kernel of their own backward reads the
+    same inputs and can write it."""
     # Inductor reads this when it partitions a graph into forward and backward, at its first call.
     functorch_config.ban_recompute_materialized_backward = False
     # Ranks receive another number of rows for their experts in each pass.
@@ -266,11 +256,9 @@ _CODE: dict[CodeType, dict[Shapes, CodeType]] = {}
 
 
 def _own_code(forward: Callable[..., Any], shapes: Shapes) -> Callable[..., Any]:
-    """Return the same forward with a code object for blocks of these shapes.
-
-    Dynamo counts recompilations, and finds sizes that change, by code object. Blocks of more than a few shapes would
-    exceed its limit, and under FSDP their numbers of heads would become symbols.
-    """
+    """Return the same forward with a code object for blocks of these shapes. Dynamo counts recompilations, and finds
+    sizes that change, by code object. Blocks of more than a few shapes would exceed its limit, and under FSDP their
+    numbers of heads would become symbols."""
     if not isinstance(forward, MethodType):
         forward = _inlined(forward)
     function = forward.__func__ if isinstance(forward, MethodType) else forward
@@ -295,10 +283,8 @@ def _inlined(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _realize_inputs_of_operators() -> None:
-    """Let inductor compute the inputs of this package's operators in kernels before them, in every graph.
-
-    It learns this when it first compiles an operator, so a process's first graph would differ from later ones.
-    """
+    """Let inductor compute the inputs of this package's operators in kernels before them, in every graph. It learns
+    this when it first compiles an operator, so a process's first graph would differ from later ones."""
     from torch._inductor.lowering import add_needs_realized_inputs
 
     for name in torch._C._dispatch_get_all_op_names():

@@ -65,10 +65,8 @@ class TokenExchange:
 
     @staticmethod
     def start(ends: Int32[Tensor, " experts"], ranks: int, group: str) -> "Callable[[], TokenExchange]":
-        """Start to exchange the counts of rows with these ends per expert.
-
-        The result waits for them, which synchronizes with the host, once.
-        """
+        """Start to exchange the counts of rows with these ends per expert. The result waits for them, which
+        synchronizes with the host, once."""
         counts = ends.diff(prepend=ends.new_zeros(1)).long().view(ranks, -1)
         started = start_count_exchange(counts, group)
 
@@ -141,11 +139,8 @@ class _Reorder(torch.autograd.Function):
 
 
 def use_symmetric_memory() -> None:
-    """Have torch allocate symmetric memory through NVSHMEM; call it before any is allocated.
-
-    Raises:
-        UserError: this machine or this build of torch has no NVSHMEM.
-    """
+    """Have torch allocate symmetric memory through NVSHMEM; call it before any is allocated. Raises UserError if this
+    machine or this build of torch has no NVSHMEM."""
     from torch.distributed import _symmetric_memory as memory
 
     if not (hasattr(torch.ops.symm_mem, "all_to_all_vdev_2d_offset") and memory.is_nvshmem_available()):
@@ -197,20 +192,16 @@ class SymmetricExchange:
 
 
 def expert_ends(placement: Int64[Tensor, "2 pieces"], ranks: int) -> Int32[Tensor, " local"]:
-    """End of each local expert's rows; the free rows before the next expert's rows are included.
-
-    `placement` has the numbers and first rows of the pieces received for each local expert from each rank.
-    """
+    """End of each local expert's rows; the free rows before the next expert's rows are included. `placement` has the
+    numbers and first rows of the pieces received for each local expert from each rank."""
     sizes, starts = placement.view(2, -1, ranks).unbind()
     return torch.cat([starts[1:, 0], (starts[-1, 0] + sizes[-1].sum())[None]]).int()
 
 
 @torch.library.custom_op("titan_exp::symmetric_dispatch", mutates_args=())
 def symmetric_dispatch(rows: Tensor, splits: Tensor, room: int, group: str) -> tuple[Tensor, Tensor]:
-    """Send rows sorted by expert, `splits[e]` of them to expert e.
-
-    Returns the rows for this rank's experts, followed by zeros up to `room`, and their placement (see `expert_ends`).
-    """
+    """Send rows sorted by expert, `splits[e]` of them to expert e. Returns the rows for this rank's experts, followed
+    by zeros up to `room`, and their placement (see `expert_ends`)."""
     ranks = group_named(group).size()
     sent, counts, found, placement = _BUFFERS.of("dispatch", rows, room, (splits.shape[0],), group)
     sent.copy_(rows)
@@ -271,11 +262,9 @@ symmetric_return.register_autograd(_return_gradient, setup_context=_save_return)
 
 
 class _SymmetricBuffers:
-    """Symmetric memory of the operators, two sets for each kind of message, used in turn.
-
-    An operator reads other ranks' rows after a barrier and has no barrier at its end, so others may still read while a
-    rank goes on. The next operator's barrier ends that, so a set is free again one operator later.
-    """
+    """Symmetric memory of the operators, two sets for each kind of message, used in turn. An operator reads other
+    ranks' rows after a barrier and has no barrier at its end, so others may still read while a rank goes on. The next
+    operator's barrier ends that, so a set is free again one operator later."""
 
     def __init__(self) -> None:
         self._sets: dict[Any, list[tuple[Tensor, ...]]] = {}
@@ -429,10 +418,8 @@ def _on_ranks(
 def apply_expert_parallel(
     model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, symmetric_memory: bool = False
 ) -> None:
-    """Shard experts and replace the dispatch of tokens, in place; parameter names stay.
-
-    Does nothing if experts are sharded over the same ranks as other weights.
-    """
+    """Shard experts and replace the dispatch of tokens, in place; parameter names stay. Does nothing if experts are
+    sharded over the same ranks as other weights."""
     axes = mesh.experts
     if axes is None:
         return
@@ -465,11 +452,8 @@ def mixtures(model: nn.Module) -> list[Mixture]:
 
 
 def _shard(linear: GroupedLinear, axes: DeviceMesh, *, channels: int) -> None:
-    """Shard weights [experts, out, in] over ep by experts, and over etp by the dim of the channels.
-
-    Biases [experts, out] are sharded by outputs over etp; where outputs are summed over ranks, each bias is added by
-    one rank only.
-    """
+    """Shard weights [experts, out, in] over ep by experts, and over etp by the dim of the channels. Biases [experts,
+    out] are sharded by outputs over etp; where outputs are summed over ranks, each bias is added by one rank only."""
     linear.weight = _divided(linear.weight, axes, dim=channels)
     if linear.bias is not None:
         linear.bias = _divided(linear.bias, axes, dim=1)

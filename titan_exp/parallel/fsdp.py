@@ -82,11 +82,8 @@ def disable_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> None:
 
 
 def restart_forward_order(module: nn.Module) -> None:
-    """Let backward passes prefetch by the order of one forward pass.
-
-    FSDP2 appends the orders of all micro-batches of a step, so that the first group's backward pass would gather the
-    last group of another micro-batch.
-    """
+    """Let backward passes prefetch by the order of one forward pass. FSDP2 appends the orders of all micro-batches of a
+    step, so that the first group's backward pass would gather the last group of another micro-batch."""
     if isinstance(module, FSDPModule):
         # The attribute is absent before the first pass.
         getattr(fsdp_state(module)._comm_ctx, "post_forward_order", []).clear()
@@ -176,10 +173,8 @@ same shape; the second, called once, maps the gathered tensor to the weight, sha
 
 
 def set_all_gather_format(model: nn.Module, choose: Callable[[nn.Module], Gathering | None]) -> None:
-    """Gather each module's `weight` in the format that `choose` returns for the module; None keeps FSDP2's.
-
-    Call it on a materialized model. Skips unsharded weights, and weights sharded unevenly or by columns.
-    """
+    """Gather each module's `weight` in the format that `choose` returns for the module; None keeps FSDP2's. Call it on
+    a materialized model. Skips unsharded weights, and weights sharded unevenly or by columns."""
     for parameter in _fsdp_parameters(model):
         info = parameter._module_info
         # Every rank must choose the same format, so this depends on the whole shape.
@@ -273,9 +268,7 @@ def pipeline_plan(model: nn.Module) -> PipelinePlan | None:
 
 def _gather_in_backward_of_head(embedding: FSDPModule) -> None:
     """Gather a tied weight for the head's backward if it was freed, but not for a lookup's, which reads no weight.
-
-    FSDP2 knows one policy per module, so hooks tell its calls apart: the head's begin with hidden states.
-    """
+    FSDP2 knows one policy per module, so hooks tell its calls apart: the head's begin with hidden states."""
     assert isinstance(embedding, nn.Module)
 
     def gather(_: Tensor) -> None:
@@ -366,9 +359,7 @@ def free_gathered(parts: Iterable[nn.Module]) -> None:
 
 class _Units:
     """FSDP units of a model: blocks and ends. Nested in them are modules in fp32, and experts on a mesh of their own.
-
-    Inputs are not cast: the embedding sets the dtype of the residual stream, and the RoPE cache stays fp32.
-    """
+    Inputs are not cast: the embedding sets the dtype of the residual stream, and the RoPE cache stays fp32."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, options: FSDPOptions) -> None:
         dtype = torch.bfloat16 if options.bf16 else None
@@ -443,10 +434,8 @@ def _sharded_dim_of_experts(parameter: nn.Parameter, degree: int) -> Shard | Non
 
 
 def _sharded_dim(parameter: nn.Parameter, degree: int) -> Shard | None:
-    """Dim 0, or dim 1 if tensor parallelism shards dim 0 too and does not divide evenly.
-
-    torch assigns the wrong rows to shards of a dim that two axes shard unevenly.
-    """
+    """Dim 0, or dim 1 if tensor parallelism shards dim 0 too and does not divide evenly. torch assigns the wrong rows
+    to shards of a dim that two axes shard unevenly."""
     if not isinstance(parameter, DTensor) or parameter.placements[0] != Shard(0):
         return None
     return None if parameter.shape[0] % (parameter.device_mesh.size() * degree) == 0 else Shard(1)
@@ -464,11 +453,8 @@ def _free_after_inference(model: nn.Module, kept: Sequence[FSDPModule]) -> None:
 
 
 def _prefetch(blocks: Sequence[nn.Module], ahead: int) -> None:
-    """Prefetch several blocks in forward and backward.
-
-    By default, FSDP2 prefetches the previous group, which may be a module of the same block if a block has
-    `fp32_modules`.
-    """
+    """Prefetch several blocks in forward and backward. By default, FSDP2 prefetches the previous group, which may be a
+    module of the same block if a block has `fp32_modules`."""
     groups = [_groups(block) for block in blocks]
     if ahead == 1 and all(len(of_block) == 1 for of_block in groups):
         return

@@ -72,11 +72,8 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 
 def run_timeout() -> timedelta | None:
-    """Timeout of the default group's collectives; None if its backend has none.
-
-    A new group would have torch's timeout of 10 or 30 minutes, after which NCCL ends a rank before its stacks are
-    written.
-    """
+    """Timeout of the default group's collectives; None if its backend has none. A new group would have torch's timeout
+    of 10 or 30 minutes, after which NCCL ends a rank before its stacks are written."""
     group, host = c10d._get_default_group(), torch.device("cpu")
     options = group._get_backend(host).options if host in group._device_types else None
     return getattr(options, "_timeout", None)
@@ -203,10 +200,8 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream:
 
 @torch.library.custom_op("titan_exp::all_to_all_rows", mutates_args=())
 def all_to_all_rows(rows: Tensor, sent: Tensor, received: Tensor, size: int | None, group: str) -> Tensor:
-    """Send the first `sent[0]` rows to rank 0, the next `sent[1]` to rank 1, and so on; receive by rank.
-
-    `sent` and `received` are counts on the CPU. `size` is the sum of `received`, or None if unknown.
-    """
+    """Send the first `sent[0]` rows to rank 0, the next `sent[1]` to rank 1, and so on; receive by rank. `sent` and
+    `received` are counts on the CPU. `size` is the sum of `received`, or None if unknown."""
     counts = received.tolist()
     found = rows.new_empty((sum(counts), *rows.shape[1:]))
     dist.all_to_all_single(found, rows.contiguous(), counts, sent.tolist(), group=group_named(group))
@@ -257,10 +252,8 @@ return_rows.register_autograd(_return_gradient, setup_context=_set_rows)
 
 @dataclass(frozen=True)
 class Mesh:
-    """Device mesh and process groups of this rank.
-
-    Derived values are cached: indexing a DeviceMesh builds a new one, which takes 0.1 ms.
-    """
+    """Device mesh and process groups of this rank. Derived values are cached: indexing a DeviceMesh builds a new one,
+    which takes 0.1 ms."""
 
     world: DeviceMesh
     """Mesh of all axes; tp varies fastest, so that its ranks are neighbours."""
@@ -332,11 +325,9 @@ def build_mesh(
     cuts: tuple[int, ...] = (),
     causal: bool = True,
 ) -> Mesh:
-    """Build the mesh over the default process group; the product of the degrees is the world size.
-
-    `experts` says that the model has experts, `cuts` where segments of context-parallel sequences end, and `causal`
-    that later tokens cost more.
-    """
+    """Build the mesh over the default process group; the product of the degrees is the world size. `experts` says that
+    the model has experts, `cuts` where segments of context-parallel sequences end, and `causal` that later tokens cost
+    more."""
     assert config.dp_shard >= 1, "the layout is resolved before launch"
     degrees = {axis.name: axis.degree(config) for axis in AXES}
     folded: dict[str, int] = {}

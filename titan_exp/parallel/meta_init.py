@@ -42,11 +42,8 @@ def buffer_places(model: nn.Module) -> dict[str, BufferPlace]:
 def materialize_parameters(
     model: nn.Module, device: torch.device, *, cpu_offload: bool = False
 ) -> Collection[BufferPlace]:
-    """Allocate the parameters of a sharded meta model, unfilled, and compute its buffers.
-
-    Offloaded parameters go to the CPU, everything else to `device`. Returns the buffers that no module's
-    `reset_buffers` computed.
-    """
+    """Allocate the parameters of a sharded meta model, unfilled, and compute its buffers. Offloaded parameters go to
+    the CPU, everything else to `device`. Returns the buffers that no module's `reset_buffers` computed."""
     places = _places(model)
     model.to_empty(device="cpu" if cpu_offload else device)
     for (owner, attribute), *others in places:
@@ -116,10 +113,8 @@ def init_buffers(
 def copy_initial_weights(
     model: nn.Module, build: Callable[[], nn.Module], seed: int, selected: Callable[[str], bool] = every_weight
 ) -> None:
-    """Fill selected parameters from a whole model built on the CPU under the seed.
-
-    Serves models that do not declare their initial weights; each rank temporarily holds the whole model in memory.
-    """
+    """Fill selected parameters from a whole model built on the CPU under the seed. Serves models that do not declare
+    their initial weights; each rank temporarily holds the whole model in memory."""
     targets = {name: parameter for name, parameter in model.named_parameters() if selected(name)}
     if not targets:
         return
@@ -147,11 +142,8 @@ def local_shard(tensor: Tensor) -> ShardSpec:
 
 
 def require_modules(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Check that every pattern of `fp32_modules` matches a module of the whole model.
-
-    Raises:
-        UserError: a pattern matches no module.
-    """
+    """Check that every pattern of `fp32_modules` matches a module of the whole model. Raises UserError if a pattern
+    matches no module."""
     named = _named(model)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in named):

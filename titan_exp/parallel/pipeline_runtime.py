@@ -247,11 +247,9 @@ def _no_loss() -> None:
 
 
 class Pipeline:
-    """This rank's stages and the schedules of all ranks.
-
-    `schedules` are passes with different numbers of micro-batches, as a batch ramp needs. `placement` gives the
-    pipeline rank of each stage; `keep_gathered` keeps sharded parameters gathered over a step.
-    """
+    """This rank's stages and the schedules of all ranks. `schedules` are passes with different numbers of
+    micro-batches, as a batch ramp needs. `placement` gives the pipeline rank of each stage; `keep_gathered` keeps
+    sharded parameters gathered over a step."""
 
     def __init__(
         self,

@@ -16,10 +16,8 @@ from titan_exp.parallel.step_observer import step_observer
 
 
 def prune_to_stage(model: nn.Module, layers: Collection[int], *, first: bool, last: bool) -> None:
-    """Keep the layers and children of one stage, in place; parameters keep their names in the whole model.
-
-    The model has `pp_plan()` and a `ModuleDict` named `blocks` whose keys are layer numbers.
-    """
+    """Keep the layers and children of one stage, in place; parameters keep their names in the whole model. The model
+    has `pp_plan()` and a `ModuleDict` named `blocks` whose keys are layer numbers."""
     plan = model.pp_plan()  # type: ignore[operator]  # a method, not a submodule; checked by the rules
     assert isinstance(plan, PipelinePlan)
     blocks = model.get_submodule("blocks")
@@ -225,10 +223,8 @@ class Stage:
         return output.detach()
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """Accumulate weight gradients; returns the gradient of the input, None for the first stage.
-
-        `gradient` is the output's gradient; None for the last stage.
-        """
+        """Accumulate weight gradients; returns the gradient of the input, None for the first stage. `gradient` is the
+        output's gradient; None for the last stage."""
         kept = self._passes.pop(microbatch)
         assert kept.output is not None, "its backward pass is not split"
         torch.autograd.backward((kept.output,), (gradient,) if gradient is not None else None)

@@ -27,10 +27,8 @@ class StepObserver:
         pass."""
 
     def gradient_group_begin(self) -> None:
-        """Called after a part of a split backward pass, before an FSDP group's gradients are added to their sum.
-
-        The groups are those of `group_reduction_begin`.
-        """
+        """Called after a part of a split backward pass, before an FSDP group's gradients are added to their sum. The
+        groups are those of `group_reduction_begin`."""
 
     def stage_reduction_begin(self, stage: int) -> None:
         """Called before the gradients of a pipeline stage are reduced."""

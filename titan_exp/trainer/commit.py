@@ -66,7 +66,6 @@ class Training(Protocol):
 
     def seed(self) -> None:
         """Seed the generators for the next step."""
-        ...
 
     def progress(self) -> dict[str, Any]:
         """State other than tensors and data, as JSON."""

@@ -41,11 +41,8 @@ class NetworkBroken(RuntimeError):
 
 @contextmanager
 def joined(config: ClusterConfig) -> Iterator[torch.device]:
-    """Yield this process's device and join the default process group in the `with` block.
-
-    Raises:
-        UserError: CUDA is requested and this machine has none, or torch cannot use the GPU that `auto` found.
-    """
+    """Yield this process's device and join the default process group in the `with` block. Raises UserError if CUDA is
+    requested and this machine has none, or torch cannot use the GPU that `auto` found."""
     device = _device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
     with joined_process_group(device, timeout=_timeout(config)):
         yield device
@@ -57,11 +54,8 @@ def joined_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) 
     with peers stays in the group, and its process must end.
 
     Reads `RANK` and `WORLD_SIZE` (default: a single process), and for the rendezvous `TITAN_EXP_RENDEZVOUS`, a file on
-    one machine, else `MASTER_ADDR` and `MASTER_PORT`.
-
-    Raises:
-        RanksMissing: not all ranks joined within `JOIN_LIMIT`.
-        NetworkBroken: NCCL cannot connect their devices.
+    one machine, else `MASTER_ADDR` and `MASTER_PORT`. Raises RanksMissing if not all ranks joined within `JOIN_LIMIT`,
+    NetworkBroken if NCCL cannot connect their devices.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     file = os.environ.get("TITAN_EXP_RENDEZVOUS")
@@ -87,9 +81,7 @@ def check_network(device: torch.device, backend: str) -> None:
 
     The default group stays unbound: bound (`init_process_group(device_id=...)`), it would give every axis of both
     meshes, most of size 1, a communicator for the whole run, and would run a pipeline's sends one after the other.
-
-    Raises:
-        NetworkBroken: connecting or the all-reduce failed, or took longer than `NETWORK_LIMIT`.
+    Raises NetworkBroken if connecting or the all-reduce failed, or took longer than `NETWORK_LIMIT`.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     try:
@@ -154,11 +146,8 @@ def _rendezvous(rank: int, world: int, file: str | None) -> dist.Store:
 
 
 def require_usable_cuda() -> None:
-    """Check that a machine where torch finds no CUDA device really has neither a GPU nor a driver.
-
-    Raises:
-        UserError: it has one, and `cluster.device=auto` would fall back to the CPU.
-    """
+    """Check that a machine where torch finds no CUDA device really has neither a GPU nor a driver. Raises UserError if
+    it has one, and `cluster.device=auto` would fall back to the CPU."""
     found = devices.cuda_facts().found
     if found is None:
         return
@@ -212,11 +201,9 @@ def serve(run: Run, function: Callable[[Experiment, Any, torch.device], Any]) ->
 
 
 def seed_step(seed: int, step: int, mesh: Mesh) -> None:
-    """Seed the default generators of the CPU and the device for a step.
-
-    Data ranks and pipeline stages draw numbers of their own. Tensor- and context-parallel ranks draw the same ones: a
-    dropout of the residual stream, or the choice to skip a block, must be that of the ranks beside them.
-    """
+    """Seed the default generators of the CPU and the device for a step. Data ranks and pipeline stages draw numbers of
+    their own. Tensor- and context-parallel ranks draw the same ones: a dropout of the residual stream, or the choice to
+    skip a block, must be that of the ranks beside them."""
     stage, device = mesh.world["pp"].get_local_rank(), mesh.device
     share = f"{mesh.dp_rank}/{stage}" if stage else f"{mesh.dp_rank}"
     digest = hashlib.sha256(f"{seed}/step/{step}/{share}".encode()).digest()

@@ -15,11 +15,9 @@ from titan_exp.trainer.objective import Reduction
 
 
 class ExpertLoad:
-    """Reduces the token counts of all layers in one message, and hands each router its own.
-
-    `model` is the whole model, so that all ranks know all layers; `parts` are the modules of this rank. `sequences` is
-    the number of sequences in the first global batch.
-    """
+    """Reduces the token counts of all layers in one message, and hands each router its own. `model` is the whole model,
+    so that all ranks know all layers; `parts` are the modules of this rank. `sequences` is the number of sequences in
+    the first global batch."""
 
     def __init__(self, model: nn.Module, parts: Sequence[nn.Module], sequences: int, mesh: Mesh) -> None:
         self._sizes = {name: module.moe.experts for name, module in routers_of(model)}
@@ -103,9 +101,7 @@ LOAD = "load of experts/"
 
 class ExpertMetrics:
     """Expert metrics of the last step: each rank's tensors for the single message, and the row computed from them.
-
-    `model` is the whole model, so that all ranks know all names; `parts` are the modules of this rank.
-    """
+    `model` is the whole model, so that all ranks know all names; `parts` are the modules of this rank."""
 
     def __init__(self, load: ExpertLoad | None, model: nn.Module, parts: Sequence[nn.Module]) -> None:
         self._load = load

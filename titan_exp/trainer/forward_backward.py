@@ -27,10 +27,8 @@ from titan_exp.trainer.objective import MetricSums, Objective, loss_divisors, no
 
 
 def shard_batch(batch: MicroBatch, mesh: Mesh) -> MicroBatch:
-    """Move a CPU batch of whole rows to the device and take this rank's tokens.
-
-    Positions are explicit under context or pipeline parallelism: a token's index in the shard is not its position.
-    """
+    """Move a CPU batch of whole rows to the device and take this rank's tokens. Positions are explicit under context or
+    pipeline parallelism: a token's index in the shard is not its position."""
     whole = batch.to(mesh.device)
     if mesh.sequence_shard.degree == 1 and mesh.pp_group is None:
         return whole
@@ -59,12 +57,9 @@ class Model(Protocol):
         ...
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
-        """Compute the gradients of a global batch from this rank's CPU micro-batches.
-
-        `tokens` are the predicted tokens of the global batch, then those of each further prediction (`token_counts`).
-
-        Returns this rank's share of the loss and of the objective's metrics.
-        """
+        """Compute the gradients of a global batch from this rank's CPU micro-batches. `tokens` are the predicted tokens
+        of the global batch, then those of each further prediction (`token_counts`). Returns this rank's share of the
+        loss and of the objective's metrics."""
         ...
 
     def loss_sum(self, batches: Sequence[MicroBatch]) -> Tensor:
@@ -259,7 +254,6 @@ class Recorder(Protocol):
 
     def warmup(self, work: Callable[[], None]) -> None:
         """Run the work once, under the conditions of the capture."""
-        ...
 
     def record(self, work: Callable[[], None]) -> Recording:
         """Capture the work and run it once."""
@@ -267,11 +261,8 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Captures into a CUDA graph with its own memory pool. Not yet run on a GPU.
-
-    Warm-up and capture share one side stream, as torch requires: autograd nodes synchronize with the stream on which
-    they were created.
-    """
+    """Captures into a CUDA graph with its own memory pool. Not yet run on a GPU. Warm-up and capture share one side
+    stream, as torch requires: autograd nodes synchronize with the stream on which they were created."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -317,10 +308,8 @@ WARMUP_STEPS = 3
 
 class GraphedModel(EagerModel):
     """A model on one rank whose forward and backward pass is a CUDA graph. Parameters are plain tensors, and compute
-    weights accumulate gradients in `fixed` buffers.
-
-    Evaluation, and micro-batches of another shape than the first, run without the graph.
-    """
+    weights accumulate gradients in `fixed` buffers. Evaluation, and micro-batches of another shape than the first, run
+    without the graph."""
 
     def __init__(
         self, module: nn.Module, objective: Objective, mesh: Mesh, weights: ComputeWeights, recorder: Recorder
@@ -335,11 +324,8 @@ class GraphedModel(EagerModel):
         self._addresses: list[int] = []
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
-        """Run micro-batches in order; once a pass has been captured, each is a replay.
-
-        Raises:
-            UserError: the optimizer has moved weights to other addresses.
-        """
+        """Run micro-batches in order; once a pass has been captured, each is a replay. Raises UserError if the
+        optimizer has moved weights to other addresses."""
         with self.weights.training():
             self._restore_gradients()
             self._require_same_addresses()

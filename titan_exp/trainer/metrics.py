@@ -127,10 +127,8 @@ class MetricReducer:
             module.reset_metrics()  # type: ignore[operator]  # a method, not a submodule
 
     def reduce(self, metrics: Mapping[str, Tensor], own: Sequence[float]) -> tuple[dict[str, float], list[list[float]]]:
-        """Reduce the metrics of a step; all ranks call it.
-
-        `metrics` are this rank's share, from `StepResult`. The numbers `own` of every rank are returned as rows.
-        """
+        """Reduce the metrics of a step; all ranks call it. `metrics` are this rank's share, from `StepResult`. The
+        numbers `own` of every rank are returned as rows."""
         values = self._on_cpu(metrics)
         sums = [name for name, reduction in self.reductions.items() if reduction != "max"] + [*self._counts.values()]
         maxima = [name for name, reduction in self.reductions.items() if reduction == "max"]
@@ -384,11 +382,8 @@ class Report:
         return row
 
     def close(self, state: str) -> None:
-        """Close all sinks with the final state of the run.
-
-        Raises:
-            UserError: rows of metrics could not be written, although the run did not fail.
-        """
+        """Close all sinks with the final state of the run. Raises UserError if rows of metrics could not be written,
+        although the run did not fail."""
         if self.leader:
             self._beat(self.last_step, force=True)
         files = [(self.folder.metrics, sink) for sink in self.sinks]

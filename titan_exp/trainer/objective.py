@@ -85,11 +85,9 @@ class MetricSums:
 def normalize_by_tokens(
     objective: Objective, module: nn.Module, batch: MicroBatch, tokens: Sequence[Tensor], hidden: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Run a micro-batch and return its share of the global mean loss and of each metric.
-
-    Each share is divided by the tokens of the global batch (`loss_divisors`), so that gradients summed over
-    micro-batches and ranks are those of the global mean, however tokens are distributed.
-    """
+    """Run a micro-batch and return its share of the global mean loss and of each metric. Each share is divided by the
+    tokens of the global batch (`loss_divisors`), so that gradients summed over micro-batches and ranks are those of the
+    global mean, however tokens are distributed."""
     found = objective(module, batch, hidden)
     total, metrics = _normalized(objective, found, tokens[0])
     for further, count in zip(found.further, tokens[1:], strict=True):
@@ -110,10 +108,8 @@ def token_counts(objective: Objective, batch: MicroBatch) -> list[int]:
 
 
 def loss_divisors(tokens: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Numbers of tokens, at least 1, as fp32 scalars on the device.
-
-    Division by a Python number multiplies by its rounded reciprocal on CUDA, and a CUDA graph would capture it.
-    """
+    """Numbers of tokens, at least 1, as fp32 scalars on the device. Division by a Python number multiplies by its
+    rounded reciprocal on CUDA, and a CUDA graph would capture it."""
     return [torch.full((), max(count, 1), dtype=torch.float32, device=device) for count in tokens]
 
 
@@ -150,10 +146,8 @@ class LanguageModeling:
         return objective if compile_backend is None else objective.compiled(compile_backend)
 
     def compiled(self, backend: str) -> Self:
-        """Return the same objective with compiled loss functions.
-
-        Shapes are static, with one graph per chunk length, because a dynamic graph would slow full chunks down.
-        """
+        """Return the same objective with compiled loss functions. Shapes are static, with one graph per chunk length,
+        because a dynamic graph would slow full chunks down."""
         compile_ = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False)
         return replace(self, loss_sum=compile_(self.loss_sum), chunk_functions=self.chunk_functions.compiled(compile_))
 
@@ -262,10 +256,8 @@ def build_objective(
     With multi-token prediction in the model's `spec`, the objective is also that of its modules.
 
     Your class has a classmethod `build(training, vocab_shard, *, compile_backend, **options)`, like `LanguageModeling`.
-
-    Raises:
-        UserError: the import path cannot be imported, a subclass with its own `loss` cannot compute it in chunks or
-            from a shard of the vocabulary, or the class cannot compute the loss of further predictions.
+    Raises UserError if the import path cannot be imported, a subclass with its own `loss` cannot compute it in chunks
+    or from a shard of the vocabulary, or the class cannot compute the loss of further predictions.
     """
     name, backend = training.objective, compile_.backend if compile_.compiles("loss") else None
     kind: Any = LanguageModeling

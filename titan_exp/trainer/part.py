@@ -198,11 +198,8 @@ class Part:
 
 
 class Parts:
-    """The parts of a run. They are called in the order of their phases, and within a phase in list order.
-
-    Raises:
-        UserError: ranks have other parts or another order.
-    """
+    """The parts of a run. They are called in the order of their phases, and within a phase in list order. Raises
+    UserError if ranks have other parts or another order."""
 
     def __init__(self, parts: Iterable[Part] = (), *, ranks: dist.ProcessGroup | None = None) -> None:
         self._parts = sorted(parts, key=lambda part: part.phase)  # a stable sort

@@ -73,11 +73,7 @@ def acting_parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
 
 
 def all_parts(experiment: Experiment, folder: RunFolder, state: TrainState, layout: ResolvedLayout) -> Iterator[Part]:
-    """All parts of a run.
-
-    Raises:
-        UserError: the data of one cannot be loaded.
-    """
+    """All parts of a run. Raises UserError if the data of one cannot be loaded."""
     training, profiling, mesh = experiment.training, experiment.profiling, state.mesh
     yield from acting_parts(experiment, state)
     # Instruments come first: they measure the step, not what follows it.
@@ -123,11 +119,8 @@ def _evaluation(experiment: Experiment, state: TrainState, layout: ResolvedLayou
 
 
 def build_part(label: str, config: PartConfig) -> Part:
-    """Build one of your parts from its key and configuration.
-
-    Raises:
-        UserError: the class cannot be imported, is not a `Part`, or takes other options.
-    """
+    """Build one of your parts from its key and configuration. Raises UserError if the class cannot be imported, is not
+    a `Part`, or takes other options."""
     key = f"training.parts.{label}"
     kind = import_callable(config.name, f"{key}.name", Call((), (), f"{key}.options", config.options))
     if not (isinstance(kind, type) and issubclass(kind, Part)):

@@ -15,8 +15,8 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.secrets import require_variables
-from titan_exp.tracking.logging import PROGRESS, configure_logging, get_logger
 from titan_exp.tracking.display import format_bytes
+from titan_exp.tracking.logging import PROGRESS, configure_logging, get_logger
 from titan_exp.tracking.run_folder.files import LockedError
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import STOPPED, RunFolder, RunState

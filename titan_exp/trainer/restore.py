@@ -78,11 +78,9 @@ def load_parent_state(
     cache: Path,
     lineage: Lineage | None,
 ) -> tuple[RestoredState, Lineage]:
-    """Load the checkpoint of `checkpoint.continue_from` into the model and the optimizer.
-
-    `lineage` is the one that an earlier start recorded, whose step is loaded again; `keeps` is as in `load_state`.
-    Raises UserError if there is no such checkpoint, or it is damaged, holds weights only, or does not fit.
-    """
+    """Load the checkpoint of `checkpoint.continue_from` into the model and the optimizer. `lineage` is the one that an
+    earlier start recorded, whose step is loaded again; `keeps` is as in `load_state`. Raises UserError if there is no
+    such checkpoint, or it is damaged, holds weights only, or does not fit."""
     config = experiment.checkpoint
     assert config.continue_from is not None, "the caller checks"
     location = parent_location(config.continue_from, Path(experiment.paths.runs).expanduser().absolute())
@@ -117,9 +115,7 @@ def load_parent_state(
 
 def require_same_function(experiment: Experiment, path: str) -> None:
     """Compare the model and the tokenizer with those of `checkpoint.initial`, and log differences that may be intended.
-
-    `path` is where they are on this machine. Raises UserError if the same weights would compute something else.
-    """
+    `path` is where they are on this machine. Raises UserError if the same weights would compute something else."""
     config, folder = experiment.checkpoint, initial_folder(path)
     assert config.initial is not None, "the caller checks"
     if folder is None:
@@ -146,11 +142,8 @@ PARTS, ENDED = "parts", "ended"
 
 
 def restore_state(trainer: Training, commit: Commit) -> None:
-    """Load weights, optimizer, data position and progress; all ranks call it.
-
-    Raises:
-        UserError: a checkpoint is damaged, or training cannot continue from it.
-    """
+    """Load weights, optimizer, data position and progress; all ranks call it. Raises UserError if a checkpoint is
+    damaged, or training cannot continue from it."""
     checkpointer = trainer.checkpointer
     step = checkpointer.latest() if commit.restores else None
     if commit.takes_over():
@@ -258,11 +251,9 @@ def load_source(
     divide: Callable[[nn.Module], Rows] | None = None,
     parts: bool = False,
 ) -> nn.Module:
-    """Build the model of a source and read its weights tensor by tensor, or this rank's shards.
-
-    `divide` shards the model on the meta device and returns the rows of those sharded parameters that are not DTensors.
-    `documents` and `parts` are as in `choose_attention_backend`. Modules of multi-token prediction are left out.
-    """
+    """Build the model of a source and read its weights tensor by tensor, or this rank's shards. `divide` shards the
+    model on the meta device and returns the rows of those sharded parameters that are not DTensors. `documents` and
+    `parts` are as in `choose_attention_backend`. Modules of multi-token prediction are left out."""
     build, read = _building(
         source, device, seq_len=seq_len, documents=documents, dtype=dtype, divide=divide, parts=parts
     )
@@ -355,11 +346,8 @@ def _runs(backend: str, device: torch.device, dtype: torch.dtype, *, parts: bool
 
 
 def tokenizer_of(source: OpenCheckpoint) -> Tokenizer:
-    """Tokenizer of a source.
-
-    Raises:
-        UserError: the model reads no tokens, or the source has no tokenizer, or it cannot be read.
-    """
+    """Tokenizer of a source. Raises UserError if the model reads no tokens, or the source has no tokenizer, or it
+    cannot be read."""
     if not source.model.vocab_size:
         raise UserError(f"{source.path}: {source.model.name} reads no tokens, so it is not a language model.")
     if source.tokenizer == "bytes":

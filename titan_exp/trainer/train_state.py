@@ -41,8 +41,8 @@ from titan_exp.parallel.meta_init import (
 from titan_exp.parallel.pipeline_runtime import Pipeline, build_pipeline, build_schedule
 from titan_exp.parallel.tensor_parallel.styles import vocab_shard
 from titan_exp.quantization.quantize import describe, quantize
-from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.display import format_count
+from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.experts import ExpertLoad
 from titan_exp.trainer.forward_backward import CudaRecorder, EagerModel, GraphedModel, Model, PipelineModel, Recorder
 from titan_exp.trainer.objective import build_objective
@@ -88,12 +88,8 @@ def _shown(value: object) -> str:
 
 class BuiltModel:
     """The parallel model on this rank, with the whole model's parameter count and FLOPs. `fake_mode` as in `assemble`.
-
-    Parameters have memory but no values until `init_weights` or a checkpoint fills them.
-
-    Raises:
-        UserError: an import path cannot be imported, or a named module does not exist.
-    """
+    Parameters have memory but no values until `init_weights` or a checkpoint fills them. Raises UserError if an import
+    path cannot be imported, or a named module does not exist."""
 
     def __init__(
         self,
@@ -266,11 +262,8 @@ def assemble(
     recorder: Recorder | None = None,
 ) -> TrainState:
     """Build mesh, model, objective and optimizer. In a `fake_mode`, parameters get memory but no values. The `recorder`
-    captures CUDA graphs; by default, a `CudaRecorder`.
-
-    Raises:
-        UserError: an import path cannot be imported, or a named module does not exist.
-    """
+    captures CUDA graphs; by default, a `CudaRecorder`. Raises UserError if an import path cannot be imported, or a
+    named module does not exist."""
     spec = model_spec(experiment.model)
     cuts = sequence_cuts(spec, layout.parallelism, layout.training.seq_len)
     causal = spec is None or spec.is_causal

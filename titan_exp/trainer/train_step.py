@@ -45,11 +45,9 @@ def train_step(
     lr: float,
     commit: ReducesGradients | None = None,
 ) -> StepResult:
-    """Train on one global batch; `batches` are this rank's CPU micro-batches of it.
-
-    `tokens` are its predicted tokens, then those of each further prediction; `parts` act before and after the update.
-    If `commit` raises, weights and optimizer are as before the step.
-    """
+    """Train on one global batch; `batches` are this rank's CPU micro-batches of it. `tokens` are its predicted tokens,
+    then those of each further prediction; `parts` act before and after the update. If `commit` raises, weights and
+    optimizer are as before the step."""
     model, optimizer = state.model, state.optimizer
     if state.gradient_point is not None:
         state.gradient_point.to_gradient_point()
@@ -86,10 +84,8 @@ def sync_step_flags(
     objective: Objective, batches: Sequence[MicroBatch], mesh: Mesh, *, stop: bool, save: bool
 ) -> tuple[tuple[int, ...], bool, bool]:
     """Sum the predicted tokens of the global batch, and share the flags of the step, in one message over the CPU.
-
     Returns the tokens as `train_step` takes them, True if any rank was asked to stop, and True if rank 0's clock asks
-    for a checkpoint.
-    """
+    for a checkpoint."""
     tokens = map(sum, zip(*(token_counts(objective, batch) for batch in batches), strict=True))
     message = [*tokens, int(stop), int(save and dist.get_rank() == 0)]
     if dist.get_world_size(mesh.cpu_group) > 1:

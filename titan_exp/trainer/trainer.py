@@ -33,11 +33,7 @@ STOP_SECONDS = 0.1
 
 class Trainer:
     """One rank of a training run. All ranks construct it, then call `restore` and `run` together. A `Commit`, built
-    from the trainer, makes worlds agree on a step.
-
-    Raises:
-        UserError: the data or an import path cannot be loaded.
-    """
+    from the trainer, makes worlds agree on a step. Raises UserError if the data or an import path cannot be loaded."""
 
     def __init__(
         self,
@@ -70,11 +66,8 @@ class Trainer:
 
     def restore(self) -> None:
         """Load the newest checkpoint of the run and open the report. Without one, a run begins with the state of
-        `checkpoint.continue_from`, the weights of `checkpoint.initial`, or initialized weights.
-
-        Raises:
-            UserError: a checkpoint is damaged, or training cannot continue from it.
-        """
+        `checkpoint.continue_from`, the weights of `checkpoint.initial`, or initialized weights. Raises UserError if a
+        checkpoint is damaged, or training cannot continue from it."""
         with ExitStack() as stack:
             stack.callback(self.parts.close)
             restore_state(self, self.commit)
@@ -88,12 +81,9 @@ class Trainer:
             stack.pop_all()  # `run` closes the parts, its caller the report
 
     def run(self) -> bool:
-        """Train to the last step. Returns False if a stop was requested; the state is saved either way.
-
-        Raises:
-            Diverged: the loss is not finite and `training.stop_on_nonfinite` is set.
-            UserError: the last state could not be saved or exported.
-        """
+        """Train to the last step. Returns False if a stop was requested; the state is saved either way. Raises Diverged
+        if the loss is not finite and `training.stop_on_nonfinite` is set, UserError if the last state could not be
+        saved or exported."""
         stop = False
         PROGRESS.begin(self.step)
         with closing(self.loader), closing(self.parts), closing(self.checkpointer):

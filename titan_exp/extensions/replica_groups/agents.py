@@ -127,10 +127,8 @@ class Server(ABC):
 
 
 class Forwarder(Server):
-    """Forwards local connections to the lighthouse's present address, which `address` returns.
-
-    torchft's servers keep the address with which they were created, and reconnect when a connection breaks.
-    """
+    """Forwards local connections to the lighthouse's present address, which `address` returns. torchft's servers keep
+    the address with which they were created, and reconnect when a connection breaks."""
 
     def __init__(self, port: int, address: Callable[[], tuple[str, int] | None]) -> None:
         self._address = address

@@ -17,8 +17,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.foreign_file import of_kind, parse_json, read_lines
 from titan_exp.config.secrets import concealed
 from titan_exp.launch.executor import WorldsSummary
-from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.display import format_duration
+from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.files import FileTail
 from titan_exp.tracking.run_folder.metrics_jsonl import read_all_rows, read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder, World
@@ -119,11 +119,8 @@ def _path(folder: RunFolder) -> Path:
 
 class GroupHistory:
     """Number of groups that divided each step that a run kept. Steps after the last quorum are divided like the last
-    one.
-
-    Group j of n takes the micro-batches j, j + n, j + 2n and so on, and all groups hold the same weights. So the number
-    of groups, not their names, determines the sums of a step, bit by bit.
-    """
+    one. Group j of n takes the micro-batches j, j + n, j + 2n and so on, and all groups hold the same weights. So the
+    number of groups, not their names, determines the sums of a step, bit by bit."""
 
     def __init__(self, run_folder: str | Path) -> None:
         self._path = Path(run_folder).expanduser()

@@ -116,11 +116,8 @@ class ReplicaGroups:
 
     def join(self, step: int, position: int | None = None) -> Quorum:
         """Wait for the quorum of the step after `step`, which is the last step that this group has committed. Groups
-        with a smaller `position`, by default the step, are behind.
-
-        Raises:
-            UserError: no living group offers a state, and the run knows a later step or this group has a part of one.
-        """
+        with a smaller `position`, by default the step, are behind. Raises UserError if no living group offers a state,
+        and the run knows a later step or this group has a part of one."""
         began, before = time.monotonic(), self.quorum
         if not self._has_state:
             step = position = 0

@@ -45,10 +45,8 @@ AWAY = "stays away"
 
 
 def join_group(folder: RunFolder, rank: RankInfo, number: int) -> tuple[RunFolder, RankInfo]:
-    """Join the run's attempt as a rank of group `number`; returns the folder as its ranks see it, and the rank.
-
-    Raises UserError if the attempt is over, or the run was restarted.
-    """
+    """Join the run's attempt as a rank of group `number`; returns the folder as its ranks see it, and the rank. Raises
+    UserError if the attempt is over, or the run was restarted."""
     if rank.rank == 0:
         with groups_lock(folder):
             event = _open_start(folder, rank, number)
@@ -201,11 +199,8 @@ def _name(start: Event) -> str:
 
 
 def leave(arguments: Sequence[str]) -> int:
-    """Return 0 if this job's group leaves alone, 1 if the run should stop. The argument is the run folder.
-
-    It leaves alone if other groups train on, since they need none of its state. The last group asks the run to save and
-    stop.
-    """
+    """Return 0 if this job's group leaves alone, 1 if the run should stop. The argument is the run folder. It leaves
+    alone if other groups train on, since they need none of its state. The last group asks the run to save and stop."""
     folder, number = RunFolder(arguments[0]), int(os.environ[GROUP])
     with groups_lock(folder):
         attempt = folder.read_attempts()[-1].attempt
@@ -220,11 +215,9 @@ def leave(arguments: Sequence[str]) -> int:
 
 
 def epilogue(arguments: Sequence[str]) -> int:
-    """Record the end of this job's start of its group; returns 85 to requeue the job, else its exit code.
-
-    `arguments` are the run folder, the job id and srun's exit code. While another group lives, this one is requeued
-    alone. The run's attempt is closed only if the group has finished, or no other lives.
-    """
+    """Record the end of this job's start of its group; returns 85 to requeue the job, else its exit code. `arguments`
+    are the run folder, the job id and srun's exit code. While another group lives, this one is requeued alone. The
+    run's attempt is closed only if the group has finished, or no other lives."""
     folder, job, code = RunFolder(arguments[0]), arguments[1], int(arguments[2])
     number = int(os.environ[GROUP])
     if own_attempt(folder, job) is None:

@@ -20,10 +20,7 @@ KEPT, MOMENTUM = "kept_weights", "outer_momentum"
 
 class OuterOptimizer:
     """Outer optimizer: SGD with momentum (torch's SGD) on the change that the inner `optimizer` has made since the last
-    synchronization.
-
-    `fragments` has the fragment of each parameter; by default all are in one.
-    """
+    synchronization. `fragments` has the fragment of each parameter; by default all are in one."""
 
     def __init__(
         self,

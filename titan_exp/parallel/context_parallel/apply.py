@@ -34,10 +34,8 @@ def gather_sequence(part: Tensor, mesh: Mesh) -> Tensor:
 
 class UlyssesAttention(nn.Module):
     """Ulysses attention: replaces `CausalAttention`, with the same arguments for this rank's part of the sequence.
-
     `core` attends over the joint sequence of the ranks in `group`, whose size must divide query heads and key-value
-    heads.
-    """
+    heads."""
 
     def __init__(self, core: CausalAttention | ContextAttention, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -58,9 +56,7 @@ class UlyssesAttention(nn.Module):
         device: torch.device | None = None,
     ) -> Any:
         """Build the argument `mask` of `forward`: the core's mask for the joint sequence, or None for causal attention.
-
-        `positions` are given if they restart within the sequence; `seq` counts this rank's tokens.
-        """
+        `positions` are given if they restart within the sequence; `seq` counts this rank's tokens."""
         if self.pattern.chunk is None:
             positions = None
         documents, positions = (
@@ -91,10 +87,8 @@ class UlyssesAttention(nn.Module):
 
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, method: Literal["ring", "allgather", "ulysses"]) -> None:
-    """Replace every block's attention cores, and cores of linear attention, by context-parallel ones, in place.
-
-    Only cores mix tokens, so the rest of a block stays. Does nothing if all cp axes have size 1.
-    """
+    """Replace every block's attention cores, and cores of linear attention, by context-parallel ones, in place. Only
+    cores mix tokens, so the rest of a block stays. Does nothing if all cp axes have size 1."""
     if mesh.sequence_shard.degree == 1:
         return
     across, within = mesh.world["cp_across"], mesh.world["cp_within"]

@@ -208,9 +208,7 @@ class ContextAttention(nn.Module):
         device: torch.device | None = None,
     ) -> ContextMask | None:
         """Build the argument `mask` of `forward` from this rank's part of `seq` tokens; None for causal attention.
-
-        `positions` are given if they restart within the sequence.
-        """
+        `positions` are given if they restart within the sequence."""
         ranks = group_named(self.group)
         part = seq if documents is None else documents.shape[1]
         pattern, index = self.pattern.within(part * ranks.size()), None
@@ -267,11 +265,9 @@ def context_attention(  # noqa: PLR0917  # custom ops take positional arguments
     causal: bool,
     tracked: bool,  # custom ops take positional arguments
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output in the dtype of `query`, and the log-sum-exp [batch, heads, part] in fp32, sinks included.
-
-    If `tracked`, the third result [heads] in fp32 is each head's largest logit over these queries and the keys of all
-    ranks, -inf in recomputation; else it is empty.
-    """
+    """Return the output in the dtype of `query`, and the log-sum-exp [batch, heads, part] in fp32, sinks included. If
+    `tracked`, the third result [heads] in fp32 is each head's largest logit over these queries and the keys of all
+    ranks, -inf in recomputation; else it is empty."""
     exchange, pattern = _exchange(method, group), MaskPattern(window, chunk, causal)
     largest = _no_logits(query, tracked=tracked)
     own, out, lse = _pieces(exchange, exchange.rank, query, cuts, pattern), None, None

@@ -43,11 +43,9 @@ def sequence_cuts(spec: ModelSpec | None, parallelism: ParallelismConfig, seq: i
 
 
 def even_cuts(patterns: Collection[MaskPattern], seq: int, degree: int) -> tuple[int, ...]:
-    """Fewest cuts, with the coarsest pieces, that balance the visible keys over ranks for every layer's mask.
-
-    A token sees one key more than the one before, up to the window or within its chunk. Over whole chunks head and tail
-    are even by symmetry, so one cut before the last, partial chunk is enough.
-    """
+    """Fewest cuts, with the coarsest pieces, that balance the visible keys over ranks for every layer's mask. A token
+    sees one key more than the one before, up to the window or within its chunk. Over whole chunks head and tail are
+    even by symmetry, so one cut before the last, partial chunk is enough."""
     patterns = [pattern.within(seq) for pattern in patterns]
     places = {pattern.window for pattern in patterns if pattern.window is not None}
     places |= {seq - seq % pattern.chunk for pattern in patterns if pattern.chunk is not None}

@@ -45,10 +45,8 @@ class TensorParallelGroup:
         return _ReduceScatterSeq.apply(x, self) if self.sequence else _ReduceFromTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
     def gather_outputs(self, part: Tensor, outputs: int) -> Tensor:
-        """Gather all outputs [batch, seq, outputs] from the ranks' shards; the last shard may be smaller.
-
-        All ranks compute the same from them, so the gradient of a shard is taken from this rank alone.
-        """
+        """Gather all outputs [batch, seq, outputs] from the ranks' shards; the last shard may be smaller. All ranks
+        compute the same from them, so the gradient of a shard is taken from this rank alone."""
         return _GatherOutputs.apply(part, self, outputs)  # type: ignore[return-value]  # a Tensor
 
     def share_vector(self, x: Tensor) -> Tensor:
@@ -228,12 +226,9 @@ class _SplitInputs(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Column-parallel linear layer: maps whole tokens to this rank's outputs.
-
-    Weight and bias are sharded by rows, or whole with `rows` and `bias_rows`, the slices that this rank uses. `gathers`
-    is False if the input has been gathered. `whole_outputs` is the number of outputs of all ranks, if each rank gathers
-    them all.
-    """
+    """Column-parallel linear layer: maps whole tokens to this rank's outputs. Weight and bias are sharded by rows, or
+    whole with `rows` and `bias_rows`, the slices that this rank uses. `gathers` is False if the input has been
+    gathered. `whole_outputs` is the number of outputs of all ranks, if each rank gathers them all."""
 
     def __init__(
         self,
@@ -267,10 +262,8 @@ class ColumnParallelLinear(nn.Module):
 
 
 class VectorParallelLinear(nn.Module):
-    """Column-parallel linear layer for one vector per sequence; every rank gets all outputs, for its own tokens.
-
-    The bias is sharded like the weight, or whole with the rows that this rank uses.
-    """
+    """Column-parallel linear layer for one vector per sequence; every rank gets all outputs, for its own tokens. The
+    bias is sharded like the weight, or whole with the rows that this rank uses."""
 
     def __init__(
         self, weight: nn.Parameter, region: TensorParallelGroup, bias: nn.Parameter | None, bias_rows: slice | None
@@ -300,11 +293,9 @@ class GatheredTokens(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Row-parallel linear layer: maps this rank's inputs to whole tokens; the weight is sharded by columns.
-
-    The bias is whole and added once, to the sum. With sequence parallelism it is added to this rank's tokens only, so
-    its gradient is partial. `splits_input` says that the input is whole.
-    """
+    """Row-parallel linear layer: maps this rank's inputs to whole tokens; the weight is sharded by columns. The bias is
+    whole and added once, to the sum. With sequence parallelism it is added to this rank's tokens only, so its gradient
+    is partial. `splits_input` says that the input is whole."""
 
     def __init__(
         self,
@@ -326,10 +317,8 @@ class RowParallelLinear(nn.Module):
 
 
 class RMSNormAcrossRanks(nn.Module):
-    """RMSNorm over the features of all ranks.
-
-    The weight is sharded like the features, or whole with the rows that this rank uses.
-    """
+    """RMSNorm over the features of all ranks. The weight is sharded like the features, or whole with the rows that this
+    rank uses."""
 
     def __init__(self, weight: nn.Parameter, region: TensorParallelGroup, eps: float, rows: slice | None) -> None:
         super().__init__()
@@ -366,10 +355,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """LM head whose weight holds this rank's vocabulary rows; None if tied to the embedding.
-
-    `vocabulary` is the number of gathered logits; None keeps them sharded for loss parallelism.
-    """
+    """LM head whose weight holds this rank's vocabulary rows; None if tied to the embedding. `vocabulary` is the number
+    of gathered logits; None keeps them sharded for loss parallelism."""
 
     parameter_role = "head"
 

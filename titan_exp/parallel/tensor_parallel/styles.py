@@ -97,11 +97,9 @@ class Ranks:
         return nn.Parameter(sharded, weight.requires_grad)
 
     def divided_vector(self, vector: nn.Parameter, units: int | None = None) -> tuple[nn.Parameter, slice | None]:
-        """This rank's shard of a whole vector, or the whole vector and the rows that this rank uses.
-
-        FSDP cannot shard unevenly what is already sharded, and a vector has no other dim. If there are fewer `units`
-        than ranks, several ranks share each unit.
-        """
+        """This rank's shard of a whole vector, or the whole vector and the rows that this rank uses. FSDP cannot shard
+        unevenly what is already sharded, and a vector has no other dim. If there are fewer `units` than ranks, several
+        ranks share each unit."""
         degree, rank = self.region.degree, self.region.rank
         if units is not None and units < degree:
             rank, degree = rank * units // degree, units
@@ -352,11 +350,9 @@ MODULES: dict[type[tp_plan.TPStyle], Handler] = {
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
-    """Replace linears, embedding and head by their sharded versions, in place; parameter names stay.
-
-    Does nothing if the tp axis has size 1. Sequence parallelism splits each sequence if the model's `spec` asks for it,
-    or if the model has no spec.
-    """
+    """Replace linears, embedding and head by their sharded versions, in place; parameter names stay. Does nothing if
+    the tp axis has size 1. Sequence parallelism splits each sequence if the model's `spec` asks for it, or if the model
+    has no spec."""
     axis = mesh.sharding["tp"]
     if axis.size() == 1:
         return
@@ -377,10 +373,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
 
 
 def drop_unused_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
-    """Drop the rows of replicated weights that this rank does not use, in place (inference only).
-
-    The model is on the meta device. Returns the kept rows by weight name, since these weights are not DTensors.
-    """
+    """Drop the rows of replicated weights that this rank does not use, in place (inference only). The model is on the
+    meta device. Returns the kept rows by weight name, since these weights are not DTensors."""
     kept: dict[str, tuple[slice, ...]] = {}
     for name, module in model.named_modules():
         if isinstance(module, ColumnParallelLinear) and module.rows is not None:
@@ -415,10 +409,8 @@ def vocab_shard(mesh: Mesh, vocabulary: int) -> VocabShard | None:
 
 @torch.no_grad()
 def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
-    """Sum gradients over tensor-parallel ranks for replicated parameters that each rank used only in part.
-
-    Called once per optimizer step after the last backward pass; sends one message.
-    """
+    """Sum gradients over tensor-parallel ranks for replicated parameters that each rank used only in part. Called once
+    per optimizer step after the last backward pass; sends one message."""
     if mesh.tp_group is None:
         return
     gradients = [

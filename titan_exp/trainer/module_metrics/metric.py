@@ -75,12 +75,8 @@ class ModuleMetric(nn.Module, ABC):
 
 
 def chosen_metrics(experiment: Experiment, model: nn.Module) -> list[type[ModuleMetric]]:
-    """Metrics of a run.
-
-    Raises:
-        UserError: one cannot be imported, is no `ModuleMetric`, observes no module of the model, cannot be compiled, or
-            has the name of another.
-    """
+    """Metrics of a run. Raises UserError if one cannot be imported, is no `ModuleMetric`, observes no module of the
+    model, cannot be compiled, or has the name of another."""
     kinds, found = {path: _class(path) for path in experiment.tracking.metrics}, list[Violation]()
     config = experiment.compile
     for path, kind in kinds.items():

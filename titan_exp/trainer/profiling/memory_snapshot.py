@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from titan_exp.config.groups.run import ProfilingConfig
 from titan_exp.ops.autograd import local_tensor
-from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.display import format_bytes
+from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.trainer.part import Part, Run, Step
 from titan_exp.trainer.train_state import TrainState
@@ -186,10 +186,7 @@ class MemorySnapshot(Part):
 
 def write_breakdown(memory: MemoryBreakdown, folder: Path, when: str, rank: int, more: str = "") -> Path:
     """Write `memory-WHEN-rank-*.txt` and, on CUDA, a `.pickle` for the viewer at https://docs.pytorch.org/memory_viz.
-
-    Raises:
-        OSError: the disk is full or read-only.
-    """
+    Raises OSError if the disk is full or read-only."""
     folder.mkdir(exist_ok=True)
     path = folder / f"memory-{when}-rank-{rank:05d}.txt"
     write_atomically(path, memory.text() + more, durable=False)

@@ -113,11 +113,8 @@ def _note(training: TrainingConfig, report: Report, optimizer: torch.optim.Optim
 
 
 def optimizer_traffic(optimizer: torch.optim.Optimizer, *, clipped: bool) -> int:
-    """Minimum bytes that an update moves on this rank.
-
-    Weights and states are read and written; gradients are read for the norm and for the update, and a separate clipping
-    pass reads and writes them once more.
-    """
+    """Minimum bytes that an update moves on this rank. Weights and states are read and written; gradients are read for
+    the norm and for the update, and a separate clipping pass reads and writes them once more."""
     total = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:

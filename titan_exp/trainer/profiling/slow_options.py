@@ -16,8 +16,8 @@ from titan_exp.config.schema.foreign_code import sources
 from titan_exp.config.torch_features import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.models.spec.lookup import attention_backend, block_count, model_spec
 from titan_exp.models.spec.tp_plan import Colwise
-from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.display import GIB
+from titan_exp.tracking.logging import get_logger
 
 if TYPE_CHECKING:
     import torch
@@ -27,10 +27,8 @@ NO_CODEGEN_BACKENDS = ("aot_eager", "eager")
 
 
 def slower_options(experiment: Experiment) -> Iterator[str]:
-    """Options that are slower than leaving them off, each with the reason and the faster value.
-
-    Lists only options known to be slower without a measurement. The layout must be resolved.
-    """
+    """Options that are slower than leaving them off, each with the reason and the faster value. Lists only options
+    known to be slower without a measurement. The layout must be resolved."""
     cuda = device_type(experiment.cluster) == "cuda"
     yield from _replicated_weights(experiment)
     yield from repeated_reading(experiment.data, ResolvedLayout.of(experiment))

@@ -133,11 +133,8 @@ class Straggler:
 
 
 class Stragglers:
-    """Straggler detection of one attempt, on rank 0.
-
-    Own times are compared within a pipeline stage, whose `stage_size` ranks are consecutive and do the same work; the
-    probe matmul is compared among all ranks.
-    """
+    """Straggler detection of one attempt, on rank 0. Own times are compared within a pipeline stage, whose `stage_size`
+    ranks are consecutive and do the same work; the probe matmul is compared among all ranks."""
 
     def __init__(self, stage_size: int, device: str) -> None:
         self._stage_size, self._probe_ratio = stage_size, PROBE_RATIO[device]
@@ -185,11 +182,9 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def set_compile_cache(folder: RunFolder, run_name: str) -> None:
-    """Set the compile cache of this process, unless the user has set one. Call it before anything compiles.
-
-    Entries are keyed by a hash of the graph, torch's version and its settings, so runs and ranks share them safely.
-    torch unpickles and executes them, so users do not share them. torch never deletes them.
-    """
+    """Set the compile cache of this process, unless the user has set one. Call it before anything compiles. Entries are
+    keyed by a hash of the graph, torch's version and its settings, so runs and ranks share them safely. torch unpickles
+    and executes them, so users do not share them. torch never deletes them."""
     if VARIABLE not in os.environ:
         with contextlib.suppress(UserError, OSError):  # another user's: torch's own default then
             # Not in `.cache`, whose owner could replace it.
@@ -213,11 +208,8 @@ MAX_WARNINGS = 3
 
 
 class CompileReport:
-    """Logs compilation in this process, from torch's counters.
-
-    Compilation is expected in the first step and the first evaluation of an attempt. Later it means that shapes or
-    settings changed.
-    """
+    """Logs compilation in this process, from torch's counters. Compilation is expected in the first step and the first
+    evaluation of an attempt. Later it means that shapes or settings changed."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()

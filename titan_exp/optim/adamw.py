@@ -19,8 +19,7 @@ from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
 
 def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.Optimizer:
-    """Build the implementation that `implementation` and `state_precision` choose. Raises UserError if a block of 8-bit
-    moments would lie on two ranks."""
+    """Build the chosen implementation. Raises UserError if a block of 8-bit moments would lie on two ranks."""
     groups, lr, betas = parameter_groups(parameters, config), config.lr, (config.betas[0], config.betas[1])
     assert config.implementation != "auto", "resolved before launch"
     precision, implementation, eps = config.state_precision, config.implementation, config.eps
@@ -58,8 +57,7 @@ class FusedClipAdamW(GroupOptimizer):
         self._grad_scale = factor
 
     def set_compute_weights(self, copies: Mapping[Any, Tensor]) -> None:
-        """Make each update also round the parameter into its compute weight. Gradients may then have the compute
-        weight's dtype."""
+        """Make each update also round parameters into compute weights, whose dtype gradients may have."""
         self._copies = copies
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -92,9 +90,8 @@ class FusedClipAdamW(GroupOptimizer):
 
 
 class MomentFormat(Protocol):
-    """Storage format of one moment of a parameter, as one or two tensors. Blocks of 8-bit moments lie within rows. So
-    each is whole on one rank and a checkpoint fits every layout, unlike torchao's optimizers, which block the local
-    shard."""
+    """Storage format of one moment of a parameter, as one or two tensors. Blocks of 8-bit moments lie within rows, so
+    each is whole on one rank and a checkpoint fits every layout."""
 
     def empty(self, like: Tensor) -> list[Tensor]:
         """Allocate a zero moment for this rank's shard of a parameter."""
@@ -129,8 +126,8 @@ class Rounded:
 
 class Float8Blocks:
     """Moment in float8: e4m3 numbers as bytes, and an fp32 scale per block. `root` stores square roots of a
-    non-negative moment. A second moment spans twice the exponents of its gradients, and one that underflows to 0 makes
-    the update far too large."""
+    non-negative moment. A second moment spans twice its gradients' exponents; one that underflows makes the update far
+    too large."""
 
     def __init__(self, *, root: bool = False) -> None:
         self.root = root
@@ -157,8 +154,7 @@ class Float8Blocks:
 
 
 class DynamicBlocks:
-    """Moment in dynamic 8-bit: codes of 256 values, denser around zero (Dettmers et al. 2022), and an fp32 scale per
-    block."""
+    """Moment in dynamic 8-bit: codes denser around zero (Dettmers et al. 2022), and an fp32 scale per block."""
 
     def __init__(self, *, signed: bool) -> None:
         self.signed = signed

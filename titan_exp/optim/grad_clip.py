@@ -306,8 +306,7 @@ class AdaGC:
         self.begun = begun if begun is not None else 0 if known else step
 
     def keep(self) -> None:
-        """Keep the averages in the optimizer's state. Call it after the step, since optimizers create their own state
-        where there is none."""
+        """Keep the averages in the optimizer's state, after the step, which creates its own where there is none."""
         for parameter, average in zip(self._parameters, self.averages.unbind(), strict=True):
             if parameter.grad is not None:
                 self._optimizer.state[parameter].setdefault(AVERAGE_NORM, average)

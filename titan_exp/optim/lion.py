@@ -19,8 +19,7 @@ def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.O
 
 
 class Lion(GroupOptimizer):
-    """Lion, parameter by parameter and without messages; the momentum has dtype `dtype` and is sharded like the
-    parameter."""
+    """Lion, parameter by parameter, without messages; the momentum, in `dtype`, is sharded like the parameter."""
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], *, lr: float, betas: Sequence[float], dtype: torch.dtype

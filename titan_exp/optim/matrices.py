@@ -25,16 +25,14 @@ ROWS, COLUMNS = -2, -1
 BATCH_ELEMENTS = 2**26
 """Number of matrix elements that a rank computes with at a time, unless one matrix is larger."""
 NOISE = 1e-4
-"""Magnitude of an element or a direction, relative to the largest of its matrix, at which half of it counts as
-signal."""
+"""Magnitude of a number, relative to the largest of its matrix, at which half of it counts as signal."""
 
 
 C = TypeVar("C", bound=MatrixOptimizerConfig)
 
 
 class MatrixOptimizer(GroupOptimizer, Generic[C]):
-    """Updates groups with `matrices` by `update_matrices`, and other groups by torch's fused AdamW. Embedding, head and
-    vectors are never matrices."""
+    """Updates groups of matrices by `update_matrices`; others (embedding, head, vectors) by torch's fused AdamW."""
 
     def __init__(self, parameters: Sequence[NamedParameter], config: C) -> None:
         groups = [
@@ -89,8 +87,7 @@ class ShardAxis:
     dim: int
     """`ROWS` or `COLUMNS`."""
     applied_last: bool
-    """True for FSDP over a dim that another axis shards, too: FSDP divides that axis's shards, although it comes first
-    in the mesh."""
+    """True for FSDP over a dim that another axis shards too: it divides that axis's shards."""
 
 
 @dataclass(frozen=True)
@@ -260,8 +257,7 @@ class MatrixWeight:
 
 class OwnerGroup:
     """Ranks that share matrices, numbered along the axes, the last fastest. One of them, the owner, computes each
-    matrix. Over several mesh axes (FSDP and tensor parallelism), a matrix takes one all-to-all per axis, so the mesh's
-    process groups suffice."""
+    matrix. A matrix takes one all-to-all per mesh axis."""
 
     def __init__(self, axes: Sequence[ShardAxis]) -> None:
         self._axes = axes
@@ -289,8 +285,7 @@ class OwnerGroup:
         return [by_load.index(owner) for owner in owners]
 
     def rounds(self, weights: Sequence[MatrixWeight]) -> Iterator[list[MatrixWeight]]:
-        """Divide weights into consecutive rounds, of at most `BATCH_ELEMENTS` elements per rank and at least one
-        weight."""
+        """Divide weights into rounds of at most `BATCH_ELEMENTS` elements per rank, at least one weight each."""
         few, elements = list[MatrixWeight](), 0
         for weight in weights:
             if few and elements + weight.elements > self.size * BATCH_ELEMENTS:
@@ -313,8 +308,7 @@ class OwnerGroup:
     def scatter(
         self, owned: Mapping[int, Tensor], shapes: Sequence[Sequence[int]], owners: Sequence[int], like: Tensor
     ) -> list[Tensor]:
-        """Return this rank's shard of every matrix, from owners that have all shards [*axes, *shard] of their matrices.
-        `like` has the dtype and device."""
+        """Return this rank's shard of every matrix, from owners of all shards [*axes, *shard], typed like `like`."""
         held, sizes = dict(owned), [axis.size for axis in self._axes]
         for place, axis in enumerate(self._axes):
             later = range(place + 1, len(self._axes))

@@ -36,8 +36,7 @@ class Muon(MatrixOptimizer[Config]):
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
 
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update the matrices of a group. Its parameters share one mesh and may be sharded over different axes of
-        it."""
+        """Update the matrices of a group, which may be sharded over different axes of one mesh."""
         for owners, weights in OwnerGroup.of([self._weights[parameter] for parameter in parameters]):
             for few in owners.rounds(weights):
                 self._update(few, owners, group)

@@ -64,8 +64,7 @@ class GroupOptimizer(torch.optim.Optimizer, ABC):
 
 
 def adamw_state(state: dict[str, Tensor], like: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """State of a parameter. If empty, it is filled as torch's fused AdamW does; moments have `dtype`, or the
-    parameter's."""
+    """State of a parameter, filled as torch's fused AdamW does; moments have `dtype`, or the parameter's."""
     if not state:
         state["step"] = torch.zeros((), device=local_tensor(like).device)
         for name in ("exp_avg", "exp_avg_sq"):
@@ -88,8 +87,7 @@ class UpdatesComputeWeights(Protocol):
     in place would round them."""
 
     def set_compute_weights(self, copies: Mapping[Any, Tensor]) -> None:
-        """Set the compute weight of each parameter, with the parameter's strides. Parameters that compute themselves
-        have none."""
+        """Set the compute weight of each parameter that has one, with the parameter's strides."""
 
 
 def cast_gradients(parameters: Iterable[Tensor]) -> None:

@@ -44,8 +44,7 @@ class NamedParameter:
 def named_parameters(
     parts: Iterable[nn.Module], scales: Mapping[str, ParameterScale] = {}, *, frozen: bool = False
 ) -> list[NamedParameter]:
-    """Trainable parameters of this rank's modules, in module order, with `frozen` ones on request; a tied weight comes
-    once."""
+    """Trainable parameters of this rank's modules in order, tied ones once; with `frozen`, all."""
     found = []
     for part in parts:
         modules = dict(part.named_modules())
@@ -85,8 +84,7 @@ def parameter_groups(
 
 
 def hyperparameters(named: NamedParameter, config: OptimizerConfig) -> dict[str, Any]:
-    """Options of a parameter's group: `weight_decay`, and `lr_scale`, `betas` and `eps` if they differ from the
-    optimizer's."""
+    """Options of a parameter's group: `weight_decay`, and other `lr_scale`, `betas` or `eps` than the optimizer's."""
     group, scale = config.group_of(named.name, named.role), _with_own_lr(named, config)
     decay = config.weight_decays.get(named.role, config.weight_decay if _is_decayed(named, config) else 0.0)
     factor = config.lr_scales.get(named.role, 1.0)
@@ -103,8 +101,7 @@ def hyperparameters(named: NamedParameter, config: OptimizerConfig) -> dict[str,
 
 
 def remember_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Remember the groups of an optimizer as built from the configuration. Later changes by the optimizer are its
-    state."""
+    """Remember the groups of an optimizer as built; its later changes are state."""
     built = [{key: _copy(value) for key, value in _values(group)} for group in optimizer.param_groups]
     setattr(optimizer, _BUILT, built)
 

@@ -42,8 +42,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update from the gradients at y; afterwards the parameters are the next x. A parameter without gradient
-        returns to x."""
+        """Update from gradients at y to the next x; a parameter without gradient returns to x."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -1,5 +1,4 @@
-"""SOAP (Vyas et al. 2024): runs Adam in the eigenbasis of Shampoo's preconditioner for matrices, and AdamW for the
-rest."""
+"""SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's preconditioner for matrices, AdamW for the rest."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -55,8 +54,7 @@ class Soap(MatrixOptimizer[Config]):
             self._owner |= {weight.parameter: rank for weight, rank in zip(weights, ranks, strict=True)}
 
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update the matrices of a group. Its parameters share one mesh and may be sharded over different axes of
-        it."""
+        """Update the matrices of a group, which may be sharded over different axes of one mesh."""
         for owners, weights in OwnerGroup.of([self._weights[parameter] for parameter in parameters]):
             for few in owners.rounds(self._in_turn(weights)):
                 self._update(few, owners, group)

@@ -91,8 +91,8 @@ def _recompute(blocks: Sequence[nn.Module], **options: Any) -> None:
 
 def _recompute_fully(blocks: Sequence[nn.Module], *, random: bool, compiled: bool) -> None:
     """Recompute whole blocks except for the choice of experts and the exchange of tokens; `compiled` blocks also keep
-    attention. A compiled graph that recomputes attention would keep a random state for it, which torch 2.13 confuses
-    with the meshes of experts' weights."""
+    attention. A compiled graph would keep a random state to recompute it, which torch 2.13 confuses with experts'
+    meshes."""
     in_graph = functools.partial(_selective_contexts, dict.fromkeys(_routing_operators(), 1), attention=True)
     for block in blocks:
         outside = {"context_fn": routing_cache} if mixtures(block) else {}
@@ -100,8 +100,7 @@ def _recompute_fully(blocks: Sequence[nn.Module], *, random: bool, compiled: boo
 
 
 def _recompute_within_budget(mixed: Sequence[nn.Module], *, random: bool) -> None:
-    """Let the compiler choose the operators that blocks with experts recompute; the choice of experts and the exchange
-    of tokens are kept."""
+    """Let the compiler choose the operators that blocks with experts recompute; routing results are kept."""
     kept = dict.fromkeys(_routing_operators(), 1)
     contexts = functools.partial(_selective_contexts, kept, CheckpointPolicy.PREFER_SAVE)
     _recompute(mixed, context_fn=contexts, preserve_rng_state=random)

@@ -72,8 +72,7 @@ class ComputeWeights:
 
     @property
     def copies(self) -> Mapping[nn.Parameter, Tensor]:
-        """Compute weight of each master that has one. A tied weight has a single one; lookup tables and placeholders
-        have none."""
+        """Compute weights by master; a tied weight has a single one, lookup tables and placeholders none."""
         return self._copies
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:

@@ -65,8 +65,7 @@ class TokenExchange:
 
     @staticmethod
     def start(ends: Int32[Tensor, " experts"], ranks: int, group: str) -> "Callable[[], TokenExchange]":
-        """Start to exchange the counts of rows with these ends per expert. The result waits for them, which
-        synchronizes with the host, once."""
+        """Start to exchange counts of rows with these ends per expert. The result waits for them on the host."""
         counts = ends.diff(prepend=ends.new_zeros(1)).long().view(ranks, -1)
         started = start_count_exchange(counts, group)
 
@@ -319,8 +318,7 @@ class TokenGroup(TensorParallelGroup):
         return _Split.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
     def join(self, part: Float[Tensor, "batch part dim"], length: int) -> Float[Tensor, "batch seq dim"]:
-        """Gather the `length` tokens of each sequence from the ranks' parts. The result and its gradient are the same
-        on all ranks."""
+        """Gather the `length` tokens of each sequence; result and gradient are the same on all ranks."""
         return _Join.apply(part, self, length)  # type: ignore[return-value]  # a Tensor
 
     def part(self, length: int) -> slice:

@@ -28,8 +28,7 @@ from titan_exp.parallel.step_observer import step_observer
 
 
 class _One(float):
-    """Divide factor of 1 that leaves tensors as they are. With one shard (DDP), FSDP2 would divide even by 1, into a
-    copy."""
+    """Divide factor that leaves tensors as they are. With one shard, FSDP2 would divide even by 1, into a copy."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,8 +58,7 @@ def accumulate_in_compute_dtype(model: nn.Module) -> None:
 
 
 def _keep_compute_dtype(group: Any, **_: Any) -> None:
-    """Let autograd keep gradients in the dtype of gathered parameters; torch 2.15 would use the dtype of the
-    reduction."""
+    """Let autograd keep gradients in the dtype of gathered parameters, not of the reduction (torch 2.15)."""
     for parameter in group.fsdp_params:
         if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
             gathered.grad_dtype = gathered.dtype
@@ -345,8 +343,7 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, options: FSDPOptions) -> None:
 
 
 def uses_fsdp(mesh: Mesh, *, cpu_offload: bool) -> bool:
-    """True if there are several data ranks, or parameters lie in CPU memory; otherwise `ComputeWeights` keeps the
-    low-precision copies."""
+    """True with several data ranks or offloaded parameters; else `ComputeWeights` keeps low-precision copies."""
     return max(mesh.fsdp_mesh.size(), mesh.expert_fsdp_mesh.size()) > 1 or cpu_offload
 
 
@@ -389,8 +386,7 @@ class _Units:
             self._shard(rest, rest[0], reshard=reshard)
 
     def gather_with(self, block: nn.Module) -> None:
-        """Gather a block's experts, and parameters that stay in fp32, when the block is called, outside of compiled or
-        recomputed code."""
+        """Gather experts and fp32 parameters when their block is called, outside of compiled or recomputed code."""
         own = self._of_experts | self._kept
         for part in block.modules():
             if isinstance(part, FSDPModule) and part in own and part not in self._in_fp32:
@@ -425,8 +421,7 @@ class _Units:
 
 
 def _sharded_dim_of_experts(parameter: nn.Parameter, degree: int) -> Shard | None:
-    """First dim that the degree divides, experts before channels, because torch takes only an uneven dim 0 of plain
-    tensors."""
+    """First dim that the degree divides: torch shards only dim 0 of plain tensors unevenly."""
     sizes = local_tensor(parameter.detach()).shape
     dims = [dim for dim, size in enumerate(sizes) if size % degree == 0]
     assert dims or not isinstance(parameter, DTensor), "checked by the rules"

@@ -137,8 +137,7 @@ all_to_all.register_autograd(_backward, setup_context=_save)
 
 
 _PENDING: dict[int, tuple[Callable[[], Any], Tensor]] = {}
-"""Function that waits for a count exchange, and the counts that the exchange still reads, by the address of its
-sums."""
+"""Functions that wait for count exchanges, and the counts that these still read, by address of the sums."""
 
 
 @torch.library.custom_op("titan_exp::start_count_exchange", mutates_args=())
@@ -252,16 +251,14 @@ return_rows.register_autograd(_return_gradient, setup_context=_set_rows)
 
 @dataclass(frozen=True)
 class Mesh:
-    """Device mesh and process groups of this rank. Derived values are cached: indexing a DeviceMesh builds a new one,
-    which takes 0.1 ms."""
+    """Device mesh and process groups of this rank. Values are cached: indexing a DeviceMesh takes 0.1 ms."""
 
     world: DeviceMesh
     """Mesh of all axes; tp varies fastest, so that its ranks are neighbours."""
     sharding: DeviceMesh
     """Mesh with axes pp, dp_replicate, fsdp, tp over the same ranks."""
     experts: DeviceMesh | None
-    """Mesh with axes pp, dp_replicate, efsdp, ep, etp over the same ranks; None if experts are sharded like other
-    weights."""
+    """Mesh with axes pp, dp_replicate, efsdp, ep, etp; None if experts are sharded like other weights."""
     device: torch.device
     """Device of this process."""
     cpu_group: dist.ProcessGroup
@@ -325,9 +322,8 @@ def build_mesh(
     cuts: tuple[int, ...] = (),
     causal: bool = True,
 ) -> Mesh:
-    """Build the mesh over the default process group; the product of the degrees is the world size. `experts` says that
-    the model has experts, `cuts` where segments of context-parallel sequences end, and `causal` that later tokens cost
-    more."""
+    """Build the mesh over the default process group; the product of the degrees is the world size. `cuts` are where
+    segments of context-parallel sequences end; `causal` says that later tokens cost more."""
     assert config.dp_shard >= 1, "the layout is resolved before launch"
     degrees = {axis.name: axis.degree(config) for axis in AXES}
     folded: dict[str, int] = {}

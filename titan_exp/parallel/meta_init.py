@@ -88,8 +88,7 @@ def every_weight(name: str) -> bool:
 def init_weights(
     model: nn.Module, table: Mapping[str, InitSpec], seed: int, selected: Callable[[str], bool] = every_weight
 ) -> None:
-    """Fill selected parameters from their initial distributions, identically in every layout and on every device,
-    without communication."""
+    """Fill selected parameters from their initial distributions, the same in every layout and on every device."""
     for name, parameter in model.named_parameters():
         if selected(name):
             init_shard_(local_tensor(parameter), seed, name, table[name], local_shard(parameter))
@@ -142,8 +141,7 @@ def local_shard(tensor: Tensor) -> ShardSpec:
 
 
 def require_modules(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Check that every pattern of `fp32_modules` matches a module of the whole model. Raises UserError if a pattern
-    matches no module."""
+    """Raise UserError if a pattern of `fp32_modules` matches no module of the whole model."""
     named = _named(model)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in named):
@@ -241,8 +239,7 @@ def computes_loss(model: nn.Module, spec: ModelSpec | None) -> bool:
 
 
 def _buffers(model: nn.Module) -> Iterator[Violation]:
-    """Check that every tensor of a module is a parameter or a buffer, since other tensors would stay on the meta
-    device."""
+    """Check that every tensor of a module is a parameter or a buffer; others would stay on the meta device."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             held = value if isinstance(value, list | tuple) else [value]

@@ -165,8 +165,7 @@ def build_schedule(schedule: str, ranks: int, stages: int, microbatches: int) ->
 
 
 def forward_schedule(placement: list[int], microbatches: int) -> Schedule:
-    """Actions of each rank in a forward-only pass: all micro-batches go through its first stage, then through the
-    next."""
+    """Actions of each rank in a forward-only pass: all micro-batches through one stage, then through the next."""
     return [
         [
             Action(stage, "F", number)
@@ -346,8 +345,7 @@ def build_pipeline(
     layout: ResolvedLayout,
     mesh: Mesh,
 ) -> Pipeline:
-    """Pipeline of this rank's stages, each of which is built on the meta device, cut and handed to
-    `parallelize_stage`, which fills it."""
+    """Pipeline of this rank's stages, each built on the meta device, cut, and filled by `parallelize_stage`."""
     parallelism = layout.parallelism
     layers, placement = layout.stage_layers, layout.stage_placement
     last = len(layers) - 1

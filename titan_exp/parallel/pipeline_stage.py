@@ -70,8 +70,7 @@ class BackwardSplit:
         return bool(self._early)
 
     def compute_input_gradient(self, gradient: Tensor | None) -> Tensor:
-        """Compute the input's gradient from the output's gradient, or from None for the loss of the last stage. Call it
-        once."""
+        """Compute the input's gradient, once, from the output's gradient (None for the loss of the last stage)."""
         assert self._ends is not None, "the first part runs once"
         output, input = self._ends
         hooks = [self._keep_gradients(node) for node in self._branches]
@@ -175,8 +174,7 @@ def _deepest_first(root: Node) -> Iterable[Node]:
 
 
 Forward = Callable[["Stage", int, Tensor | None], Tensor]
-"""Computes a stage's output, or the last stage's loss, from a micro-batch's number and the hidden states of the
-previous stage (None for the first)."""
+"""Computes a stage's output, or the last one's loss, from a micro-batch's number and its hidden states, if any."""
 
 
 def keep_compiled_buffers() -> None:

@@ -1,5 +1,4 @@
-"""QK-Clip (Kimi Team 2025): if a head's logits grow too large, its queries and keys are scaled down after the
-update."""
+"""QK-Clip (Kimi Team 2025): scales queries and keys of a head down if its logits grow too large."""
 
 from collections.abc import Mapping
 from typing import Protocol, TypeGuard
@@ -28,8 +27,7 @@ class ClippableAttention(Protocol):
     """Module that computes the scores: this rank's heads, its queries, or a part of its heads (Ulysses)."""
 
     def clip_factors(self, factors: Tensor) -> Mapping[str, Tensor]:
-        """Row factors [rows] of the projections' whole weights, by module path, that multiply each query head's logits
-        by its factor [heads]."""
+        """Row factors [rows] of whole projections, by path, that multiply query heads' logits by `factors`."""
         ...
 
     def get_submodule(self, target: str) -> nn.Module:

@@ -145,8 +145,7 @@ Call = tuple[str, int]
 
 
 def call_name(operator: str, index: int) -> str:
-    """One-word name of a call. A separate index that differs between kinds of blocks would be a dynamic size to the
-    compiler."""
+    """One-word name of a call. To the compiler, a separate index would be a dynamic size."""
     return f"{operator}#{index}"
 
 
@@ -165,11 +164,9 @@ class TracedCall:
     always: bool
     """True if it is never recomputed: attention, collectives that do not grow their input, top-k routing."""
     reached: bool
-    """True if the call precedes the last tensor that backward reads: without a compiler, all such calls are
-    repeated."""
+    """True if backward without a compiler repeats the call: it precedes the last tensor that backward reads."""
     read: bool
-    """True if a tensor that backward reads is computed from the output: with a compiler, only such calls are
-    repeated."""
+    """True if backward with a compiler repeats the call: a tensor that backward reads comes from its output."""
 
 
 @dataclass(frozen=True)
@@ -330,8 +327,7 @@ class _Recorder(TorchDispatchMode):
         """Index of the call that made a storage, and of calls whose outputs are written to later."""
 
     def pack(self, tensor: Tensor) -> None:
-        """Hook on a tensor that autograd saves. There is no backward pass, and a saved output would hold its own
-        graph."""
+        """Hook on a tensor that autograd saves. Returns nothing: a saved output would hold its own graph."""
         self._reached = len(self._calls)
         self._read |= self._sources_of(tensor)
 

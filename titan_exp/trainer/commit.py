@@ -119,8 +119,7 @@ class Commit:
     def divide(
         self, step: int, batches: Sequence[MicroBatch], flags: Flags
     ) -> tuple[Sequence[MicroBatch], tuple[int, ...]]:
-        """Return this world's share of a step's micro-batches, and the token counts that `train_step` divides its loss
-        by. `flags` are this rank's."""
+        """Return this world's share of a step, and token counts to divide its loss by; `flags` are this rank's."""
         trainer = self._trainer
         tokens, stop, save = sync_step_flags(
             trainer.model.objective, batches, trainer.mesh, stop=flags.stop, save=flags.save
@@ -137,14 +136,12 @@ class Commit:
         return metrics
 
     def settle(self, result: StepResult, *, logs: bool) -> Flags | None:
-        """Called after a step. Returns flags if the worlds agree on the weights, None if they train on alone. `logs` is
-        True if the row of this step is due."""
+        """Called after a step, with `logs` if its row is due. Returns flags, or None if the worlds train on alone."""
         self._result = result
         return self._flags
 
     def rows(self, numbers: Callable[[], Numbers], *, due: bool) -> list[Row]:
-        """Return rows of the agreed steps that are not logged yet; the last one also gets `numbers`. `due` is True if
-        the present step has a row."""
+        """Return unlogged rows of agreed steps, the last with `numbers`; `due` says that this step has a row."""
         if not due:
             return []
         trainer = self._trainer

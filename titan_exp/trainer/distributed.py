@@ -109,8 +109,7 @@ def _broken(rank: int, world: int, device: torch.device, backend: str, reason: s
 
 
 def _timeout(config: ClusterConfig) -> timedelta:
-    """Timeout of collectives, longer than the watchdog's, so that the watchdog ends a hanging run and shows each rank's
-    stack."""
+    """Timeout of collectives, longer than the watchdog's, which shows each rank's stack."""
     minutes = config.hang_kill_minutes
     return TIMEOUT if minutes is None else max(TIMEOUT, timedelta(minutes=4 * minutes))
 
@@ -185,8 +184,7 @@ REQUEST, RESPONSE = "request.json", "response.json"
 """Files in the scratch run folder, beside the experiment that defines the ranks' layout."""
 
 RunOnRanks = Callable[[str, Experiment, Any], Any]
-"""Calls `serve` with a rank function, given by import path, and a JSON request on the ranks of an experiment's layout;
-returns rank 0's response."""
+"""Runs a rank function, given by import path, on an experiment's ranks; returns rank 0's JSON response."""
 
 
 def serve(run: Run, function: Callable[[Experiment, Any, torch.device], Any]) -> None:

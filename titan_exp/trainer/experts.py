@@ -16,8 +16,8 @@ from titan_exp.trainer.objective import Reduction
 
 class ExpertLoad:
     """Reduces the token counts of all layers in one message, and hands each router its own. `model` is the whole model,
-    so that all ranks know all layers; `parts` are the modules of this rank. `sequences` is the number of sequences in
-    the first global batch."""
+    so that all ranks know all layers; `parts` are the modules of this rank. `sequences` are those of the first
+    batch."""
 
     def __init__(self, model: nn.Module, parts: Sequence[nn.Module], sequences: int, mesh: Mesh) -> None:
         self._sizes = {name: module.moe.experts for name, module in routers_of(model)}
@@ -26,8 +26,7 @@ class ExpertLoad:
         self.counts: dict[str, Tensor] = {}
         """Tokens per expert of the last global batch, int64 [experts], by the router's full name; on every rank."""
         self.losses: dict[str, Tensor] = {}
-        """This rank's share of each layer's balance loss and z-loss in the last step, fp32 [2], by the router's
-        name."""
+        """This rank's share of each router's balance loss and z-loss in the last step, fp32 [2], by name."""
         groups = [
             mesh.world.get_group(axis).group_name
             for axis in ("cp_across", "cp_within", "tp")

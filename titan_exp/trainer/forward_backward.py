@@ -57,9 +57,8 @@ class Model(Protocol):
         ...
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
-        """Compute the gradients of a global batch from this rank's CPU micro-batches. `tokens` are the predicted tokens
-        of the global batch, then those of each further prediction (`token_counts`). Returns this rank's share of the
-        loss and of the objective's metrics."""
+        """Compute the gradients of a global batch from this rank's CPU micro-batches. `tokens` are as of
+        `token_counts`. Returns this rank's share of the loss and of the objective's metrics."""
         ...
 
     def loss_sum(self, batches: Sequence[MicroBatch]) -> Tensor:
@@ -243,8 +242,7 @@ class Recording:
     """Work captured by a recorder."""
 
     replay: Callable[[], None]
-    """Run the same kernels on the same addresses. Python code does not run, so Python numbers keep their captured
-    values."""
+    """Run the same kernels on the same addresses; Python numbers keep their captured values."""
     description: str
     """Kind and memory of the graph, for the log."""
 
@@ -307,9 +305,8 @@ WARMUP_STEPS = 3
 
 
 class GraphedModel(EagerModel):
-    """A model on one rank whose forward and backward pass is a CUDA graph. Parameters are plain tensors, and compute
-    weights accumulate gradients in `fixed` buffers. Evaluation, and micro-batches of another shape than the first, run
-    without the graph."""
+    """A model on one rank whose forward and backward pass is a CUDA graph. Compute weights accumulate gradients in
+    `fixed` buffers. Evaluation and micro-batches of other shapes run eagerly."""
 
     def __init__(
         self, module: nn.Module, objective: Objective, mesh: Mesh, weights: ComputeWeights, recorder: Recorder

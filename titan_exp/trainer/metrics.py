@@ -382,8 +382,7 @@ class Report:
         return row
 
     def close(self, state: str) -> None:
-        """Close all sinks with the final state of the run. Raises UserError if rows of metrics could not be written,
-        although the run did not fail."""
+        """Close all sinks with the run's final state. Raises UserError if rows of a run that did not fail are lost."""
         if self.leader:
             self._beat(self.last_step, force=True)
         files = [(self.folder.metrics, sink) for sink in self.sinks]

@@ -153,8 +153,7 @@ class LanguageModeling:
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:
-        """Reduction of the z-loss term, if it has a coefficient: the loss that is differentiated is `loss` plus this
-        term."""
+        """Reduction of the z-loss term, if any: the differentiated loss is `loss` plus this term."""
         return {"z_loss": "mean"} if self.z_loss else {}
 
     def count(self, batch: Batch) -> int:
@@ -169,8 +168,7 @@ class LanguageModeling:
         return self.with_metrics(model(*inputs, loss=partial(self.chunked_loss, batch=batch)))
 
     def chunked_loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSum:
-        """Compute the loss chunk by chunk from the last hidden states [batch, seq, dim] and the head's weight [vocab,
-        dim]."""
+        """Compute the loss by chunks from last hidden states [batch, seq, dim] and the head's weight [vocab, dim]."""
         assert self.chunk_tokens is not None, "whole logits are given to `loss`"
         return linear_loss_sum(
             hidden,
@@ -183,8 +181,7 @@ class LanguageModeling:
         )
 
     def loss(self, logits: Tensor, batch: Batch) -> Loss:
-        """Compute the loss from logits [batch, seq, vocab]; under loss parallelism from this rank's vocabulary
-        shard."""
+        """Compute the loss from logits [batch, seq, vocab], or this rank's vocabulary shard of them."""
         return self.with_metrics(self.loss_sum(logits, batch.labels, self.z_loss, self.vocab_shard))
 
     def with_metrics(self, found: LossSum) -> Loss:

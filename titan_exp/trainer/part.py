@@ -111,8 +111,7 @@ class Step:
         return {**self.rows[-1].values, **own} if self.rows else {}
 
     def stop(self, reason: str) -> None:
-        """End training after this step: the run saves its state and can continue. The request of one rank is enough.
-        Only in phase DECIDE."""
+        """End training after this step, saved. The request of one rank is enough. Only in phase DECIDE."""
         self.stop_reason = self.stop_reason or reason
 
     def checkpoint(self) -> None:
@@ -171,23 +170,20 @@ class Part:
         """Called before a step."""
 
     def on_batches(self, step: int, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return the micro-batches to train on instead of those read on this rank's host: as many, of the same
-        shapes."""
+        """Return micro-batches to train on instead of those that this rank has read: as many, of the same shapes."""
         return batches
 
     def on_gradients(self, update: Update) -> None:
         """Called before the optimizer's step, with gradients clipped."""
 
     def on_update(self, update: Update) -> None:
-        """Called after the optimizer's step, while gradients still exist; in phase ACT before the compute weights
-        follow."""
+        """Called after the optimizer's step, with gradients; in phase ACT before the compute weights follow."""
 
     def refused(self, step: int) -> None:
         """Called when the worlds of a run will repeat a step."""
 
     def after(self, step: Step) -> Numbers | None:
-        """Called after a step, in the part's phase. Its numbers join the row of this step, or the next row if none is
-        logged."""
+        """Called after a step, in the part's phase. Its numbers join the row of this step, or the next row."""
         return None
 
     def finish(self, step: Step) -> None:
@@ -235,8 +231,7 @@ class Parts:
         return states
 
     def restore(self, states: Mapping[str, Any], step: int) -> None:
-        """Restore each part from its state after `step`, and log the names that only the checkpoint or only the run
-        has."""
+        """Restore each part from its state after `step`; log names that only the checkpoint or the run has."""
         for part in self._parts:
             state = states.get(part.name)
             if state is None and step and part.state():
@@ -307,8 +302,7 @@ class Parts:
         return numbers
 
     def finish(self, step: Step, pause: Pause) -> UserError | None:
-        """Call `finish` of all parts at the end of training. Returns the first error, to be raised when all have
-        finished."""
+        """Call `finish` of all parts at the end of training; returns the first error."""
         failed: UserError | None = None
         for part in self._having("finish"):
             try:
@@ -376,8 +370,7 @@ def _isolated(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _number(name: str, value: Any) -> float | int | None:
-    """A part's value as a number of a row; a one-element tensor counts as its element. Raises UserError for anything
-    else."""
+    """Number of a row from a part's value, such as a one-element tensor. Raises UserError for other values."""
     if value is None or isinstance(value, int | float):
         return value
     try:

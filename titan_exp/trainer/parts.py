@@ -119,8 +119,8 @@ def _evaluation(experiment: Experiment, state: TrainState, layout: ResolvedLayou
 
 
 def build_part(label: str, config: PartConfig) -> Part:
-    """Build one of your parts from its key and configuration. Raises UserError if the class cannot be imported, is not
-    a `Part`, or takes other options."""
+    """Build one of your parts. Raises UserError if its class cannot be imported, is no `Part`, or takes other
+    options."""
     key = f"training.parts.{label}"
     kind = import_callable(config.name, f"{key}.name", Call((), (), f"{key}.options", config.options))
     if not (isinstance(kind, type) and issubclass(kind, Part)):

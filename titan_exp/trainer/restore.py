@@ -346,8 +346,7 @@ def _runs(backend: str, device: torch.device, dtype: torch.dtype, *, parts: bool
 
 
 def tokenizer_of(source: OpenCheckpoint) -> Tokenizer:
-    """Tokenizer of a source. Raises UserError if the model reads no tokens, or the source has no tokenizer, or it
-    cannot be read."""
+    """Tokenizer of a source. Raises UserError if the model reads no tokens, or it has no readable tokenizer."""
     if not source.model.vocab_size:
         raise UserError(f"{source.path}: {source.model.name} reads no tokens, so it is not a language model.")
     if source.tokenizer == "bytes":

@@ -55,8 +55,7 @@ def has_groups(parameters: Sequence[NamedParameter], config: OptimizerConfig) ->
 
 
 def parameter_table(parameters: Sequence[NamedParameter], config: OptimizerConfig) -> str:
-    """Table of learning rate, weight decay and other settings, one row per group of a model's parameters, frozen ones
-    included."""
+    """Table of learning rate, weight decay and other settings, a row per group of parameters, also frozen ones."""
     rows: dict[tuple[str, ...], list[NamedParameter]] = defaultdict(list)
     for named in parameters:
         rows[_row(named, config)].append(named)
@@ -149,14 +148,12 @@ class BuiltModel:
             _log_pipeline(layout)
 
     def init_weights(self, selected: Callable[[str], bool] = every_weight) -> None:
-        """Initialize this rank's weights whose full names are selected. Weights that a load will replace need not be
-        drawn."""
+        """Initialize this rank's weights whose full names are selected, since a load replaces others."""
         for init in self._init:
             init(selected)
 
     def _set_float8_weights(self, module: nn.Module) -> None:
-        """Keep float8 weights of a materialized model where this rank holds them whole; elsewhere gather them in
-        float8."""
+        """Keep float8 weights where this rank holds them whole; elsewhere gather them in float8."""
         if self._mesh.sharding["fsdp"].size() > 1:
             if self._experiment.quantization.float8_all_gather:
                 from titan_exp.quantization.quantize import float8_all_gather_format
@@ -262,8 +259,7 @@ def assemble(
     recorder: Recorder | None = None,
 ) -> TrainState:
     """Build mesh, model, objective and optimizer. In a `fake_mode`, parameters get memory but no values. The `recorder`
-    captures CUDA graphs; by default, a `CudaRecorder`. Raises UserError if an import path cannot be imported, or a
-    named module does not exist."""
+    captures CUDA graphs. Raises UserError if an import path or a named module does not exist."""
     spec = model_spec(experiment.model)
     cuts = sequence_cuts(spec, layout.parallelism, layout.training.seq_len)
     causal = spec is None or spec.is_causal

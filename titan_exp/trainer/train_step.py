@@ -83,9 +83,8 @@ def train_step(
 def sync_step_flags(
     objective: Objective, batches: Sequence[MicroBatch], mesh: Mesh, *, stop: bool, save: bool
 ) -> tuple[tuple[int, ...], bool, bool]:
-    """Sum the predicted tokens of the global batch, and share the flags of the step, in one message over the CPU.
-    Returns the tokens as `train_step` takes them, True if any rank was asked to stop, and True if rank 0's clock asks
-    for a checkpoint."""
+    """Sum the predicted tokens of the global batch, and share the step's flags, in one message over the CPU. Returns
+    tokens as `train_step` takes them, True if any rank was asked to stop, and True if rank 0 asks for a checkpoint."""
     tokens = map(sum, zip(*(token_counts(objective, batch) for batch in batches), strict=True))
     message = [*tokens, int(stop), int(save and dist.get_rank() == 0)]
     if dist.get_world_size(mesh.cpu_group) > 1:

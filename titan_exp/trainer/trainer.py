@@ -82,8 +82,7 @@ class Trainer:
 
     def run(self) -> bool:
         """Train to the last step. Returns False if a stop was requested; the state is saved either way. Raises Diverged
-        if the loss is not finite and `training.stop_on_nonfinite` is set, UserError if the last state could not be
-        saved or exported."""
+        if the loss is not finite, UserError if the last state could not be saved or exported."""
         stop = False
         PROGRESS.begin(self.step)
         with closing(self.loader), closing(self.parts), closing(self.checkpointer):
@@ -145,8 +144,7 @@ class Trainer:
         return agreed
 
     def _log_and_save(self, flags: Flags) -> bool:
-        """Evaluate, log and save after a step, in this order, so that a checkpoint never exists without the rows before
-        it. Returns True if training stops."""
+        """Evaluate, log and save, in this order: no checkpoint without the rows before it. True if training stops."""
         done = self._finished()
         self.parts.after(Phase.OBSERVE, done, self.report.pause)
         flags |= Flags(save=self.checkpointer.due(self.step))

@@ -204,8 +204,8 @@ def evaluate_sources(
     model: Model, sources: Mapping[str, Iterable[MicroBatch]], mesh: Mesh, token_bytes: np.ndarray | None = None
 ) -> dict[str, float | int]:
     """Validation metrics: `validation_loss` over all sources, and for a mixture `validation_loss/NAME` of each source.
-    `sources` maps names to this data rank's share of each split. With the bytes of each token [vocab], the metrics have
-    bits per byte, too."""
+    `sources` are this data rank's shares of splits. With the bytes of each token [vocab], metrics have bits per
+    byte."""
     found = {name: evaluate(model, batches, mesh, token_bytes) for name, batches in sources.items()}
     tokens = sum(result.tokens for result in found.values())
     total = sum(result.loss * result.tokens for result in found.values() if result.tokens)

@@ -36,8 +36,7 @@ STOP, SAVE = "stop requested", "checkpoint asked for"
 
 
 class GroupCommit(Commit):
-    """Replica groups that divide the micro-batches of every step, sum their gradients, and commit the step or repeat
-    it."""
+    """Groups that divide the micro-batches of every step, sum their gradients, and commit or repeat the step."""
 
     sums = True
 
@@ -132,8 +131,7 @@ class GroupCommit(Commit):
         return None
 
     def _heal(self, *, behind: bool) -> bool:
-        """Send the state to groups that are behind, or take over another group's state. Returns False if that did not
-        arrive."""
+        """Send the state to groups that are behind, or take over another's; returns False if that did not arrive."""
         trainer, groups = self._trainer, self._groups
         parts, optimizer = trainer.model.parts, trainer.optimizer
         free_gathered(parts)
@@ -292,8 +290,7 @@ class SemiSyncCommit(GroupCommit):
             self._load_own_state()
 
     def _load_own_state(self) -> None:
-        """Load this group's own state from the checkpoint after a step. Without one, the group keeps another group's
-        state."""
+        """Load this group's own state from the step's checkpoint. Without one, it keeps another group's state."""
         trainer, number = self._trainer, self._groups.group.number
         path = trainer.checkpointer.folder.path_of(trainer.step)
         saved = trainer.checkpointer.from_leader(path.exists())

@@ -165,8 +165,7 @@ class GroupSummary(WorldsSummary):
     stall: float
     """Seconds that training waited for other groups or computed a step again."""
     restarts: float
-    """Seconds from starts of the whole fleet to their first quorums, plus the steps computed again, over all attempts
-    but the first."""
+    """Seconds from later attempts' starts to their first quorums, plus those of steps computed again."""
 
     @property
     def lost(self) -> float:

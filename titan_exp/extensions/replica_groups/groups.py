@@ -74,8 +74,7 @@ class ReplicaGroups:
 
     @cached_property
     def _client(self) -> QuorumClient:
-        """Quorum client, connected at the first `join`, because the others wait for every group that has a
-        heartbeat."""
+        """Quorum client, connected at the first `join`: others wait for every group with a heartbeat."""
         return QuorumClient(self.group, self._cluster, self._mesh, by_number=self._by_number)
 
     @cached_property
@@ -165,8 +164,7 @@ class ReplicaGroups:
         return [item for start in range(first, len(items), stride) for item in items[start : start + unit]]
 
     def send_state(self, progress: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Send the state after the last committed step to the groups that are behind. A failure makes the step
-        refused."""
+        """Send the state after the last committed step to groups that are behind. A failure refuses the step."""
         assert self.quorum is not None
         for rank in self.quorum.behind:
             self._attempt(lambda rank=rank: self._send(rank, progress, tensors))
@@ -237,26 +235,22 @@ class ReplicaGroups:
         return bool(flags > 0)
 
     def send_tensors(self, rank: int, description: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Send tensors and their description to a member, which calls `receive_tensors`. Only the receiver notices a
-        failure."""
+        """Send tensors to a member, which calls `receive_tensors`. Only the receiver notices a failure."""
         self._attempt(lambda: self._send(rank, description, tensors))
 
     def receive_tensors(self, rank: int, prepare: Callable[[Any], Sequence[Tensor]]) -> bool:
-        """Receive tensors from a member into the tensors that `prepare` returns for their description; False if they
-        did not arrive."""
+        """Receive tensors into those that `prepare` returns for their description; False if they did not arrive."""
         self._attempt(lambda: self._receive(rank, prepare(self._receive_header(rank))))
         return self._error is None
 
     def reduce_scalars(self, values: Mapping[str, Tensor | float], reductions: Mapping[str, Reduction]) -> Any:
-        """Reduce scalars over the groups, in fp64 and by the same names: sums, or maxima where `reductions` says
-        `max`."""
+        """Reduce scalars over the groups in fp64, by name: sums, or maxima where `reductions` says `max`."""
         rows = self._gather_rows(torch.tensor([float(value) for value in values.values()], dtype=torch.float64))
         columns = zip(values, rows.unbind(1), strict=True)
         return {name: row.amax() if reductions.get(name) == "max" else row.sum() for name, row in columns}
 
     def reduce_maxima(self, tensors: Sequence[Tensor]) -> None:
-        """Take maxima of tensors of one dtype over the groups, in place. A failure leaves them undefined and refuses
-        the step."""
+        """Maxima of tensors of one dtype over the groups, in place. A failure refuses the step."""
         if tensors:
             largest = self._gather_rows(torch.cat([tensor.flatten() for tensor in tensors]).cpu()).amax(0)
             sizes = [tensor.numel() for tensor in tensors]
@@ -264,8 +258,7 @@ class ReplicaGroups:
                 tensor.copy_(part.view_as(tensor))
 
     def _gather_rows(self, row: Tensor) -> Tensor:
-        """Gather the rows of all groups that divide the step, in host memory. Each fills its own row, so that all
-        reduce rows in the same order."""
+        """Gather the rows of all groups that divide the step, so that all reduce them in the same order."""
         assert self.quorum is not None
         rows = row.new_zeros(self.quorum.shares, len(row))
         if self.quorum.rank < self.quorum.shares:
@@ -340,8 +333,7 @@ class ReplicaGroups:
         return None if self.size == 1 else self._client.process_group.allreduce([tensor], ReduceOp.SUM)
 
     def _attempt(self, operation: Any) -> None:
-        """Run a collective, unless one has already failed in this step. Errors of this rank's own device do not make
-        the others repeat a step."""
+        """Run a collective unless one has failed in this step. Errors of this rank's device end the run."""
         if self._error is None:
             try:
                 operation()
@@ -398,8 +390,7 @@ def inner_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) ->
 
 
 def own_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, weights: bool) -> dict[str, Tensor]:
-    """State that differs between groups, not copied: the inner optimizer's, and this group's `weights` if the outer
-    optimizer has swapped them."""
+    """State that differs between groups, not copied: the inner optimizer's, and swapped-out `weights`."""
     own = inner_state(parts, optimizer)
     if weights:
         state = optimizer_state.optimizer_state_dict(parts, optimizer)
@@ -426,8 +417,7 @@ def described(
 def empty_state(
     parts: Sequence[nn.Module], own: Mapping[str, Tensor], group: int, description: Description
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Allocate tensors for the described state of another group, placed like this group's `own`, and its values, both
-    by their keys in a checkpoint."""
+    """Tensors and values of another group's described state by checkpoint key, placed like this group's `own`."""
     tensors, prefix = (
         optimizer_state.empty_tensors(parts, own, _described_tensors(description)),
         f"{GROUP_PREFIX}{group}.",

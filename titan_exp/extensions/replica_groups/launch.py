@@ -21,8 +21,7 @@ from titan_exp.tracking.run_folder.run_folder import HUNG, RunFolder
 MAX_RESTARTS = 3
 """Number of consecutive starts of a group that end before it trains, after which it stays away."""
 END_LIMIT = 10.0
-"""Seconds that the other groups have to end once one has ended without a failure; a newcomer would have no group to
-heal from."""
+"""Seconds that other groups have to end once one has finished; a newcomer has no group to heal from."""
 SLURM = "titan_exp.extensions.replica_groups.launch_slurm"
 
 

@@ -37,8 +37,7 @@ LOCK_LIMIT = 120.0
 START_LIMIT = 180.0
 """Seconds that other ranks wait for rank 0 to record the group's start."""
 PATIENCE = 3600.0
-"""Seconds that a newcomer waits for a group that may be loading the checkpoint. It gives up earlier if the fleet is
-dead."""
+"""Seconds that a newcomer waits for a group that may be loading the checkpoint, unless the fleet is dead."""
 NO_RECORD = "ended by the scheduler without a record (a node failed, or somebody requeued the job)"
 AWAY = "stays away"
 """Event for a group that is not requeued."""

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from titan_exp.extensions.replica_groups.config import GroupedCluster
 
 TORCHFT = "0.2.0"
-"""torchft version whose requests the trainer speaks. Requests change between versions, so lighthouse and groups need
-the same one."""
+"""torchft version whose requests the trainer speaks; they change between versions."""
 JOIN_SECONDS = 1200.0
 """Seconds that a quorum waits for a group that has a heartbeat, because it may be saving a checkpoint."""
 TICK_SECONDS = 0.05
@@ -151,8 +150,7 @@ class Candidate:
         self._silent_since: float | None = None
 
     def poll(self) -> bool:
-        """Stand for election if the lighthouse is silent; returns False once this agent's own lighthouse is
-        replaced."""
+        """Stand for election if the lighthouse is silent; returns False once this agent's own is replaced."""
         newest = newest_generation(self._logs)
         if self._own:
             return newest == self._own

@@ -34,8 +34,7 @@ class OuterOptimizer:
         self.after_move: Callable[[], object] = lambda: None
         """Called after weights are moved, to recompute copies of the weights."""
         self.swapped = False
-        """True while the parameters hold the kept weights, which are equal in all groups, and the state `KEPT` holds
-        this group's own."""
+        """True while parameters hold the kept weights, equal in all groups, and `KEPT` this group's own."""
         self._first: dict[Tensor, Tensor] = {}
         """Weights before the first step, until the inner optimizer has allocated its state, which must start empty."""
 
@@ -50,8 +49,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def pseudo_gradients(self, fragment: int | None = None) -> Iterator[Tensor]:
-        """Weights of the last synchronization minus the present ones, yielded one after another: this rank's shards, in
-        fp32."""
+        """Weights of the last synchronization minus the present ones, one by one: this rank's shards, in fp32."""
         parameters = self.parameters(fragment)
         for parameter, kept in zip(parameters, self._state(KEPT, parameters), strict=True):
             yield kept - local_tensor(parameter)
@@ -214,8 +212,7 @@ class AsyncAllReduce:
 
     @torch.no_grad()
     def start(self, tensors: Iterable[Tensor], begin: Callable[[Tensor], Any]) -> None:
-        """Start to sum the tensors, which are copied one by one. `begin` returns the running collective of a bucket, or
-        None if there is none."""
+        """Start to sum copies of the tensors. `begin` returns the running collective of a bucket, if any."""
         for bucket in _buckets(tensors):
             self._flat.append(flat := _flat(bucket))
             self._shapes.append([tensor.shape for tensor in bucket])
@@ -270,8 +267,7 @@ def _parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Group consecutive tensors of one dtype into buckets of at most `BUCKET_BYTES`; the same on equal ranks of all
-    groups."""
+    """Consecutive tensors of one dtype, at most `BUCKET_BYTES` each; the same on equal ranks of all groups."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

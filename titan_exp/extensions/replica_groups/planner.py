@@ -127,8 +127,7 @@ class GroupExchange(Exchange):
         return self.experiment.training.global_batch_size * self.experiment.training.seq_len
 
     def sent_per_token(self, weights: Mapping[int, int]) -> float | None:
-        """Bytes that the groups send per token; None if there is one group. If weights do not divide evenly over ranks,
-        it is an upper bound."""
+        """Bytes that groups send per token, an upper bound if weights divide unevenly; None with one group."""
         from titan_exp.extensions.replica_groups.outer_optimizer import ring_bytes
 
         if self.groups == 1:
@@ -138,8 +137,7 @@ class GroupExchange(Exchange):
         return self.groups * ring_bytes(held, self.groups) / (steps * self._tokens_per_step)
 
     def sent_at_once(self, weights: Mapping[int, int]) -> float | None:
-        """Bytes that a rank sends in the largest synchronization of one fragment; None in synchronous training, and for
-        models without a description."""
+        """Bytes that a rank sends for its largest fragment; None in synchronous training and without a spec."""
         from titan_exp.extensions.replica_groups.outer_optimizer import ring_bytes
 
         spec = model_spec(self.experiment.model)

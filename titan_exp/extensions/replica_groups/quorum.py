@@ -32,8 +32,7 @@ LIGHTHOUSE_RETRIES = 600
 
 @dataclass(frozen=True)
 class Quorum:
-    """Living groups of a step. The quorum is the same on every rank of every group, except `rank`, `source` and
-    `behind`."""
+    """Living groups of a step, the same on every rank of every group except `rank`, `source` and `behind`."""
 
     id: int
     members: tuple[str, ...]
@@ -103,8 +102,7 @@ class QuorumClient:
         self.process_group: Any = None
         """Process group of equal ranks of all members, in their order; None after an error."""
         self.first_groups: Any = None
-        """Process group of equal ranks of the members that divide the step, if a replayed history has fewer groups;
-        None in other members."""
+        """Process group of the members that divide the step, if a replayed history has fewer; None elsewhere."""
         self._history = None if cluster.group_history is None else GroupHistory(cluster.group_history)
 
     def ask(self, step: int) -> tuple[Quorum, Exception | None]:

@@ -137,8 +137,7 @@ def every_group_is_started(semi_sync: SemiSyncConfig, cluster: "GroupedCluster")
 def training_ends_at_a_synchronization(
     semi_sync: SemiSyncConfig, training: TrainingConfig, checkpoint: CheckpointConfig, evaluation: EvaluationConfig
 ) -> Iterator[Violation]:
-    """Evaluations, checkpoints, exports and the end must fall on synchronizations, because in between there is no
-    single model."""
+    """Evaluations, checkpoints, exports and the end must fall on synchronizations: only then is there one model."""
     interval = semi_sync.interval
     reason = (
         f"between synchronizations (semi_sync.interval={interval}) every group has weights of its own, so there is no "
@@ -183,8 +182,7 @@ def every_fragment_has_a_block(semi_sync: SemiSyncConfig, spec: ModelSpec) -> It
 def batch_is_divided_among_groups(
     semi_sync: SemiSyncConfig, training: TrainingConfig, cluster: "GroupedCluster", layout: ResolvedLayout
 ) -> Iterator[Violation]:
-    """Every group must compute the same number of whole micro-batches in every step, or of passes through its
-    pipeline."""
+    """Every group must compute equally many whole micro-batches, or pipeline passes, in every step."""
     parallelism = layout.parallelism
     if cluster.replica_groups != semi_sync.groups:
         return  # micro-batches are divided among the groups that are started

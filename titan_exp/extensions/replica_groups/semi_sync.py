@@ -64,14 +64,12 @@ class FragmentInFlight:
 
 @dataclass
 class PendingRow(Row):
-    """Row of metrics that waits for the other groups' numbers. Its values are of this group's share; after the
-    synchronization, of the whole step."""
+    """Row of this group's share of a step; after the synchronization, of the whole step."""
 
     trained: bool
     """False if the row belongs to the group from which this group has healed."""
     tokens: int
-    """Predicted tokens in this group's share of the step; after the synchronization, in all shares that were
-    trained."""
+    """Predicted tokens in this group's share; after the synchronization, in all trained shares."""
     total: int
     """Predicted tokens of whole batches since the last synchronization: on this rank, later on all ranks of a group."""
 
@@ -106,8 +104,7 @@ class SemiSync:
         self.rows: list[PendingRow] = []
         """Rows since the last synchronization, or after it until they are written."""
         self.states: dict[str, Tensor] = {}
-        """Inner optimizer states and own weights of the groups for the next checkpoint, except those that it has from
-        the writer under their plain names."""
+        """States of groups for the next checkpoint, besides those of the writer, which have plain names there."""
         self._fragment: FragmentInFlight | None = None
         self._round_tokens, self._stop, self._save = 0, False, False
         self._healed_after: int | None = None
@@ -144,8 +141,7 @@ class SemiSync:
         return self._fragment is not None and self._fragment.sum is not None
 
     def position(self, step: int) -> int:
-        """Progress by which quorums tell which groups are behind: twice the step, minus one until it is
-        synchronized."""
+        """Progress by which quorums find groups that are behind: twice the step, minus one until synchronized."""
         return 2 * step - (step != self.synchronized)
 
     def add_step(self, tokens: int, *, stop: bool, save: bool) -> None:
@@ -158,8 +154,7 @@ class SemiSync:
         self.rows.append(PendingRow(values, row, True, tokens, self._round_tokens))
 
     def complete(self) -> bool:
-        """True if training may begin, because all groups are present or the others have not come in time. Otherwise
-        wait a second."""
+        """True if training may begin: all groups are present, or the others are late. Else waits a second."""
         self._waiting_since = self._waiting_since or time.monotonic()
         waited = time.monotonic() - self._waiting_since
         late = self._groups.any(waited > max(NEWCOMER_LIMIT, self._groups.group.patience))  # one clock decides for all
@@ -171,8 +166,7 @@ class SemiSync:
         return begins
 
     def send(self, step: int) -> None:
-        """Start to sum a fragment's pseudo-gradients over the groups, after this step or again if the sum was
-        refused."""
+        """Start to sum a fragment's pseudo-gradients over the groups, or start again if the sum was refused."""
         if self._fragment is None:
             number = self._config.sent_fragment(step)
             if number is None:  # this group healed while the fragment was in flight
@@ -240,8 +234,7 @@ class SemiSync:
         return {"synchronized": self.synchronized, **tokens, "rows": rows, **sent}
 
     def heal(self, step: int, progress: Mapping[str, Any]) -> None:
-        """Take over another group's progress; its tensors have been received. Inside a synchronization, this group then
-        adds nothing to it."""
+        """Take over another group's progress, whose tensors have arrived; this group adds nothing to the round."""
         self.synchronized, self.tokens = progress["synchronized"], progress["tokens"]
         self.rows = [PendingRow(**{**row, "trained": False}) for row in progress["rows"]]
         self._sent, self._sent_for, self.outer.swapped = progress["sent"], progress["sent_for"], progress["swapped"]
@@ -317,8 +310,7 @@ class SemiSync:
 
 
 class LargestSynchronization:
-    """Largest synchronization of a rank in the planner: of its largest fragment, and of the group that writes
-    checkpoints if the run `saves` any."""
+    """Largest synchronization of a rank in the planner; if the run `saves`, in the group that does."""
 
     def __init__(
         self,

@@ -81,8 +81,7 @@ class UlyssesAttention(nn.Module):
         return all_to_all(out.movedim(2, 0).contiguous(), self.group).movedim(0, 1).flatten(1, 2)
 
     def _channels(self, heads: Tensor) -> Tensor:
-        """Pack heads [batch, heads, part, width] into channels by rank, [degree, batch, part, heads / degree ·
-        width]."""
+        """Pack heads [batch, heads, part, width] into channels by rank [degree, batch, part, channels]."""
         return heads.transpose(1, 2).unflatten(2, (self.degree, -1)).flatten(3).movedim(2, 0)
 
 

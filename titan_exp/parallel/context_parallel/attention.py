@@ -46,8 +46,7 @@ class GatheredLatents(nn.Module):
 
 
 class WholeKV:
-    """Keys and values of the whole sequence, which every rank has, cut into blocks like those of `ring` and
-    `all_gather`."""
+    """Keys and values of the whole sequence, which every rank has, cut into blocks by rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.degree = group.rank(), group.size()
@@ -177,8 +176,7 @@ class ContextMask(NamedTuple):
 
 
 class ContextAttention(nn.Module):
-    """Ring or all-gather attention: replaces `CausalAttention`, with the same arguments for this rank's part of the
-    sequence."""
+    """Ring or all-gather attention: replaces `CausalAttention` for this rank's part of the sequence."""
 
     def __init__(  # noqa: PLR0917  # one line in `apply`
         self,
@@ -455,8 +453,7 @@ def _bias(
     other: Pieces,
     query: Tensor,
 ) -> Tensor | None:
-    """Additive mask [batch_or_1, 1, rows, keys] of a tile, in the dtype of `query`; None if the kind of tile implies
-    it."""
+    """Additive mask [batch_or_1, 1, rows, keys] of a tile; None if the kind of tile implies it."""
     if segments is None and tile.kind != "masked":
         return None
     rows, keys = _places(own, query.device)[tile.rows], _places(other, query.device)[tile.keys]

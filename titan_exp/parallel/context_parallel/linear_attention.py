@@ -88,8 +88,7 @@ class SegmentExchange:
         return segments_of(self.shards, length)
 
     def previous(self, segments: Segments, ends: list[Tensor]) -> Tensor:
-        """For each of this rank's segments, what the previous segment's rank gives as the end of it; zeros before the
-        first."""
+        """End of the segment before each of this rank's segments, by that segment's rank; zeros before the first."""
         return neighbours(segments.stacked(ends), segments.order, segments.own, -1, *self.groups)
 
     def documents_before(self, segments: Segments, documents: Tensor | None, count: int) -> list[Tensor] | list[None]:

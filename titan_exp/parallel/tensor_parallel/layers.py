@@ -50,13 +50,11 @@ class TensorParallelGroup:
         return _GatherOutputs.apply(part, self, outputs)  # type: ignore[return-value]  # a Tensor
 
     def share_vector(self, x: Tensor) -> Tensor:
-        """Pass on a vector per sequence, of which each rank uses a part; with sequence parallelism its gradient stays
-        partial."""
+        """Pass on a vector per sequence; with sequence parallelism its gradient stays partial."""
         return x if self.sequence else _CopyToTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
     def gather_vector(self, part: Tensor) -> Tensor:
-        """Gather all outputs from the ranks' equal shards. With sequence parallelism, each rank uses them for its own
-        tokens, and gradients are summed."""
+        """Gather all outputs from the ranks' equal shards; with sequence parallelism, gradients are summed."""
         return _GatherVector.apply(part, self)  # type: ignore[return-value]  # a Tensor
 
     def split_inputs(self, x: Tensor) -> Tensor:
@@ -70,8 +68,7 @@ class TensorParallelGroup:
         return _RMSNorm.apply(part, weight, eps, self)  # type: ignore[return-value]  # a Tensor
 
     def gather_result(self, x: Tensor) -> Tensor:
-        """Gather all tokens [batch, seq, width]. All ranks compute the same from them, so the gradient is taken from
-        this rank alone."""
+        """Gather all tokens [batch, seq, width], from which all ranks compute the same; so each keeps its gradient."""
         return _GatherResult.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
     def own_tokens(self, x: Tensor) -> Tensor:
@@ -107,8 +104,7 @@ def _scatter_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
 
 
 def _unflattened(tokens: Tensor, x: Tensor) -> Tensor:
-    """Split gathered tokens into rows of the batch. The result is a copy, since FSDP2 warns if the output of a unit is
-    a view."""
+    """Split gathered tokens into rows of the batch. A copy: FSDP2 warns if the output of a unit is a view."""
     return torch.ops.aten._unsafe_view(tokens, (x.shape[0], -1, *x.shape[2:]))
 
 
@@ -317,8 +313,7 @@ class RowParallelLinear(nn.Module):
 
 
 class RMSNormAcrossRanks(nn.Module):
-    """RMSNorm over the features of all ranks. The weight is sharded like the features, or whole with the rows that this
-    rank uses."""
+    """RMSNorm over the features of all ranks. The weight is sharded alike, or whole with this rank's `rows`."""
 
     def __init__(self, weight: nn.Parameter, region: TensorParallelGroup, eps: float, rows: slice | None) -> None:
         super().__init__()
@@ -344,8 +339,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(
         self, x: Tensor, head: nn.Module | None = None, loss: LogitsLoss | None = None
     ) -> Tensor | LossSum | tuple[LossSum, ...]:
-        """Embed token ids [batch, seq] as [batch, seq of this rank, dim]; given hidden states, return the tied head's
-        result."""
+        """Embed token ids [batch, seq] as [batch, seq of this rank, dim]; with a tied `head`, call that."""
         if head is not None:
             return head(x, self.weight, loss)
         row = x - self.first

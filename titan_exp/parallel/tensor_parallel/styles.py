@@ -59,8 +59,7 @@ class GatheredResult(nn.Module):
 
 
 class GatheredRopeOrder(nn.Module):
-    """Reorders RoPE caches from (first stream, second stream) to the order of gathered tokens: rank by rank, both
-    streams."""
+    """Reorders RoPE caches of two streams to the order of gathered tokens: rank by rank, both streams."""
 
     def __init__(self, region: TensorParallelGroup) -> None:
         super().__init__()
@@ -254,8 +253,7 @@ def _column_parallel(style: tp_plan.Colwise, part: Part) -> None:
 
 
 def _replicate_units(style: tp_plan.Colwise, part: Part, linear: Linear) -> None:
-    """Replicate a weight whose units are each shared by several ranks; each rank computes with the rows of its
-    pieces."""
+    """Replicate a weight whose units are shared by several ranks, each computing with the rows of its pieces."""
     assert style.common is not None, "only units with a split are replicated"
     unit = linear.out_features // style.units
     if isinstance(style.common, tp_plan.ReplicatedGateUp):

@@ -119,8 +119,7 @@ def observe_modules(experiment: Experiment, state: TrainState) -> None:
 
 
 def _defines(kind: type[ModuleMetric], word: str) -> bool:
-    """True if a metric overrides a member that has no default; a metric that attaches another module needs no
-    `value`."""
+    """True if a metric defines a required member; one that attaches another module needs no `value`."""
     attaches = kind.attach.__func__ is not ModuleMetric.attach.__func__  # type: ignore[attr-defined]  # of a method
     return hasattr(kind, word) and (word not in kind.__abstractmethods__ or (word == "value" and attaches))
 

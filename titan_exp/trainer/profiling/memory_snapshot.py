@@ -143,8 +143,7 @@ MAX_EVENTS = 500_000
 
 
 def record_live_allocations(config: ProfilingConfig, device: torch.device) -> None:
-    """Record the stacks of live allocations, starting before the model is built. The history of freed ones is not
-    kept."""
+    """Record the stacks of live allocations, starting before the model is built."""
     if config.memory_step is not None and device.type == "cuda":
         torch.cuda.memory._record_memory_history("state", stacks="python")
 

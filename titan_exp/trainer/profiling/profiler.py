@@ -146,8 +146,7 @@ def time_shares(spans: Iterable[Span], window: tuple[float, float]) -> TimeShare
 
 
 def innermost(spans: Iterable[Span]) -> list[_Segment]:
-    """Cut each lane into segments by the category of its innermost span; `other` spans take the category of the span
-    around them."""
+    """Cut lanes into segments by category of the innermost span; `other` spans take that of the span around."""
     lanes: dict[object, list[Span]] = defaultdict(list)
     for span in spans:
         lanes[span.lane].append(span)
@@ -363,8 +362,7 @@ class PhaseMarker(StepObserver):
 
 
 class ProfileWindow(Part):
-    """Profiles the window of steps given by `profiling.start` and `profiling.steps`, counted from the first step of
-    this attempt."""
+    """Profiles `profiling.steps` steps, from `profiling.start` steps after this attempt's beginning."""
 
     name = "profile"
     isolated = False  # it runs nothing of a model's

@@ -141,8 +141,7 @@ class Stragglers:
         self._rows: dict[tuple[int, str], int] = {}
 
     def find(self, times: Sequence[OwnTimes]) -> list[Straggler]:
-        """Check the times of all ranks in one row. A straggler is returned once, and again only after it has
-        recovered."""
+        """Check the times of all ranks in one row. A straggler is returned once, until it has recovered."""
         found = []
         for rank, own in enumerate(times):
             first = rank - rank % self._stage_size
